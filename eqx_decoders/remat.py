@@ -38,7 +38,8 @@ NAMES: dict[str, str] = {
     "moe_mlpwi_0": "gate projection of experts, before the activation; it is called mlpwi_0, too",
     "moe_mlpwi_1": "up projection of experts; it is called mlpwi_1, too",
     "moe_mlpwo": "down projection of experts, not yet added up; it is called mlpwo, too",
-    "quantization": "a weight converted to the dtype of its product",
+    "quantization": "a weight rounded to 8 bits for its product, and its scales (`LowPrecision`)",
+    "cast_weight": "a weight cast to the compute dtype; saving it keeps a copy of the weight for the backward pass",
 }
 
 

@@ -22,10 +22,10 @@ ORDER = [
 # Packages that import their public names late.
 PACKAGES = ["eqx_decoders", *(f"eqx_decoders.{name}" for name in ("training", "serving", "evaluation"))]
 
-# JAX has no public way to what its processes tell each other, to where it finds them, to another cache of programs, and
-# to what its cuDNN attention asks of the GPUs that a step is traced for; nor Orbax to its counter.
+# JAX has no public way to what its processes tell each other, to where it finds them, and to what its cuDNN attention
+# asks of the GPUs that a step is traced for; nor Orbax to its counter.
 PRIVATE = {("key_value_store.py", "jax._src.distributed"), ("rendezvous.py", "jax._src.clusters")}
-PRIVATE |= {("program_cache.py", "jax._src.compilation_cache"), ("gpus.py", "jax._src.cudnn")}
+PRIVATE |= {("gpus.py", "jax._src.cudnn")}
 PRIVATE |= {("checkpoints.py", "orbax.checkpoint._src.futures.synchronization")}
 
 

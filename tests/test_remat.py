@@ -51,10 +51,16 @@ def experts():
     return dataclasses.replace(config, blocks=(block,))
 
 
+EXECUTIONS = {
+    "cast_weight": dict(precision=ed.Precision(compute=jnp.bfloat16)),
+    "quantization": dict(low_precision=ed.LowPrecision()),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_legal_name_is_saved_somewhere(capsys, name):
-    execution = dict(precision=ed.Precision(compute=jnp.bfloat16)) if name == "quantization" else {}
+    execution = EXECUTIONS.get(name, {})
     found = [
         f"named '{name}'" in residuals(capsys, Remat(save=(name,)), config, **execution)
         for config in (None, plain_mlp(), latent_mixer(), experts())
@@ -68,6 +74,18 @@ def test_full_saves_no_name_and_minimal_saves_its_own(capsys):
     text = residuals(capsys, "minimal")
     assert "named 'mlpwo'" in text and "named 'query_proj'" in text
     assert "named 'context'" not in text and "named 'attention_out'" not in text
+
+
+def test_weights_that_are_only_cast_are_no_quantized_weights(capsys):
+    """MaxText's policies with "quantization" save no copy of the weights where nothing is quantized."""
+    bfloat16 = dict(precision=ed.Precision(compute=jnp.bfloat16))
+    policies = "full", "minimal_with_quantization", Remat(save=("cast_weight",))
+    full, minimal, casts = (
+        residuals(capsys, policy, rich_decoder(1), **bfloat16).count("'cast_weight'") for policy in policies
+    )
+    assert casts > minimal == full  # that of the head, which is in no block
+    rounded = residuals(capsys, "minimal_with_quantization", rich_decoder(1), low_precision=ed.LowPrecision())
+    assert "named 'quantization'" in rounded
 
 
 def test_saving_more_recomputes_less():

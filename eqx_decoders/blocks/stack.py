@@ -1,13 +1,14 @@
 """The stack: a list of blocks as segments of repeated units, whose weights are stacked and run by one scan."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from eqx_decoders.blocks.batch_overlap import cut_batch, join_batch, run_staggered
 from eqx_decoders.blocks.block import Block, BlockConfig
@@ -16,6 +17,30 @@ from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import Context
 from eqx_decoders.layers.cache.base import pasts, slices, stacked
 from eqx_decoders.sharding.explicit import at_layer
+
+
+def _build_block(config: BlockConfig, embed_dim: int, key: Key[Array, ""], layer: Int[Array, ""]) -> Block:
+    return config.build(embed_dim, key=key, layer=layer)
+
+
+def map_layers(build: Callable[..., Any], *arguments: Array) -> Any:
+    """Call `build` for each index of the leading axis of `arguments`; return one tree with arrays stacked on that axis.
+
+    Unlike `eqx.filter_vmap`, the loop creates one layer at a time: temporary memory is that of a single layer.
+    """
+    static = None
+
+    def build_arrays(arguments: tuple[Array, ...]) -> Any:
+        nonlocal static
+        arrays, static = eqx.partition(build(*arguments), eqx.is_array)
+        return arrays
+
+    if len(arguments[0]) == 1:
+        first = build_arrays(tuple(argument[0] for argument in arguments))
+        arrays = jax.tree.map(lambda array: array[None], first)
+    else:
+        arrays = jax.lax.map(build_arrays, arguments)
+    return eqx.combine(arrays, static)
 
 
 class Segment(eqx.Module):
@@ -33,17 +58,25 @@ class Segment(eqx.Module):
     def build(
         cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"], begin: int = 0
     ) -> "Segment":
-        """Initialise with one key per layer, in the order of the layers: `keys` has `repeats * len(unit)` of them.
+        """Return new layers, one key each: `keys` holds `repeats * len(unit)` keys in the order of the layers.
 
-        `begin` is the number of the first layer in the decoder.
+        `begin` is the index of the first layer in the decoder. A loop creates one unit at a time, and equal blocks of a
+        unit are created together. The program of `init` therefore draws few random arrays, which take most of its
+        compile time, and its temporary memory is that of one unit.
         """
-
-        def one(keys, layers):
-            each = zip(unit, keys, layers, strict=True)
-            return tuple(config.build(embed_dim, key=key, layer=layer) for config, key, layer in each)
-
         layers = begin + jnp.arange(len(keys)).reshape(-1, len(unit))
-        return cls(unit=eqx.filter_vmap(one)(keys.reshape(layers.shape), layers), repeats=len(layers))
+        keys = keys.reshape(layers.shape)
+        positions = {config: [i for i, other in enumerate(unit) if other == config] for config in unit}
+
+        def build_unit(keys: Key[Array, "unit"], layers: Int[Array, "unit"]) -> tuple[Block, ...]:
+            blocks: dict[int, Block] = {}
+            for config, indices in positions.items():
+                build = functools.partial(_build_block, config, embed_dim)
+                copies = map_layers(build, keys[jnp.array(indices)], layers[jnp.array(indices)])
+                blocks.update((index, at_layer(copies, copy)) for copy, index in enumerate(indices))
+            return tuple(blocks[index] for index in range(len(unit)))
+
+        return cls(unit=map_layers(build_unit, keys, layers), repeats=len(layers))
 
     def unstacked(self) -> tuple[Block, ...]:
         """Return the blocks one by one, in the order of the layers."""

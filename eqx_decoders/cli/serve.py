@@ -30,7 +30,7 @@ from eqx_decoders.cli.devices import Devices
 from eqx_decoders.cli.model_source import ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
-from eqx_decoders.errors import AtLeast, NonNegativeFloat, PositiveInt, check, need_extra
+from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeFloat, PositiveInt, check, need_extra
 from eqx_decoders.inference.draft_model import DraftModel
 from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
@@ -42,11 +42,12 @@ from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tool_calls import ToolFormat, tool_format
+from eqx_decoders.io.text.answers.formats import ToolFormat, find_tool_format
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
+from eqx_decoders.numerics.low_rank import low_rank_weights
 from eqx_decoders.serving import Engine
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
@@ -55,6 +56,7 @@ from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
 from eqx_decoders.serving.scoring_engine import ScoringEngine
+from eqx_decoders.sharding.axes import named_leaves
 
 
 KEYS = "EQX_DECODERS_API_KEY"
@@ -111,9 +113,8 @@ class ServeConfig(ModelSource, EngineLimits):
     be worked on. Further ones are told to come again (429)."""
     max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
     """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"] = "auto"
-    """Format in which the model calls the tools of a conversation; auto: that of its chat template, where that knows
-    tools; none: calls are texts in answers."""
+    tool_call_parser: Literal["auto", "none"] | ToolFormat = "auto"
+    """Format in which the model calls tools. auto: the format of its chat template; none: calls are text."""
     special_tokens_in_content: bool = False
     """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     api_key: tuple[str, ...] = ()
@@ -205,9 +206,15 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
             )
         )
     engine.close()
-    if not ended:  # a step hangs: it would be waited for
-        print("the last step has not ended: it is left alone", file=sys.stderr, flush=True)
-        os._exit(0)
+    return exit_code_of(ended)
+
+
+def exit_code_of(ended: bool) -> int:
+    """Return 0. If the engine's last step has not `ended`, exit with 1: Python would wait for the step's thread."""
+    if not ended:
+        print("error: the last engine step is still running; exiting without waiting for it", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
     return 0
 
 
@@ -252,8 +259,21 @@ def load(config: ServeConfig) -> TextModel:
 
 
 def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
-    """Read an adapter of PEFT for a model; one with lengths or singular values needs its arrays, not its shapes."""
-    return adapter_parts(load_peft(base, directory))
+    """Read an adapter of PEFT for a model; one with lengths or singular values needs its arrays, not its shapes.
+
+    Raises ConfigError for an adapter that replaces whole weights, which all requests share.
+    """
+    adapted = load_peft(base, directory)
+    pairs, known = low_rank_weights(adapted), named_leaves(base)
+    for path, leaf in named_leaves(adapted).items():
+        inside = any(path.startswith(f"{pair}.") for pair in pairs)
+        if not inside and known.get(path) is not leaf:
+            raise ConfigError(
+                f"adapter={directory!r} replaces the weight {path} as a whole (modules_to_save or bias of its "
+                f"adapter_config.json), and a server shares all weights but pairs between requests: merge the adapter "
+                f"into the model, and serve that."
+            )
+    return adapter_parts(adapted)
 
 
 def make_engine(config: ServeConfig, model: Decoder, adapters: Mapping[str, Any]) -> Engine | ScoringEngine:
@@ -299,11 +319,19 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
 
 
 def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
-    """Return the format of calls that a setting names."""
-    if parser == "auto":
-        source = "" if chat is None else chat.source_with_tools
-        return tool_format(source) if "tools" in source else None
-    return None if parser == "none" else parser
+    """Return the format of tool calls that a setting names. Logs a warning if the chat template's is unknown."""
+    if parser != "auto":
+        return None if parser == "none" else parser
+    if chat is None or "tools" not in chat.source_with_tools:
+        return None
+    found = find_tool_format(chat.source_with_tools)
+    if found is None:
+        logging.getLogger("eqx_decoders.serving").warning(
+            "%s: the chat template takes tools, but its format of tool calls is unknown. Tool calls are read in the"
+            " format 'hermes'. Choose the format with --tool-call-parser.",
+            chat.where,
+        )
+    return found or "hermes"
 
 
 def body_bytes(text: TextModel, max_length: int) -> int:

@@ -119,11 +119,29 @@ class Fields:
         """Add ignored keys of the nested object `key` to those that `ignored` returns; for an empty one beside them."""
         self._carried |= {key: dict(ignored)} if key else ignored
 
-    def ignored(self, known: Mapping[str, str], allowed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Return the keys among `known` that have no effect, for an export; refuse unread keys that are not there.
+    def ignored(
+        self,
+        known: Mapping[str, str],
+        allowed: Mapping[str, tuple[Any, ...]],
+        typed: Mapping[str, tuple[type, ...]] = {},
+    ) -> dict[str, Any]:
+        """Return the keys that have no effect, for an export; refuse other unread keys.
 
-        allowed: values of unread keys that have no effect; others are refused.
+        **Arguments:**
+
+        - `known`: keys without effect, whatever their values are.
+        - `allowed`: values of unread keys that have no effect; other values are refused.
+        - `typed`: keys without effect if their value has one of these types; other values are refused.
         """
+        for key, types in typed.items():
+            value = self.content.get(key)
+            if not (self.is_read(key) or key in known or value is None or type(value) in types):
+                names = " or ".join(kind.__name__ for kind in types)
+                raise self.error(
+                    f"{key}={abbreviate(value)} is not the generation setting of this name, which is of type {names}, "
+                    f"and no other meaning of {key} is known for this model_type. Remove it if it has no effect."
+                )
+        known = {**known, **dict.fromkeys(typed, "")}
         for key, values in allowed.items():
             if not self.is_read(key):
                 self.allow_only(key, *values)
@@ -147,17 +165,15 @@ class Fields:
             raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: give one for each.")
         return value
 
-    def allow_only(self, key: str, *allowed: Any) -> None:
-        """Refuse other values of `key`, which may be missing or null: what they mean is not implemented."""
+    def allow_only(self, key: str, *allowed: Any, effect: str = "changes what the model computes") -> None:
+        """Refuse other values of `key`, which may be missing or null, because their `effect` is not implemented."""
         value = self.take(key, None)
         if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
             expected = (
                 " or ".join(abbreviate(good) if isinstance(good, list) else json.dumps(good) for good in allowed)
                 or "null"
             )
-            raise self.error(
-                f"{key}={abbreviate(value)} changes what the model computes and is not implemented: only {expected} is."
-            )
+            raise self.error(f"{key}={abbreviate(value)} {effect} and is not implemented: only {expected} is.")
 
     def rename(self, old: str, new: str) -> None:
         """Read the key `old` as `new`; if both are given they must agree."""
@@ -183,8 +199,8 @@ class Fields:
         unknown = [key for key in keys if key not in self._read and key not in ignored]
         if unknown:
             raise self.error(
-                f"{_listed(unknown)}: not known here, so they may change what the model computes."
-                f"{_near(unknown[0], self._read)} Remove them if they do not."
+                f"{_listed(unknown)}: not known here, and unknown keys are not ignored."
+                f"{_near(unknown[0], self._read)} Remove keys that have no effect on the model."
             )
 
 

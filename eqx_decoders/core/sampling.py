@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32, PRNGKeyArray
 
 from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt
 from eqx_decoders.sharding.axes import AnyArray
@@ -168,6 +168,16 @@ def choose_tokens(
         return jnp.where(drawn, tokens, best)
 
     return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
+
+
+def threefry_key(key: PRNGKeyArray) -> PRNGKeyArray:
+    """Return a Threefry key: the key itself, or a new key seeded by a key of another implementation.
+
+    Keys of other implementations, such as `rbg`, do not give independent numbers for each row under `vmap`.
+    """
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return key
+    return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
 def draw_tokens(

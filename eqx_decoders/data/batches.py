@@ -44,6 +44,7 @@ from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.io.status import quantity
 
 
 class Corpus(NamedTuple):
@@ -203,13 +204,14 @@ class Batches:
         ends = self.source_epochs(self._row + (steps - start) * self._batch_size)
         for number, (part, plan) in enumerate(zip(self.parts, self._plans, strict=True)):
             counts = part.counts
-            line = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
+            line = f"{quantity(counts.documents, 'document')}, {quantity(counts.tokens, 'token')}"
             line += f", {counts.targets:,} of them targets" * part.store.has_targets
-            line += f", {plan.per_epoch:,} sequences an epoch"
+            line += f", {quantity(plan.per_epoch, 'sequence')} an epoch"
             if mixture is not None:
                 share = mixture.parts[number] / sum(mixture.parts)
                 line = f"{part.name}: {line}; weight {share:.3g}, {ends[part.name]:.3g} epochs in {steps:,} steps"
             lines.append(line)
+            lines += part.store.report()
         return "\n".join(lines)
 
     def _taken(self, mixture: Mixture, rows: int | None = None) -> list[int]:

@@ -20,68 +20,106 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from eqx_decoders.data.sources.documents import Document, parse_reference, reference
+from eqx_decoders.data.sources.documents import Document, ReadReport, parse_reference, reference
+from eqx_decoders.data.sources.records import as_texts
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.processors.prompts import check_parts
+from eqx_decoders.io.text import span_encoding
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.text.chat_template_worker import called
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 
 CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered by one process
+KNOWN_ROLES = ("system", "user", "assistant", "tool")
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
 Span = tuple[int, int]
 T = TypeVar("T")
 
 
-def render_documents(documents: Iterator[Document], template: ChatTemplate | None) -> Iterator[Document]:
+def render_documents(
+    documents: Iterator[Document], template: ChatTemplate | None, report: ReadReport | None = None
+) -> Iterator[Document]:
     """Yield the documents in order, conversations with their text and the spans of the assistant's turns.
 
-    Conversations without such turns are left out. Raises DataError with file and line for a conversation that the
-    template refuses, or in whose text turns cannot be separated; ConversionError for a template that takes too much
-    time or memory.
+    Conversations without such turns are left out, and counted in `report`. Raises DataError with file and line for a
+    conversation that the template refuses, or in whose text turns cannot be separated; ConversionError for a template
+    that takes too much time or memory.
     """
+    report = ReadReport() if report is None else report
     for batch in _grouped(documents, lambda each: each.size + (0 if each.chat is None else len(str(each.chat)))):
         chats = [document for document in batch if document.chat is not None]
-        rendered = iter(_rendered(chats, template) if chats else [])
+        rendered = iter(_rendered(chats, template, report) if chats else [])
         for document in batch:
             document = document if document.chat is None else next(rendered)
             if document.spans is None or any(start < stop for start, stop in document.spans):
                 yield document
+            else:
+                report.dropped[_reason_to_drop(document)] += 1
 
 
-def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> Iterator[Document]:
+def _reason_to_drop(document: Document) -> str:
+    """Return why a rendered document has nothing to learn."""
+    if document.chat is None:
+        return "with an empty completion"
+    roles = {str(message.get("role")) for message in document.chat.messages[document.chat.first :]}
+    if "assistant" not in roles:
+        return f"without a message of the assistant (their roles: {', '.join(sorted(roles))[:80]})"
+    if document.chat.excluded:
+        return "whose messages are all excluded by their flags (weight, train)"
+    return "with empty answers"
+
+
+def _rendered(documents: Sequence[Document], template: ChatTemplate | None, report: ReadReport) -> Iterator[Document]:
     if template is None:
         rule = "is a conversation, and there is no chat template that writes it as a text"
         remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
-    checked = [_checked(each.chat.messages, each.where) for each in documents if each.chat is not None]
-    chats = [
-        Conversation(messages, each.chat.variables)
-        for (messages, _), each in zip(checked, documents, strict=True)
-        if each.chat is not None
-    ]
-    kinds = {_settings_key(chat.variables): chat.variables for chat in chats}
+    kinds = {_settings_key(each.chat.variables): each.chat.variables for each in documents if each.chat is not None}
     probes = [probe for variables in kinds.values() for probe in _probes(variables)]
-    try:
-        texts = template.render_many([*probes, *chats])
-    except ConversionError as error:  # the process ended, in any of them
-        raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
-    answers = (texts[3 * number : 3 * number + 3] for number in range(len(kinds)))
+    takes_texts = True
+    if any(as_texts(each.chat.messages) != each.chat.messages for each in documents if each.chat is not None):
+        probed = _render(probes, template, documents)
+        takes_texts = all(not isinstance(text, Rendered) or ANSWER in text.text for text in probed[::3])
+    checked, chats, all_turns = [], [], []
+    for document in documents:
+        assert document.chat is not None
+        messages = as_texts(document.chat.messages) if takes_texts else document.chat.messages
+        checked.append(_checked(messages, document.where))
+        chats.append(Conversation(checked[-1][0], document.chat.variables))
+        numbers = range(document.chat.first, len(messages))
+        turns = [number for number in numbers if messages[number]["role"] == "assistant"]
+        all_turns.append([number for number in turns if number not in document.chat.excluded])
+    requests = {
+        number: chat._replace(messages=chat.messages[: turns[-1]], add_generation_prompt=True)
+        for number, (chat, turns) in enumerate(zip(chats, all_turns, strict=True))
+        if turns and turns[-1] > 0
+    }
+    rendered = _render([*probes, *chats, *requests.values()], template, documents)
+    answers = (rendered[3 * number : 3 * number + 3] for number in range(len(kinds)))
     headers = dict(zip(kinds, map(_header, answers), strict=True))
+    texts = rendered[len(probes) : len(probes) + len(chats)]
+    prompts = dict(zip(requests, rendered[len(probes) + len(chats) :], strict=True))
     files = [names for _, names in checked]
     talks = []
-    for document, chat, text in zip(documents, chats, texts[len(probes) :], strict=True):
+    for document, chat, text, turns in zip(documents, chats, texts, all_turns, strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
-        first = 0 if document.chat is None else document.chat.first
-        turns = [number for number in range(first, len(chat.messages)) if chat.messages[number]["role"] == "assistant"]
-        talks.append(_Talk(chat, text, first, turns))
-    spans = [talk.spans(headers[_settings_key(talk.chat.variables)]) for talk in talks]
+        assert document.chat is not None
+        talk = _Talk(chat, text, document.chat.first, turns, document.chat.excluded)
+        talk.check_written(f"{document.where}: {template.where}")
+        talks.append(talk)
+    spans = [
+        talk.spans(headers[_settings_key(talk.chat.variables)], each.where)
+        for talk, each in zip(talks, documents, strict=True)
+    ]
     unknown = [number for number, turns in enumerate(spans) if turns is None and talks[number].text.generated is None]
     for number, turns in zip(unknown, _requested([talks[number] for number in unknown], template), strict=True):
         spans[number] = turns
+    for number, prompt in prompts.items():
+        if spans[number] and isinstance(prompt, Rendered) and not talks[number].text.text.startswith(prompt.text):
+            report.notes["the chat template writes the prompt of the last answer differently at inference"] += 1
     for document, talk, turns, names in zip(documents, talks, spans, files, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
@@ -93,6 +131,15 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
         yield document._replace(text=talk.text.text, spans=turns, literal=literal, media=(*document.media, *names))
 
 
+def _render(
+    conversations: Sequence[Conversation], template: ChatTemplate, documents: Sequence[Document]
+) -> list[Rendered | ConversionError]:
+    try:
+        return template.render_many(conversations)
+    except ConversionError as error:  # the process ended, in any of them
+        raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
+
+
 def render_requests(documents: Sequence[Document], template: ChatTemplate) -> list[str]:
     """Return the texts with which answers are requested: of the messages before `ChatDocument.first` of each document.
 
@@ -100,7 +147,9 @@ def render_requests(documents: Sequence[Document], template: ChatTemplate) -> li
     """
     chats = [(each.where, each.chat) for each in documents if each.chat is not None]
     requests = [
-        Conversation(_checked(chat.messages[: chat.first], where)[0], chat.variables, add_generation_prompt=True)
+        Conversation(
+            _checked(as_texts(chat.messages[: chat.first]), where)[0], chat.variables, add_generation_prompt=True
+        )
         for where, chat in chats
     ]
     texts = []
@@ -112,18 +161,34 @@ def render_requests(documents: Sequence[Document], template: ChatTemplate) -> li
 
 
 class _Talk(NamedTuple):
-    """Conversation with its rendered text, and the numbers of the assistant's messages from `first` on (`turns`)."""
+    """Conversation with its rendered text, and the numbers of the assistant's messages from `first` on.
+
+    `turns` are trained on, `excluded` are not.
+    """
 
     chat: Conversation
     text: Rendered
     first: int
     turns: Sequence[int]
+    excluded: Sequence[int] = ()
 
-    def spans(self, header: str | None) -> tuple[Span, ...] | None:
+    def spans(self, header: str | None, where: str) -> tuple[Span, ...] | None:
         """Return the assistant's spans; None where they are unknown."""
         if self.text.generated is not None:
-            return _marked(self.text, self.first, self.turns)
+            return _without_excluded(self, _marked(self.text, self.first, (*self.turns, *self.excluded)), where)
         return _turns(self.text, len(self.chat.messages), self.turns, header)
+
+    def check_written(self, where: str) -> None:
+        """Raise DataError where the template leaves out messages of roles that it does not know."""
+        for number, message in enumerate(self.chat.messages):
+            content = message.get("content")
+            if message["role"] in KNOWN_ROLES or not isinstance(content, str):
+                continue
+            if content.strip() not in self.text.text:
+                raise DataError(
+                    f"{where} leaves out messages[{number}], whose role {message['role']!r} it does not know. Rename "
+                    f"the role to one of {', '.join(KNOWN_ROLES)}, or leave the message out."
+                )
 
     def check_calls(self, spans: Sequence[Span], where: str) -> None:
         """Raise DataError where the template leaves out calls of tools by the assistant."""
@@ -156,6 +221,23 @@ def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...
         begin = min((start for number, start, _ in text.messages if number >= first), default=len(text.text))
     spans = tuple((start, stop) for start, stop in text.generated or () if start >= begin)
     return spans if spans or not turns else None
+
+
+def _without_excluded(talk: _Talk, spans: tuple[Span, ...] | None, where: str) -> tuple[Span, ...] | None:
+    """Return the marked spans without those of messages that are not trained on."""
+    if spans is None or not talk.excluded:
+        return spans
+    written = {number: (start, stop) for number, start, stop in talk.text.messages}
+    ordered = sorted((*talk.turns, *talk.excluded))
+    if all(number in written for number in talk.excluded):
+        excluded = [written[number] for number in talk.excluded]
+        return tuple(span for span in spans if not any(start <= span[0] < stop for start, stop in excluded))
+    if len(spans) == len(ordered):
+        return tuple(span for number, span in zip(ordered, spans, strict=True) if number not in talk.excluded)
+    raise DataError(
+        f"{where}: messages are excluded by weight or train, and the chat template does not show which "
+        "{% generation %} block belongs to which message. Leave the conversation out, or use another template."
+    )
 
 
 def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None) -> tuple[Span, ...] | None:
@@ -268,19 +350,31 @@ def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
     return _common(request.text[end:], *begins) if begins else None
 
 
+SPLIT = "a token would span the end of the prompt: the answer is tokenized by itself, after the tokens of the prompt"
+JOINED = "a token spans the end of the prompt and cannot be split: a model is given other tokens at inference"
+
+
 def encode_spans(
     tokenizer: Tokenizer,
     texts: Sequence[str],
     spans: Sequence[Sequence[Span]],
     literal: Sequence[Sequence[Span]] | None = None,
+    report: ReadReport | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Encode each text, and return its ids and which of them are in its spans.
 
-    Names of special tokens become special tokens, except in the spans `literal` of each text.
+    The tokens before a span are those of the text before it, as a model is given them at inference; `report` counts the
+    texts of which the joint tokens differ. Names of special tokens become special tokens, except in the spans `literal`
+    of each text.
     """
-    if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.encode_spans(texts, spans, literal)
-    return [_encode_pieces(tokenizer, *each) for each in zip(texts, spans, strict=True)]
+    if not isinstance(tokenizer, JsonTokenizer):
+        return [_encode_pieces(tokenizer, *each) for each in zip(texts, spans, strict=True)]
+    results = []
+    for encoded in span_encoding.encode_spans(tokenizer, texts, spans, literal):
+        if report is not None and (encoded.split or encoded.joined):
+            report.notes[SPLIT if encoded.split else JOINED] += 1
+        results.append((encoded.ids, encoded.mask))
+    return results
 
 
 def _encode_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:

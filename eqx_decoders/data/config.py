@@ -24,11 +24,14 @@ class DataConfig(CheckedFields):
     """Share of the documents that is held out, chosen by hash, where evaluation has no data of its own; 0: none."""
     text_field: str = "text"
     """Field of records or column of .parquet files that holds the text, or a list of messages; records without it may
-    have `messages`, or `prompt` and `completion`."""
+    have `messages`, `conversations` (ShareGPT), `prompt` and `completion`, or `instruction` and `output` (Alpaca)."""
     chat_template: str | None = None
     """File of the chat template (Jinja) that writes conversations as texts; None: that of init_from."""
     special_tokens_in_content: bool = True
     """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
+    special_tokens_in_text: bool | None = None
+    """Names of special tokens in the texts of `text_field` become these tokens. None: in texts that look like rendered
+    chats, which begin with such a name and have another; their number is reported. Otherwise they are letters."""
     cache_dir: str | None = None
     """Directory of the tokens of all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's
     folder for caches ($XDG_CACHE_HOME or ~/.cache)."""

@@ -125,6 +125,7 @@ def open_tokens(
         "text_field": config.text_field,
         "template": template,
         "media": media,
+        "special_tokens_in_text": config.special_tokens_in_text,
     }
     folders = token_folders(config, folder)
     if most is not None:
@@ -209,6 +210,7 @@ def make_held_out_sets(
         template = written_by(config, template, tokenizer)
         options: dict[str, Any] = {"text_field": config.text_field, "template": template, "held_out_fraction": 1.0}
         options |= {"cache_dir": config.cache_dir, "media": _reader(media)}
+        options["special_tokens_in_text"] = config.special_tokens_in_text
         stores = {name: open_store(folders[name], tokenizer, path=paths, **options) for name, paths in sets.items()}
     else:
         stores = open_tokens(config, tokenizer, folder, template=template, media=_reader(media), may_be_in_use=True)

@@ -23,13 +23,16 @@ from jaxtyping import Bool, Int
 from eqx_decoders.data.chats import encode_spans, render_documents, render_requests
 from eqx_decoders.data.sources.documents import (
     FILES,
-    VARIABLES,
+    LARGE_SHARE,
     ChatDocument,
     Document,
+    ReadReport,
+    as_messages,
     checked_text,
     template_variables,
 )
 from eqx_decoders.data.sources.readers import read_records
+from eqx_decoders.data.sources.records import COLUMNS, normalize_record, split_flags
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import DataError, check
@@ -79,12 +82,14 @@ class Example(NamedTuple):
 class Preferences:
     """Examples of at most `seq_len` tokens each, all pairs or all answers with labels, in the order of their records.
 
-    `dropped` counts the records that were left out, by the reason: `identical`, `empty` and `too_long`.
+    `dropped` counts the records that were left out, by the reason: `identical`, `empty` and `too_long`. `notes` counts
+    remarks on answers.
     """
 
     examples: Sequence[Example]
     seq_len: int
     dropped: Mapping[str, int]
+    notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def paired(self) -> bool:
@@ -109,11 +114,14 @@ class Preferences:
         return any(example.margin for example in self.examples)
 
     def describe(self) -> str:
-        """Describe the examples and what was left out, in one line."""
+        """Describe the examples, what was left out, and remarks."""
         tokens = sum(example.size for example in self.examples)
         targets = sum(int(answer.targets.sum()) for example in self.examples for answer in example.answers)
         line = f"{len(self.examples):,} {_name(self.paired)}, {tokens:,} tokens, {targets:,} of them in answers"
-        return f"{line}; left out: {_counted(self.dropped) or 'none'}"
+        total = sum(self.dropped.values())
+        warning = "warning: " if total > LARGE_SHARE * (total + len(self.examples)) else ""
+        notes = [f"warning: {count:,} answers: {note}" for note, count in self.notes.items()]
+        return "\n".join([f"{warning}{line}; left out: {_counted(self.dropped) or 'none'}", *notes])
 
 
 class _Record(NamedTuple):
@@ -168,14 +176,16 @@ def _records(
     parse: Callable[[Mapping[str, Any], str], _Record],
     more: Sequence[str] = (),
 ) -> Iterator[_Record]:
-    columns = ("prompt", "messages", *fields, *more, *VARIABLES, *FILES)
+    columns = (*COLUMNS, *more, *FILES)
     for source in find_sources(path, flag):
-        for where, record in read_records(source, columns):
-            check(isinstance(record, dict), f"{where} must hold a JSON object with {_listed(fields)}.", DataError)
+        for where, raw in read_records(source, columns):
+            record = normalize_record(raw, where, "prompt")
             missing = [name for name in fields if record.get(name) is None]
-            names = ", ".join(name for name, value in record.items() if value is not None)
-            rule = f"a record needs a prompt with {_listed(fields)}; its fields: {names}"
-            check(not missing, f"{where} has no field {', '.join(map(repr, missing))}: {rule}.", DataError)
+            if missing:
+                raise DataError(
+                    f"{where} has no field {', '.join(map(repr, missing))}: a record needs a prompt with "
+                    f"{_listed(fields)}; its fields: {', '.join(record) or 'none'}."
+                )
             media = [name for name in FILES if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: preferences are read as text alone.", DataError)
             found = parse(record, where)
@@ -206,8 +216,7 @@ def _labelled(record: Mapping[str, Any], where: str) -> _Record:
 def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], label: int) -> _Record:
     """Make the record of a prompt, which may be the messages with which its answers begin."""
     prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
-    values: list[Any] = [prompt, *map(record.get, fields)]
-    prompt, *answers = ([value] if isinstance(value, dict) else value for value in values)
+    answers = [record[name] for name in fields]
     chats = [isinstance(value, list) for value in answers]
     if not isinstance(prompt, list) and not any(chats):
         rule = f"has no field 'prompt', and nothing to which {_listed(fields)} would be an answer"
@@ -215,8 +224,8 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
         texts = [checked_text(value, name, where) for name, value in zip(fields, answers, strict=True)]
         return _Record(where, checked_text(prompt, "prompt", where), tuple(texts), label, {})
     if isinstance(prompt, list):
-        talks = [_as_messages(value, name, where) for name, value in zip(fields, answers, strict=True)]
-        if all(talk[: len(prompt)] == prompt for talk in talks):
+        talks = [as_messages(value, "assistant", name, where) for name, value in zip(fields, answers, strict=True)]
+        if all(split_flags(talk[: len(prompt)])[0] == split_flags(prompt)[0] for talk in talks):
             talks = [talk[len(prompt) :] for talk in talks]
     else:
         check(all(chats), f"{where}: {_listed(fields)} must be lists of messages, or texts, all of them.", DataError)
@@ -225,12 +234,6 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
     for name, talk in zip(fields, talks, strict=True):
         _check_turns(talk, f"{where}: {name}")
     return _Record(where, prompt, tuple(talks), label, template_variables(record, where))
-
-
-def _as_messages(value: Any, field: str, where: str) -> Messages:
-    if isinstance(value, list):
-        return value
-    return [{"role": "assistant", "content": checked_text(value, field, where)}]
 
 
 def _shared_prompt(prompt: Any, talks: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
@@ -266,10 +269,11 @@ def _read(
     records: Iterator[_Record], path: Paths, tokenizer: Tokenizer, seq_len: int, template: ChatTemplate | None
 ) -> Preferences:
     examples, dropped, name = list[Example](), dict.fromkeys(REASONS, 0), "records"
+    report = ReadReport()
     with StatusLine("tokenizing preferences", remains="nothing of them is kept"):
         while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
             name = _name(group[0].label == 0)
-            for example in _examples(group, tokenizer, template, seq_len):
+            for example in _examples(group, tokenizer, template, seq_len, report):
                 if isinstance(example, Example):
                     examples.append(example)
                 else:
@@ -278,7 +282,7 @@ def _read(
     rule = f"none of the {sum(dropped.values()):,} {name} in {path} can be trained on: {reasons}"
     remedy = f"raise --seq-len {seq_len}, or give others" if dropped["too_long"] else "give others"
     check(bool(examples), f"{rule}; {remedy}.", DataError)
-    return Preferences(examples, seq_len, dropped)
+    return Preferences(examples, seq_len, dropped, dict(report.notes))
 
 
 def _name(paired: bool) -> str:
@@ -290,13 +294,18 @@ def _counted(dropped: Mapping[str, int]) -> str:
 
 
 def _examples(
-    records: Sequence[_Record], tokenizer: Tokenizer, template: ChatTemplate | None, seq_len: int
+    records: Sequence[_Record],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    seq_len: int,
+    report: ReadReport,
 ) -> Iterator[Example | str]:
     """Yield the example of each record, or the reason to leave it out."""
     reasons = [_reason(record.answers, map(_is_empty, record.answers)) for record in records]
     useful = [record for record, reason in zip(records, reasons, strict=True) if reason is None]
-    chats = iter(_encode_chats([each for each in useful if isinstance(each.prompt, list)], tokenizer, template))
-    texts = iter(_encode_texts([each for each in useful if isinstance(each.prompt, str)], tokenizer))
+    conversations = [each for each in useful if isinstance(each.prompt, list)]
+    chats = iter(_encode_chats(conversations, tokenizer, template, report))
+    texts = iter(_encode_texts([each for each in useful if isinstance(each.prompt, str)], tokenizer, report))
     for record, reason in zip(records, reasons, strict=True):
         if reason is not None:
             yield reason
@@ -316,7 +325,7 @@ def _reason(answers: Sequence[Any], empty: Iterable[bool]) -> str | None:
 
 
 def _encode_chats(
-    records: Sequence[_Record], tokenizer: Tokenizer, template: ChatTemplate | None
+    records: Sequence[_Record], tokenizer: Tokenizer, template: ChatTemplate | None, report: ReadReport
 ) -> Iterator[tuple[Answer, ...]]:
     documents = [
         [_document(record, answer, f"{number} {index}") for index, answer in enumerate(record.answers)]
@@ -325,7 +334,7 @@ def _encode_chats(
     rendered = list(render_documents(itertools.chain(*documents), template))  # without those that have no answer
     requests = [] if template is None else render_requests([each[0] for each in documents], template)
     parts = [(document.text or "", document.spans or (), document.literal) for document in rendered]
-    encoded = encode_spans(tokenizer, *zip(*parts, strict=True)) if parts else []
+    encoded = encode_spans(tokenizer, *zip(*parts, strict=True), report=report) if parts else []
     pairs = {document.key: (document, ids) for document, ids in zip(rendered, encoded, strict=True)}
     for each, request in zip(documents, requests, strict=True):
         answers = [pairs.get(document.key) for document in each]
@@ -336,7 +345,7 @@ def _encode_chats(
 
 
 def _document(record: _Record, answer: str | Messages, key: str) -> Document:
-    chat = ChatDocument([*record.prompt, *answer], len(record.prompt), dict(record.variables))
+    chat = ChatDocument.create([*record.prompt, *answer], len(record.prompt), record.variables)
     return Document(record.where, key=key, chat=chat)
 
 
@@ -360,17 +369,19 @@ def _nothing() -> Answer:
     return Answer(np.zeros(0, np.int32), np.zeros(0, bool))
 
 
-def _encode_texts(records: Sequence[_Record], tokenizer: Tokenizer) -> Iterator[tuple[Answer, ...]]:
+def _encode_texts(records: Sequence[_Record], tokenizer: Tokenizer, report: ReadReport) -> Iterator[tuple[Answer, ...]]:
     if not records:
         return
-    begin, end = separators(tokenizer)
-    texts = [str(text) for record in records for text in (record.prompt, *record.answers)]
-    encoded = (ids for ids, _ in encode_spans(tokenizer, texts, [()] * len(texts)))
+    start, end = separators(tokenizer)
+    texts = [(str(record.prompt), str(answer)) for record in records for answer in record.answers]
+    spans = [((len(prompt), len(prompt) + len(answer)),) for prompt, answer in texts]
+    encoded = iter(encode_spans(tokenizer, [prompt + answer for prompt, answer in texts], spans, report=report))
     for record in records:
-        prompt, answers = next(encoded), [next(encoded) for _ in record.answers]
-        prompt = np.concatenate([[begin] if prompt[:1].tolist() != [begin] else [], prompt])
-        ends = [[end] if end is not None and answer[-1:].tolist() != [end] else [] for answer in answers]
-        behind = [np.concatenate([*pieces]) for pieces in zip(answers, ends, strict=True)]
-        yield tuple(
-            _answer(np.concatenate([prompt, ids]), np.arange(len(prompt) + len(ids)) >= len(prompt)) for ids in behind
-        )
+        answers = []
+        for _ in record.answers:
+            ids, targets = next(encoded)
+            before = [] if tuple(ids[: len(start)].tolist()) == start else start
+            after = [end] if end is not None and ids[-1:].tolist() != [end] else []
+            mask = np.concatenate([np.zeros(len(before), bool), targets, np.ones(len(after), bool)])
+            answers.append(_answer(np.concatenate([before, ids, after]), mask))
+        yield tuple(answers)

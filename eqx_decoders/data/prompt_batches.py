@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eqx_decoders.data.packing_plans import check_same_data, permutation
-from eqx_decoders.data.sources.documents import FILES, checked_text, template_variables
+from eqx_decoders.data.sources.documents import FILES, LARGE_SHARE, checked_text, template_variables
 from eqx_decoders.data.sources.readers import ALL, read_records
+from eqx_decoders.data.sources.records import as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
-from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check_messages
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, prompt_ids
 
 
 RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
@@ -60,7 +60,10 @@ class Prompts:
         if not self.longest:
             return f"{len(self.prompts):,} tasks"
         line = f"{len(self.prompts):,} prompts of up to {self.longest:,} tokens"
-        return f"{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}" if self.too_long else line
+        if not self.too_long:
+            return line
+        warning = "warning: " if self.too_long > LARGE_SHARE * (self.too_long + len(self.prompts)) else ""
+        return f"{warning}{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}"
 
 
 def read_prompts(
@@ -97,18 +100,17 @@ def read_tasks(path: Paths, *, flag: str = DATA) -> Prompts:
 def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for source in find_sources(path, flag):
         for where, record in read_records(source, ALL):
-            check(isinstance(record, dict), f"{where} must hold a JSON object with 'prompt' or 'messages'.", DataError)
+            record = normalize_prompt(record, where)
             media = [name for name in FILES if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: prompts are read as text alone.", DataError)
-            prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
-            rule = f"a record needs a prompt; its fields: {', '.join(record)}"
-            check(prompt is not None, f"{where} has no field 'prompt' or 'messages': {rule}.", DataError)
+            prompt = record["prompt"]
             if isinstance(prompt, list):
-                prompt = check_messages(prompt, f"{where}: messages")
-                asks = prompt[-1]["role"] != "assistant"
-                check(
-                    asks, f"{where}: the last message is the assistant's: there is nothing to be answered.", DataError
-                )
+                prompt = check_messages(as_texts(prompt), f"{where}: messages")
+                if prompt[-1]["role"] == "assistant":
+                    raise DataError(
+                        f"{where}: the last message is the assistant's, so there is nothing to be answered. Leave the "
+                        "answer out of the messages, or put the messages before it into 'prompt'."
+                    )
             else:
                 checked_text(prompt, "prompt", where)
             yield where, {**record, "prompt": prompt}
@@ -149,9 +151,8 @@ def encode_rendered(tokenizer: Tokenizer, text: str, literal: Sequence[Sequence[
 
 
 def encode_beginning(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encode a text that a document begins with."""
-    ids, begin = tuple(tokenizer.encode(text).tolist()), separators(tokenizer)[0]
-    return ids if begin is None or ids[:1] == (begin,) else (begin, *ids)
+    """Encode a text to be continued, as the server and `generate` do."""
+    return tuple(prompt_ids(tokenizer, text).tolist())
 
 
 class PromptBatches:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eqx_decoders.errors import check, need_extra
+from eqx_decoders.errors import ConfigError, check, need_extra
 from eqx_decoders.evaluation.engine_requests import (
     AnswerRequest,
     EvaluationEngine,
@@ -109,21 +109,49 @@ class EngineMethods:
         return tokenizer.encode(string, special=True).tolist()
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a context and its continuation together, so that words are whole, and cut behind the context.
+        """Encode `context + continuation`, and split the tokens into a context and a continuation to be scored.
 
-        Blanks at the end of the context belong to the continuation: that is lm-eval's rule. An empty context is the
-        token with which texts begin.
+        Whitespace at the end of the context belongs to the continuation, as in lm-eval. So does a token that spans the
+        end of the context: the continuation starts with the first token that is not a token of the context alone. A
+        context without tokens is replaced by the token with which texts start.
+
+        Raises ConfigError where the continuation is empty or has no tokens: its score would be that of nothing.
         """
+        if continuation == "":
+            raise ConfigError(
+                f"lm-eval: continuation='' after the context {context[-60:]!r} has nothing to score: remove the empty "
+                f"choice or target from the task."
+            )
+        stripped = context.rstrip()
+        continuation, context = context[len(stripped) :] + continuation, stripped
         if context == "":
-            tokens, first = self.encode(continuation, begins=False), prefix_id(self.text.tokenizer)
-            return (tokens[:1], tokens[1:]) if first is None or tokens[:1] == [first] else ([first], tokens)
-        blanks = len(context) - len(context.rstrip())
-        if blanks:
-            context, continuation = context[:-blanks], context[-blanks:] + continuation
-        if context == "":  # of blanks alone
-            return self.encode_pair(context, continuation)
-        count, whole = len(self.encode(context)), self.encode(context + continuation)
-        return whole[:count], whole[count:]
+            tokens, count = self.encode(continuation, begins=False), 0
+            first = prefix_id(self.text.tokenizer)
+            if first is not None and tokens[:1] == [first]:
+                count = 1
+        else:
+            tokens = self.encode(context + continuation)
+            count = _common_length(self.encode(context), tokens)
+        if count == len(tokens):
+            raise ConfigError(
+                f"lm-eval: continuation={continuation[:60]!r} after the context {context[-60:]!r} adds no token, so "
+                f"that there is nothing to score: remove it from the task."
+            )
+        return self._with_context(tokens[:count], tokens[count:])
+
+    def _with_context(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Return a context of at least one token, and what of the continuation can be scored after it."""
+        if context:
+            return context, continuation
+        first = prefix_id(self.text.tokenizer)
+        if first is not None:
+            return [first], continuation
+        if len(continuation) < 2:
+            raise ConfigError(
+                "lm-eval: a continuation of one token without a context cannot be scored, because the tokenizer has "
+                "neither bos_id nor eos_id to put before it: use a task with contexts, or another tokenizer."
+            )
+        return continuation[:1], continuation[1:]
 
     def _answer_request(self, number: int, context: str, options: Mapping[str, Any]) -> AnswerRequest:
         """Return the request for one answer."""
@@ -162,6 +190,12 @@ class EngineMethods:
         if hook is not None:
             for request, result in zip(requests, results, strict=True):
                 hook.add_partial(kind, request.args, result)
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens at the start that are equal."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def make_lm(text: TextSource, engine: EvaluationEngine, **options: Any) -> Any:

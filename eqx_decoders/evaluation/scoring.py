@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from eqx_decoders.errors import check
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.evaluation.engine_requests import EvaluationEngine, Progress, no_progress, run_requests
 from eqx_decoders.serving.engine.request import Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams, TokenScore
@@ -32,24 +32,29 @@ def score_continuations(
 ) -> list[Likelihood]:
     """Return `log p(continuation | context)` of each pair of token ids; those of one context should follow each other.
 
-    Contexts that are too long lose their beginning. Raises ConfigError for a continuation that is.
+    Contexts that are too long lose their beginning. Raises ConfigError for a continuation that is too long, and for a
+    continuation or a context without tokens: the sum over no tokens, 0, would be the best possible score.
     """
-    likelihoods = [Likelihood(0.0, True) for _ in pairs]
-    scored = [number for number, (_, continuation) in enumerate(pairs) if len(continuation) > 0]
+    for number, (context, continuation) in enumerate(pairs):
+        if len(context) == 0 or len(continuation) == 0:
+            raise ConfigError(
+                f"score_continuations: pair {number} has {len(context)} context tokens and {len(continuation)} "
+                f"continuation tokens, but needs at least one of each: start a context with the tokenizer's bos_id, "
+                f"and remove empty continuations."
+            )
+    likelihoods: dict[int, Likelihood] = {}
 
-    def take(index: int, output: RequestOutput) -> bool:
-        number = scored[index]
+    def take(number: int, output: RequestOutput) -> bool:
         likelihoods[number] = _likelihood(output, pairs[number][1])
         return True
 
-    requests = (_request(*pairs[number], engine.config.max_length) for number in scored)
+    requests = (_request(context, continuation, engine.config.max_length) for context, continuation in pairs)
     run_requests(engine, requests, take, progress)
-    return likelihoods
+    return [likelihoods[number] for number in range(len(pairs))]
 
 
 def _request(context: Tokens, continuation: Tokens, most: int) -> Request:
     count = len(continuation)
-    check(len(context) > 0, "a context must have at least one token, such as the tokenizer's bos_id.")
     rule = f"which leave no context in max_length={most}: raise it"
     check(count < most, f"a continuation has {count} tokens, {rule}.")
     tokens = (*context, *continuation)[-most:]
@@ -91,11 +96,18 @@ def rolling_windows(count: int, window: int, context: int = 1) -> Iterator[tuple
 def score_texts(
     engine: EvaluationEngine, texts: Sequence[Tokens], context: int = 1, progress: Progress = no_progress
 ) -> list[float]:
-    """Return the log-probability of each text: of all of its tokens but the first, which begins it (see
-    `rolling_windows`)."""
+    """Return the log-probability of all tokens of each text but the first one (see `rolling_windows`).
+
+    Raises ConfigError for a text of less than two tokens, of which nothing can be scored.
+    """
     pairs: list[tuple[Tokens, Tokens]] = []
     owners: list[int] = []
     for number, tokens in enumerate(texts):
+        if len(tokens) < 2:
+            raise ConfigError(
+                f"score_texts: text {number} has {len(tokens)} tokens, but needs at least 2, because the first token "
+                f"has no probability: remove empty texts, or use a tokenizer with bos_id or eos_id."
+            )
         for begin, first, stop in rolling_windows(len(tokens), engine.config.max_length, context):
             pairs.append((tokens[begin:first], tokens[first:stop]))
             owners.append(number)

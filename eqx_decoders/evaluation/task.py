@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from eqx_decoders.data.sources.readers import ALL, read_records
+from eqx_decoders.data.sources.records import as_texts, check_unicode, normalize_prompt
 from eqx_decoders.data.sources.sources import find_sources
 from eqx_decoders.errors import CheckedFields, ConfigError, DataError, EqxDecodersError, PositiveInt, check
 from eqx_decoders.io.atomic_files import expanded
@@ -150,11 +151,15 @@ def _checked(example: Any, where: str) -> Example:
     """Return an example as JSON holds it. Raises DataError for one without a prompt."""
     check(isinstance(example, Mapping), f"{where} must be a dictionary, not {type(example).__name__}.", DataError)
     columns = [name for name in COLUMNS if example.get(name)]
-    there = ", ".join(map(str, example)) or "nothing"
-    check(len(columns) == 1, f"{where} must have a 'prompt' or 'messages', and has {there}.", DataError)
-    prompt = example[columns[0]]
-    good = isinstance(prompt, str) if columns[0] == "prompt" else isinstance(prompt, list | tuple)
-    check(good, f"{where}: {columns[0]!r} must be {'a text' if columns[0] == 'prompt' else 'a list'}.", DataError)
+    check(len(columns) < 2, f"{where} must have a 'prompt' or 'messages', and has {', '.join(example)}.", DataError)
+    example = normalize_prompt(example, where)
+    for name, value in example.items():
+        check_unicode(value, str(name), where)
+    prompt = example["prompt"]
+    good = isinstance(prompt, str | list) and len(prompt) > 0
+    check(good, f"{where}: the prompt must be a text or a list of messages, and not empty.", DataError)
+    if isinstance(prompt, list):
+        example = {name: value for name, value in example.items() if name != "prompt"} | {"messages": as_texts(prompt)}
     try:
         return json.loads(json.dumps(example))
     except (TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from eqx_decoders.data.sources.documents import decode
 from eqx_decoders.data.sources.readers import ALL, read_records
 from eqx_decoders.data.sources.sources import find_sources
 from eqx_decoders.errors import DataError, check
@@ -83,9 +84,9 @@ def load_text_set(spec: str, field: str = "text", limit: int | None = None, flag
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
-    except (UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}.") from error
+        return decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
 
 
 def prefix_id(tokenizer: Tokenizer) -> int | None:

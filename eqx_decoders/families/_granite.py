@@ -7,7 +7,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.families.common import DecoderSizes, NormPlaces
-from eqx_decoders.families.settings_table import Number
+from eqx_decoders.families.settings_table import Number, Only
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -37,6 +37,8 @@ def granite(
     return scaled(shape, [block] * shape.num_layers, **scales)
 
 
+# transformers 4 writes it for models whose layers all have a rotary embedding
+POSITIONS = Only("position_embedding_type", "rope")
 STREAM_SCALES = (
     Number("embedding_multiplier", "embedding_scale", 1.0),
     Number("residual_multiplier", "blocks.0.residual.residual_scale", 1.0),

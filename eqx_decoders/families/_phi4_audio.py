@@ -7,6 +7,7 @@ import dataclasses
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
@@ -20,6 +21,7 @@ from eqx_decoders.families.settings_table import (
     Only,
     Rule,
     Table,
+    Values,
     activation,
     sized,
     value_at,
@@ -110,8 +112,16 @@ def _read_convolutions(fields, values):
     return reduction.bit_length() - 1
 
 
+def _rename_misspelled(fields: Fields, values: Values) -> None:
+    """Read a key as transformers 4.5x spells it; where both spellings are given, the right one counts."""
+    value = fields.content.pop("depthwise_seperable_out_channel", None)
+    if value is not None:
+        fields.content.setdefault("depthwise_separable_out_channel", value)
+
+
 _BRANCH, _MIXER, _CONVOLUTION = "blocks.0.pre_layers.0.layer.", "blocks.0.mixer.", "blocks.0.post_layers.0.layer."
 _AUDIO = (
+    Rule("", _rename_misspelled),
     OUT_DIM,
     Integer("hidden_size", "embed_dim", 1024),
     Integer("intermediate_size", _BRANCH + "mlp_dim", 1536),

@@ -16,10 +16,8 @@ IGNORED_KEYS: dict[str, str] = by_key(
         "_original_object_hash _from_pipeline _from_auto _from_model_config unsloth_version unsloth_fixed "
         "is_llama_config transformers.js_config": "who wrote it, and of what",
         "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
-        "forced_eos_token_id unk_token_id tokenizer_class prefix model_max_length": "for tokenizers and generation",
-        "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
-        "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
-        "bad_words_ids num_return_sequences output_scores return_dict_in_generate remove_invalid_values "
+        "forced_eos_token_id unk_token_id tokenizer_class model_max_length": "for tokenizers and generation",
+        "early_stopping bad_words_ids output_scores return_dict_in_generate remove_invalid_values "
         "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
         "cache_implementation use_cache": "generation settings of transformers",
         "attention_dropout resid_pdrop embd_pdrop attn_pdrop "
@@ -31,6 +29,19 @@ IGNORED_KEYS: dict[str, str] = by_key(
         "max_position_embeddings": "a promise, not a limit: rotary positions have no table",
     }
 )
+
+# Generation settings that transformers 4 writes into the config.json of every family, with the types of their values.
+# Some have names that a model could use for a part of its own, so that any other value is refused.
+GENERATION_KEYS: dict[str, tuple[type, ...]] = {
+    "prefix": (str,),
+    "do_sample": (bool,),
+    **dict.fromkeys(("max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences"), (int,)),
+    **dict.fromkeys(("top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "typical_p"), (int, float)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "diversity_penalty"), (int, float)),
+}
+# The defaults of transformers 4, which say nothing: they are written with all other keys.
+GENERATION_DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
 
 # Keys that would change what a model computes in a way that is not implemented, with the values that do not.
 ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {

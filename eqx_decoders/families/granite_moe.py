@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._granite import EXPERTS, MULTIPLIERS, granite
+from eqx_decoders.families._granite import EXPERTS, MULTIPLIERS, POSITIONS, granite
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -24,6 +24,7 @@ FAMILY = Family(
     settings=(
         decoder_sizes(paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=8, chosen=2),
+        POSITIONS,
         rope_settings(),
         *MULTIPLIERS,
     ),

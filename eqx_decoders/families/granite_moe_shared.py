@@ -3,7 +3,7 @@
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._granite import EXPERTS, MULTIPLIERS, granite, shared_mlp
+from eqx_decoders.families._granite import EXPERTS, MULTIPLIERS, POSITIONS, granite, shared_mlp
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -31,6 +31,7 @@ FAMILY = Family(
         decoder_sizes(paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=8, chosen=2),
         Integer("shared_intermediate_size", _shared_dim, 0, least=0, name="shared_dim"),
+        POSITIONS,
         rope_settings(),
         *MULTIPLIERS,
     ),

@@ -7,6 +7,7 @@ values of a configuration, in both directions; an export is refused unless readi
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +18,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConfigError, ConversionError, check
-from eqx_decoders.families.config_keys import ALLOWED_VALUES, IGNORED_KEYS, by_key
+from eqx_decoders.families.config_keys import ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS, by_key
 from eqx_decoders.families.scorers import SCORER, SCORER_CLASS, number_of_scores, scorer_name
 from eqx_decoders.families.settings_table import Rule, Setting, public, read_all, write_all
 from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping, are_transposed
@@ -29,6 +30,14 @@ from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig, with_scores
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import axes, computed, named_leaves
+
+
+class _NotExpressed(ConversionError):
+    """The settings of a family cannot express a configuration; `distance` counts the fields that differ."""
+
+    def __init__(self, message: str, distance: float):
+        super().__init__(message)
+        self.distance = distance
 
 
 @runtime_checkable
@@ -167,7 +176,7 @@ class Family:
             config = self.read(fields)
         except ConfigError as error:
             raise fields.error(str(error)) from error
-        return config, fields.ignored({**IGNORED_KEYS, **self.ignored_keys}, ALLOWED_VALUES)
+        return config, fields.ignored({**IGNORED_KEYS, **self.ignored_keys}, ALLOWED_VALUES, GENERATION_KEYS)
 
     def read(self, fields: Fields) -> DecoderConfig:
         """Return the configuration of a checkpoint's settings."""
@@ -186,12 +195,13 @@ class Family:
         """
         if config.scores is not None and self.auto_class != SCORER_CLASS:
             return self.scoring().expressing(config)
-        for family in self.variants:
+        errors: list[_NotExpressed] = []
+        for family in (*self.variants, self):
             try:
                 return family._as_written(), family._encode(config)
-            except ConversionError:
-                continue
-        return self._as_written(), self._encode(config)
+            except _NotExpressed as error:
+                errors.append(error)
+        raise min(reversed(errors), key=lambda error: error.distance)  # of equally near ones that of the family itself
 
     def _as_written(self) -> "Family":
         return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if self.writes_fused else self
@@ -202,9 +212,11 @@ class Family:
             written = self.named(write_all(self.settings, config))
             decoded, _ = self.decode(written)
         except (AttributeError, TypeError, IndexError, ConversionError) as error:  # other classes than it expects
-            raise ConversionError(f"This model is no {self.architecture}: {error}") from error
-        different = differences(decoded, config)
-        check(not different, f"This model is no {self.architecture}: {'; '.join(different)}.", ConversionError)
+            raise _NotExpressed(f"This model is no {self.architecture}: {error}", math.inf) from error
+        different = list(_differences(decoded, config, "DecoderConfig"))
+        if different:
+            shown = "; ".join(different[:5])
+            raise _NotExpressed(f"This model is no {self.architecture}: {shown}.", len(different))
         return written
 
     def named(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,7 @@ FAMILY = MultimodalFamily(
     text_type="lfm2",
     text_settings=(needs_model_type("lfm2"),),
     model_type="lfm2_vl",
+    aliases=("lfm2-vl",),  # transformers 4
     architecture="Lfm2VlForConditionalGeneration",
     settings=(
         Renamed({"image_token_index": "image_token_id"}),

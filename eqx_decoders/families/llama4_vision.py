@@ -93,7 +93,7 @@ _VISION = vision_config(
         "projector_dropout": "dropout happens in training only",
         "hidden_act": "transformers has gelu, whatever it says",
         "norm_eps": "transformers has 1e-5, whatever it says",
-        "vision_feature_select_strategy": "transformers does not read it",
+        "vision_feature_select_strategy _vision_feature_layer": "transformers does not read it",
     },
 )
 _LAYER = "vision_model.model.layers.{layer}."

@@ -51,8 +51,12 @@ def modernbert_decoder(
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    """Read the masks; a window is half of `local_attention`, which counts both sides."""
-    period, both = fields.integer("global_attn_every_n_layers", 3), fields.integer("local_attention", 128, least=2)
+    """Read the masks; a window is half of `local_attention`, which counts both sides.
+
+    transformers 4 saves the window as `sliding_window`, without `local_attention`.
+    """
+    period, window = fields.integer("global_attn_every_n_layers", 3), fields.integer("sliding_window", 64)
+    both = fields.integer("local_attention", 2 * window, least=2)
     fields.allow_only("sliding_window", both // 2)
     return read_masks(fields, values, both // 2, lambda index: index % period != 0, key="local_attention")
 

@@ -166,6 +166,15 @@ _EXPERTS = (
 )
 
 
+def _skip_expert_keys(fields: Fields, values: Values) -> None:
+    """Skip the sizes of experts where no layer has experts: transformers writes its defaults."""
+    if "E" not in values["pattern"]:
+        for setting in _EXPERTS:
+            for key in (getattr(setting, name, None) for name in ("key", "twin")):
+                if key and key != "mlp_hidden_act":
+                    fields.take(key, None)
+
+
 def _mamba(shape: DecoderSizes, *, bias: bool, **options: Any) -> Mamba2Config:
     return Mamba2Config(eps=shape.eps, in_bias=bias, out_bias=bias, **options)
 
@@ -226,6 +235,7 @@ FAMILY = Family(
             "experts", nemotron_experts, _EXPERTS, uses=("shape",), layer="experts",
             when=lambda values: "E" in values["pattern"],
         ),
+        Rule("", _skip_expert_keys),
         *depth_settings("num_nextn_predict_layers"),
         Rule("", _read_depth_pattern, _write_depth_pattern),
     ),

@@ -14,6 +14,8 @@ from eqx_decoders.families.settings_table import (
     Flag,
     Integer,
     Number,
+    NumberOrZero,
+    Only,
     Rule,
     Setting,
     Values,
@@ -52,11 +54,13 @@ _YARN = (
     *_ORIGINAL_LENGTH,
     Number("factor", "factor", null=_default_factor),
     _needs("factor", "factor is null, and there is no max_position_embeddings to tell it: give one of them."),
-    Number("beta_fast", "beta_fast", 32.0),
-    Number("beta_slow", "beta_slow", 1.0),
+    NumberOrZero("beta_fast", "beta_fast", 32.0),
+    NumberOrZero("beta_slow", "beta_slow", 1.0),
     Number("attention_factor", "attention_factor", None),
-    Number("mscale", "mscale", None),
-    Number("mscale_all_dim", "mscale_all_dim", None),
+    NumberOrZero("mscale", "mscale", None),
+    NumberOrZero("mscale_all_dim", "mscale_all_dim", None),
+    Only("extrapolation_factor", 1, 1.0),
+    Only("attn_factor", 1, 1.0),
     Flag("truncate", lambda rope: ABSENT if rope.truncate else False, True, name="truncate"),
 )
 
@@ -106,7 +110,8 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
             _needs("original_length", "rope_type=dynamic needs max_position_embeddings: add it."),
         ),
     ),
-    _BY_ALPHA: (NTKRope, (Number("alpha", "alpha"),)),
+    # transformers needs a factor, and reads alpha
+    _BY_ALPHA: (NTKRope, (Number("alpha", "alpha"), Rule("", writes=lambda rope: {"factor": 1.0}))),
     "proportional": (
         ProportionalRope,
         (Number("factor", lambda rope: ABSENT if rope.factor == 1.0 else rope.factor, 1.0, name="factor"),),
@@ -249,6 +254,9 @@ def read_ropes(
     full, sliding = (
         None if parameters is None else parameters.table(LAYER_TYPES[kind]) for kind in (Causal, SlidingWindow)
     )
+    for table in (full, sliding, scaling):
+        if table is not None:
+            table.rename("type", "rope_type")
     if parameters is not None:
         parameters.finish()
     local = None if local_key is None else fields.number(local_key, None)

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from eqx_decoders.core.config_reader import REQUIRED, Fields
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.families.config_keys import ACTIVATIONS, ALLOWED_VALUES, IGNORED_KEYS, by_key
+from eqx_decoders.families.config_keys import ACTIVATIONS, ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS, by_key
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -183,6 +183,17 @@ class Number(Key):
     """Finite number above 0."""
 
     reader = "number"
+
+
+class NumberOrZero(Number):
+    """Finite number above 0; 0 counts as missing, as where transformers tests whether a number is true."""
+
+    def value(self, fields: Fields, default: Any, null: Any) -> Any:
+        zero = fields.content.get(self.key)
+        if isinstance(zero, int | float) and not isinstance(zero, bool) and zero == 0:
+            fields.take(self.key)
+            return default
+        return super().value(fields, default, null)
 
 
 class Inverse(Number):
@@ -411,7 +422,8 @@ class Table(Setting):
     what: str = "the encoder"
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    OUTSIDE: ClassVar[tuple[str, ...]] = ("model_type", "dtype", "torch_dtype")
+    # what transformers writes into every nested object; only the decoder has a table of tokens that can be tied
+    OUTSIDE: ClassVar[tuple[str, ...]] = ("model_type", "dtype", "torch_dtype", "architectures", "tie_word_embeddings")
 
     def read(self, fields: Fields, values: Values) -> None:
         table = fields.table(self.key)
@@ -423,7 +435,7 @@ class Table(Setting):
         values.update(read_all(self.settings, table, values))
         for name in self.OUTSIDE:
             table.take(name, None)
-        fields.carry(self.key, table.ignored(IGNORED_KEYS | by_key(self.ignored), ALLOWED_VALUES))
+        fields.carry(self.key, table.ignored(IGNORED_KEYS | by_key(self.ignored), ALLOWED_VALUES, GENERATION_KEYS))
 
     @property
     def _groups(self) -> list[Group]:

@@ -29,6 +29,11 @@ class DraftState(eqx.Module):
         others = (self.last, self.tokens), (new.last, new.tokens)
         return DraftState(caches, *jax.tree.map(lambda x, new: x.at[row].set(new[0]), *others))
 
+    def empty_rows(self, rows: Int[Array, "rows"]) -> "DraftState":
+        """Empty some rows; row indices beyond the last row are ignored."""
+        caches = jax.tree.map(lambda each: each.empty_rows(rows), self.layer_caches, is_leaf=is_layer_cache)
+        return DraftState(caches, *jax.tree.map(lambda x: x.at[rows].set(0, mode="drop"), (self.last, self.tokens)))
+
 
 class VerifiedStep(NamedTuple):
     """Tokens that the model has read, as far as they are right.

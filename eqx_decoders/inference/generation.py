@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.core.auto_jit import bounded_jit, concrete
 from eqx_decoders.core.input_checks import as_int32, check_inputs, check_shapes
-from eqx_decoders.core.prng import threefry_key
-from eqx_decoders.core.sampling import DrawSettings, Greedy, Sampler, choose_tokens, is_stop
+from eqx_decoders.core.sampling import DrawSettings, Greedy, Sampler, choose_tokens, is_stop, threefry_key
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.merge import check_tokens, without_placeholders
 from eqx_decoders.errors import ConfigError, check, check_integer

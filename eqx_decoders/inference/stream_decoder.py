@@ -1,15 +1,8 @@
-"""Token ids of a prompt, and text of ids as they come."""
+"""Text of token ids as they come."""
 
 import numpy as np
-from jaxtyping import Int
 
-from eqx_decoders.io.text.tokenizer import Ids, Tokenizer
-
-
-def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
-    """Return the ids of a prompt as the beginning of a document, as in training: a start token, then the text."""
-    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    return np.asarray([*([] if first is None else [first]), *tokenizer.encode(text).tolist()], np.int32)
+from eqx_decoders.io.text.tokenizer import Ids, Tokenizer, prompt_ids as prompt_ids
 
 
 class StreamDecoder:

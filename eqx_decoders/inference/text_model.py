@@ -58,14 +58,11 @@ class TextModel:
     - `model`, `tokenizer`: of the same vocabulary.
     - `chat`: template of conversations; None: the model only continues texts.
     - `stops`: ids that end a text besides the tokenizer's eos; None: those in the files of the model's origin.
-    - `published`: whether a text begins as `tokenizer.json` says (see `JsonTokenizer.encode_prompt`), not as in our own
-        training (see `prompt_ids`).
     """
 
     model: Decoder
     tokenizer: Tokenizer
     chat: ChatTemplate | None = None
-    published: bool = False
     stops: tuple[int, ...] | None = None
 
     def with_letters(self) -> "TextModel":
@@ -94,7 +91,7 @@ class TextModel:
     def encode_many(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """Return the ids of each prompt; conversations are rendered together."""
         conversations = iter(self._conversations([each for each in prompts if not isinstance(each, str)]))
-        return [self._text(each) if isinstance(each, str) else next(conversations) for each in prompts]
+        return [prompt_ids(self.tokenizer, each) if isinstance(each, str) else next(conversations) for each in prompts]
 
     def prepare(self, prompt: Prompt, files: Files = Files()) -> tuple[Int[np.ndarray, "length"], Media | None]:
         """Return the ids of a prompt, and its images, videos and audio; None for text alone.
@@ -128,11 +125,6 @@ class TextModel:
         arrays: dict[str, Any] = dict(prepared.arrays)
         media = Media.create(self.model.config, prepared.input_ids, **arrays) if arrays else None
         return prepared.input_ids[0], media
-
-    def _text(self, text: str) -> Int[np.ndarray, "length"]:
-        if self.published and isinstance(self.tokenizer, JsonTokenizer):
-            return self.tokenizer.encode_prompt(text)
-        return prompt_ids(self.tokenizer, text)
 
     def _conversations(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[np.ndarray]:
         if not conversations:
@@ -206,7 +198,6 @@ def build_text_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Text
         model=model,
         tokenizer=tokenizer,
         chat=load_chat_template(folder),
-        published=True,
     )
 
 

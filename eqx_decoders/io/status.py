@@ -128,6 +128,11 @@ def duration(seconds: int | float) -> str:
     return f"{whole}s"
 
 
+def quantity(count: int, noun: str) -> str:
+    """Format a count with its noun, which takes an s for other counts than 1: "1 document", "1,234 documents"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _show_line(text: str) -> None:
     """Print a line, which replaces the one before on a terminal."""
     terminal = sys.stderr.isatty()

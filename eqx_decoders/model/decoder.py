@@ -40,6 +40,7 @@ from eqx_decoders.layers.embedding.embedding import (
 from eqx_decoders.layers.embedding.head_transform import HeadTransform
 from eqx_decoders.layers.embedding.per_layer_embedding import INPUT, PerLayerEmbedding
 from eqx_decoders.layers.norm import Norm
+from eqx_decoders.layers.recurrent.common import zero_padding
 from eqx_decoders.layers.shared_transformer import SharedTransformers, share
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.forward_inputs import (
@@ -242,6 +243,8 @@ class Decoder(eqx.Module):
             check_pipeline(self.segments, batch.ctx)
         embed_key, block_key, _ = self._keys(key)
         x, by_layer = self._embed_inputs(batch, media, encoded, embed_key)
+        if cache is not None:  # idle rows repeat an old token: a NaN in its embedding must not reach states and scores
+            x = zero_padding(x, batch.ctx.positions)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         segments = self._rounded("segments", key).segments
         shared = share(batch.ctx, self.shared, x), None if cache is None else cache.segments

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from eqx_decoders.context import Execution, RunOptions
-from eqx_decoders.core.prng import fast_key
 from eqx_decoders.errors import check
 from eqx_decoders.layers.embedding.embedding import build_head
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -80,7 +79,7 @@ def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArra
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
     def arrays(key):
-        built = eqx.filter(build(fast_key(key)), eqx.is_array)
+        built = eqx.filter(build(key), eqx.is_array)
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), built, shapes)
 
     build_arrays = layout.automatically(arrays, lambda _: partitions(shapes))

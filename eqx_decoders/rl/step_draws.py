@@ -53,6 +53,7 @@ class StepDraws:
         self._ahead: StepAhead | None = None
         self._thread: threading.Thread | None = None
         self._written: tuple[int, str] | None = None  # step and key of the last answers that were drawn ahead
+        self._fingerprint: tuple[int, int] | None = None  # the last step, and the fingerprint of its weights
         self._waited = 0.0  # seconds in which they were waited for
 
     def answers(self, rows: list[Prompt], state: TrainState) -> StepAnswers:
@@ -81,7 +82,9 @@ class StepDraws:
 
     def settle(self, state: TrainState) -> None:
         """Wait for the answers of the next step of a state, where they are being drawn, and write them."""
-        self._finished(int(state.step) + 1, self._key(state))
+        step = int(state.step) + 1
+        if self._ahead is not None and self._ahead.step == step:
+            self._finished(step, self._key(state))
 
     def close(self) -> None:
         """End the thread and the processes of rewards."""
@@ -122,7 +125,14 @@ class StepDraws:
     # --- one step ---
 
     def _key(self, state: TrainState) -> str:
-        return f"{int(weights_fingerprint(state.model)):08x}{self._known}"
+        """Return a key of the weights of a state; it reads all weights, once for each step."""
+        step = int(state.step)
+        if self._fingerprint is None or self._fingerprint[0] != step:
+            self._fingerprint = step, self._weights_fingerprint(state)
+        return f"{self._fingerprint[1]:08x}{self._known}"
+
+    def _weights_fingerprint(self, state: TrainState) -> int:
+        return int(weights_fingerprint(state.model))
 
     def _read(self, step: int, key: str) -> StepAnswers | None:
         """Read the answers of a step that was taken before, by these weights."""

@@ -94,11 +94,12 @@ class Layout:
             check(able, f"{self.offload} {rule}. Leave out explicit=True.")
 
     def __repr__(self) -> str:
-        """Leave out tables that are the defaults."""
+        """Show the fields that differ from their defaults: unequal layouts have different texts."""
         tables = {"weights": (self.weights, checked_table("weights", WEIGHTS))}
         tables["activations"] = (self.activations, checked_table("activations", ACTIVATIONS))
         shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}
         mesh = {} if self.mesh is None else {"mesh": self.mesh}
+        shown |= {"gradients_over_data": True} if self.gradients_over_data else {}
         shown |= {} if self.offload == Offload() else {"offload": self.offload}
         return f"Layout({', '.join(f'{name}={value!r}' for name, value in (mesh | shown).items())})"
 

@@ -24,14 +24,15 @@ def ring_pairs(count: int, size: int, distance: int, step: int) -> list[tuple[in
 
 
 def send(x: Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
-    """Send an array from sources to targets, inside of a `shard_map`; devices are numbered as by `lax.axis_index`.
+    """Send an array from source to target devices inside a `shard_map`.
 
-    `lax.ppermute` numbers them in the order that the axes have in the mesh, not here.
+    `pairs` number the devices as `lax.axis_index(axes)` does. `lax.ppermute` numbers devices in the order of the mesh's
+    axes, and newer versions of JAX accept the axes only in that order.
     """
-    in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
-    numbers = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(name) for name in in_mesh])
-    numbers = numbers.transpose([in_mesh.index(name) for name in axes]).flatten()
-    return lax.ppermute(x, axes, [(int(numbers[source]), int(numbers[target])) for source, target in pairs])
+    mesh_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
+    numbers = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(name) for name in mesh_order])
+    numbers = numbers.transpose([mesh_order.index(name) for name in axes]).flatten()
+    return lax.ppermute(x, mesh_order, [(int(numbers[source]), int(numbers[target])) for source, target in pairs])
 
 
 def busiest_link(chip: Chip, extents: Sequence[int], source: np.ndarray, target: np.ndarray) -> int:

@@ -24,15 +24,15 @@ def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[st
     taken = math.prod(size for size in sizes.values() if size != -1)
     text = " x ".join(f"Layout.{name}={size}" for name, size in sizes.items() if size > 1) or "Layout.data=1"
     more = taken > devices and platform == "cpu"
-    eight = " XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU." if more else ""
+    remedy = f" Start Python with JAX_NUM_CPU_DEVICES={taken} to get {taken} CPU devices." if more else ""
     if free:
         rule = f"{text} needs {taken} devices or a multiple of it for Layout.{free[0]}=-1, but {devices} are given"
-        check(devices % taken == 0, f"{rule}: choose other sizes.{eight}")
+        check(devices % taken == 0, f"{rule}: choose other sizes.{remedy}")
         return sizes | {free[0]: devices // taken}
     check(
         taken == devices,
         f"{text} needs {taken} devices, but {devices} are given. Set one axis to -1 to use all, "
-        f"or pass devices=jax.devices()[:{taken}].{eight}",
+        f"or pass devices=jax.devices()[:{taken}].{remedy}",
     )
     return sizes
 
@@ -133,15 +133,23 @@ def _slices(devices: list[Any]) -> set[int]:
 
 
 def _nearest(sizes: dict[str, int], devices: list[Any]) -> Iterator[str]:
-    """Return meshes with other sizes along the same axes and along `data`, the most similar ones first."""
+    """Yield meshes with other sizes along the same axes and along `data`, the most similar ones first."""
     names = [name for name, size in sizes.items() if size > 1 or name == "data"]
-    divisors = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
-    shapes = [each for each in itertools.product(divisors, repeat=len(names)) if math.prod(each) == len(devices)]
 
-    def distance(each: tuple[int, ...]) -> float:
-        return sum(abs(math.log(size / sizes[name])) for name, size in zip(names, each, strict=True))
+    def distance(shape: tuple[int, ...]) -> float:
+        return sum(abs(math.log(size / sizes[name])) for name, size in zip(names, shape, strict=True))
 
-    for each in sorted(shapes, key=distance)[:100]:
+    for shape in sorted(_factorizations(len(devices), len(names)), key=distance)[:100]:
         with contextlib.suppress(ValueError, NotImplementedError, AssertionError):
-            _arrange(sizes | dict(zip(names, each, strict=True)), devices)
-            yield " x ".join(f"{name}={size}" for name, size in zip(names, each, strict=True) if size > 1)
+            _arrange(sizes | dict(zip(names, shape, strict=True)), devices)
+            yield " x ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True) if size > 1)
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of `count` positive integers whose product is `number`."""
+    if count == 1:
+        yield (number,)
+        return
+    for factor in (factor for factor in range(1, number + 1) if number % factor == 0):
+        for others in _factorizations(number // factor, count - 1):
+            yield (factor, *others)

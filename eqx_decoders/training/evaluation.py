@@ -1,6 +1,7 @@
 """Held-out evaluation: sums over a whole split, counted once."""
 
 import collections
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,4 +87,5 @@ def evaluate_sets(
 def _held_out(total: np.ndarray, depths: int) -> HeldOut:
     nats, tokens, *rest = total.tolist()
     rates = tuple(a / (p or 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))
-    return HeldOut(loss=nats / (tokens or 1.0), tokens=int(tokens), nats=nats, acceptance=rates)
+    loss = nats / tokens if tokens else math.nan  # not 0, which would be a perfect loss
+    return HeldOut(loss=loss, tokens=int(tokens), nats=nats, acceptance=rates)

@@ -124,19 +124,25 @@ def settings_of(values: Any) -> TrainConfig | None:
 
 
 def is_of_a_run(path: str | Path) -> bool:
-    """Return whether a file of settings is the `settings.json` of a run, which has all of them."""
-    return Path(path).suffix == ".json" and "run_dir" in read_mapping(path)
+    """Return whether a file of settings is the `settings.json` of a run, which has all settings.
+
+    More than half of them are enough: a run may have been started before a setting was added.
+    """
+    if Path(path).suffix != ".json":
+        return False
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    return len(names & read_mapping(path).keys()) > len(names) / 2
 
 
 def with_file(settings: TrainConfig, path: str | Path, *, without: Sequence[str] = ()) -> TrainConfig:
     """Replace settings by those of a file, in the names of flags or fields; unchecked until flags are added.
 
-    Names in `without` are not read. A JSON file may be the `settings.json` of another run: settings of that run's
-    starts, and of the directory of its checkpoints, are left out.
+    Names in `without` are not read. JSON and YAML mean the same. Of the `settings.json` of another run, settings of
+    that run's starts, the directory of its checkpoints and exports that are written already are left out.
     """
     values = read_mapping(path)
-    if Path(path).suffix == ".json":
-        dropped = ("history", *_OF_A_START, *["checkpoint_dir"] * is_of_a_run(path))
+    if is_of_a_run(path):
+        dropped = ("history", *_OF_A_START, "checkpoint_dir")
         values = {name: value for name, value in values.items() if name not in dropped}
         values = {name: value for name, value in values.items() if not _is_written(name, value)}
     check("config" not in values, f"{path}: config={values.get('config')!r} can't be read from there: give one file.")

@@ -246,6 +246,17 @@ def test_mistakes_of_serve(arguments, code, says):
     assert left == code and says in " ".join(err.replace("│", "").split())
 
 
+def test_a_step_that_hangs_is_an_error_for_supervisors(monkeypatch, capsys):
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", end)
+    assert serve.exit_code_of(True) == 0
+    with pytest.raises(SystemExit) as ended:
+        serve.exit_code_of(False)
+    assert ended.value.code == 1 and capsys.readouterr().err.startswith("error: ")
+
+
 def test_an_address_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

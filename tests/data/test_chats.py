@@ -172,7 +172,7 @@ def test_headers_are_found_once_for_all_tools(monkeypatch):
     rendered, real = [], ChatTemplate.render_many
     monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
     talks = [document("user", "assistant", tools=[{"name": str(number)}]) for number in range(5)]
-    assert len(written(CHATML, *talks)) == 5 and rendered == [3 + 5]
+    assert len(written(CHATML, *talks)) == 5 and rendered == [3 + 5 + 5]
 
 
 LOOP = "{% for m in messages %}"
@@ -322,7 +322,7 @@ def test_the_limit_on_letters_is_that_of_each_conversation(monkeypatch):
     ]
     documents = [Document("x", chat=ChatDocument(messages)) for messages in chats]
     found = written("{{ 'x' * 1_000_000 }}" + CHATML, *documents)
-    assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 3
+    assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 4
 
 
 @pytest.mark.medium(fast=1)

@@ -29,7 +29,7 @@ FIELDS = ("tokens", "segment_ids", "positions", "loss_mask")
 class Numbers:
     """Writes tokens as numbers, so that a test can make every token of a corpus another one. 0 separates documents."""
 
-    vocab_size, bos_id, eos_id, content_hash = 10_000, None, 0, "numbers"
+    vocab_size, bos_id, eos_id, content_hash = 10_000, 0, 0, "numbers"
 
     def encode(self, text):
         return np.array(text.split(), np.int32)

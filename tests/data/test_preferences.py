@@ -123,7 +123,7 @@ def test_texts_get_the_begin_and_the_end_of_documents_once(tokenizer, tmp_path):
     assert chosen.prompt[0] == BOS and answer.tokens[-1] == EOS and answer.targets[-1]
     begin, end = (tokenizer.name_of(index) for index in (tokenizer.bos_id, tokenizer.eos_id))
     spelled = {"prompt": f"{begin}one", "completion": f"two{end}", "label": True}
-    plain = {"prompt": "one", "completion": "two", "label": False}
+    plain = {"prompt": f"{begin}one", "completion": "two", "label": False}
     with_names, without = read_labelled_answers(
         write(tmp_path / "b.jsonl", spelled, plain), tokenizer, seq_len=64
     ).examples
@@ -153,7 +153,7 @@ TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 IMAGE = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
 MALFORMED = {
     "a.jsonl:2 is not valid JSON": "{",
-    "a.jsonl:2 must hold a JSON object with 'chosen' and 'rejected'": [1],
+    "a.jsonl:2 must hold a JSON object, not list": [1],
     "a.jsonl:2 has no field 'rejected': a record needs a prompt": {"prompt": "a", "chosen": "b"},
     "a.jsonl:2 has no field 'prompt', and nothing to which": {"chosen": "b", "rejected": "c"},
     "has no field 'prompt', and answers that do not begin with": {"chosen": [GOOD], "rejected": [BAD]},

@@ -1,5 +1,6 @@
 """lm-eval with the model in this process, on tasks of local files."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.evaluation.lm_eval_model import EngineMethods, make_lm
 from eqx_decoders.evaluation.lm_eval_tasks import HarnessSettings, own_random_numbers, run_tasks, task_names
+from eqx_decoders.io.text.tokenizer import END_OF_TEXT, JsonTokenizer, train_bpe
 from tests.evaluation.models import chat_model, forward, most_likely, small_engine
 
 
@@ -57,6 +60,55 @@ def test_blanks_before_a_continuation_belong_to_it(context, continuation, moved)
     first, second = methods().encode_pair(context, continuation)
     assert first == encoded(moved[0]) and first + second == encoded(context + continuation)
     assert chat_model().tokenizer.decode(second) == moved[1]
+
+
+@functools.cache
+def merging_tokenizer(begins: bool) -> JsonTokenizer:
+    """A tokenizer with many merges of letters; with `begins` texts start with its BOS token."""
+    trained = train_bpe(["hello world Answer: A Answer: B wordplay words  worldly\n\n"] * 50, 340)
+    names = dict(bos=END_OF_TEXT, eos=END_OF_TEXT) if begins else {}
+    return JsonTokenizer(trained._inner, **names)
+
+
+def merging_methods(begins: bool) -> EngineMethods:
+    tokenizer = merging_tokenizer(begins)
+    with_bos = lambda text: np.asarray([tokenizer.bos_id, *tokenizer.encode(text)])  # noqa: E731
+    encode = with_bos if begins else tokenizer.encode
+    source = SimpleNamespace(
+        tokenizer=tokenizer, encode=encode, encode_many=tokenizer.encode_many, model=None, chat=None, stop_ids=()
+    )
+    return EngineMethods(source, small_engine())
+
+
+PIECES = st.sampled_from(["hello", " wor", "ld", "play", " ", "\n", "Ans", "wer", ":", " A", "B", "s", "é"])
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@given(context=st.lists(PIECES, max_size=5).map("".join), continuation=st.lists(PIECES, min_size=1).map("".join))
+@settings(deadline=None, max_examples=300)
+def test_every_pair_has_tokens_to_score(begins, context, continuation):
+    """The tokens are those of the joined text, cut before the first token that is not one of the context alone."""
+    model, tokenizer = merging_methods(begins), merging_tokenizer(begins)
+    whole, alone = tokenizer.encode(context + continuation).tolist(), tokenizer.encode(context.rstrip()).tolist()
+    if not begins and len(whole) == 1 and not (context.rstrip() and alone == whole[: len(alone)]):
+        with pytest.raises(ConfigError, match="neither bos_id nor eos_id"):
+            model.encode_pair(context, continuation)
+        return
+    first, second = model.encode_pair(context, continuation)
+    bos = [tokenizer.bos_id] if begins else []
+    assert first and second and first + second == bos + whole
+    before = first[len(bos) :]
+    if before == alone[: len(before)]:  # also where the joined text starts with another token than the context
+        assert tokenizer.decode(second).endswith(continuation)
+        assert before == alone or second[0] != alone[len(before)]
+    else:
+        assert not begins and len(first) == 1
+
+
+@pytest.mark.parametrize("context, continuation", [("the quick", ""), ("", ""), ("", "<|begin|>")])
+def test_refuses_continuations_without_tokens(context, continuation):
+    with pytest.raises(ConfigError, match="lm-eval: continuation="):
+        methods().encode_pair(context, continuation)
 
 
 def test_an_empty_context_is_the_token_with_which_texts_begin():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.evaluation.scoring import Likelihood, rolling_windows, score_continuations, score_texts
+from eqx_decoders.evaluation.scoring import rolling_windows, score_continuations, score_texts
 from tests.evaluation.models import forward, most_likely, small_engine
 
 
@@ -17,13 +17,13 @@ def drawn(count: int, seed: int = 0) -> list[int]:
 def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
     context = drawn(before)
     best = most_likely(context)
-    ends = [drawn(5, 1), drawn(1, 2), [best], [best, *drawn(1, 3)], [*drawn(1, 3), best], drawn(20, 4), []]
+    ends = [drawn(5, 1), drawn(1, 2), [best], [best, *drawn(1, 3)], [*drawn(1, 3), best], drawn(20, 4)]
     found = score_continuations(small_engine(), [(context, end) for end in ends])
     for end, likelihood in zip(ends, found, strict=True):
         logprob, greedy = forward([*context, *end], before)
-        assert likelihood.logprob == pytest.approx(logprob, abs=1e-5 * max(1, len(end))), end
+        assert likelihood.logprob == pytest.approx(logprob, abs=1e-5 * len(end)), end
         assert likelihood.is_greedy == greedy
-    assert found[2].is_greedy and not found[3].is_greedy and found[-1] == Likelihood(0.0, True)
+    assert found[2].is_greedy and not found[3].is_greedy
 
 
 @pytest.mark.medium
@@ -55,8 +55,6 @@ def test_long_contexts_lose_their_beginning():
     assert found.logprob == pytest.approx(forward([*context, *end][-64:], 60)[0], abs=1e-4)
     with pytest.raises(ConfigError, match="a continuation has 64 tokens, which leave no context in max_length=64"):
         score_continuations(small_engine(), [(context, drawn(64))])
-    with pytest.raises(ConfigError, match="a context must have at least one token"):
-        score_continuations(small_engine(), [([], end)])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 10, 11, 47])
@@ -92,3 +90,16 @@ def test_texts_are_scored_by_windows():
     assert score_texts(small_engine(), texts, 20) == pytest.approx(known, abs=1e-3)
     assert score_texts(small_engine(), texts[1:]) == pytest.approx(known[1:], abs=1e-3)  # no window but one
     assert score_texts(small_engine(), texts[:1]) != pytest.approx(known[:1], abs=1e-3)
+
+
+@pytest.mark.parametrize("pair", [([], [1, 2]), ([1, 2], []), ([], [])])
+def test_refuses_contexts_and_continuations_without_tokens(pair):
+    """A sum over no tokens would be 0, the best possible score."""
+    with pytest.raises(ConfigError, match=r"pair 1 has \d context tokens"):
+        score_continuations(small_engine(), [([1], [2]), pair])
+
+
+@pytest.mark.parametrize("tokens", [[], [1]])
+def test_refuses_texts_of_which_no_token_has_a_probability(tokens):
+    with pytest.raises(ConfigError, match="text 0 has"):
+        score_texts(small_engine(), [tokens])

@@ -4,7 +4,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from tests.families.samples import decode, sample
+from eqx_decoders.io.huggingface.load import decode_config
+from tests.families.samples import SAMPLES, decode, sample
 
 
 def test_activations_are_those_of_transformers():
@@ -42,6 +43,10 @@ WRONG = [
     (dict(add_cross_attention=True), "add_cross_attention=true changes"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 changes"),
     (dict(_attn_implementation_internal="evil/kernel"), "_attn_implementation_internal: not known here"),
+    (dict(temperature=[1.0]), "temperature=[1.0] is not the generation setting"),
+    (dict(top_k=2.5), "top_k=2.5 is not the generation setting"),
+    (dict(prefix=4), "prefix=4 is not the generation setting"),
+    (dict(max_length=True), "max_length=true is not the generation setting"),
 ]
 
 
@@ -58,3 +63,82 @@ def test_kernel_choices_are_neither_obeyed_nor_passed_on():
     config, kept = FAMILIES["llama"].decode(sample("llama", _attn_implementation="org/kernel"))
     assert config == decode(sample("llama"))
     assert "_attn_implementation" not in kept
+
+
+# PretrainedConfig().to_dict() of transformers 4.57: a configuration that is saved with all keys has them in each object
+PRETRAINED = {
+    **dict(
+        return_dict=True, output_hidden_states=False, output_attentions=False, torchscript=False, use_bfloat16=False
+    ),
+    **dict(pruned_heads={}, chunk_size_feed_forward=0, tie_encoder_decoder=False, tf_legacy_loss=False),
+    **dict(is_encoder_decoder=False, is_decoder=False, cross_attention_hidden_size=None, add_cross_attention=False),
+    **dict(id2label={"0": "LABEL_0", "1": "LABEL_1"}, label2id={"LABEL_0": 0, "LABEL_1": 1}, problem_type=None),
+    **dict(finetuning_task=None, task_specific_params=None, tokenizer_class=None, prefix=None, _name_or_path=""),
+    **dict(bos_token_id=None, pad_token_id=None, eos_token_id=None, sep_token_id=None, decoder_start_token_id=None),
+    **dict(max_length=20, min_length=0, do_sample=False, early_stopping=False, num_beams=1, num_beam_groups=1),
+    **dict(temperature=1.0, top_k=50, top_p=1.0, typical_p=1.0, repetition_penalty=1.0, length_penalty=1.0),
+    **dict(diversity_penalty=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, bad_words_ids=None),
+    **dict(num_return_sequences=1, output_scores=False, return_dict_in_generate=False, remove_invalid_values=False),
+    **dict(forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None),
+    **dict(suppress_tokens=None, begin_suppress_tokens=None, _attn_implementation_autoset=False),
+    **dict(use_bfloat16=False, dtype=None),
+    **dict(transformers_version="4.57.6"),
+}
+SUBCONFIGS = ("text_config", "vision_config", "audio_config", "attn_config", "ffn_config")
+
+
+def saved_with_all_keys(content: dict) -> dict:
+    own = {**PRETRAINED, **content}
+    for key in SUBCONFIGS:
+        if isinstance(content.get(key), dict):
+            tied = {} if key == "text_config" else dict(tie_word_embeddings=True)
+            own[key] = {**PRETRAINED, **tied, **content[key]}
+    return own
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_keys_of_every_saved_configuration_change_nothing(name):
+    assert decode(saved_with_all_keys(SAMPLES[name])) == decode(SAMPLES[name])
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_unknown_keys_are_refused_as_unknown(name):
+    content = SAMPLES[name]
+    nested = [key for key in SUBCONFIGS if isinstance(content.get(key), dict)]
+    for changed in (content | dict(surprise=3), *(content | {key: content[key] | dict(surprise=3)} for key in nested)):
+        with pytest.raises(ed.ConversionError, match="surprise: not known here") as caught:
+            decode(changed)
+        assert "changes what the model computes" not in str(caught.value)
+
+
+# what transformers 4.5x writes, and later ones do not
+OF_TRANSFORMERS_4 = [
+    ("granitemoe", dict(position_embedding_type="rope")),
+    ("granitemoeshared", dict(position_embedding_type="rope")),
+    ("longcat_flash", dict(num_hidden_layers=56)),
+    ("lfm2_vl", dict(model_type="lfm2-vl")),
+    ("llama", dict(temperature=0.6, top_k=20, max_length=4096)),
+]
+
+
+@pytest.mark.parametrize("kind, keys", OF_TRANSFORMERS_4, ids=str)
+def test_keys_of_transformers_4_change_nothing(kind, keys):
+    assert decode_config(sample(kind) | keys, "config.json")[0] == decode(sample(kind))
+
+
+def test_positions_that_are_not_implemented_are_refused():
+    with pytest.raises(ed.ConversionError, match="position_embedding_type=nope changes what the model computes"):
+        decode(sample("granitemoe", position_embedding_type="nope"))
+
+
+def test_a_window_of_modernbert_without_local_attention():
+    """transformers 4 saves the window alone."""
+    content = sample("modernbert-decoder", "local_attention", "sliding_window")
+    assert decode(content | dict(sliding_window=5)) == decode(content | dict(local_attention=10))
+
+
+def test_sizes_of_experts_mean_nothing_without_experts():
+    """transformers 5 writes its defaults for Nemotron-H without experts."""
+    content = FAMILIES["nemotron_h"].encode(ed.get_config("nemotron-h-8b"))
+    sizes = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688, norm_topk_prob=True)
+    assert decode(content | sizes) == decode(content)

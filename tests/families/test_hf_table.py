@@ -144,3 +144,12 @@ def timed(family, content) -> tuple[ed.DecoderConfig | ed.ConversionError, float
     except ed.ConversionError as error:
         outcome = error
     return outcome, time.process_time() - begin
+
+
+@pytest.mark.parametrize("name", ["internvl3.5-8b", "internvl3.5-30b-a3b", "internvl3-8b"])
+def test_names_the_difference_to_the_nearest_variant(name):
+    """The decoders are of Qwen 3, Qwen 3 with experts and Qwen 2."""
+    config = dataclasses.replace(ed.get_config(name), embedding_scale=3.0)
+    with pytest.raises(ed.ConversionError) as caught:
+        FAMILIES["internvl"].encode(config)
+    assert "embedding_scale=3.0" in str(caught.value) and "qk_norm" not in str(caught.value)

@@ -91,8 +91,10 @@ def test_old_files_of_gemma_3_and_olmo_3_have_two_thetas():
     )
     ropes = {mixer.mask: mixer.rope for mixer in mixers(decode(gemma))}
     assert set(ropes.values()) == {LinearRope(theta=5e5, factor=4.0), Rope(theta=2e4)}
-    with pytest.raises(ed.ConversionError, match="type: not known here"):  # transformers passes it over in silence
-        decode(gemma | dict(rope_scaling=dict(type="linear", factor=4.0)))
+    for scaling in (dict(type="linear", factor=4.0), dict(type="linear", rope_type="linear", factor=4.0)):
+        assert decode(gemma | dict(rope_scaling=scaling)) == decode(gemma)  # as transformers 4 reads and writes it
+    with pytest.raises(ed.ConversionError, match="type=yarn and rope_type=linear"):
+        decode(gemma | dict(rope_scaling=dict(type="yarn", rope_type="linear", factor=4.0)))
     olmo = sample("olmo3", *ROPE_KEYS)
     assert {mixer.rope.theta for mixer in mixers(decode(olmo | dict(rope_theta=1e4)))} == {1e4, 5e5}
 
@@ -168,3 +170,29 @@ def test_rotation_in_proportion_is_nested():
     assert written(want)["rope_parameters"] == proportional  # transformers knows no factor there
     scaled = dataclasses.replace(want, factor=2.0)
     assert rope_config.read_rope(Fields(dict(rope_parameters=written(scaled)["rope_parameters"]))) == scaled
+
+
+YARN_ZEROS = [
+    (dict(mscale_all_dim=0), {}),
+    (dict(mscale_all_dim=0.0, mscale=1.0), {}),
+    (dict(mscale=0, mscale_all_dim=0), {}),
+    (dict(mscale=0, mscale_all_dim=0.7), dict(mscale_all_dim=0.7)),
+    (dict(beta_fast=0, beta_slow=0), {}),
+    (dict(extrapolation_factor=1.0, attn_factor=1), {}),
+    (dict(mscale=0.7, mscale_all_dim=1), dict(mscale=0.7, mscale_all_dim=1)),
+]
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("keys, same", YARN_ZEROS, ids=str)
+def test_zeros_of_yarn_are_missing_settings(kind, keys, same):
+    """transformers tests whether these numbers are true: `if mscale and mscale_all_dim`."""
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    content = sample(kind, *ROPE_KEYS)
+    assert decode(content | dict(rope_scaling=yarn | keys)) == decode(content | dict(rope_scaling=yarn | same))
+
+
+def test_other_extrapolation_factors_are_refused():
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, extrapolation_factor=2.0)
+    with pytest.raises(ed.ConversionError, match=r"extrapolation_factor=2\.0 changes what the model computes"):
+        decode(sample("llama", *ROPE_KEYS) | dict(rope_scaling=yarn))

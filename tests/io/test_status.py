@@ -8,7 +8,7 @@ import time
 import pytest
 
 from eqx_decoders.io import status as module
-from eqx_decoders.io.status import StatusLine, delete_partial, duration, showing, stopped_text
+from eqx_decoders.io.status import StatusLine, delete_partial, duration, quantity, showing, stopped_text
 
 
 class Terminal(io.StringIO):
@@ -78,6 +78,11 @@ def test_the_sentence_names_what_is_done_and_what_is_kept(tmp_path):
             delete_partial()
         assert "making the model" in stopped_text()
     assert list(tmp_path.iterdir()) == [] and stopped_text() == "stopped"
+
+
+def test_one_is_no_plural():
+    texts = [quantity(count, "document") for count in (0, 1, 2, 1234)]
+    assert texts == ["0 documents", "1 document", "2 documents", "1,234 documents"]
 
 
 def test_durations():

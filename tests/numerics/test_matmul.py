@@ -160,7 +160,7 @@ def test_in_scan_with_checkpoint(dtype):
         body = wrap(lambda x, w: (jnp.tanh(einsum("b l d, d f -> b l f", x, w, flatten=flatten)), None))
         return jnp.sum(jax.lax.scan(body, x, weights)[0].astype(jnp.float32))
 
-    policy = jax.checkpoint_policies.save_only_these_names("quantization")
+    policy = jax.checkpoint_policies.save_only_these_names("cast_weight")
     wraps = [lambda f: f, lambda f: jax.checkpoint(f, prevent_cse=False, policy=policy)]
 
     @jax.jit
@@ -178,14 +178,14 @@ def test_in_scan_with_checkpoint(dtype):
 @pytest.mark.parametrize("flatten", [False, True])
 def test_only_a_real_cast_is_named_and_remat_may_save_it(flatten, capsys):
     def saved(dtype):
-        policy = jax.checkpoint_policies.save_only_these_names("quantization")
+        policy = jax.checkpoint_policies.save_only_these_names("cast_weight")
         x, weight = operands(MLP, dtype, "float32")
         body = jax.checkpoint(lambda x, w: jnp.sum(jnp.sin(einsum(MLP, x, w, flatten=flatten))), policy=policy)
         jax.ad_checkpoint.print_saved_residuals(body, x, weight)
         return capsys.readouterr().out
 
-    assert re.search(r"bf16\[8,12\].*'quantization'", saved("bfloat16"))
-    assert "quantization" not in saved("float32")
+    assert re.search(r"bf16\[8,12\].*'cast_weight'", saved("bfloat16"))
+    assert "cast_weight" not in saved("float32")
 
 
 def test_forward_mode_in_f32():

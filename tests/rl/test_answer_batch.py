@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import pickle
 from typing import Any, cast
 
 import numpy as np
@@ -140,6 +141,13 @@ def test_figures_of_rewards():
     assert found["answer_tokens"] == 2.5 and found["answer_tokens_max"] == 4
     assert found["answer_tokens_better"] == 2.5 and found["answer_tokens_worse"] == 1
     assert "reward" not in reward_figures([answer(0, 1, math.nan)])
+
+
+def test_copies_have_the_same_fields_and_no_others():
+    config = RLConfig(preset="ppo", kl=0.1)
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config):
+        assert other == config and vars(other).keys() == {field.name for field in dataclasses.fields(config)}
+        assert dataclasses.replace(other, kl=0.2).preset == "ppo"
 
 
 def test_presets_are_what_is_not_set():

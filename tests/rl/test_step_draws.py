@@ -80,9 +80,16 @@ MODEL = ed.abstract(ed.get_config("tiny"))
 
 
 @pytest.fixture(autouse=True)
-def of_numbers(monkeypatch):
-    """The weights are those of the step whose number is their hash."""
-    monkeypatch.setattr(StepDraws, "_key", lambda self, state: f"{int(state.step)} {self._known}")
+def read_weights(monkeypatch):
+    """The hash of weights is the number of their step; the hashes that were computed, each of all weights."""
+    computed = []
+
+    def fingerprint(self, state):
+        computed.append(int(state.step))
+        return computed[-1]
+
+    monkeypatch.setattr(StepDraws, "_weights_fingerprint", fingerprint)
+    return computed
 
 
 class Trained:
@@ -152,6 +159,17 @@ def test_a_run_goes_on_with_what_the_same_weights_drew(tmp_path, killed, dynamic
     assert next(drawn.step for drawn in moved.drawer.drawn) == "0/4"  # to other prompts
     alone = Trained(tmp_path / "other", 1, **checkpoint).run(3)  # without the files: by the weights that there are
     assert alone.versions()[0] == 2
+
+
+def test_weights_are_read_once_for_each_step(tmp_path, read_weights):
+    """Also where a checkpoint follows; without a step ahead a checkpoint reads none."""
+    for staleness in (0, 1):
+        trained = Trained(tmp_path / str(staleness), staleness)
+        read_weights.clear()
+        for step in range(1, 4):
+            trained.run(step)
+            trained.draws.settle(trained.state)
+        assert read_weights == ([0, 1, 2] if staleness == 0 else [0, 1, 2, 3])
 
 
 def test_errors_of_the_thread_come_out(tmp_path):

@@ -26,7 +26,6 @@ def chat_frontend(**changes: Any) -> TextFrontend:
     found = TextFrontend(
         tokenizer=load_tokenizer(CHAT),
         chat=load_chat_template(CHAT),
-        published=True,
         stop_ids=(257, 258),
         defaults=read_generation_config(CHAT),
     )

@@ -1,6 +1,7 @@
 """Meshes, tables, born-sharded models, and what is refused."""
 
 import dataclasses
+import math
 
 import equinox as eqx
 import jax
@@ -14,6 +15,7 @@ from eqx_decoders.model.weight_table import describe
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import ACTIVATIONS, WEIGHTS, device_bytes
 from eqx_decoders.sharding.links import ring_load
+from eqx_decoders.sharding.mesh import _factorizations
 from eqx_decoders.training import host_rows
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import tpu_devices
@@ -183,11 +185,17 @@ def test_an_abstract_mesh_has_the_shapes_of_a_real_one_and_any_size():
 
 
 def test_too_few_devices_of_a_cpu_are_met_with_how_to_get_more():
-    with pytest.raises(ed.ConfigError, match=r"needs 16 devices.*8 are given.*xla_force_host_platform_device_count=8"):
+    with pytest.raises(ed.ConfigError, match=r"needs 16 devices.*8 are given.*JAX_NUM_CPU_DEVICES=16"):
         ed.Layout.create(data=-1, fsdp=16)
     with pytest.raises(ed.ConfigError) as caught:
         ed.Layout.create(data=2, fsdp=2)
-    assert "XLA_FLAGS" not in str(caught.value)
+    assert "JAX_NUM_CPU_DEVICES" not in str(caught.value)
+
+
+def test_meshes_of_many_axes_are_listed_without_trying_all_products_of_divisors():
+    assert sorted(_factorizations(12, 2)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    shapes = list(_factorizations(256, 8))
+    assert len(shapes) == len(set(shapes)) == math.comb(8 + 7, 7) and {math.prod(shape) for shape in shapes} == {256}
 
 
 @pytest.mark.medium
@@ -208,6 +216,21 @@ def test_a_layout_prints_what_is_not_the_default():
     assert repr(ed.Layout(weights={"embed": "fsdp"})) == "Layout(weights={'embed': ('fsdp',)})"
     split = repr(ed.Layout.create(fsdp=8))
     assert split.startswith("Layout(mesh=Mesh(") and "weights" not in split
+
+
+def test_unequal_layouts_print_differently():
+    """Each field by itself, so that a new one is shown, too."""
+    layout = ed.Layout.create(fsdp=8)
+    others = dict(
+        mesh=ed.Layout.create(tensor=8).mesh,
+        weights={"embed": "tensor"},
+        activations={"batch": "data"},
+        gradients_over_data=True,
+        offload=ed.Offload(weights=("*",)),
+    )
+    assert set(others) == {field.name for field in dataclasses.fields(layout)}
+    texts = [repr(dataclasses.replace(layout, **{name: value})) for name, value in others.items()]
+    assert len({repr(layout), *texts}) == 1 + len(others)
 
 
 # The mesh follows the torus: the rows of a host are rarely one run, and `tensor=2` splits an axis of the torus.

@@ -27,7 +27,14 @@ from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.setup import METHODS
-from eqx_decoders.training.settings_file import changed_settings, load_settings, save_settings, settings_json, with_file
+from eqx_decoders.training.settings_file import (
+    changed_settings,
+    is_of_a_run,
+    load_settings,
+    save_settings,
+    settings_json,
+    with_file,
+)
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.commands import call
 
@@ -194,6 +201,20 @@ def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
     (tmp_path / "run.yaml").write_text("config: other.yaml")
     with pytest.raises(ConfigError, match=r"run\.yaml: config='other\.yaml' can't be read from there"):
         with_file(start, tmp_path / "run.yaml")
+
+
+def test_json_and_yaml_mean_the_same(tmp_path):
+    """Settings of a start, too: only the `settings.json` of a run, which has all settings, loses these."""
+    values = {"run_dir": "there", "distributed": True, "distributed_timeout": 7, "describe": True, "steps": 3}
+    values |= {"export": str(tmp_path), "dataset": {"seq_len": 16}, "checkpoint_dir": "c"}
+    for name in ("run.json", "run.yaml"):
+        (tmp_path / name).write_text(json.dumps(values))  # YAML reads JSON
+        assert not is_of_a_run(tmp_path / name)
+    found = [with_file(TrainConfig(), tmp_path / name) for name in ("run.json", "run.yaml")]
+    assert found[0].run_dir == "there" and found[0].distributed and found[0].export == str(tmp_path)
+    assert found[0] == dataclasses.replace(found[1], config=found[0].config)
+    save_settings(TrainConfig(), tmp_path / "settings.json")
+    assert is_of_a_run(tmp_path / "settings.json")
 
 
 def test_changes_are_kept_with_the_step_and_the_time(tmp_path):

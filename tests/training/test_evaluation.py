@@ -1,10 +1,49 @@
 """What is said of held-out losses."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import numpy as np
 
+import eqx_decoders as ed
 from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.training.evaluation import _held_out
 from eqx_decoders.training.held_out import HeldOut, describe_held_out
+from eqx_decoders.training.run.hooks.evaluation_hook import EvaluationHook
+from eqx_decoders.training.step.train_state import TrainState
+
+
+def test_no_tokens_have_no_loss():
+    assert np.isnan(_held_out(np.zeros(2), 0).loss) and _held_out(np.asarray([6.0, 3.0]), 0).loss == 2.0
+
+
+def test_an_evaluation_that_failed_says_nothing_for_the_weights():
+    """Older checkpoints are then kept, as after a loss that is not finite; without held-out sets there is nothing."""
+    outcomes: dict[str, Any] = {
+        "none": {},
+        "good": {"": HeldOut(loss=2.0, tokens=3, nats=6.0), "b": HeldOut(loss=1.0, tokens=1, nats=1.0)},
+        "nan": {"": HeldOut(loss=2.0, tokens=3, nats=6.0), "b": HeldOut(loss=np.nan, tokens=0, nats=0.0)},
+        "error": MemoryError("a copy of the weights"),
+    }
+    said: list[str] = []
+    hook: Any = object.__new__(EvaluationHook)  # without a run
+    hook.run, hook.show, hook.results, hook.failed = SimpleNamespace(method=None), said.append, {}, False
+    counts: Any = dict(step=np.asarray(4, np.int32), skipped=np.asarray(0, np.int32))
+    model = ed.abstract(ed.get_config("tiny"))
+    state = TrainState(model=model, optimizer=None, key=jax.random.key(0), **counts)
+    found = {}
+    for name, outcome in outcomes.items():
+
+        def evaluate(model, step, outcome=outcome):
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        hook.evaluate = evaluate
+        hook.finish(4, state)
+        found[name] = hook.is_finite
+    assert found == {"none": True, "good": True, "nan": False, "error": False} and len(said) == 1
 
 
 def test_shares_of_weights_below_one_in_sum_are_shares():

@@ -1,13 +1,16 @@
 """Records (JSON objects, rows of tables) as documents: texts, conversations, prompts with their completions."""
 
+import collections
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from eqx_decoders.data.sources.records import COLUMNS, VARIABLES, check_unicode, normalize_record, split_flags
 from eqx_decoders.errors import DataError, check
 
 
@@ -15,8 +18,32 @@ SET_FIELD = "Set --text-field (DataConfig.text_field)"
 NO_TEXT = "a text or a list of messages"
 
 
+LARGE_SHARE = 0.1  # of the records: if more are left out, the report begins with "warning"
+
+
+@dataclasses.dataclass
+class ReadReport:
+    """Counts of what happened to records: by reason of those that were left out, and of other remarks."""
+
+    dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def lines(self, read: int) -> list[str]:
+        """Describe the counts in sentences. read: number of the documents that were read."""
+        total, lines = sum(self.dropped.values()), []
+        if total:
+            warning = "warning: " if total > LARGE_SHARE * (read + total) else ""
+            lines.append(f"{warning}{total:,} of {read + total:,} records are left out: {counted(self.dropped)}")
+        return lines + [f"warning: {count:,} of {read:,} records: {note}" for note, count in self.notes.most_common()]
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Return `3 with an empty text, 1 without …`, the largest count first."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+
 class ChatDocument(NamedTuple):
-    """Conversation, whose assistant's turns from `messages[first]` on are trained on.
+    """Conversation whose assistant messages from `messages[first]` on are trained on, except those in `excluded`.
 
     `variables` are other variables of the template, such as `tools`.
     """
@@ -24,6 +51,13 @@ class ChatDocument(NamedTuple):
     messages: list[Any]
     first: int = 0
     variables: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    excluded: tuple[int, ...] = ()
+
+    @classmethod
+    def create(cls, messages: Sequence[Any], first: int, variables: Mapping[str, Any]) -> "ChatDocument":
+        """Return the document of normalized messages, whose flags say which of them are not trained on."""
+        plain, excluded = split_flags(messages)
+        return cls(plain, first, dict(variables), tuple(number for number in excluded if number >= first))
 
 
 class Document(NamedTuple):
@@ -63,7 +97,8 @@ class Document(NamedTuple):
         elif self.tokens is not None:
             content = self.tokens.astype("<i8").tobytes()
         elif self.chat is not None:
-            content = json.dumps(self.chat, sort_keys=True).encode()
+            chat = self.chat if self.chat.excluded else self.chat[:3]
+            content = json.dumps(chat, sort_keys=True).encode()
         else:
             content = (self.text or "").encode()
         if self.media:  # many images have the same question
@@ -71,27 +106,48 @@ class Document(NamedTuple):
         return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big") / 2**48
 
 
-def record_documents(records: Iterable[tuple[str, Any]], field: str, *, from_table: bool = False) -> Iterator[Document]:
+def record_documents(
+    records: Iterable[tuple[str, Any]], field: str, *, from_table: bool = False, report: ReadReport | None = None
+) -> Iterator[Document]:
     """Yield the documents of JSON records or of rows of a table, each given with its place for messages.
 
-    Keys without a value are left out of the messages in a row: a column gives every row all keys.
+    Records without a text to learn are left out, and counted in `report`. `from_table` has no effect: rows of tables
+    and JSON objects are read in the same way (see `records`).
     """
+    report = ReadReport() if report is None else report
     for where, record in records:
-        check(isinstance(record, dict), f"{where} must hold a JSON object with the field {field!r}.", DataError)
-        yield _document(_without_none(record, keep=(field,)) if from_table else record, field, where)
+        document = _document(normalize_record(record, where, field), field, where)
+        reason = _reason_to_drop(document)
+        if reason is None:
+            yield document
+        else:
+            report.dropped[reason] += 1
+
+
+def _reason_to_drop(document: Document) -> str | None:
+    if document.chat is not None:
+        return None if document.chat.messages else "without messages"
+    if not document.text:
+        return "with an empty text"
+    return None if document.spans is None or document.spans[0][0] < document.spans[0][1] else "with an empty completion"
 
 
 def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
     """Return the columns of a table that documents are made of. Raises DataError if it has none of them."""
-    known = [name for name in (field, *CHAT_FIELDS) if name in columns]
-    rule = f"has no column {field!r}; its columns: {', '.join(columns)}"
-    check(_form(known, field) is not None, f"{where} {rule}. {SET_FIELD}.", DataError)
+    known = [name for name in dict.fromkeys((field, *COLUMNS, *FILES)) if name in columns]
+    if not _has_form(known, field):
+        raise DataError(f"{where} has no column {field!r}; its columns: {', '.join(columns)}. {SET_FIELD}.")
     return known
 
 
 def is_record(value: Any, field: str) -> bool:
     """Return whether a document can be made of the object."""
-    return isinstance(value, dict) and _form([name for name in value if value[name] is not None], field) is not None
+    return isinstance(value, dict) and _has_form([name for name in value if value[name] is not None], field)
+
+
+def _has_form(names: Sequence[str], field: str) -> bool:
+    forms = ((field,), ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+    return any(all(name in names for name in form) for form in forms)
 
 
 def parsed(content: bytes, where: str) -> Any:
@@ -102,54 +158,55 @@ def parsed(content: bytes, where: str) -> Any:
         raise DataError(f"{where} is not valid JSON: {error}.") from error
 
 
-def _without_none(value: Any, keep: tuple[str, ...] = ()) -> Any:
-    if isinstance(value, list):
-        return [_without_none(member) for member in value]
-    if isinstance(value, dict):
-        return {key: _without_none(member) for key, member in value.items() if member is not None or key in keep}
-    return value
-
-
 def _document(record: dict[str, Any], field: str, where: str) -> Document:
-    """Make the document of a record from its text field, else its `messages`, else its `prompt` and `completion`."""
-    form = _form([name for name, value in record.items() if value is not None], field)
-    if form is not None:
-        return form(record, field, where)._replace(media=_files(record, where))
-    if field not in record:
-        raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record)}. {SET_FIELD}.")
-    raise DataError(f"{where}: field {field!r} must be {NO_TEXT}, not NoneType.")
-
-
-def _form(names: list[str], field: str) -> Callable[[dict[str, Any], str, str], Document] | None:
-    if field in names:
-        return _text_or_messages
-    if "messages" in names:
-        return lambda record, _, where: _text_or_messages(record, "messages", where)
-    return _pair if "prompt" in names and "completion" in names else None
+    """Make the document of a normalized record: of its text field, else `messages`, else `prompt` and `completion`."""
+    if field in record:
+        document = _text_or_messages(record, field, where)
+    elif "messages" in record:
+        document = _text_or_messages(record, "messages", where)
+    elif "prompt" in record and "completion" in record:
+        document = _pair(record, where)
+    else:
+        remedy = SET_FIELD
+        if "chosen" in record and "rejected" in record:
+            remedy = "Preferences are trained on with --method dpo or another method for pairs"
+        raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record) or 'none'}. {remedy}.")
+    return document._replace(media=_files(record, where))
 
 
 def _text_or_messages(record: dict[str, Any], field: str, where: str) -> Document:
     value = record[field]
     if isinstance(value, list):
-        return Document(where, chat=ChatDocument(value, 0, template_variables(record, where)))
+        return Document(where, chat=ChatDocument.create(value, 0, template_variables(record, where)))
     return Document(where, checked_text(value, field, where))
 
 
-def _pair(record: dict[str, Any], field: str, where: str) -> Document:
+def _pair(record: dict[str, Any], where: str) -> Document:
+    if isinstance(record.get("label"), bool):
+        raise DataError(
+            f"{where}: label={record['label']} says whether the completion is desirable, which is not learned from "
+            "here. Train with --method kto, or leave out the field and the undesirable completions."
+        )
     prompt, completion = record["prompt"], record["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return Document(where, chat=ChatDocument(prompt + completion, len(prompt), template_variables(record, where)))
-    both = isinstance(prompt, list) == isinstance(completion, list)
-    check(both, f"{where}: prompt and completion must both be texts, or both lists of messages.", DataError)
+    if isinstance(prompt, list) or isinstance(completion, list):
+        prompt, completion = (
+            as_messages(prompt, "user", "prompt", where),
+            as_messages(completion, "assistant", "completion", where),
+        )
+        return Document(
+            where, chat=ChatDocument.create(prompt + completion, len(prompt), template_variables(record, where))
+        )
     text = checked_text(prompt, "prompt", where)
     whole = text + checked_text(completion, "completion", where)
     return Document(where, whole, spans=((len(text), len(whole)),))
 
 
-# Fields of a record besides its text field, with the names of TRL's conversational formats.
-VARIABLES = ("tools", "documents", "chat_template_kwargs")
+def as_messages(value: Any, role: str, field: str, where: str) -> list[Any]:
+    """Return a list of messages unchanged, and a text as one message of `role`."""
+    return value if isinstance(value, list) else [{"role": role, "content": checked_text(value, field, where)}]
+
+
 FILES = {"images": "image", "videos": "video", "audios": "audio"}  # lists of references, in the order of placeholders
-CHAT_FIELDS = ("messages", "prompt", "completion", *FILES, *VARIABLES)
 
 
 def reference(kind: str, name: str, digest: str = "") -> str:
@@ -195,16 +252,13 @@ def checked_text(value: Any, field: str, where: str) -> str:
     """Return `value`, which must be a Unicode text. Raises DataError."""
     kind = type(value).__name__
     check(isinstance(value, str), f"{where}: field {field!r} must be {NO_TEXT}, not {kind}.", DataError)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: field {field!r} is no Unicode text: {error}.") from error
+    check_unicode(value, field, where)
     return value
 
 
 def decode(content: bytes, where: str) -> str:
-    """Decode UTF-8. Raises DataError."""
+    """Decode UTF-8, without a byte-order mark. Raises DataError."""
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8 text: {error}. Convert it, or leave it out.") from error

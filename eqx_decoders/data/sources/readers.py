@@ -5,6 +5,7 @@ second: bytes of plain text and of JSON lines, row groups of Parquet, records of
 and files of a streamed one. The documents of all parts in order are those of the whole source.
 """
 
+import codecs
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from eqx_decoders.data.sources.data_files import File, RemoteFile, is_compressed, local_copy, open_stream, plain_suffix
 from eqx_decoders.data.sources.documents import (
     Document,
+    ReadReport,
     decode,
     is_record,
     parsed,
@@ -23,10 +25,11 @@ from eqx_decoders.data.sources.documents import (
     used_columns,
 )
 from eqx_decoders.data.sources.hub_datasets import HubDataset, open_saved, saved_rows
+from eqx_decoders.data.sources.records import check_unicode
 from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, Location, Source, folder_of
 from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.io.text.tokenizer import Tokenizer, start_ids
 
 
 Part = tuple[int, int]
@@ -49,13 +52,14 @@ class ReadOptions(NamedTuple):
     """Options of readers: the text field of records, and the tokenizer of files that hold tokens.
 
     copy: path of the copy of a remote file that is needed on this machine; None: a temporary file. columns: those of a
-    table that are read, or `ALL`; None: those that documents are made of.
+    table that are read, or `ALL`; None: those that documents are made of. report: counts of records that are left out.
     """
 
     text_field: str = "text"
     tokenizer: Tokenizer | None = None
     copy: Path | None = None
     columns: Sequence[str] | None = None
+    report: ReadReport | None = None
 
     def used_columns(self, names: Sequence[str], where: str) -> list[str]:
         """Return which of a table's columns are read. Raises DataError if documents can be made of none."""
@@ -65,11 +69,13 @@ class ReadOptions(NamedTuple):
 
 
 def read_source(source: Source, reading: ReadOptions, part: Part | None = None) -> Iterator[Document]:
-    """Yield every document of a source, or of a part, in a fixed order, read lazily, without empty ones.
+    """Yield every document of a source, or of a part, in a fixed order, read lazily.
+
+    Documents without a text are left out, and counted in `reading.report`.
 
     - plain text: a file is a document (beyond 256 KiB: pieces of 64 KiB, cut at line ends);
     - `.jsonl`, `.json`, `.parquet` and datasets: a line, member of the list or row is a document: the text in the field
-      or column `text_field`, else the conversation in `messages`, else a `prompt` and its `completion`;
+      or column `text_field`, else the conversation in `messages`, else a `prompt` and its `completion` (see `records`);
     - `.arrayrecord`, `.array_record`: a record is a document: a text or, where the first is one, such a JSON object;
     - `.bin` (raw) and `.npy`: a list of uint16 or uint32 tokens; a document ends at the tokenizer's `eos_id`.
 
@@ -80,6 +86,8 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
         for document in _READERS[kind_of(source.file)].read(source, reading, part):
             if document.text or document.chat or (document.tokens is not None and len(document.tokens)):
                 yield document._replace(folder=folder, drawn=document.draw())
+            elif reading.report is not None:
+                reading.report.dropped["with an empty text"] += 1
 
 
 def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -90,9 +98,14 @@ def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, 
     with _as_data_errors(source.file):
         records = _READERS[kind_of(source.file)].records
         if records is None:
-            remedy = "give .jsonl or .json, also with .gz or .zst, .parquet or a dataset"
-            raise DataError(f"{source.file} holds no records: {remedy}.")
-        yield from records(source, ReadOptions(columns=columns), None)
+            raise DataError(
+                f"{source.file} holds no records: give .jsonl or .json, also with .gz or .zst, .parquet, .arrayrecord "
+                "or a dataset."
+            )
+        for where, record in records(source, ReadOptions(columns=columns), None):
+            for name, value in record.items() if isinstance(record, dict) else ():
+                check_unicode(value, name, where)
+            yield where, record
 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
@@ -168,7 +181,7 @@ def _text_cuts(file: Location, size: int | None, most: int) -> list[int]:
 
 
 def _read_json(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
-    return record_documents(_json_records(source, reading, part), reading.text_field)
+    return record_documents(_json_records(source, reading, part), reading.text_field, report=reading.report)
 
 
 def _json_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
@@ -180,6 +193,7 @@ def _json_records(source: Source, reading: ReadOptions, part: Part | None) -> It
 def _records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
     may_be_list = plain_suffix(file) == ".json"
     for number, line in enumerate(stream, 1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if may_be_list and line.lstrip().startswith(b"["):
             records = parsed(line + stream.read(), str(file))
             yield from ((f"{file}, record {index}", record) for index, record in enumerate(records, 1))
@@ -195,7 +209,7 @@ def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[
     if start > 0:
         begin += len(stream.readline())  # of the part before, or the end of its last line
     while begin < stop and (line := stream.readline()):
-        if line.strip():
+        if line.removeprefix(codecs.BOM_UTF8).strip():
             yield f"{file}, byte {begin}", parsed(line, f"{file}, byte {begin}")
         begin += len(line)
 
@@ -214,7 +228,7 @@ def _numbered(where: str, records: Iterable[Any], start: int) -> Iterator[tuple[
 
 
 def _read_parquet(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
-    return record_documents(_parquet_records(source, reading, part), reading.text_field, from_table=True)
+    return record_documents(_parquet_records(source, reading, part), reading.text_field, report=reading.report)
 
 
 def _parquet_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
@@ -260,7 +274,7 @@ def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
 
 
 def _read_saved(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
-    return record_documents(_saved_records(source, reading, part), reading.text_field, from_table=True)
+    return record_documents(_saved_records(source, reading, part), reading.text_field, report=reading.report)
 
 
 def _saved_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
@@ -275,7 +289,7 @@ def _saved_cuts(file: Location, size: int | None, most: int) -> list[int]:
 
 
 def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
-    return record_documents(_streamed_records(source, reading, part), reading.text_field, from_table=True)
+    return record_documents(_streamed_records(source, reading, part), reading.text_field, report=reading.report)
 
 
 def _streamed_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
@@ -298,15 +312,24 @@ def _read_array_record(source: Source, reading: ReadOptions, part: Part | None) 
         if start == stop:
             return
         first = _json_or_none(reader.read([0])[0])
-        named = _numbered(f"{file}, record", _array_records(reader, start, stop), start)
+        named = _numbered(f"{file}, record", _read_batches(reader, start, stop), start)
         if is_record(first, reading.text_field):
             objects = ((where, parsed(record, where)) for where, record in named)
-            yield from record_documents(objects, reading.text_field)
+            yield from record_documents(objects, reading.text_field, report=reading.report)
         else:
             yield from (Document(where, decode(record, where)) for where, record in named)
 
 
-def _array_records(reader: Any, start: int, stop: int) -> Iterator[bytes]:
+def _array_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON objects of an ArrayRecord file."""
+    file = _file(source)
+    with local_copy(file, reading.copy) as path, _array_record(path, file) as reader:
+        start, stop = part or (0, reader.num_records())
+        for where, record in _numbered(f"{file}, record", _read_batches(reader, start, stop), start):
+            yield where, parsed(record, where)
+
+
+def _read_batches(reader: Any, start: int, stop: int) -> Iterator[bytes]:
     for begin in range(start, stop, RECORDS_AT_ONCE):
         yield from reader.read(range(begin, min(begin + RECORDS_AT_ONCE, stop)))
 
@@ -367,8 +390,9 @@ def _read_tokens(source: Source, reading: ReadOptions, part: Part | None) -> Ite
 
 def _token_document(file: File, parts: list[np.ndarray], tokenizer: Tokenizer) -> Document:
     tokens = np.concatenate(parts)
-    if len(tokens) and tokens[0] == tokenizer.bos_id:  # the token store puts one in front of every document
-        tokens = tokens[1:]
+    start = start_ids(tokenizer)  # which the token store puts before every document
+    if start and tuple(tokens[: len(start)].tolist()) == start:
+        tokens = tokens[len(start) :]
     return Document(str(file), tokens=tokens)
 
 
@@ -425,7 +449,7 @@ _READERS = {
     ),
     "json": _SourceReader(_read_json, lambda file, size, most: [], _json_records),
     "parquet": _SourceReader(_read_parquet, _parquet_cuts, _parquet_records),
-    "arrayrecord": _SourceReader(_read_array_record, _array_record_cuts),
+    "arrayrecord": _SourceReader(_read_array_record, _array_record_cuts, _array_records),
     "tokens": _SourceReader(_read_tokens, lambda file, size, most: []),
     "npy": _SourceReader(_read_tokens, lambda file, size, most: []),
     "saved dataset": _SourceReader(_read_saved, _saved_cuts, _saved_records),

@@ -2,21 +2,26 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from eqx_decoders.data.sources.documents import Document
+from eqx_decoders.data.sources.documents import Document, ReadReport
 from eqx_decoders.data.sources.readers import ReadOptions, read_source
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
 
 def read_documents(
-    path: Paths, *, text_field: str = "text", tokenizer: Tokenizer | None = None, flag: str = DATA
+    path: Paths,
+    *,
+    text_field: str = "text",
+    tokenizer: Tokenizer | None = None,
+    flag: str = DATA,
+    report: ReadReport | None = None,
 ) -> Iterator[Document]:
     """Yield every document at `path` in a fixed order, read lazily (see `find_sources` and `read_source`).
 
     Raises DataError with file and line for what cannot be read.
     """
     for source in find_sources(path, flag):
-        yield from read_source(source, ReadOptions(text_field, tokenizer))
+        yield from read_source(source, ReadOptions(text_field, tokenizer, report=report))
 
 
 def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[Document], bool]:

@@ -88,10 +88,10 @@ def _texts(task: ShardTask, recipe: Recipe, held_out: np.ndarray) -> Iterator[by
 
 def _decoded(shard: Shard, tokenizer: Tokenizer, held_out: np.ndarray) -> Iterator[bytes]:
     """Yield the text of held-out documents that came as tokens; for others as many zero bytes as they have."""
-    end = separators(tokenizer)[1]
+    start, end = separators(tokenizer)
     for document in np.flatnonzero(held_out).tolist():
         size = int(shard.bytes[document])
-        tokens = shard[document][1 : None if end is None else -1]
+        tokens = shard[document][len(start) : None if end is None else -1]
         yield tokenizer.decode(tokens).encode() if size < 0 else bytes(size)
 
 

@@ -5,6 +5,7 @@ those of the training data in their order, then those of held-out data of its ow
 draws a number from its hash, and the draws decide which are held out: another share of them needs no new tokens.
 """
 
+import collections
 import itertools
 import json
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.data.sources.documents import ReadReport, counted
 from eqx_decoders.data.sources.readers import Part, parts_of
 from eqx_decoders.data.sources.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
 from eqx_decoders.data.store.corpus import read_documents
@@ -27,7 +29,7 @@ from eqx_decoders.data.store.token_manifest import (
 )
 from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore
 from eqx_decoders.data.store.tokenization import make_shards
-from eqx_decoders.errors import DataError, check
+from eqx_decoders.errors import DataError
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically, writing_to
 from eqx_decoders.io.file_lock import FileLock
 from eqx_decoders.io.status import StatusLine
@@ -49,6 +51,7 @@ def open_store(
     template: ChatTemplate | None = None,
     cache_dir: str | Path | None = None,
     media: MediaReader | None = None,
+    special_tokens_in_text: bool | None = None,
 ) -> TokenStore:
     """Open the tokens of a corpus, making those that the cache doesn't have.
 
@@ -67,7 +70,9 @@ def open_store(
         "held_out_fraction": 0.0 if held_out_path or all_held_out else held_out_fraction,
         "own_held_out_path": held_out_path is not None,
     }
-    recipe = Recipe(tokenizer, text_field, template, media)
+    if special_tokens_in_text is not None:
+        request["special_tokens_in_text"] = special_tokens_in_text
+    recipe = Recipe(tokenizer, text_field, template, media, special_tokens_in_text)
     shards = cache / "tokens" / recipe.digest
     flag = HELD_OUT if all_held_out else DATA
     sources = {TRAIN + source.name: source for source in find_sources(path, flag)}
@@ -87,7 +92,7 @@ def open_store(
         # counted as training data before, if only now all of it is held out
         counted = current is not None and (not all_held_out or current["held_out"]["below"] >= 1)
         if current is None or not counted:
-            _check_any([_info(shards, task).documents for _, task in tasks], flag, path)
+            _check_any([_info(shards, task) for _, task in tasks], flag, path)
             current = _new_manifest(corpus, cache, all_held_out)
             current["fingerprint"] = manifest["fingerprint"] if manifest else current["fingerprint"]
             write_atomically(folder / "manifest.json", json.dumps(current, indent=1).encode())
@@ -109,22 +114,33 @@ def open_sample(
     text_field: str = "text",
     template: ChatTemplate | None = None,
     media: MediaReader | None = None,
+    special_tokens_in_text: bool | None = None,
 ) -> TokenStore:
     """Open the first `most` documents of a corpus for a preview: their tokens are written to `folder`, not cached."""
-    folder, recipe = Path(folder), Recipe(tokenizer, text_field, template, media)
+    folder, recipe = Path(folder), Recipe(tokenizer, text_field, template, media, special_tokens_in_text)
     folder.mkdir(parents=True, exist_ok=True)
     infos: list[tuple[str, str, ShardInfo]] = []
     for name, paths, flag in ((TRAIN, path, DATA), (OWN, held_out_path, HELD_OUT)):
         if name == TRAIN or paths:
-            documents = read_documents(paths, text_field=text_field, tokenizer=tokenizer, flag=flag)
+            report = ReadReport()
+            documents = read_documents(paths, text_field=text_field, tokenizer=tokenizer, flag=flag, report=report)
             file, key = folder / f"{name[:-1]}.tokens", name[:-1]
             first = itertools.islice(documents, most)
-            infos.append((name, key, write_shard(file, first, tokenizer, template, media=media)))
+            info = write_shard(
+                file,
+                first,
+                tokenizer,
+                template,
+                media=media,
+                special_tokens_in_text=special_tokens_in_text,
+                report=report,
+            )
+            infos.append((name, key, info))
     rows = [{"source": name, "part": None, "key": key, "documents": info.documents} for name, key, info in infos]
     fraction = 0.0 if held_out_path else held_out_fraction
     described = describe_shards([info for _, _, info in infos], [infos[0][2]], fraction)
     manifest = described | {"shards": rows, "sources": {}}
-    _check_any([info.documents for _, _, info in infos], DATA, path)
+    _check_any([info for _, _, info in infos], DATA, path)
     manifest["counts"] = count_corpus(TokenStore(manifest, folder), None, recipe)
     return TokenStore(manifest | {"fingerprint": ""}, folder)
 
@@ -203,5 +219,10 @@ def _info(shards: Path, task: ShardTask) -> ShardInfo:
     return info
 
 
-def _check_any(documents: list[int], flag: str, path: Paths) -> None:
-    check(any(documents), f"{flag} {path!r} holds no text, or nothing that is trained on.", DataError)
+def _check_any(infos: list[ShardInfo], flag: str, path: Paths) -> None:
+    if not any(info.documents for info in infos):
+        dropped = sum((collections.Counter(info.dropped) for info in infos), collections.Counter[str]())
+        reasons = (
+            f"all of its {dropped.total():,} records are left out: {counted(dropped)}" if dropped else "it is empty"
+        )
+        raise DataError(f"{flag} {path!r} holds no text, or nothing that is trained on: {reasons}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.data.sources.documents import ReadReport
 from eqx_decoders.data.sources.hub_datasets import HubDataset
 from eqx_decoders.data.sources.readers import LONG, PIECE, Part, ReadOptions, kind_of, read_source
 from eqx_decoders.data.sources.sources import Entry, Source, folder_of, hash_json, is_as_described, parse_location
@@ -31,6 +32,7 @@ class Recipe:
     text_field: str
     template: ChatTemplate | None
     media: MediaReader | None = None
+    special_tokens_in_text: bool | None = None
 
     @property
     def digest(self) -> str:
@@ -39,7 +41,7 @@ class Recipe:
         template = None if self.template is None else self.template.content_hash
         form = [FORMAT, LONG, PIECE] + ([] if self.media is None else [self.media.digest()])
         ids = [tokenizer.content_hash, tokenizer.vocab_size, separators(tokenizer), tokenizer.bos_id]
-        return hash_json([form, *ids, self.text_field, template])
+        return hash_json([form, *ids, self.text_field, template, self.special_tokens_in_text])
 
     @property
     def reading(self) -> ReadOptions:
@@ -96,8 +98,18 @@ def make_shard(folder: Path, task: ShardTask, recipe: Recipe, partial: Path, don
     with writing_to(folder):
         for more in (2, 1, 0):
             try:
-                documents = read_source(task.source, reading, task.part)
-                write_shard(partial, documents, recipe.tokenizer, recipe.template, done, recipe.media)
+                report = ReadReport()
+                documents = read_source(task.source, reading._replace(report=report), task.part)
+                write_shard(
+                    partial,
+                    documents,
+                    recipe.tokenizer,
+                    recipe.template,
+                    done,
+                    recipe.media,
+                    recipe.special_tokens_in_text,
+                    report,
+                )
                 same = is_as_described(task.source.file, task.content_hash, task.seen)
                 rule = f"{task.source.file} was changed while it was read"
                 check(same, f"{rule}: start again when it stays as it is.", DataError)

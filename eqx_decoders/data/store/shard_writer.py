@@ -6,7 +6,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,28 +14,47 @@ import numpy as np
 
 from eqx_decoders.data.chats import encode_spans, render_documents
 from eqx_decoders.data.media_reader import MediaReader
-from eqx_decoders.data.sources.documents import Document
+from eqx_decoders.data.sources.documents import Document, ReadReport
 from eqx_decoders.data.store.shards import MARK, TAIL, ShardInfo, checksum
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, start_ids
 
 
 CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE = 1 << 20, 1 << 14  # that are tokenized together
 IN_MEMORY = 1 << 20  # bytes of a section, beyond which it waits in a temporary file
 CHECKED = 1 << 20  # bytes of a shard up to which its content is verified when it is opened
 
+RENDERED = (
+    "text that begins with the name of a special token is read as a rendered chat: names become special tokens "
+    "(special_tokens_in_text: False keeps letters, True parses every text)"
+)
+LETTERS = "text begins with the name of a special token, which is letters with special_tokens_in_text=False"
+
 _DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
 _DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
 
 
-def separators(tokenizer: Tokenizer) -> tuple[int, int | None]:
-    """Return the tokens before and after a document; the latter is None for a tokenizer without eos."""
-    start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-    rule = "the tokenizer has neither bos nor eos: documents need a token between them"
-    if start is None:
-        raise DataError(f"{rule}; name one in tokenizer_config.json.")
-    return start, tokenizer.eos_id
+def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
+    """Return the tokens before and the token after a document; None for a tokenizer without eos.
+
+    A document starts like a prompt at inference: with what the tokenizer puts before a text, usually bos or nothing.
+    """
+    if tokenizer.bos_id is None and tokenizer.eos_id is None:
+        raise DataError(
+            "the tokenizer has neither bos nor eos, and documents need a token between them: name one of them in "
+            "tokenizer_config.json."
+        )
+    return start_ids(tokenizer), tokenizer.eos_id
+
+
+def is_rendered(text: str, tokenizer: JsonTokenizer) -> bool:
+    """Return whether a text looks like a rendered chat: it begins with a special token's name, and has another one."""
+    names = tokenizer.special_names
+    if not text.startswith(names):
+        return False
+    first = max((name for name in names if text.startswith(name)), key=len)
+    return any(name in text[len(first) :] for name in names)
 
 
 def write_shard(
@@ -45,15 +64,19 @@ def write_shard(
     template: ChatTemplate | None = None,
     done: Callable[[int], None] = lambda characters: None,
     media: MediaReader | None = None,
+    special_tokens_in_text: bool | None = None,
+    report: ReadReport | None = None,
 ) -> ShardInfo:
     """Write documents into a new shard, conversations as `template` writes them.
 
     A large file is flushed to the disk; a small one, for which that would take longer than all else, gets a checksum.
     `done` is called with the number of characters of each batch that is written. `media` reads the images, videos and
-    audio that documents refer to.
+    audio that documents refer to. `special_tokens_in_text` is that of `DataConfig`. `report` has the counts of records
+    that the readers of the documents left out, and gets those of this function.
     """
-    with path.open("w+b") as file, _Writer(file, tokenizer, done, media) as writer:
-        for document in render_documents(iter(documents), template):
+    report = ReadReport() if report is None else report
+    with path.open("w+b") as file, _Writer(file, tokenizer, done, media, special_tokens_in_text, report) as writer:
+        for document in render_documents(iter(documents), template, report):
             writer.add(document)
         return writer.finish()
 
@@ -69,13 +92,19 @@ class _Writer:
     """Writer of one shard: appends documents to its tokens, and collects the other sections."""
 
     def __init__(
-        self, file: IO[bytes], tokenizer: Tokenizer, done: Callable[[int], None], media: MediaReader | None = None
+        self,
+        file: IO[bytes],
+        tokenizer: Tokenizer,
+        done: Callable[[int], None],
+        media: MediaReader | None,
+        special_tokens_in_text: bool | None,
+        report: ReadReport,
     ):
-        self._media = media
+        self._media, self._special_tokens_in_text, self._report = media, special_tokens_in_text, report
         start, end = separators(tokenizer)
         largest = max(tokenizer.vocab_size, 0 if media is None else media.token + 1)
         self._dtype = np.dtype("<u2" if largest <= 1 << 16 else "<u4")
-        self._start = np.array([start], self._dtype)
+        self._start = np.array(start, self._dtype)
         self._end = np.array([] if end is None else [end], self._dtype)
         self._file, self._tokenizer, self._done = file, tokenizer, done
         self._stack = contextlib.ExitStack()
@@ -127,7 +156,8 @@ class _Writer:
             sections[name] = (_DTYPES[name], begin, length)
         total = self._bytes if self._all_bytes else None
         counts = (self._documents, self._tokens, self._targets, total)
-        info = ShardInfo(*counts, self._smallest, self._largest, self._has_chats, sections)
+        dropped, notes = dict(self._report.dropped), dict(self._report.notes)
+        info = ShardInfo(*counts, self._smallest, self._largest, self._has_chats, sections, dropped, notes)
         begin, digest = self._file.tell(), None
         if begin <= CHECKED:
             self._file.seek(0)
@@ -140,19 +170,51 @@ class _Writer:
         return info
 
     def _encode(self) -> None:
-        plain = [each.text for each in self._waiting if each.spans is None and each.text is not None]
-        spanned = [(each.text or "", each.spans, each.literal) for each in self._waiting if each.spans is not None]
-        texts = iter(self._tokenizer.encode_many(plain) if plain else [])
-        parts = iter(encode_spans(self._tokenizer, *zip(*spanned, strict=True)) if spanned else [])
-        for document in self._waiting:
-            if document.spans is not None:
-                self._append(document, *self._with_targets(document, *next(parts)))
+        kinds = [self._kind(document) for document in self._waiting]
+        documents = [*zip(self._waiting, kinds, strict=True)]
+        plain = [each.text or "" for each, kind in documents if kind == "plain"]
+        special = [each.text or "" for each, kind in documents if kind == "special"]
+        spanned = [(each.text or "", each.spans, each.literal) for each, kind in documents if kind == "spans"]
+        encoded: dict[str, Iterator[Any]] = {
+            "plain": iter(self._tokenizer.encode_many(plain) if plain else []),
+            "special": iter(encode_spans(self._tokenizer, special, [()] * len(special)) if special else []),
+            "spans": iter(
+                encode_spans(self._tokenizer, *zip(*spanned, strict=True), report=self._report) if spanned else []
+            ),
+        }
+        for document, kind in documents:
+            if kind == "spans":
+                self._append(document, *self._with_targets(document, *next(encoded[kind])))
+            elif kind == "special":
+                self._append(document, self._with_separators(next(encoded[kind])[0]), None)
             else:
-                tokens = next(texts) if document.tokens is None else document.tokens
+                tokens = next(encoded[kind]) if document.tokens is None else document.tokens
                 tokens = np.concatenate([self._start, tokens.astype(self._dtype), self._end])
                 self._append(document, tokens, None)
         self._done(self._waiting_size)
         self._waiting, self._waiting_size = [], 0
+
+    def _kind(self, document: Document) -> str:
+        """Return how a document is encoded: as "tokens", with "spans", as "special" or "plain" text."""
+        if document.spans is not None or document.text is None:
+            return "tokens" if document.spans is None else "spans"
+        if not isinstance(self._tokenizer, JsonTokenizer):
+            return "plain"
+        rendered = is_rendered(document.text, self._tokenizer)
+        if rendered and self._special_tokens_in_text is None:
+            self._report.notes[RENDERED] += 1
+        if rendered and self._special_tokens_in_text is False:
+            self._report.notes[LETTERS] += 1
+        parsed = rendered if self._special_tokens_in_text is None else self._special_tokens_in_text
+        return "special" if parsed else "plain"
+
+    def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
+        """Add the separators that a text with special tokens lacks; nothing is put before a special token."""
+        assert isinstance(self._tokenizer, JsonTokenizer)
+        tokens = tokens.astype(self._dtype)
+        starts = len(tokens) > 0 and int(tokens[0]) in self._tokenizer.special_ids
+        end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
+        return np.concatenate([self._start[:0] if starts else self._start, tokens, end])
 
     def _with_targets(
         self, document: Document, tokens: np.ndarray, targets: np.ndarray
@@ -162,7 +224,7 @@ class _Writer:
         if document.chat is not None:
             self._has_chats = True
             return tokens, targets
-        start = self._start[int(np.array_equal(tokens[:1], self._start)) :]
+        start = self._start[:0] if np.array_equal(tokens[: len(self._start)], self._start) else self._start
         end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
         masks = [np.zeros(len(start), bool), targets, np.ones(len(end), bool)]
         return np.concatenate([start, tokens, end]), np.concatenate(masks)

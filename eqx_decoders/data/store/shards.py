@@ -1,9 +1,9 @@
 """Shards: the tokens of one source, or of a part of it, in one file that is complete or does not exist.
 
-A document is stored as `[start] tokens [end]`, where `end` is the tokenizer's eos and `start` its bos (eos, if it has
-none). The model thus predicts the first real token from the separator and learns where documents end. A prompt with its
-completion is stored in the same way, but gets no second `start` or `end` where its text has one. A conversation is
-stored as its chat template writes it, without separators: the template knows how conversations begin and end.
+A document is stored as `start tokens [end]`, where `start` is what the tokenizer puts before a text (usually bos or
+nothing) and `end` its eos. A prompt with its completion is stored in the same way, but gets no second `start` or `end`
+where its text has one. A conversation is stored as its chat template writes it, without separators: the template knows
+how conversations begin and end.
 
 Prompts and conversations are trained on in part: `targets` then says for every token of the shard whether it is a
 target.
@@ -29,14 +29,15 @@ import numpy as np
 from eqx_decoders.errors import DataError
 
 
-FORMAT = 1  # of shards; with another one, all are made again
+FORMAT = 2  # of shards; with another one, all are made again
 MARK, TAIL = b"eqxshard", struct.Struct("<q8s")
 
 
 class ShardInfo(NamedTuple):
     """Description of a shard: sums over its documents, and its sections as (dtype, first byte, length).
 
-    `bytes` is None where some document came as tokens. `smallest` and `largest` are draws of the documents.
+    `bytes` is None where some document came as tokens. `smallest` and `largest` are draws of the documents. `dropped`
+    and `notes` are counts of a `ReadReport`.
     """
 
     documents: int
@@ -47,6 +48,8 @@ class ShardInfo(NamedTuple):
     largest: float
     has_chats: bool
     sections: dict[str, tuple[str, int, int]]
+    dropped: dict[str, int] = {}  # noqa: RUF012 - never changed
+    notes: dict[str, int] = {}  # noqa: RUF012 - never changed
 
 
 def read_info(path: Path) -> ShardInfo | None:

@@ -3,6 +3,7 @@
 A run that goes on with its manifest has the same data; shards that the cache has lost are made again.
 """
 
+import collections
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.text.chat_template import ChatTemplate
 
 
-FLAGS = {name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "chat_template")}
+FLAGS = {
+    name: "--" + name.replace("_", "-")
+    for name in ("tokenizer", "text_field", "chat_template", "special_tokens_in_text")
+}
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -38,7 +42,7 @@ def part_of(row: Mapping[str, Any]) -> Part | None:
 
 
 def describe_shards(infos: Sequence[ShardInfo], trained: Sequence[ShardInfo], fraction: float) -> dict[str, Any]:
-    """Return the manifest's entries on all shards: which draws are held out, and whether there are targets.
+    """Return the manifest's entries on all shards: which draws are held out, targets, and counts of dropped records.
 
     trained: shards of the training data, of whose documents `fraction` is held out.
     """
@@ -46,7 +50,12 @@ def describe_shards(infos: Sequence[ShardInfo], trained: Sequence[ShardInfo], fr
     largest = max((info.largest for info in trained), default=0.0)
     below, equal = held_out_draws(fraction, smallest, largest)
     has_targets = any("targets" in info.sections for info in infos)
-    return {"held_out": {"below": below, "equal": equal}, "has_targets": has_targets}
+    counts: dict[str, collections.Counter[str]] = {"dropped": collections.Counter(), "notes": collections.Counter()}
+    for info in infos:
+        counts["dropped"].update(info.dropped)
+        counts["notes"].update(info.notes)
+    totals = {name: dict(count) for name, count in counts.items()}
+    return {"held_out": {"below": below, "equal": equal}, "has_targets": has_targets, **totals}
 
 
 def _held_out_part(settings: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Tokens of a corpus in the shards of a cache, of which a manifest says which they are."""
 
+import collections
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from eqx_decoders.data.sources.documents import ReadReport
 from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.data.store.shards import Shard, checksum
 from eqx_decoders.errors import DataError
@@ -97,6 +99,11 @@ class TokenStore:
     def counts(self, split: str) -> CorpusStats:
         """Return the counts of `split`, "train" or "held_out"."""
         return CorpusStats(**self.manifest["counts"][split])
+
+    def report(self) -> list[str]:
+        """Describe the records that were left out, and other remarks, in sentences (see `ReadReport`)."""
+        dropped, notes = (collections.Counter(self.manifest.get(name, {})) for name in ("dropped", "notes"))
+        return ReadReport(dropped, notes).lines(len(self))
 
     def documents_of(self, kind: str) -> int:
         """Count the documents of the training data (TRAIN), some held out by share, or of held-out data (OWN)."""

@@ -128,6 +128,7 @@ def _setup(recipe: Recipe) -> Iterator[dict[str, Any] | None]:
         except EqxDecodersError:
             same = False
         setup = {"tokenizer": folder, "text_field": recipe.text_field, "template": template}
+        setup["special_tokens_in_text"] = recipe.special_tokens_in_text
         setup["media"] = None if recipe.media is None else recipe.media.to_json()
         yield setup if same else None
 

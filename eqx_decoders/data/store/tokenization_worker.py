@@ -56,7 +56,8 @@ def main() -> None:
 def _read_recipe(setup: dict[str, Any]) -> Recipe:
     """Read the recipe that the starting process has written."""
     template = None if setup["template"] is None else ChatTemplate(**setup["template"])
-    return Recipe(load_tokenizer(setup["tokenizer"]), setup["text_field"], template, _read_media(setup["media"]))
+    tokenizer, media = load_tokenizer(setup["tokenizer"]), _read_media(setup["media"])
+    return Recipe(tokenizer, setup["text_field"], template, media, setup["special_tokens_in_text"])
 
 
 def _read_media(content: dict[str, Any] | None) -> MediaReader | None:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.stack import map_layers
 from eqx_decoders.context import Context
 from eqx_decoders.encoders.mobilenet.blocks import PlaneBlock, PlaneBlockConfig, gelu, hidden_features
 from eqx_decoders.encoders.mobilenet.convolution import (
@@ -126,14 +127,14 @@ class PlaneSegment(eqx.Module):
 
     @classmethod
     def build(cls, unit: tuple[Placed, ...], config: MobileNetConfig, *, keys: Key[Array, "layers"]) -> "PlaneSegment":
-        """Initialise with one key per block, in their order."""
+        """Return new blocks, one key each, in their order."""
 
-        def one(keys):
+        def build_unit(keys: Key[Array, "unit"]) -> tuple[PlaneBlock, ...]:
             options: Any = dict(edges=config.edges, layer_scale=config.layer_scale)
             return tuple(block.build(dim, **options, key=key) for (block, dim), key in zip(unit, keys, strict=True))
 
         keys = keys.reshape(-1, len(unit))
-        return cls(unit=eqx.filter_vmap(one)(keys), repeats=len(keys))
+        return cls(unit=map_layers(build_unit, keys), repeats=len(keys))
 
     def __call__(self, x: Plane, ctx: Context) -> Plane:
         arrays, static = eqx.partition(self.unit, eqx.is_array)

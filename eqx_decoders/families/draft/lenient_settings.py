@@ -7,7 +7,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import EqxDecodersError
-from eqx_decoders.families.config_keys import ALLOWED_VALUES, IGNORED_KEYS
+from eqx_decoders.families.config_keys import ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Setting, public
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -73,7 +73,7 @@ def _read(family: Family, content: Mapping[str, Any], renamed: Mapping[str, str]
         config, error = family.build(**public(values)), ""
     except Exception as found:  # a table that was made for other files
         config, error = None, str(found)
-    known = fields.read_keys | family.ignored_keys.keys() | IGNORED_KEYS.keys()
+    known = fields.read_keys | family.ignored_keys.keys() | IGNORED_KEYS.keys() | GENERATION_KEYS.keys()
     unknown = tuple(key for key, value in fields.content.items() if key not in known and value is not None)
     return Reading(config=config, error=error, read=read, unknown=unknown, refused=refused, renamed=renamed)
 

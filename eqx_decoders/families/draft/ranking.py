@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eqx_decoders.families.config_keys import IGNORED_KEYS
+from eqx_decoders.families.config_keys import GENERATION_KEYS, IGNORED_KEYS
 from eqx_decoders.families.draft.comparison import Comparison, compare, habits_of
 from eqx_decoders.families.draft.lenient_settings import OUTSIDE, Reading, read_leniently
 from eqx_decoders.families.draft.tensor_groups import Shape, inner_name, pattern_of
@@ -95,7 +95,8 @@ def rank(families: Iterable[Family], content: Mapping[str, Any], tensors: Mappin
 
 def speaking_keys(content: Mapping[str, Any]) -> list[str]:
     """Return the keys that may say something of the model."""
-    return [key for key, value in content.items() if key not in (*IGNORED_KEYS, *OUTSIDE) and value is not None]
+    silent = {*IGNORED_KEYS, *GENERATION_KEYS, *OUTSIDE}
+    return [key for key, value in content.items() if key not in silent and value is not None]
 
 
 def _likeness(

@@ -55,7 +55,12 @@ class Steps:
         return self.directory / str(step)
 
     def committed(self) -> tuple[int, ...]:
-        """Return the complete steps, oldest first. Raises CheckpointError if the directory cannot be read."""
+        """Return the complete steps, oldest first. Raises CheckpointError if the directory cannot be read.
+
+        In a bucket it lists the directory and each step: only the files in a step say whether it is complete, another
+        process may delete one at any time, and a recursive listing would read the names of all files of all arrays.
+        A run has about `max_checkpoints` steps.
+        """
         steps = [int(name) for name in names_in(self.directory) if name.isdecimal() and str(int(name)) == name]
         is_complete = self._is_complete if self.in_place else self._is_step
         return tuple(sorted(filter(is_complete, steps)))

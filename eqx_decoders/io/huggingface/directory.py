@@ -228,9 +228,29 @@ def check_tensors(
         for name, shape in wanted.items()
         if name in tensors and tensors[name].shape != shape
     ]
+    prefix = _shared_prefix(tensors, wanted)
+    if prefix:
+        rule = f"{prefix} Rename them. {rule}"
     more = [f"and {len(wrong) - MOST_LISTED} more"] if len(wrong) > MOST_LISTED else []
     listed = "\n  ".join(wrong[:MOST_LISTED] + more)
     check(not wrong, f"{where}: {len(wrong)} tensors are not as expected. {rule}:\n  {listed}", ConversionError)
+
+
+def _shared_prefix(tensors: Mapping[str, StoredTensor], wanted: Mapping[str, Any]) -> str:
+    """Return a sentence about the prefix that all tensors have too much or too little, empty if there is none."""
+    files = {tensor.name for tensor in tensors.values()}
+    for names in (files, tensors.keys()):
+        strangers = sorted(names - wanted.keys())
+        if len(strangers) < 2:
+            continue
+        for name in wanted:
+            added = strangers[0].removesuffix(name) if strangers[0].endswith(name) else ""
+            if added and all(other.startswith(added) and other.removeprefix(added) in wanted for other in names):
+                return f"All tensors have the prefix {added!r}, which does not belong to their names."
+            lacking = name.removesuffix(strangers[0]) if name.endswith(strangers[0]) else ""
+            if lacking and all(lacking + other in wanted for other in names):
+                return f"All tensors lack the prefix {lacking!r} of their names."
+    return ""
 
 
 def _opened(path: Path) -> Any:

@@ -6,19 +6,27 @@ from typing import Any
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.families.config_keys import GENERATION_DEFAULTS
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory
 
 
 def read_generation_config(directory: str | Path | Directory) -> GenerationConfig:
-    """Read the settings in a directory's `generation_config.json`; without one all are None.
+    """Read the settings in a directory's `generation_config.json`.
+
+    Without that file, settings in `config.json` count, as in transformers, unless they are the defaults of transformers
+    4, which it writes with all other keys.
 
     0 for `top_k`, and 1 for `top_p` and `repetition_penalty`, are transformers' values for "off". Other keys have no
     effect here. Raises ConversionError for invalid values.
     """
     folder = directory if isinstance(directory, Directory) else Directory(directory)
     name = "generation_config.json"
-    content = folder.json(name) if folder.has(name) else {}
+    if folder.has(name):
+        content = folder.json(name)
+    else:
+        name = "config.json"
+        content = _settings_in_config(folder.json(name) if folder.has(name) else {})
     where = f"{folder.path / name}"
     flag = content.get("do_sample")
     check(
@@ -37,6 +45,12 @@ def read_generation_config(directory: str | Path | Directory) -> GenerationConfi
         min_p=_number(where, content, "min_p", most=1) or None,
         repetition_penalty=None if penalty in (0, 1) else penalty,
     )
+
+
+def _settings_in_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation settings in a `config.json` that differ from the defaults of transformers 4."""
+    defaults = GENERATION_DEFAULTS.items()
+    return {key: config[key] for key, value in defaults if config.get(key) is not None and config[key] != value}
 
 
 def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, int | None]) -> tuple[int, ...]:
@@ -59,7 +73,7 @@ def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, i
         if content.get("eos_token_id") is None and "eos_token_id" in found:
             content = content | {"eos_token_id": found["eos_token_id"]}
     else:
-        content = found
+        content = _settings_in_config(config) | found
     added = _with_stop_ids(folder / name, content, ids)
     if config:
         _with_stop_ids(folder / "config.json", config, ids)

@@ -6,9 +6,10 @@ and out.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
@@ -27,18 +29,22 @@ from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, check
 from eqx_decoders.io.huggingface.export_config import export_config
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
+from eqx_decoders.io.huggingface.load import load_weight
 from eqx_decoders.io.huggingface.peft_config import AdapterSettings, adapter_config, read_settings
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.init import abstract
 from eqx_decoders.model.pissa import taken_out
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes, replaced
-from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
+from eqx_decoders.sharding.layout import Layout, device_bytes, out_shardings, partitions
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
+_ENDS = r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$"
 
 
 def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None = None) -> Decoder:
@@ -52,28 +58,46 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
 
     Magnitudes of DoRA become differences from the lengths at the start. For PiSSA (`init_lora_weights="pissa"`) the
     weights lose their largest singular values first, as PEFT does when it loads; adapters that PEFT has converted have
-    the double rank and need no such thing. Layers of one stack may differ in rank: the smaller ones are filled with 0.
+    the double rank and need no such thing. Layers of one stack may differ in rank: the smaller ones are filled with 0,
+    and so are layers and experts without a pair. Modules that are stored completely (`modules_to_save`, trained biases)
+    replace those of the model; a saved output head unties it from the embedding.
 
-    Raises ConversionError where the adapter is of another model, is no LoRA, covers a stack of equal layers only in
-    part, or has settings that are not understood.
+    Names of tensors may be those of the files or of any version of transformers, and of the decoder alone or inside of
+    a model with encoders.
+
+    Raises ConversionError where the adapter is of another model, is no LoRA, lacks one tensor of a pair, or has
+    settings that are not understood.
     """
     folder, present = Directory(directory), low_rank_weights(model)
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
     settings = read_settings(Fields(folder.json(CONFIG), CONFIG))
     family, _ = export_config(model)
-    tensors = {_module_name(family, name): tensor for name, tensor in stored_tensors(folder, TENSORS).items()}
+    weights, modules = _adaptable(model, settings.dora, experts=True), _whole_modules(model, family)
+    shapes_of_modules = {name: mapping.shape for mapping in modules.values() for name in mapping.names}
+    known = {name for weight in weights.values() for name in weight.tensors} | shapes_of_modules.keys()
+    tensors, names = _named_as_here(family, stored_tensors(folder, TENSORS), known)
+    settings = dataclasses.replace(settings, names=names)
+    embedded = [name for name in tensors if ".lora_embedding_" in name]
+    if embedded:
+        raise ConversionError(
+            f"{folder.path / TENSORS}: {embedded[0]} is a pair of an embedding, which is not implemented: merge the "
+            f"adapter with PEFT's merge_and_unload, or train without the embedding in target_modules."
+        )
     check_dtypes(tensors)
-    weights = _adaptable(model, settings.dora).items()
-    weights = {path: weight for path, weight in weights if weight.tensors & tensors.keys()}
+    weights = {path: weight for path, weight in weights.items() if weight.tensors & tensors.keys()}
+    wanted = {name: shape for name, shape in shapes_of_modules.items() if name in tensors}
+    for weight in weights.values():
+        wanted |= weight.shapes(settings, tensors)
     check_tensors(
         folder.path,
         tensors,
-        {name: shape for weight in weights.values() for name, shape in weight.shapes(settings).items()},
-        rule="An adapter must hold both factors of a weight in all layers of a stack of equal ones, and nothing else",
+        wanted,
+        rule="An adapter must hold both factors of each weight that it changes, whole modules, and nothing else",
         owner="matrix of the model's blocks",
         source=f"the model and {settings.described}",
     )
     check(bool(weights), f"{folder.path / TENSORS} holds no pair: there is nothing to load.", ConversionError)
+    model = _with_saved_modules(model, modules, tensors, settings, folder.path / CONFIG)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
     leaves, nodes = whole_weights(model)[1], {}
     shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves([leaves[path] for path in weights]))
@@ -84,7 +108,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         parts, scale = weight.load(tensors, settings, params)
         nodes[path] = LowRank(base=leaves[path], scale=scale, **parts)
         if settings.pissa:
-            weight.check_equal(settings, folder.path / CONFIG)
+            weight.check_equal(settings, folder.path / CONFIG, tensors)
     target = replaced(model, nodes)
     shardings = named_leaves(model.execution.layout.shardings(target))
     arrays = {name: leaf for name, leaf in named_leaves(target).items() if isinstance(leaf, np.ndarray)}
@@ -92,11 +116,16 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     if not (settings.pissa or settings.dora):
         return adapted
     layout = model.execution.layout
-    return replaced(adapted, {path: _based(layout, node, settings) for path, node in low_rank_weights(adapted).items()})
+    nodes = low_rank_weights(adapted)
+    present = {path: weights[path].is_present(tensors) for path in nodes}
+    return replaced(adapted, {path: _based(layout, node, settings, present[path]) for path, node in nodes.items()})
 
 
-def _based(layout: Layout, node: LowRank, settings: AdapterSettings) -> LowRank:
-    """Return a loaded pair beside what remains of its weight (PiSSA), and its magnitudes as differences (DoRA)."""
+def _based(layout: Layout, node: LowRank, settings: AdapterSettings, present: np.ndarray) -> LowRank:
+    """Return a loaded pair beside what remains of its weight (PiSSA), and its magnitudes as differences (DoRA).
+
+    Layers that are not `present` in the adapter keep their magnitudes.
+    """
     if settings.pissa:
         shaped = dataclasses.replace(node, start_a=node.lora_a, start_b=node.lora_b)
         split = taken_out(layout, shaped, node.lora_a.shape[-1])
@@ -104,7 +133,13 @@ def _based(layout: Layout, node: LowRank, settings: AdapterSettings) -> LowRank:
     if node.lora_magnitude is None:
         return node
     like = jax.tree.map(lambda leaf: leaf, node.lora_magnitude)
-    run = layout.automatically(lambda node: node.lora_magnitude - node.lengths()[0], lambda _: partitions(like))
+
+    def difference(node: LowRank) -> jax.Array:
+        assert node.lora_magnitude is not None
+        mask = present.reshape(*present.shape, *[1] * (node.lora_magnitude.ndim - present.ndim))
+        return jnp.where(mask, node.lora_magnitude - node.lengths()[0], 0)
+
+    run = layout.automatically(difference, lambda _: partitions(like))
     return dataclasses.replace(node, lora_magnitude=jax.jit(run, out_shardings=out_shardings(like))(node))
 
 
@@ -201,14 +236,14 @@ class _Factor:
 
     **Arguments:**
 
-    - `names`: its tensors, one for each layer of a stacked weight.
-    - `stacked`: whether ours has a leading `layers` axis.
+    - `names`: its tensors, one for each layer, or each expert of each layer, of a stacked weight.
+    - `stack`: sizes of our leading axes, `layers` and `experts`.
     - `theirs`, `ours`: einops patterns of a tensor there and of a layer here, with `rank` among the words.
     - `sizes`: of the words other than `rank`.
     """
 
     names: tuple[str, ...]
-    stacked: bool
+    stack: tuple[int, ...]
     theirs: str
     ours: str
     sizes: Mapping[str, int]
@@ -223,9 +258,13 @@ class _Factor:
     def load(
         self, tensors: Mapping[str, StoredTensor], rank: int, factors: Sequence[float], dtype: np.dtype
     ) -> np.ndarray:
-        """Read the tensors times `factors`, filled with zeros up to this rank."""
+        """Read the tensors times `factors`, filled with zeros up to this rank, and where there is no tensor."""
         pattern, layers = f"{self.theirs} -> {self.ours}", []
         for name, factor in zip(self.names, factors, strict=True):
+            if name not in tensors:
+                shape = (rank if word == "rank" else self.sizes[word] for word in self.ours.split())
+                layers.append(np.zeros(tuple(shape), dtype))
+                continue
             layer = rearrange(tensors[name].read_all(), pattern, **self.sizes)
             layer = layer if factor == 1.0 else layer.astype(np.float32) * np.float32(factor)
             words = self.ours.split()
@@ -235,12 +274,12 @@ class _Factor:
                     [(0, rank - size if word == "rank" else 0) for word, size in zip(words, layer.shape, strict=True)],
                 ).astype(dtype)
             )
-        return np.stack(layers) if self.stacked else layers[0]
+        return np.stack(layers).reshape(*self.stack, *layers[0].shape) if self.stack else layers[0]
 
     def stored(self, factor: np.ndarray) -> dict[str, np.ndarray]:
         layers = [
             np.ascontiguousarray(rearrange(layer, f"{self.ours} -> {self.theirs}", **self.sizes))
-            for layer in (factor if self.stacked else [factor])
+            for layer in factor.reshape(-1, *factor.shape[len(self.stack) :])
         ]
         return dict(zip(self.names, layers, strict=True))
 
@@ -257,17 +296,26 @@ class _AdaptableWeight:
     def tensors(self) -> set[str]:
         return {name for factor in self.factors.values() for name in factor.names}
 
-    def shapes(self, settings: AdapterSettings) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor."""
-        ranks = [settings.rank_of(module) for module in self.modules]
-        factors = self.factors.values()
-        return {name: each.shape(rank) for each in factors for name, rank in zip(each.names, ranks, strict=True)}
+    def is_present(self, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
+        """Return which layers and experts have a tensor of a pair."""
+        factors = list(self.factors.values())
+        present = [any(factor.names[i] in tensors for factor in factors) for i in range(len(self.modules))]
+        return np.asarray(present).reshape(factors[0].stack)
+
+    def shapes(self, settings: AdapterSettings, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of the modules that have one."""
+        return {
+            factor.names[index]: factor.shape(settings.rank_of(self.modules[index]))
+            for index in np.flatnonzero(self.is_present(tensors))
+            for factor in self.factors.values()
+        }
 
     def load(
         self, tensors: Mapping[str, StoredTensor], settings: AdapterSettings, dtype: np.dtype
     ) -> tuple[dict[str, np.ndarray], float]:
         """Return the parts of the pair, and its scale: the first layer's, with those of others in their factors."""
-        rank = max(map(settings.rank_of, self.modules))
+        there = [self.modules[index] for index in np.flatnonzero(self.is_present(tensors))]
+        rank = max(map(settings.rank_of, there))
         scale, *_ = scales = [settings.scale_of(module) for module in self.modules]
         factors = {"lora_b": [each / scale for each in scales]}
         dtypes, ones = {"lora_magnitude": np.promote_types(dtype, np.float32)}, [1.0] * len(scales)
@@ -276,23 +324,135 @@ class _AdaptableWeight:
             name: part.load(tensors, rank, factors.get(name, ones), dtypes.get(name, dtype)) for name, part in parts
         }, scale
 
-    def check_equal(self, settings: AdapterSettings, file: Path) -> None:
-        """Raise ConversionError where layers differ in rank or scale."""
+    def check_equal(self, settings: AdapterSettings, file: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        """Raise ConversionError where layers differ in rank or scale, or some have no pair."""
+        if not self.is_present(tensors).all():
+            raise ConversionError(
+                f"{file}: init_lora_weights='pissa' for some layers of a stack that is split as a whole, "
+                f"{self.modules[0]} and others: convert the adapter with PEFT's save_pretrained("
+                f"path_initial_model_for_weight_conversion=…)."
+            )
         kinds = {(settings.rank_of(module), settings.scale_of(module)) for module in self.modules}
         rule = f"which the layers of a stack must share so that weights can be split: {self.modules[0]}"
         text = f"{file}: init_lora_weights='pissa' with several (rank, scale), {sorted(kinds)}, {rule}."
         check(len(kinds) == 1, text, ConversionError)
 
 
-def _module_name(family: Family, name: str) -> str:
-    """Return the name of an adapter's tensor in present transformers; older ones used the names in the files."""
-    if not name.startswith(_PREFIX):
-        return name
-    return _PREFIX + family.module_name(family.stored_name(name.removeprefix(_PREFIX)))
+def _named_as_here(
+    family: Family, stored: Mapping[str, StoredTensor], known: Set[str]
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return an adapter's tensors under their names in present transformers, and the former names of renamed modules.
+
+    PEFT's frozen copies of modules are left out.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    modules: dict[str, str] = {}
+    for name, tensor in stored.items():
+        if ".original_module." in name:
+            continue
+        inner = re.sub(r"\.modules_to_save(\.default)?(?=\.)", "", name).removeprefix(_PREFIX)
+        candidates = [_PREFIX + candidate for candidate in _present_names(family, inner)]
+        here = next((candidate for candidate in candidates if candidate in known), None)
+        here = name if here is None or not name.startswith(_PREFIX) else here
+        if here in tensors:
+            raise ConversionError(f"{tensor.file}: {name} and {tensors[here].name} are the same tensor: keep one.")
+        tensors[here] = tensor
+        modules[re.sub(_ENDS, "", here).removeprefix(_PREFIX)] = re.sub(_ENDS, "", inner)
+    return tensors, modules
 
 
-def _adaptable(model: Decoder, magnitudes: bool) -> dict[str, _AdaptableWeight]:
-    """Find the weights that PEFT can adapt, by their paths: matrices of blocks that are one module's weight."""
+def _present_names(family: Family, name: str) -> Iterator[str]:
+    """Yield the names that a tensor of an adapter may have in this model, as transformers names it once it is loaded.
+
+    It may have the name of another version of transformers, of the decoder inside of a model with encoders, of the
+    decoder alone, or of the model without its head.
+    """
+    yield family.module_name(family.stored_name(name))
+    for text, inner in family.text_names.items():
+        if name.startswith(text):
+            yield family.module_name(family.stored_name(inner + name.removeprefix(text)))
+    for inner, text in _decoder_prefixes():
+        if name.startswith(inner):
+            yield family.module_name(family.stored_name(text + name.removeprefix(inner)))
+    for prefix in (family.prefix, *family.text_names.values(), "model."):
+        yield family.module_name(family.stored_name(prefix + name))
+
+
+@functools.cache
+def _decoder_prefixes() -> tuple[tuple[str, str], ...]:
+    """Return prefixes of decoders inside of models with encoders, longest first, each with that of a decoder alone."""
+    pairs = {
+        (prefix, text)
+        for family in FAMILIES.values()
+        for text, inner in family.text_names.items()
+        for prefix in (inner, family.module_name(inner))
+        if prefix != text
+    }
+    return tuple(sorted(pairs, key=lambda pair: (-len(pair[0]), pair)))
+
+
+def _whole_modules(model: Decoder, family: Family) -> dict[str, WeightMapping]:
+    """Return the mappings of the model's weights, by their paths, to tensors that an adapter may store completely.
+
+    A tied model has an output head, too.
+    """
+    model = plain_shapes(model)
+    if model.config.tied:
+        model = abstract(dataclasses.replace(model.config, tied=False))
+    return {
+        path: dataclasses.replace(mapping, names=tuple(_PREFIX + family.module_name(name) for name in mapping.names))
+        for path, mapping in family.bind(model).items()
+    }
+
+
+def _with_saved_modules(
+    model: Decoder,
+    modules: Mapping[str, WeightMapping],
+    tensors: Mapping[str, StoredTensor],
+    settings: AdapterSettings,
+    file: Path,
+) -> Decoder:
+    """Return the model with the modules that an adapter stores completely. Raises ConversionError."""
+    saved = {path: mapping for path, mapping in modules.items() if set(mapping.names) & tensors.keys()}
+    for path, mapping in saved.items():
+        lacking = [name for name in mapping.names if name not in tensors]
+        if lacking:
+            raise ConversionError(
+                f"{file.with_name(TENSORS)} holds {len(mapping.names) - len(lacking)} of the {len(mapping.names)} "
+                f"tensors of {path}, which are one weight here: save the module of all layers, such as {lacking[0]}."
+            )
+    if not saved:
+        return model
+    embedding = saved.get("embedding.table")
+    trained = embedding is not None and embedding.names[0].split(".")[-2] in {
+        name.rpartition(".")[2] for name in settings.saved
+    }
+    config = model.config
+    if config.tied and "head.kernel" in saved:
+        config = dataclasses.replace(config, tied=False)
+    elif config.tied and trained and not settings.tied:
+        raise ConversionError(
+            f"{file}: modules_to_save={list(settings.saved)} has the embedding of a model with a tied output head and "
+            f"not the head, which keeps the original embedding in PEFT unless ensure_weight_tying is true. Save the "
+            f"head, too, or train with ensure_weight_tying=True."
+        )
+    target = abstract(config, layout=model.execution.layout, precision=model.execution.precision)
+    leaves = named_leaves(target)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        arrays = {path: leaves[path] for path in saved}
+    else:
+        with StatusLine("loading modules", total=sum(device_bytes(leaves[path]) for path in saved)) as status:
+            arrays = {path: load_weight(leaves[path], mapping, tensors, status) for path, mapping in saved.items()}
+    if config.tied != model.config.tied:
+        model = dataclasses.replace(model, config=config, head=target.head)
+    return replaced(model, arrays)
+
+
+def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[str, _AdaptableWeight]:
+    """Find the weights that PEFT can adapt, by their paths: matrices of blocks that are one module's weight.
+
+    With `experts` also single experts, which are modules in transformers 4 and in no later version.
+    """
     model = plain_shapes(model)
     family, _ = export_config(model)
     words, weights = axes(model), {}
@@ -300,7 +460,8 @@ def _adaptable(model: Decoder, magnitudes: bool) -> dict[str, _AdaptableWeight]:
         split = product_axes(words[path])
         whole = (
             mapping.section is None
-            and "experts" not in words[path]
+            and "experts" not in mapping.words
+            and (experts or "experts" not in words[path])
             and all(name.endswith(_WEIGHT) for name in mapping.names)
         )
         if split is not None and whole:
@@ -324,7 +485,7 @@ def _adaptable_weight(
 
     def factor(name: str, theirs: str, ours: tuple[str, ...], features: tuple[str, ...]) -> _Factor:
         names = tuple(f"{_PREFIX}{module}.{name}" for module in modules)
-        return _Factor(names, mapping.stacked, theirs, " ".join(ours), {word: mapping.sizes[word] for word in features})
+        return _Factor(names, mapping.stack, theirs, " ".join(ours), {word: mapping.sizes[word] for word in features})
 
     factors = {
         "lora_a": factor(f"lora_A{_WEIGHT}", f"rank ({their_inputs})", (*inputs, "rank"), inputs),

@@ -14,21 +14,23 @@ from eqx_decoders.core.config_reader import Fields
 IGNORED_PEFT_KEYS: dict[str, str] = {
     **dict.fromkeys(("base_model_name_or_path", "revision", "auto_mapping", "peft_version"), "where it came from"),
     **dict.fromkeys(("task_type", "inference_mode"), "how PEFT wraps the model"),
-    **dict.fromkeys(("target_modules", "exclude_modules"), "the names of the tensors say which modules have a pair"),
+    **dict.fromkeys(
+        ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        "the names of the tensors say which modules have a pair",
+    ),
     **dict.fromkeys(("lora_dropout", "eva_config"), "of training only"),
     **dict.fromkeys(("megatron_core", "qalora_group_size"), "a setting of what must be off"),
     "fan_in_fan_out": "how the frozen weight is stored; lora_A and lora_B never are",
     "runtime_config": "where PEFT keeps weights while it runs",
-    "ensure_weight_tying": "about embeddings, which cannot have a pair here",
 }
 
 # Keys whose effect is not supported, with the values that switch them off (null always does).
 UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "pissa"),  # others change the frozen weights
     **dict.fromkeys(("use_qalora", "use_bdlora", "lora_bias"), (False,)),
-    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layers_pattern", "layer_replication"), ([],)),
-    **dict.fromkeys(("trainable_token_indices", "target_parameters", "alora_invocation_tokens"), ([],)),
+    **dict.fromkeys(
+        ("layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens"), ([],)
+    ),
     "loftq_config": ({},),
     **dict.fromkeys(("megatron_config", "corda_config", "lora_ga_config"), ()),
     **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), ()),
@@ -46,6 +48,9 @@ class AdapterSettings:
     - `stabilized`: whether pairs are multiplied by `alpha / sqrt(rank)`.
     - `dora`: whether modules have magnitudes.
     - `pissa`: whether pairs stand beside what remains of weights without their largest singular values.
+    - `saved`: names of modules that are stored completely.
+    - `tied`: whether a saved embedding is the output head, too.
+    - `names`: names of modules in the adapter's files, by their names here: patterns apply to the former.
     """
 
     rank: int
@@ -55,15 +60,19 @@ class AdapterSettings:
     stabilized: bool
     dora: bool
     pissa: bool
+    saved: tuple[str, ...] = ()
+    tied: bool = False
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's pair."""
-        return _first_match(module, self.ranks, self.rank)
+        return _first_match(self.names.get(module, module), self.ranks, self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's pair."""
         rank = self.rank_of(module)
-        return _first_match(module, self.alphas, self.alpha) / _divisor(rank, self.stabilized)
+        alpha = _first_match(self.names.get(module, module), self.alphas, self.alpha)
+        return alpha / _divisor(rank, self.stabilized)
 
     @property
     def described(self) -> str:
@@ -86,10 +95,15 @@ def read_settings(fields: Fields) -> AdapterSettings:
     stabilized, dora = fields.flag("use_rslora", False), fields.flag("use_dora", False, null=False)
     ranks, alphas = (_patterns(fields, key) for key in ("rank_pattern", "alpha_pattern"))
     pissa = fields.take("init_lora_weights", True) == "pissa"
+    fields.word("bias", dict.fromkeys(("none", "all", "lora_only"), True), "none")  # trained ones are stored
+    saved = fields.take("modules_to_save", [])
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise fields.error(f"modules_to_save={str(saved)[:60]} must be a list of names of modules.")
+    tied = fields.flag("ensure_weight_tying", False)
     for key, allowed in UNSUPPORTED_KEYS.items():
         fields.allow_only(key, *allowed)
     fields.finish(IGNORED_PEFT_KEYS)
-    return AdapterSettings(rank, alpha, ranks, alphas, stabilized, dora, pissa)
+    return AdapterSettings(rank, alpha, ranks, alphas, stabilized, dora, pissa, tuple(saved), tied)
 
 
 def _patterns(fields: Fields, key: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Images from files: decoded with Pillow, with bounds, as arrays of red, green and blue.
 
-A file is turned upright by its EXIF data, and then converted to RGB, which drops transparency except that of one color,
-as transformers does with the name of a file. A `PIL.Image`, or an array, is not turned, and put on white where it is
-transparent, as transformers does with these.
+Transparent pixels are composited on white, whether an image is a file, bytes, a `PIL.Image` or an array: encoders get
+what a person sees on a white page. A file is turned upright by its EXIF data; a `PIL.Image` or an array is not.
 """
 
 import functools
@@ -56,7 +55,7 @@ def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | No
             return _on_white(pillow, source)
     with _opened(pillow, source, limits, where) as image:
         image.load()
-        return _on_white(pillow, _upright(image).convert("RGB"))
+        return _on_white(pillow, _upright(image))
 
 
 def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
@@ -114,11 +113,24 @@ def _upright(image: Any) -> Any:
 
 
 def _on_white(pillow: Any, image: Any) -> np.ndarray:
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
+    transparent = image.info.get("transparency")
+    if image.mode.startswith("I;16"):  # Pillow would clip the values at 255
+        levels = np.asarray(image).astype(np.uint16)
+        alpha = np.where(levels == transparent, 0, 255) if isinstance(transparent, int) else np.full(levels.shape, 255)
+        grey = np.round(levels / 257).astype(np.uint8)
+        image = pillow.fromarray(np.stack([grey, alpha.astype(np.uint8)], -1), "LA")
+    if {"A", "a"} & set(image.getbands()) or transparent is not None:
+        image = image.convert("LA") if image.mode == "La" else image
         image = image.convert("RGBA")
         white = pillow.new("RGBA", image.size, (255, 255, 255, 255))
         image = pillow.alpha_composite(white, image)
     return np.array(image.convert("RGB"))
+
+
+def on_white(pixels: np.ndarray) -> np.ndarray:
+    """Composite pixels with an alpha channel, `[height, width, 4]`, on white."""
+    alpha = pixels[:, :, 3:] / 255
+    return np.round(alpha * pixels[:, :, :3] + (1 - alpha) * 255).astype(np.uint8)
 
 
 def _from_array(pixels: np.ndarray, limits: MediaLimits, where: str) -> np.ndarray:
@@ -133,6 +145,5 @@ def _from_array(pixels: np.ndarray, limits: MediaLimits, where: str) -> np.ndarr
     height, width, channels = pixels.shape
     limits.check_pixels(where, width, height)
     if channels == 4:
-        share = pixels[:, :, 3:] / 255
-        pixels = np.round(share * pixels[:, :, :3] + (1 - share) * 255).astype(np.uint8)
+        pixels = on_white(pixels)
     return np.ascontiguousarray(np.broadcast_to(pixels, (height, width, 3)))

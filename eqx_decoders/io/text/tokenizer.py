@@ -125,6 +125,20 @@ class JsonTokenizer:
         return tuple(sorted(token.content for token in added if token.special and token.content))
 
     @functools.cached_property
+    def special_ids(self) -> Mapping[int, str]:
+        """Names of the special tokens by their ids."""
+        added = self._inner.get_added_tokens_decoder()
+        return {index: token.content for index, token in added.items() if token.special and token.content}
+
+    @functools.cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """Ids that the post-processor in tokenizer.json puts before a text: usually bos, or none."""
+        plain, begun = self.encode("a", special=True).tolist(), self.encode_prompt("a").tolist()
+        starts = range(len(begun) - len(plain) + 1)
+        start = next((start for start in starts if begun[start : start + len(plain)] == plain), 0)
+        return tuple(begun[:start])
+
+    @functools.cached_property
     def added_ids(self) -> frozenset[int]:
         """Ids of all added tokens, special or not: they are found in a text before it is split into pieces."""
         return frozenset(self._inner.get_added_tokens_decoder())
@@ -178,17 +192,21 @@ class JsonTokenizer:
         Tokens are matched with characters as in transformers' masks of the assistant's tokens. `literal` has the spans
         of each text in which names of special tokens are letters.
         """
-        letters = [()] * len(texts) if literal is None else literal
+        encodings = self.encodings(texts, [()] * len(texts) if literal is None else literal)
+        pairs = zip(encodings, spans, strict=True)
+        return [(np.asarray(encoding.ids, np.int32), token_mask(encoding, each)) for encoding, each in pairs]
+
+    def encodings(self, texts: Sequence[str], literal: Sequence[Sequence[Span]]) -> list[Any]:
+        """Return the encoding of each text with `special=True`, as of the `tokenizers` package. Uses all cores."""
         self._inner.encode_special_tokens = False
         try:
             encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
-        for number, (text, names) in enumerate(zip(texts, letters, strict=True)):
+        for number, (text, names) in enumerate(zip(texts, literal, strict=True)):
             if len(names) > 0:
                 encodings[number] = self.renamed.inner.encode(self.renamed.text(text, names), add_special_tokens=False)
-        pairs = zip(encodings, spans, strict=True)
-        return [(np.asarray(encoding.ids, np.int32), _inside(encoding, each)) for encoding, each in pairs]
+        return encodings
 
     def decode(self, ids: Ids, *, special: bool = False) -> str:
         """Decode `ids`; special tokens are left out, or with `special` written as their names."""
@@ -216,6 +234,26 @@ def decode(tokenizer: Tokenizer, ids: Ids, *, special: bool = False) -> str:
     return tokenizer.decode(ids)
 
 
+def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids with which a text starts, in training and at inference: those that the tokenizer puts there.
+
+    That is usually bos or nothing; eos never takes its place.
+    """
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.start_ids
+    return () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
+    """Return the ids of a text to be continued: `start_ids`, unless the text begins with them, and the text.
+
+    Names of special tokens become these tokens.
+    """
+    ids = tokenizer.encode(text, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(text)
+    start = start_ids(tokenizer)
+    return np.asarray([*(() if tuple(ids[: len(start)].tolist()) == start else start), *ids.tolist()], np.int32)
+
+
 def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template with the names of the tokenizer's special tokens as letters in messages."""
     if template is None or not isinstance(tokenizer, JsonTokenizer):
@@ -224,9 +262,9 @@ def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTem
 
 
 class RenamedTokens:
-    """Tokenizer with the same ids, whose special tokens have random names of the same lengths.
+    """Tokenizer with the same ids, whose added tokens of the given names are special and have random names.
 
-    The original names of special tokens are letters to it wherever they occur.
+    The original names are ordinary text to it wherever they occur. The random names have the same lengths.
     """
 
     def __init__(self, source: str, names: Sequence[str]):
@@ -237,8 +275,9 @@ class RenamedTokens:
         self._renamed = {name: "".join(chr(draw.randrange(0xF0000, 0xFFFFE)) for _ in name) for name in names}
         content = json.loads(source)
         for token in content["added_tokens"]:
-            if token["special"]:
+            if token["content"] in self._renamed:
                 token["content"] = self._renamed[token["content"]]
+                token["special"] = True
         model = content["model"]
         vocab = model["vocab"]  # it may have special tokens, too, which Unigram would find there
         if isinstance(vocab, dict):
@@ -270,7 +309,8 @@ def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> s
     return "".join([*pieces, text[done:]])
 
 
-def _inside(encoding: Any, spans: Sequence[Span]) -> np.ndarray:
+def token_mask(encoding: Any, spans: Sequence[Span]) -> np.ndarray:
+    """Return which tokens of an encoding have characters in the spans."""
     mask = np.zeros(len(encoding.ids), bool)
     for start, stop in spans:
         tokens = (encoding.char_to_token(index) for index in range(start, stop))
@@ -295,7 +335,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
     """
     check_integer("vocab_size", vocab_size, 257)
     try:
-        from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers, processors, trainers
     except ImportError as error:
         raise need_extra("tokenizers", "train") from error
     inner: Any = Inner(models.BPE())
@@ -309,6 +349,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
+    start = (END_OF_TEXT, inner.token_to_id(END_OF_TEXT))
+    inner.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[start])
     return JsonTokenizer(inner, bos=END_OF_TEXT, eos=END_OF_TEXT)
 
 

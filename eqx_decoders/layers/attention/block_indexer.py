@@ -176,9 +176,11 @@ class PooledIndexerConfig(BlockIndexerConfig):
     ) -> Float32[Array, "batch 1 length blocks"]:
         assert block_keys is not None
         blocks, keys = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
-        means = _means_of(keys, blocks, count)
+        means, occupied = _means_of(keys, blocks, count)
         firsts = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32) * self.size, means.shape[:2])
-        return self._sum(products(query, block_keys(means, firsts)))
+        scores = self._sum(products(query, block_keys(means, firsts)))
+        # scores are never negative: an empty block's 0 could win over blocks that have keys
+        return jnp.where(occupied[:, None, None], scores, -jnp.inf)
 
     def _sum(self, scores: Float32[Array, "batch heads length blocks"]) -> Float32[Array, "batch 1 length blocks"]:
         return jnp.sum(jax.nn.relu(scores), axis=1, keepdims=True) * self.head_dim**-0.5
@@ -191,7 +193,7 @@ class PooledIndexerConfig(BlockIndexerConfig):
         positions: Int[Array, "batch length"],
     ) -> Bool[Array, "batch 1 length blocks"]:
         tail = up_to & (back == 0) & ((positions + 1) % self.size != 0)[:, :, None]
-        near = ((back > 0) & (back < self.local_blocks))[:, None]
+        near = ((back > 0) & (back < self.local_blocks))[:, None] & (scores > -jnp.inf)
         scores = jnp.where((up_to & ~tail)[:, None], jnp.where(near, jnp.inf, scores), -jnp.inf)
         return (top_k_mask(scores, self.top_k) & (scores > -jnp.inf)) | tail[:, None]
 
@@ -216,14 +218,17 @@ class PooledIndexer(BlockIndexer):
 
 def _means_of(
     keys: Float[Array, "batch keys 1 head_dim"], blocks: Int[Array, "batch keys"], count: int
-) -> Float32[Array, "batch blocks 1 head_dim"]:
-    """Compute the mean key of each block, of the block of each key; a key in a block below 0 is in none."""
+) -> tuple[Float32[Array, "batch blocks 1 head_dim"], Bool[Array, "batch blocks"]]:
+    """Return the mean key of each block, and whether it has any keys.
 
-    def row(key: Array, into: Array) -> Array:
+    `blocks` has the block of each key; keys whose block is below 0 are left out.
+    """
+
+    def row(key: Array, into: Array) -> tuple[Array, Array]:
         into = jnp.where(into < 0, count, into)
         sums = jnp.zeros((count, *key.shape[1:]), jnp.float32).at[into].add(key.astype(jnp.float32), mode="drop")
         total = jnp.zeros((count,), jnp.float32).at[into].add(1.0, mode="drop")
-        return sums / jnp.maximum(total, 1.0)[:, None, None]
+        return sums / jnp.maximum(total, 1.0)[:, None, None], total > 0
 
     return jax.vmap(row)(keys, blocks)
 

@@ -99,7 +99,11 @@ class Cache(eqx.Module):
 
     @keeping_types
     def empty_rows(self, rows: Int[Array, "rows"]) -> "Cache":
-        """Empty some rows; what costs time to overwrite is left and never read. Numbers beyond the last are none."""
+        """Empty some rows: nothing that an earlier sequence stored, NaN included, can reach what a row computes next.
+
+        Contiguous caches are overwritten with zeros as far as they were in use; pages stay as they are, since layers
+        replace what they read beyond a row's length by zeros. Row indices beyond the last row are ignored.
+        """
         emptied = jax.tree.map(lambda each: each.empty_rows(rows), self.segments, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else self.rope_offset.at[rows].set(0.0, mode="drop")
         return Cache(segments=emptied, length=self.length.at[rows].set(0, mode="drop"), rope_offset=offset)

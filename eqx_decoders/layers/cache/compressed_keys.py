@@ -43,6 +43,9 @@ class CompressedKeys(LayerCache):
     def with_row(self, index: int | Int[Array, ""], row: "CompressedKeys") -> "CompressedKeys":
         return dataclasses.replace(self, kv=self.kv.with_row(index, row.kv))
 
+    def empty_rows(self, rows: Int[Array, "rows"]) -> "CompressedKeys":
+        return dataclasses.replace(self, kv=self.kv.empty_rows(rows))
+
     def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> Any:
         return self.kv.past_of_rows(slices, rows)
 

@@ -22,6 +22,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, Sp
 
 
 LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, and how many choices there are
+CLEARED_SLOTS = 128  # slots that one step of `KVCache.empty_rows` overwrites
 
 
 class NewKV(eqx.Module):
@@ -255,7 +256,27 @@ class KVCache(LayerCache):
         return self._written(rows[:, None], entries, positions)
 
     def empty_rows(self, rows: Int[Array, "rows"]) -> "KVCache":
-        return dataclasses.replace(self, positions=self.positions.at[rows].set(-1, mode="drop"))
+        # Empty slots have weight 0 in attention, but 0 * NaN is NaN: stored values are overwritten with zeros, up to
+        # the last slot in use. `_written` is the scatter that a TPU performs in place.
+        slots = self.positions.shape[1]
+        size, index = min(slots, CLEARED_SLOTS), jnp.arange(slots, dtype=jnp.int32)
+        in_use = self.positions.at[rows].get(mode="fill", fill_value=-1) >= 0
+        count = jnp.max(jnp.where(in_use, index + 1, 0))
+
+        def zeros(x: Any) -> Any:
+            return (
+                None if x is None else jnp.zeros((x.shape[0], rows.shape[0], size, x.shape[2], *x.shape[4:]), x.dtype)
+            )
+
+        nothing = NewKV(*map(zeros, self.arrays))
+
+        def clear(block: Array, cache: KVCache) -> KVCache:
+            slot = block * size + jnp.arange(size, dtype=jnp.int32)
+            slot = jnp.where(slot < slots, slot, -1)
+            return cache._written(rows[:, None], nothing, jnp.broadcast_to(slot, (rows.shape[0], size)))
+
+        cleared = jax.lax.fori_loop(0, (count + size - 1) // size, clear, self)
+        return dataclasses.replace(cleared, positions=cleared.positions.at[rows].set(-1, mode="drop"))
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]

@@ -92,10 +92,9 @@ class CacheSnapshot(eqx.Module):
 
 
 def empty_slots(state: EngineState, slots: Int[Array, "rows"]) -> EngineState:
-    """Clear some slots; numbers beyond the last one are none."""
-    draft_caches = jax.tree.map(lambda each: each.empty_rows(slots), state.layer_caches[1], is_leaf=is_layer_cache)
-    state = dataclasses.replace(state, cache=state.cache.empty_rows(slots))
-    return state.with_layer_caches((state.cache.segments, draft_caches))
+    """Empty some slots for new requests (see `Cache.empty_rows`). Slot indices beyond the last slot are ignored."""
+    drafts = None if state.drafts is None else state.drafts.empty_rows(slots)
+    return dataclasses.replace(state, cache=state.cache.empty_rows(slots), drafts=drafts)
 
 
 def save(

@@ -28,7 +28,6 @@ def create_frontend(text: TextModel, *, special_tokens_in_content: bool = False)
     return TextFrontend(
         tokenizer=tokenizer,
         chat=text.chat,
-        published=text.published,
         stop_ids=text.stop_ids,
         defaults=text.model.generation_config,
         config=text.model.config if processor is not None else None,

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Sequence
 
+from eqx_decoders.io.text.answers.scanners import partial_match
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode
 
 
@@ -112,13 +113,6 @@ class StopStrings:
         """Return the text that was held back, as no more text comes."""
         held, self._held = self._held, ""
         return held
-
-
-def partial_match(text: str, words: Sequence[str]) -> int:
-    """Return the number of characters at the end of a text that may be the start of a word."""
-    longest = min(max(map(len, words), default=1) - 1, len(text))
-    endings = (text[len(text) - size :] for size in range(longest, 0, -1))
-    return next((len(ending) for ending in endings if any(word.startswith(ending) for word in words)), 0)
 
 
 class TokenTexts:

@@ -16,12 +16,13 @@ from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.serving.frontend.answer_reader import AnswerReader, answer_format
+from eqx_decoders.serving.frontend.answer_reader import AnswerReader, create_reader
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.chat_rendering import Renderer
+from eqx_decoders.serving.frontend.detokenizer import StopStrings
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
@@ -33,7 +34,7 @@ HEAD = 1000  # characters of a data: URL before its content
 SHRINKS = 4  # characters that a normalizer may merge into one
 TYPICAL_CHARACTERS = 8  # per token: shorter texts are encoded without a check of their beginning
 PIECE = 1 << 14  # characters that are encoded at once, to check the length of a text
-PROMPT_END = 8  # last ids of a prompt, which may begin the thoughts of an answer
+PROMPT_END = 64  # last ids of a prompt, which may start or end the reasoning of an answer
 AROUND = 256  # characters around blanks that decide if a tokenizer drops these: longer than any special token
 ENTRIES, PER_TOKEN = 20_000, 8  # maximum entries of lists and objects in a conversation, and more per token
 
@@ -55,7 +56,7 @@ class TextFrontend:
 
     **Arguments:**
 
-    - `tokenizer`, `chat`, `published`: those of `TextModel`.
+    - `tokenizer`, `chat`: those of `TextModel`.
     - `stop_ids`: tokens that end an answer.
     - `defaults`: sampling settings published with the model.
     - `config`, `processor`, `directory`: configuration, processor and directory of a multimodal model; None for a text
@@ -64,7 +65,6 @@ class TextFrontend:
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None = None
-    published: bool = False
     stop_ids: tuple[int, ...] = ()
     defaults: GenerationConfig = GenerationConfig()
     config: DecoderConfig | None = None
@@ -72,13 +72,19 @@ class TextFrontend:
     directory: str | None = None
 
     def answer_reader(
-        self, prompt: PreparedPrompt, form: ToolFormat | None, tools: Sequence[Any], *, special: bool
+        self,
+        prompt: PreparedPrompt,
+        calls: ToolFormat | None,
+        tools: Sequence[Any],
+        *,
+        special: bool,
+        stops: StopStrings | None = None,
     ) -> AnswerReader | None:
-        """Create the reader of an answer to a conversation, as `AnswerFormat` does; None where all text is content."""
+        """Create the reader of an answer to a conversation (see `create_reader`); None where all text is content."""
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             return None
-        end = decode(self.tokenizer, prompt.ids[-PROMPT_END:], special=True)
-        return answer_format(self.chat.source, self.tokenizer.special_names, form).reader(tools, end, special=special)
+        end = prompt.ids[-PROMPT_END:]
+        return create_reader(self.tokenizer, self.chat.source, calls, tools, end, special=special, stops=stops)
 
     @property
     def takes_images(self) -> bool:
@@ -92,8 +98,6 @@ class TextFrontend:
             ids = (
                 tokenizer.encode(text, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(text)
             )
-        elif self.published and isinstance(tokenizer, JsonTokenizer):
-            ids = tokenizer.encode_prompt(text)
         else:
             ids = prompt_ids(tokenizer, text)
         return tuple(ids.tolist())
@@ -304,8 +308,8 @@ class _PartReader:
 
     def _part(self, where: str, part: Mapping[str, Any]) -> dict[str, Any]:
         kind = part["type"]
-        if kind == "text":
-            return {"type": "text", "text": part["text"]}
+        if kind in ("text", "refusal"):
+            return {"type": "text", "text": part[kind]}
         name, processor = FILES[kind], self._frontend.processor
         plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
         if processor is None or getattr(processor, plural) is None:
@@ -332,15 +336,24 @@ def _upload(param: str, text: str, *, is_url: bool) -> Upload:
 
 
 def _tool_calls(where: str, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return tool calls with arguments as objects, as templates take them; OpenAI has them as texts."""
+    """Return tool calls with arguments as objects, as templates take them; OpenAI's API has them as JSON texts.
+
+    Arguments that are missing, null or blank are those of a tool without parameters: an empty object.
+    """
     converted = []
-    for call in calls:
-        raw_arguments = call["function"].get("arguments")
-        try:
-            arguments = json.loads(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
-        except (ValueError, RecursionError) as error:
-            raise refuse(f"{where}.tool_calls", raw_arguments, "must have arguments in JSON") from error
-        converted.append({**call, "function": {**call["function"], "arguments": arguments}})
+    for index, call in enumerate(calls):
+        function = call["function"]
+        field, arguments = f"{where}.tool_calls[{index}].function.arguments", function.get("arguments")
+        value = arguments
+        if isinstance(arguments, str):
+            try:
+                value = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise refuse(field, arguments, "must be an object in JSON, such as '{}'") from error
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise refuse(field, arguments, "must be an object in JSON, such as '{}'")
+        converted.append({**call, "function": {**function, "arguments": value}})
     return converted
 
 

@@ -12,49 +12,75 @@ import concurrent.futures
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eqx_decoders.errors import ConfigError, check, need_extra
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, RenamedTokens, Tokenizer
 from eqx_decoders.serving.engine.sampler import Constraint
+from eqx_decoders.serving.frontend.answer_grammar import (
+    ANY_OBJECT as ANY_OBJECT,
+    MARKERS,
+    AnswerGrammar,
+    Grammar,
+    Kind as Kind,
+    simplified,
+    to_llguidance,
+    without_forcing,
+)
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
+from eqx_decoders.serving.frontend.json_schemas import leaf_schemas, prepare_schema
 
 
-Kind = Literal["json", "regex", "choice", "grammar"]
-
-BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"  # between the parts of JSON: without a limit a model may write spaces for ever
 MAX_CACHED, MAX_CACHED_SECONDS = 32, 2.0  # grammars and their compilation time; a second makes some 100 MB
 MAX_CHARACTERS = 100_000  # of a grammar
 MAX_SYMBOLS = 100_000  # in the productions of a grammar
 THREADS, MAX_WAITING = 2, 64  # compiling threads, and grammars that wait for them
 SECONDS = 30.0  # that a request waits for its grammar
 MAX_MESSAGE = 300  # characters of the library's error
+MAX_RESERVED = 1024  # tokens of an answer that its reasoning leaves to what comes after it
 
 
-class Grammar(NamedTuple):
-    """Grammar that an answer must match.
+AnyGrammar = Grammar | AnswerGrammar
 
-    - `kind`: `"json"`, `"regex"`, `"choice"` or `"grammar"`.
-    - `content`: the JSON schema as a text, the regular expression (of Rust's crate `regex`, without look-around), the
-        texts, or the grammar in llguidance's dialect of Lark.
+
+class CompiledGrammar(NamedTuple):
+    """Compiled grammar of an answer.
+
+    - `matcher`: matcher at the start of the answer.
+    - `ending`: matcher at the start of the marker that ends the reasoning; None without reasoning.
+    - `begin`, `end`: markers around the reasoning. `begin` is empty if the prompt has it.
+    - `token_bytes`: returns the bytes of a token: the name of a marker that is matched by id.
     """
 
-    kind: Kind
-    content: str | tuple[str, ...]
-
-
-ANY_OBJECT = Grammar("json", '{"type": "object"}')
+    matcher: Any
+    ending: Any = None
+    begin: bytes = b""
+    end: bytes = b""
+    token_bytes: Callable[[int], bytes] = bytes
 
 
 class TokenConstraint(Constraint):
-    """Constraint of one answer. When the grammar is complete, or cannot be matched, only stop ids are allowed."""
+    """Constraint of one answer. When the grammar is complete, or cannot be matched, only stop ids are allowed.
 
-    def __init__(self, matcher: Any):
-        self._matcher = matcher
+    **Arguments:**
+
+    - `compiled`: grammar of the answer.
+    - `max_reasoning`: tokens after which reasoning that has not ended is ended, so that the answer has room; None:
+        unlimited.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, max_reasoning: int | None = None):
+        self._matcher = compiled.matcher.deep_copy()
+        self._compiled, self._max_reasoning = compiled, max_reasoning
+        self._count, self._text = 0, b""
+        self._reasons = compiled.ending is not None and max_reasoning is not None
+        self._begun = not compiled.begin
+        if self._reasons and self._begun and max_reasoning == 0:
+            self._end_reasoning()
 
     def fill(self, words: np.ndarray) -> None:
         """Write the mask of allowed tokens: one bit each, the lowest of an int32 word first."""
@@ -65,6 +91,27 @@ class TokenConstraint(Constraint):
     def accept(self, token: int) -> None:
         """Advance by one token of the answer."""
         self._matcher.consume_token(token)
+        if self._reasons:
+            self._follow_reasoning(token)
+
+    def _follow_reasoning(self, token: int) -> None:
+        begin, end = self._compiled.begin, self._compiled.end
+        self._count += 1
+        self._text += self._compiled.token_bytes(token)
+        if not self._begun:
+            self._begun = self._text.startswith(begin)
+            self._reasons = self._begun or begin.startswith(self._text)
+        if self._begun and end in self._text:
+            self._reasons = False
+        elif self._begun and self._count >= (self._max_reasoning or 0):
+            self._end_reasoning()
+        if self._begun:
+            self._text = self._text[-len(end) :]
+
+    def _end_reasoning(self) -> None:
+        """Continue with the marker that ends the reasoning."""
+        self._reasons = False
+        self._matcher = self._compiled.ending.deep_copy()
 
     @property
     def error(self) -> str:
@@ -94,10 +141,11 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
+        self._control: Mapping[str, int] = {}  # ids of the tokens that grammars match by id
         self._vocabulary: Any = None
         # matchers or ConfigErrors, each with its compilation time
-        self._cache: collections.OrderedDict[Grammar, tuple[Any, float]] = collections.OrderedDict()
-        self._compiling: dict[Grammar, _Compilation] = {}
+        self._cache: collections.OrderedDict[AnyGrammar, tuple[Any, float]] = collections.OrderedDict()
+        self._compiling: dict[AnyGrammar, _Compilation] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, "forms")
         self._semaphore = FairSemaphore("their forms", THREADS, MAX_WAITING)
 
@@ -109,11 +157,16 @@ class GrammarCompiler:
         """End the threads when their current compilations are done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, grammar: Grammar, count: int, client: str = "") -> list[TokenConstraint]:
+    async def prepare(
+        self, grammar: AnyGrammar, count: int, client: str = "", max_tokens: int | None = None
+    ) -> list[TokenConstraint]:
         """Compile a grammar in a thread, and return `count` constraints for it.
 
-        Raises ConfigError, with the library's reason, for an invalid one, and ApiError 429 where too many wait, or too
-        long.
+        `max_tokens`: maximum length of the answers. If there is reasoning, a part of it is reserved for what comes
+        after the reasoning (see `reserved_tokens`).
+
+        Raises ConfigError, with llguidance's reason, for an invalid grammar, and ApiError 429 if too many grammars
+        wait, or this one has waited too long.
         """
         compiled = self._look_up(grammar)
         if compiled is None:
@@ -126,9 +179,12 @@ class GrammarCompiler:
                 # the turn of another client was refused, since it has too many: this client tries again
                 if compilation.client == client or not compilation.task.done():
                     raise
-        return _copies(compiled, count)
+        if isinstance(compiled, ConfigError):
+            raise ConfigError(str(compiled))
+        limit = None if max_tokens is None else max_tokens - reserved_tokens(max_tokens)
+        return [TokenConstraint(compiled, limit) for _ in range(count)]
 
-    def _start(self, grammar: Grammar, client: str) -> _Compilation:
+    def _start(self, grammar: AnyGrammar, client: str) -> _Compilation:
         compilation = self._compiling[grammar] = _Compilation()
         compilation.client = client
         compilation.task = asyncio.ensure_future(self._compile_in_thread(grammar, client, compilation))
@@ -141,12 +197,12 @@ class GrammarCompiler:
         compilation.task.add_done_callback(on_done)  # before those who wait are woken
         return compilation
 
-    async def _compile_in_thread(self, grammar: Grammar, client: str, compilation: _Compilation) -> Any:
+    async def _compile_in_thread(self, grammar: AnyGrammar, client: str, compilation: _Compilation) -> Any:
         async with self._semaphore.acquire(client):
             compilation.started = True
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile_cached, grammar)
 
-    async def _wait(self, grammar: Grammar, compilation: _Compilation) -> Any:
+    async def _wait(self, grammar: AnyGrammar, compilation: _Compilation) -> Any:
         """Return the result of a compilation. It is dropped when nobody waits any more, unless a thread has started."""
         compilation.requests += 1
         try:
@@ -162,13 +218,13 @@ class GrammarCompiler:
                 self._compiling.pop(grammar, None)
                 compilation.task.cancel()
 
-    def _look_up(self, grammar: Grammar) -> Any:
+    def _look_up(self, grammar: AnyGrammar) -> Any:
         with self._lock:
             if grammar in self._cache:
                 self._cache.move_to_end(grammar)
             return self._cache.get(grammar, (None, 0.0))[0]
 
-    def _compile_cached(self, grammar: Grammar) -> Any:
+    def _compile_cached(self, grammar: AnyGrammar) -> Any:
         """Return a matcher, or the ConfigError for an invalid grammar, from the cache or compiled."""
         compiled = self._look_up(grammar)
         if compiled is None:
@@ -181,7 +237,7 @@ class GrammarCompiler:
             self._store(grammar, compiled, time.thread_time() - start_time)
         return compiled
 
-    def _store(self, grammar: Grammar, compiled: Any, seconds: float) -> None:
+    def _store(self, grammar: AnyGrammar, compiled: Any, seconds: float) -> None:
         with self._lock:
             self._cache[grammar] = compiled, 0.0 if isinstance(compiled, ConfigError) else seconds
             if ANY_OBJECT in self._cache:
@@ -190,7 +246,7 @@ class GrammarCompiler:
             while len(self._cache) > MAX_CACHED or (spent > MAX_CACHED_SECONDS and len(self._cache) > 2):
                 spent -= self._cache.popitem(last=False)[1][1]
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: AnyGrammar) -> Any:
         try:
             import llguidance
         except ImportError as error:
@@ -198,44 +254,62 @@ class GrammarCompiler:
         check(len(self._stop_ids) > 0, f"{grammar.kind} needs a model with a token that ends its answers.")
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = _vocabulary(llguidance, self._tokenizer, self._vocab_size, self._stop_ids)
-        try:
-            source = _to_llguidance(llguidance.LLMatcher, grammar)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{grammar.kind} cannot be read: {_first_line(str(error))}.") from error
-        limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # what is too large for its lexer shows here
+                self._vocabulary, self._control = _vocabulary(
+                    llguidance, self._tokenizer, self._vocab_size, self._stop_ids
+                )
+        if isinstance(grammar, AnswerGrammar):
+            grammar = simplified(grammar, self._control)
+        end = grammar.end_marker if isinstance(grammar, AnswerGrammar) else ""
+        matchers = [self._matcher(llguidance, grammar, ending) for ending in ((False, True) if end else (False,))]
+        self._check_leaves(llguidance, grammar)
+        if not end:
+            return CompiledGrammar(matchers[0])
+        assert isinstance(grammar, AnswerGrammar)
+        names = {token: name.encode() for name, token in self._control.items()}
+        vocabulary = self._vocabulary
+
+        def token_bytes(token: int) -> bytes:
+            return names[token] if token in names else vocabulary.decode_bytes([token])
+
+        return CompiledGrammar(*matchers, grammar.begin_marker.encode(), end.encode(), token_bytes)
+
+    def _matcher(self, llguidance: Any, grammar: AnyGrammar, reasoning_ends: bool) -> Any:
+        source = to_llguidance(grammar, self._control, self._stop_ids, reasoning_ends=reasoning_ends)
+        if self._vocabulary.decode_str(self._vocabulary.tokenize_str(source)) != source:
+            source = without_forcing(source)
+        matcher = self._start_matcher(llguidance, source)
         if matcher.is_error():
             raise ConfigError(f"{grammar.kind} cannot be kept: {_first_line(matcher.get_error())}.")
         return matcher
 
+    def _start_matcher(self, llguidance: Any, source: str) -> Any:
+        limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what is too large for its lexer shows here
+        return matcher
 
-def _check_size(grammar: Grammar) -> None:
-    length = sum(map(len, grammar.content))
+    def _check_leaves(self, llguidance: Any, grammar: AnyGrammar) -> None:
+        """Raise ConfigError for an inner schema that no value matches: the answer could not go on when it gets there."""
+        form = grammar if isinstance(grammar, Grammar) else grammar.form
+        schemas = [] if form is None or form.kind != "json" else [prepare_schema(json.loads(str(form.content)))]
+        if isinstance(grammar, AnswerGrammar) and grammar.calls is not None:
+            schemas += [prepare_schema(json.loads(schema)) for _, schema in grammar.calls.tools]
+        for schema in schemas:
+            for path, leaf in leaf_schemas(schema):
+                matcher = self._start_matcher(llguidance, json.dumps({"grammars": [{"json_schema": leaf}]}))
+                if not matcher.is_error() and matcher.is_stopped():
+                    raise ConfigError(f"json cannot be kept: no value matches all rules of {path[:MAX_MESSAGE]}.")
+
+
+def reserved_tokens(max_tokens: int) -> int:
+    """Return how many tokens of a constrained answer are reserved for what comes after the reasoning."""
+    return min(3 * max_tokens // 4, MAX_RESERVED)
+
+
+def _check_size(grammar: AnyGrammar) -> None:
+    length = sum(map(len, grammar.content)) if isinstance(grammar, Grammar) else grammar.size
     check(length <= MAX_CHARACTERS, f"{grammar.kind} has {length:,} characters: at most {MAX_CHARACTERS:,} are taken.")
-
-
-def _copies(compiled: Any, count: int) -> list[TokenConstraint]:
-    """Copy a matcher for each answer, or raise its ConfigError."""
-    if isinstance(compiled, ConfigError):
-        raise ConfigError(str(compiled))
-    return [TokenConstraint(compiled.deep_copy()) for _ in range(count)]
-
-
-def _to_llguidance(matcher: Any, grammar: Grammar) -> str:
-    """Return the library's form of a grammar."""
-    if isinstance(grammar.content, tuple):
-        return matcher.grammar_from_lark("start: " + " | ".join(_quoted(text) for text in grammar.content))
-    if grammar.kind == "json":
-        return matcher.grammar_from_json_schema(grammar.content, overrides={"whitespace_pattern": BLANKS})
-    return matcher.grammar_from_regex(grammar.content) if grammar.kind == "regex" else grammar.content
-
-
-def _quoted(text: str) -> str:
-    """Write a text as a literal of Lark."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # which the library wants to be escaped
 
 
 def _first_line(text: str) -> str:
@@ -260,9 +334,22 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def _vocabulary(llguidance: Any, tokenizer: Tokenizer, vocab_size: int, stop_ids: list[int]) -> Any:
+def _vocabulary(
+    llguidance: Any, tokenizer: Tokenizer, vocab_size: int, stop_ids: list[int]
+) -> tuple[Any, Mapping[str, int]]:
+    """Return the vocabulary for llguidance, and the ids of the tokens that grammars match by id, by their names.
+
+    llguidance gets other names of these tokens. It encodes text that a grammar forces with the tokenizer, which would
+    take the original names in that text for the tokens.
+    """
     options: Mapping[str, Any] = dict(n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=stop_ids)
     if isinstance(tokenizer, JsonTokenizer):
-        return llguidance.LLTokenizer(tokenizer.to_json(), **options)
+        content = tokenizer.to_json()
+        control = {
+            token["content"]: token["id"]
+            for token in json.loads(content)["added_tokens"]
+            if token["content"] and (token["special"] or token["content"] in MARKERS or token["id"] in stop_ids)
+        }
+        return llguidance.LLTokenizer(RenamedTokens(content, tuple(control)).inner.to_str(), **options), control
     wrapped = llguidance.TokenizerWrapper(_Bytes(max(vocab_size, tokenizer.vocab_size), stop_ids))
-    return llguidance.LLTokenizer(wrapped, **options)
+    return llguidance.LLTokenizer(wrapped, **options), {}

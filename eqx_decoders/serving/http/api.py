@@ -16,11 +16,12 @@ from starlette.responses import Response
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request
+from eqx_decoders.serving.frontend.answer_grammar import chat_grammar
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
 from eqx_decoders.serving.frontend.scored_prompts import scored_prompts
-from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, TokenConstraint
+from eqx_decoders.serving.frontend.structured_output import AnyGrammar, GrammarCompiler, TokenConstraint
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker, run_in_worker_if_large
 from eqx_decoders.serving.http import chat_protocol
 from eqx_decoders.serving.http.api_config import ApiConfig
@@ -59,6 +60,7 @@ from eqx_decoders.serving.http.served_adapters import ServedAdapters
 from eqx_decoders.serving.http.streaming import EventStream, PendingResponse, json_response
 
 
+PROMPT_END = 64  # last ids of a prompt, which may start or end the reasoning
 MAX_ECHO = 1 << 22  # characters of prompts in one response
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
@@ -243,7 +245,19 @@ class Api:
         limits = await run_in_worker_if_large(size, count_limits)
         choices = await self._choices(request, prompts, http_request.client)
         builder = ResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
-        return await self._respond(http_request, request, builder, prompts, limits, choices, seed, echo=request.echo)
+        field, grammar = request.grammar
+        return await self._respond(
+            http_request,
+            request,
+            builder,
+            prompts,
+            limits,
+            choices,
+            seed,
+            field=field,
+            grammar=grammar,
+            echo=request.echo,
+        )
 
     async def chat(self, http_request: HttpRequest) -> Response:
         """Answer a conversation."""
@@ -255,8 +269,32 @@ class Api:
         read = functools.partial(self.frontend.answer_reader, prompt, self.config.tool_call_parser)
         readers = (read(request.callable, special=not request.skip_special_tokens) for _ in range(request.n))
         choices = [Choice(request, self.frontend.tokenizer, reader=reader) for reader in readers]
-        builder = ChatResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
-        return await self._respond(http_request, request, builder, [prompt], limits, choices, seed)
+        builder = ChatResponseBuilder(
+            http_request.request_id,
+            request.model or self.config.name,
+            request,
+            self._texts,
+            call_format=self.config.tool_call_parser,
+            num_earlier_calls=sum(len(message.get("tool_calls") or ()) for message in request.messages),
+        )
+        field, grammar = self._chat_grammar(request, prompt)
+        return await self._respond(
+            http_request, request, builder, [prompt], limits, choices, seed, field=field, grammar=grammar
+        )
+
+    def _chat_grammar(
+        self, request: chat_protocol.ChatCompletionRequest, prompt: PreparedPrompt
+    ) -> tuple[str, AnyGrammar | None]:
+        """Return the grammar of an answer, and the field of the request that asks for it."""
+        field, form = request.grammar
+        calls = request.calls(self.config.tool_call_parser)
+        if form is None and calls is None:
+            return "", None
+        end = decode(self.frontend.tokenizer, prompt.ids[-PROMPT_END:], special=True)
+        template = "" if self.frontend.chat is None else self.frontend.chat.source
+        if form is None or request.allowed.required:
+            field = "tool_choice" if request.allowed.restricts else "parallel_tool_calls"
+        return field, chat_grammar(template, end, form, calls)
 
     async def classify(self, http_request: HttpRequest) -> Response:
         """Score texts with a reward model, or another one that gives scores, as vLLM does."""
@@ -344,11 +382,13 @@ class Api:
         choices: list[Choice],
         seed: int,
         *,
+        field: str,
+        grammar: AnyGrammar | None,
         echo: bool = False,
     ) -> Response:
         self._check_running()
         sampling, adapter = request.sampling(self.config, seed), self.adapters.find(request.model)
-        constraints = await self._constraints(request, len(choices), http_request.client)
+        constraints = await self._constraints(field, grammar, len(choices), limits[0], http_request.client)
         client = http_request.client if http_request.with_key else request.user or http_request.client
         # prefixes are not shared between keys: the time of an answer would tell what others have sent
         salt = f"{http_request.client} {request.cache_salt}" if http_request.with_key else request.cache_salt
@@ -361,7 +401,7 @@ class Api:
                 max_new_tokens=limits[prompt],
                 min_new_tokens=min(request.min_tokens, limits[prompt]),
                 sampling=dataclasses.replace(sampling, seed=choice_seed(sampling.seed, choice)),
-                stop_ids=(*(() if request.ignore_eos else self.frontend.stop_ids), *request.stop_token_ids),
+                stop_ids=(*(() if request.ignore_eos else self.frontend.stop_ids), *choices[index].engine_stop_ids),
                 logprobs=request.alternatives,
                 prompt_logprobs=request.alternatives if echo else None,
                 constraint=constraints[index],
@@ -388,14 +428,13 @@ class Api:
         return EventStream(pending.events(), pending.close) if request.stream else await pending.whole()
 
     async def _constraints(
-        self, request: GenerationRequest, count: int, client: str
+        self, field: str, grammar: AnyGrammar | None, count: int, max_tokens: int, client: str
     ) -> Sequence[TokenConstraint | None]:
-        field, grammar = request.grammar
         if grammar is None:
             return [None] * count
         try:
             with client_errors():
-                return await self._grammars.prepare(grammar, count, client)
+                return await self._grammars.prepare(grammar, count, client, max_tokens)
         except ApiError as error:
             error.param = field
             raise

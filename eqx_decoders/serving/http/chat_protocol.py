@@ -1,7 +1,11 @@
 """Bodies with conversations as declared types: messages, their parts, tools and variables of the chat template."""
 
-from typing import Annotated, Any, Literal
+import functools
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
+from eqx_decoders.io.text.answers.formats import ToolFormat
+from eqx_decoders.serving.frontend.answer_grammar import CallGrammar, call_grammar
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.json_body import Meta, RequestFields, convert
@@ -68,8 +72,14 @@ class InputAudioPart(RequestFields, forbid_unknown_fields=False, tag_field="type
     input_audio: Annotated[AudioData, Meta(description="an object with the file")]
 
 
-PARTS = "an object with a type: text, image_url, video_url, audio_url, input_audio"
-Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Meta(description=PARTS)]
+class RefusalPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="refusal"):
+    """Refusal of an assistant, as OpenAI's API has it: a text."""
+
+    refusal: Text
+
+
+PARTS = "an object with a type: text, refusal, image_url, video_url, audio_url, input_audio"
+Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Meta(description=PARTS)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -120,8 +130,72 @@ Tools = Annotated[
 _MESSAGES = list[Annotated[Message, Meta(description="an object with role and content")]]
 _TOOLS = Annotated[tuple[Tool, ...], Meta(description="a list of functions with a name")]
 Object = Annotated[dict[str, Any], Meta(description="an object")]
-ToolChoice = Annotated[Any, Meta(description="'auto' or 'none'", extra_json_schema={"enum": ["auto", "none", None]})]
+TOOL_CHOICE = "'none', 'auto', 'required', an object that names a function, or an object of type allowed_tools"
+ToolChoice = Annotated[
+    Any,
+    Meta(
+        description=TOOL_CHOICE,
+        extra_json_schema={"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]},
+    ),
+]
 Effort = Annotated[str, Meta(max_length=100, description="a text of at most 100 characters")]
+
+
+class AllowedTools(NamedTuple):
+    """Tools that an answer may call.
+
+    - `tools`: the tools.
+    - `required`: the answer must call at least one of them.
+    - `named`: the answer must call a single tool that the request names.
+    - `restricts`: this differs from `tool_choice="auto"`.
+    """
+
+    tools: tuple[Any, ...]
+    required: bool = False
+    named: bool = False
+    restricts: bool = False
+
+
+def allowed_tools(choice: Any, tools: Sequence[Any]) -> AllowedTools:
+    """Read `tool_choice`. Raises ApiError for an invalid value, and for tools that are not in `tools`."""
+    tools = tuple(tools)
+    if choice == "none":
+        return AllowedTools(())
+    if choice in (None, "auto"):
+        return AllowedTools(tools)
+    if choice == "required":
+        if not tools:
+            raise refuse("tool_choice", choice, "needs tools: give at least one")
+        return AllowedTools(tools, required=True, restricts=True)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        named = _named_tools("tool_choice", [choice], tools)
+        return AllowedTools(named, required=True, named=True, restricts=True)
+    if kind == "allowed_tools":
+        options = choice.get("allowed_tools", choice)
+        mode = options.get("mode", "auto") if isinstance(options, dict) else None
+        if mode not in ("auto", "required") or not isinstance(options.get("tools"), list) or not options["tools"]:
+            raise refuse("tool_choice", choice, "must have allowed_tools with a mode, auto or required, and tools")
+        named = _named_tools("tool_choice.allowed_tools.tools", options["tools"], tools)
+        return AllowedTools(named, required=mode == "required", restricts=True)
+    raise refuse("tool_choice", choice, f"must be {TOOL_CHOICE}")
+
+
+def _named_tools(field: str, choices: Sequence[Any], tools: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the tools with the names of some choices, `{"type": "function", "function": {"name": …}}`."""
+    named = {
+        tool["function"].get("name"): tool
+        for tool in tools
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+    }
+    found = []
+    for choice in choices:
+        function = choice.get("function", choice) if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in named:
+            raise refuse(field, choice, "must name a function that is in tools")
+        found.append(named[name])
+    return tuple(found)
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
@@ -132,6 +206,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: Object | None = None
     tools: Tools = ()
     tool_choice: ToolChoice = None
+    parallel_tool_calls: Flag = True
     reasoning_effort: Effort | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -139,10 +214,39 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     top_logprobs: Size | None = None
     modalities: Annotated[tuple[Literal["text"], ...], Meta(max_length=1, description='["text"]')] = ()
 
+    @functools.cached_property
+    def allowed(self) -> AllowedTools:
+        """Tools that the answer may or must call."""
+        return allowed_tools(self.tool_choice, self.tools)
+
     @property
     def callable(self) -> tuple[Any, ...]:
         """Tools that the answer may call."""
-        return () if self.tool_choice == "none" else self.tools
+        return self.allowed.tools
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether the answer has a constraint on its calls, also if it has no form."""
+        return bool(self.callable) and (self.allowed.restricts or not self.parallel_tool_calls)
+
+    def calls(self, format: ToolFormat | None) -> CallGrammar | None:
+        """Return the grammar of the answer's calls; None if they are free, or there are none.
+
+        Raises ApiError if there is no known format of calls.
+        """
+        if not self.constrains_calls and not (self.callable and self.grammar[1] is not None):
+            return None
+        if format is None:
+            raise refuse(
+                "tool_choice" if self.allowed.restricts else "parallel_tool_calls",
+                self.tool_choice if self.allowed.restricts else self.parallel_tool_calls,
+                "needs a known format of tool calls: start the server with --tool-call-parser",
+                "unsupported_parameter",
+            )
+        one_call = self.allowed.named or not self.parallel_tool_calls
+        return call_grammar(
+            format, self.callable, required=self.allowed.required, max_calls=1 if one_call else None
+        )
 
     @property
     def alternatives(self) -> int | None:
@@ -158,6 +262,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             raise refuse("top_logprobs", self.top_logprobs, "needs logprobs=true")
         super().check(config)
         check_conversation(self, config)
+        if self.constrains_calls and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise refuse(name, getattr(self, name), "excludes constrained tool calls, which end the answer")
 
 
 class TokenizeRequest(RequestBody):
@@ -227,21 +334,23 @@ def check_conversation(request: AnyConversation, config: ApiConfig) -> None:
     if reserved:
         rule = f"must not have {reserved[0]!r}: it's set by the server"
         raise refuse("chat_template_kwargs", request.chat_template_kwargs, rule)
-    if request.tool_choice not in (None, "none", "auto"):
-        rule = "is not offered: give 'auto' or 'none'"
-        raise refuse("tool_choice", request.tool_choice, rule, "unsupported_parameter")
+    allowed_tools(request.tool_choice, request.tools)
 
 
 def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and the variables of the chat template.
 
-    The message of an assistant that neither says anything nor calls a tool has an empty text.
+    The message of an assistant without content and tool calls has its refusal, or an empty text, as content.
     """
     variables = dict(request.chat_template_kwargs or {})
     if request.tools and request.tool_choice != "none":
         variables["tools"] = list(request.tools)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-    messages = request.messages or []
-    silent = [each.get("content") is None and each.get("tool_calls") is None for each in messages]
-    return [{**each, "content": ""} if empty else each for each, empty in zip(messages, silent, strict=True)], variables
+    messages = [
+        {**message, "content": message.get("refusal") or ""}
+        if message.get("content") is None and message.get("tool_calls") is None
+        else message
+        for message in request.messages or []
+    ]
+    return messages, variables

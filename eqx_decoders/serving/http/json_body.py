@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import msgspec
 
 from eqx_decoders.serving.frontend.api_errors import SHOWN, ApiError, refuse
-from eqx_decoders.serving.http.other_fields import ADVICE, NEUTRAL
+from eqx_decoders.serving.http.other_fields import ADVICE, changes_nothing
 
 
 SMALL = 1 << 16  # bytes that are read without a look at them, on the event loop
@@ -112,7 +112,7 @@ def _known(body: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
                 known[name] = _known(value, inner, f"{where}{name}.")
             else:
                 known[name] = _whole(value)
-        elif not any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ())):
+        elif not changes_nothing(name, value):
             rule = ADVICE.get(name, "is not known here: leave it out")
             raise refuse(f"{where}{name[:SHOWN]}", value, rule, "unsupported_parameter")
     return known

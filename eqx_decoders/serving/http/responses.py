@@ -1,20 +1,22 @@
 """Responses in the format of OpenAI's API, from the outputs of the engine."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
+import string
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.io.text.tool_calls import FunctionCall
+from eqx_decoders.io.text.answers.formats import FunctionCall, ToolFormat
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
-from eqx_decoders.serving.frontend.answer_reader import AnswerReader
+from eqx_decoders.serving.frontend.answer_reader import AnswerParts, AnswerReader
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt
@@ -45,6 +47,7 @@ from eqx_decoders.serving.http.response_types import (
 )
 
 
+ID_LETTERS = string.ascii_letters + string.digits
 LEAST_LOGPROB = -9999.0  # of impossible tokens: JSON has no infinity
 
 
@@ -58,8 +61,11 @@ class Delta:
     - `offsets`: positions in the text of the scored tokens.
     - `finish`: `"stop"` or `"length"` when the answer is complete.
     - `reason`: stop string, or token of `stop_token_ids`, that ended it.
-    - `thoughts`: what the model thinks before it answers.
-    - `calls`: calls of tools, when the answer is complete.
+    - `thoughts`: reasoning before the answer.
+    - `was_reasoning`: all text of earlier deltas was reasoning, too.
+    - `calls`: tool calls that are complete.
+    - `first_call`: number of the first of these calls in the answer.
+    - `has_called`: the answer has tool calls, in this delta or before it.
     """
 
     text: str = ""
@@ -70,12 +76,15 @@ class Delta:
     finish: str | None = None
     reason: str | int | None = None
     thoughts: str = ""
-    calls: Sequence[FunctionCall] = ()
+    was_reasoning: bool = False
+    calls: list[FunctionCall] = dataclasses.field(default_factory=list)
+    first_call: int = 0
+    has_called: bool = False
 
     @property
     def empty(self) -> bool:
         """True where a client needs nothing of it."""
-        return not (self.text or self.thoughts or self.tokens or self.scored or self.finish)
+        return not (self.text or self.thoughts or self.calls or self.tokens or self.scored or self.finish)
 
 
 class CollectedDeltas:
@@ -86,11 +95,16 @@ class CollectedDeltas:
 
     def add(self, other: Delta) -> None:
         """Append a delta."""
+        if other.was_reasoning:
+            self._thoughts += self._texts
+            self._texts = []
         self._texts.append(other.text)
         self._thoughts.append(other.thoughts)
-        for name in ("tokens", "scored", "scores", "offsets"):
+        if other.was_reasoning:
+            self._thoughts = ["".join(self._thoughts).strip()]
+        for name in ("tokens", "scored", "scores", "offsets", "calls"):
             getattr(self._delta, name).extend(getattr(other, name))
-        self._delta.finish, self._delta.reason, self._delta.calls = other.finish, other.reason, other.calls
+        self._delta.finish, self._delta.reason, self._delta.has_called = other.finish, other.reason, other.has_called
 
     def whole(self) -> Delta:
         """Return all as one delta."""
@@ -115,7 +129,7 @@ class Choice:
     - `text`: detokenizer of the prompt whose text the answer continues, which is copied; None for an answer of its own.
     - `echo`: prompt to return before the answer.
     - `wanted`: False: only the echo is returned, and no answer.
-    - `reader`: finds thoughts and calls of tools in the answer; None: it is a text.
+    - `reader`: splits the answer into reasoning, content and tool calls; None: all of it is text.
     """
 
     def __init__(
@@ -130,32 +144,33 @@ class Choice:
     ):
         self._request, self._tokenizer, self._echo, self._wanted = request, tokenizer, echo, wanted
         self._reader = reader
-        special = not request.skip_special_tokens or reader is not None
+        special = not request.skip_special_tokens
         self._text = Detokenizer(tokenizer, special=special) if text is None else text.copy()
-        self._stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
+        stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
+        self._stops = stops if reader is None else reader.stops
+        if reader is not None:
+            reader.stops = self._stops = stops
+        self._stop_tokens = stop_tokens(request, tokenizer, reader)
         self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
+        self._num_calls = 0
+        self._undecided = Delta()  # scores of tokens that may be the start of the reasoning
         self.count = 0  # tokens of the answer
         self.cached = 0
         self.finished = False
 
+    @property
+    def engine_stop_ids(self) -> tuple[int, ...]:
+        """Stop tokens of the request with which the engine ends the answer: none if they do not end its reasoning."""
+        return () if self._reader is not None and self._reader.may_reason else self._request.stop_token_ids
+
     def take(self, output: RequestOutput) -> Delta:
         """Return the delta of an output. Raises ApiError for an answer that failed or was cut off."""
-        delta = self._taken(output)
-        if self._reader is not None:
-            delta.text, delta.thoughts, _ = self._reader.push(delta.text)
-            if self.finished:
-                rest = self._reader.flush()
-                delta.text, delta.thoughts = delta.text + rest.content, delta.thoughts + rest.thoughts
-                delta.calls = rest.calls
-        return delta
-
-    def _taken(self, output: RequestOutput) -> Delta:
         if output.finish_reason == "error":
             raise ApiError(500, output.error or "The engine could not answer this request.")
         if output.finish_reason == "cancelled":
             raise ApiError(503, "The server is stopping: this answer was cut off.")
         self.cached = max(self.cached, output.cached_tokens)
-        delta = Delta()
+        delta = Delta(first_call=self._num_calls)
         if self._echo is not None and (self._request.alternatives is None or output.prompt_scores or output.tokens):
             self._add_echo(delta, self._echo, output.prompt_scores)
             self._echo = None
@@ -163,9 +178,11 @@ class Choice:
             last = index == len(output.tokens) - 1 and output.finish_reason is not None
             self._add_token(delta, token, score, output.finish_reason if last else None)
             if self.finished:
-                return delta
+                break
         if output.finish_reason is not None and not self.finished:  # without a token of its own
             self._finish(delta, output.finish_reason)
+        self._num_calls += len(delta.calls)
+        delta.has_called = self._num_calls > 0
         return delta
 
     def _add_echo(self, delta: Delta, echo: Echo, scores: Sequence[TokenScore]) -> None:
@@ -184,36 +201,100 @@ class Choice:
             self._finish(delta, "length")
             return
         delta.tokens.append(token)
-        if self._request.alternatives is not None:
-            self._add_score(delta, token, score, self._length)
+        reason = self._stop_reason(token)
+        if reason is not None:
+            finish = "stop"
+        was_reasoning = self._reader is not None and self._reader.in_reasoning
+        offset = self._length
         if finish != "stop":
-            self._add_text(delta, self._text.push(token))
+            self._add_text(delta, token)
         elif self._request.include_stop_str_in_output:
-            self._add_text(delta, self._text.push(token), search=False)
+            self._add_text(delta, token, search=False)
+        if self._request.alternatives is not None:
+            self._add_token_score(delta, token, score, offset, was_reasoning=was_reasoning)
         if self._stops.found is not None:
             self._finish(delta, "stop", self._stops.found)
         elif finish is not None:
-            stop_token = finish == "stop" and token in self._request.stop_token_ids
-            self._finish(delta, finish, token if stop_token else None)
+            self._finish(delta, finish, reason)
+
+    def _stop_reason(self, token: int) -> str | int | None:
+        """Return the stop string or stop token with which the answer ends at this token; None: it goes on."""
+        reason = self._stop_tokens.get(token)
+        if reason is None or self.count <= self._request.min_tokens:
+            return None
+        return reason if self._reader is None or self._reader.may_stop(token) else None
 
     def _add_score(self, delta: Delta, token: int, score: TokenScore | None, offset: int) -> None:
         delta.scored.append(token)
         delta.scores.append(score)
         delta.offsets.append(offset)
 
-    def _add_text(self, delta: Delta, text: str, *, search: bool = True) -> None:
-        self._length += len(text)
+    def _add_token_score(
+        self, delta: Delta, token: int, score: TokenScore | None, offset: int, *, was_reasoning: bool
+    ) -> None:
+        """Add the score of a token: of the content, or of each token if their ids are returned, too."""
+        reader = self._reader
+        if reader is None or self._request.return_token_ids:
+            self._add_score(delta, token, score, offset)
+        elif was_reasoning:
+            return
+        elif reader.is_undecided:
+            self._add_score(self._undecided, token, score, offset)
+        elif reader.in_reasoning:
+            self._undecided = Delta()
+        else:
+            self._add_undecided(delta)
+            self._add_score(delta, token, score, offset)
+
+    def _add_undecided(self, delta: Delta) -> None:
+        for name in ("scored", "scores", "offsets"):
+            getattr(delta, name).extend(getattr(self._undecided, name))
+        self._undecided = Delta()
+
+    def _add_text(self, delta: Delta, token: int, *, search: bool = True) -> None:
         searched = search and self.count > self._request.min_tokens
+        if self._reader is not None:
+            self._add_parts(delta, self._reader.push(token, search=searched))
+            return
+        text = self._text.push(token)
+        self._length += len(text)
         delta.text += self._stops.push(text) if searched else self._stops.flush() + text
 
+    def _add_parts(self, delta: Delta, parts: AnswerParts) -> None:
+        if parts.was_reasoning:
+            delta.thoughts, delta.text, delta.was_reasoning = delta.thoughts + delta.text, "", True
+        delta.text, delta.thoughts = delta.text + parts.content, delta.thoughts + parts.reasoning
+        delta.calls += parts.calls
+
     def _finish(self, delta: Delta, finish: str, reason: str | int | None = None) -> None:
-        if self._wanted and self._stops.found is None:
-            self._add_text(delta, self._text.flush())
+        if self._wanted and self._reader is not None:
+            found = self._stops.found
+            self._add_parts(delta, self._reader.flush(search=self.count > self._request.min_tokens))
+            if not self._reader.in_reasoning:
+                self._add_undecided(delta)
+            if found is None and self._stops.found is not None:
+                finish, reason = "stop", self._stops.found
+        elif self._wanted and self._stops.found is None:
+            text = self._text.flush()
+            self._length += len(text)
+            delta.text += self._stops.push(text) if self.count > self._request.min_tokens else text
             stop = self._stops.found
             delta.text += self._stops.flush()
             if stop is not None:
                 finish, reason = "stop", stop
         delta.finish, delta.reason, self.finished = finish, reason, True
+
+
+def stop_tokens(request: GenerationRequest, tokenizer: Tokenizer, reader: AnswerReader | None) -> dict[int, str | int]:
+    """Return the tokens that end an answer where a client asks for it, with the reason that the response tells.
+
+    A stop string that is the name of a special token is this token: its name is not in the text of the answer.
+    """
+    tokens: dict[int, str | int] = {token: token for token in request.stop_token_ids}
+    if isinstance(tokenizer, JsonTokenizer):
+        wanted = set(request.stops)
+        tokens |= {index: name for index, name in tokenizer.special_ids.items() if name in wanted}
+    return tokens
 
 
 class ResponseBuilder:
@@ -255,7 +336,7 @@ class ResponseBuilder:
 
     def _end(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> dict[str, Any]:
         """Return the fields that choices of all kinds have."""
-        finish = "tool_calls" if delta.calls and delta.finish == "stop" else delta.finish
+        finish = "tool_calls" if delta.has_called and delta.finish == "stop" else delta.finish
         fields = dict(index=index, finish_reason=finish, stop_reason=delta.reason)
         if self._request.return_token_ids:
             fields |= dict(token_ids=delta.tokens, prompt_token_ids=msgspec.UNSET if prompt is None else prompt)
@@ -286,10 +367,29 @@ class ResponseBuilder:
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """Builder of the bodies of one response of /v1/chat/completions."""
+    """Builder of the bodies of one response of /v1/chat/completions.
+
+    **Arguments:**
+
+    - `call_format`: format of tool calls.
+    - `num_earlier_calls`: calls in the messages of the request.
+    """
 
     prefix = "chatcmpl"
     whole_type, chunk_type = ChatCompletion, ChatCompletionChunk
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        request: GenerationRequest,
+        texts: TokenTexts,
+        *,
+        call_format: ToolFormat | None = None,
+        num_earlier_calls: int = 0,
+    ):
+        super().__init__(request_id, model, request, texts)
+        self._call_format, self._num_earlier_calls = call_format, num_earlier_calls
 
     def first(self, index: int) -> AnyResponse | None:
         choice = ChatChunkChoice(index=index, delta=MessageDelta(role="assistant", content=""))
@@ -309,11 +409,23 @@ class ChatResponseBuilder(ResponseBuilder):
         return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
 
     def _calls(self, delta: Delta, choice: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return the calls of an answer by their numbers, with arguments as texts of JSON."""
-        frame = f"call-{self._frame['id']}-{choice}"
-        texts = [(each.name, json.dumps(each.arguments, ensure_ascii=False)) for each in delta.calls]
-        functions = [CalledFunction(name=name, arguments=text) for name, text in texts]
-        return [(number, dict(id=f"{frame}-{number}", function=each)) for number, each in enumerate(functions)]
+        """Return the calls of an answer by their numbers, with arguments as JSON texts."""
+        calls = []
+        for number, call in enumerate(delta.calls, delta.first_call):
+            function = CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
+            calls.append((number, dict(id=self._call_id(choice, number, call.name), function=function)))
+        return calls
+
+    def _call_id(self, choice: int, number: int, name: str) -> str:
+        """Return the id of a call: nine letters and digits, as Mistral's templates need them.
+
+        The templates of Kimi K2 write the id in place of the name, so it has the name.
+        """
+        if self._call_format == "kimi_k2":
+            return f"functions.{name}:{self._num_earlier_calls + number}"
+        text = f"{self._frame['id']} {choice} {number}"
+        value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+        return "".join(ID_LETTERS[value // len(ID_LETTERS) ** place % len(ID_LETTERS)] for place in range(9))
 
     def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if self._request.alternatives is None:

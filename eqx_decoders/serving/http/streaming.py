@@ -22,6 +22,7 @@ from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, 
 
 
 PING = 15.0  # seconds without an event after which a comment is sent: proxies close silent connections
+LINE_SEPARATORS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]
 PART = 1 << 17  # bytes of a response that are sent at once
 
 _log = logging.getLogger("eqx_decoders.serving")
@@ -190,5 +191,12 @@ def _chunk(builder: ResponseBuilder, index: int, delta: Delta, prompt: tuple[int
 
 
 def event(value: Any) -> bytes:
-    """Write a server-sent event."""
-    return b"data: " + write(value) + b"\n\n"
+    """Write a server-sent event.
+
+    Some clients split lines like Python's `str.splitlines`, also at the characters U+0085, U+2028 and U+2029, which
+    JSON allows in strings: these characters are escaped.
+    """
+    content = write(value)
+    for character, escape in LINE_SEPARATORS:
+        content = content.replace(character, escape)
+    return b"data: " + content + b"\n\n"

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from eqx_decoders.training.head.head_tiles import HeadForm, added, cut, joined, tile_length, zeros
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
+
+
+LAST_ID = np.iinfo(np.int32).max  # above all ids
 
 
 class VocabPart(NamedTuple):
@@ -43,13 +47,17 @@ class LogitSums(NamedTuple):
     **Arguments:**
 
     - `highest`: the highest logit.
+    - `best`: the lowest id with that logit, as `argmax` chooses it.
     - `total`: `sum exp(logit - highest)`.
-    - `picked`: the logits of the targets, of which a token may have several: `[..., targets]`.
+    - `targets`: ids whose logits are asked for, of which a token may have several: `[..., targets]`.
+    - `picked`: the logits of the targets.
     - `weighted`: `sum exp(logit - highest) logit`, of which entropy is made; None where nobody asks for it.
     """
 
     highest: Array
+    best: Array
     total: Array
+    targets: Array
     picked: Array
     weighted: Array | None = None
 
@@ -59,17 +67,21 @@ class LogitSums(NamedTuple):
         logits, ids = part.without_repeated(logits, -jnp.inf), targets - part.first
         inside = (ids >= part.repeated) & (ids < logits.shape[-1])
         highest = jnp.max(logits, axis=-1)
+        # no `argmax`: this minimum and the sum of the exponentials are one pass over the logits
+        order = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        best = part.first + jnp.min(jnp.where(logits == highest[..., None], order, LAST_ID - part.first), axis=-1)
         terms = jnp.exp(logits - highest[..., None])
         weighted = jnp.sum(jnp.where(terms > 0, terms * logits, 0.0), axis=-1) if entropy else None
         picked = jnp.where(inside, jnp.take_along_axis(logits, ids, axis=-1, mode="clip"), 0.0)
-        return cls(highest, jnp.sum(terms, axis=-1), picked, weighted)
+        return cls(highest, best, jnp.sum(terms, axis=-1), targets, picked, weighted)
 
     @classmethod
     def none(cls, targets: Array, entropy: bool = False) -> "LogitSums":
         """Return the sums over no ids."""
         nothing = jnp.zeros(targets.shape[:-1], jnp.float32)
+        highest, best = jnp.full(nothing.shape, -jnp.inf, jnp.float32), jnp.full(nothing.shape, LAST_ID, jnp.int32)
         picked = jnp.zeros(targets.shape, jnp.float32)
-        return cls(jnp.full(nothing.shape, -jnp.inf, jnp.float32), nothing, picked, nothing if entropy else None)
+        return cls(highest, best, nothing, targets, picked, nothing if entropy else None)
 
     def joined(self, other: "LogitSums") -> "LogitSums":
         """Join the sums over two sets of ids; those of `other` are over at least one id."""
@@ -78,7 +90,9 @@ class LogitSums(NamedTuple):
         weighted = None
         if self.weighted is not None and other.weighted is not None:
             weighted = self.weighted * one + other.weighted * two
-        return LogitSums(top, self.total * one + other.total * two, self.picked + other.picked, weighted)
+        best = jnp.minimum(*(jnp.where(each.highest == top, each.best, LAST_ID) for each in (self, other)))
+        total, picked = self.total * one + other.total * two, self.picked + other.picked
+        return LogitSums(top, best, total, self.targets, picked, weighted)
 
     def over_ids(self, split: HeadSplit, known: Array) -> "LogitSums":
         """Join the sums over all devices' ids; the logit of a target that is not known is NaN."""
@@ -86,7 +100,8 @@ class LogitSums(NamedTuple):
         scale = jnp.exp(self.highest - highest)
         picked = jnp.where(known, split.over_ids(self.picked), jnp.nan)
         weighted = None if self.weighted is None else split.over_ids(self.weighted * scale)
-        return LogitSums(highest, split.over_ids(self.total * scale), picked, weighted)
+        best = split.lowest(jnp.where(self.highest == highest, self.best, LAST_ID))
+        return LogitSums(highest, best, split.over_ids(self.total * scale), self.targets, picked, weighted)
 
     @property
     def normalizer(self) -> Array:
@@ -95,8 +110,8 @@ class LogitSums(NamedTuple):
 
     @property
     def right(self) -> Array:
-        """Whether each target has the highest logit; a tie counts, in f32."""
-        return (self.picked >= self.highest[..., None]).astype(jnp.float32)
+        """Whether `argmax` chooses each target, in f32: of equal highest logits only the lowest id is right."""
+        return (self.targets == self.best[..., None]).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +159,7 @@ class DeviceHead:
     def is_large(self) -> bool:
         """Return whether the gathered kernel and its gradient take more than half of their bound."""
         most = self.form.tiles.head_bytes
-        return most is not None and self.split.parts(self.weights.kernel, self.dtype, most // 2)[0] > 1
+        return most is not None and self.split.parts(self.weights.kernel, self.dtype, max(1, most // 2))[0] > 1
 
     def known(self, ids: Array) -> Array:
         """Return whether each id is in the vocabulary."""

@@ -13,6 +13,7 @@ from eqx_decoders.errors import (
     check,
 )
 from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.io.text.answers.formats import ToolFormat
 from eqx_decoders.training.objectives.advantages import Scale
 from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
 from eqx_decoders.training.objectives.token_weights import Aggregation
@@ -106,8 +107,8 @@ class EnvironmentSettings(CheckedFields):
     """Most answers of the model in an episode."""
     episode_tokens: PositiveInt | None = None
     """Most tokens of an episode, with those of its environment; None: seq_len."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"] = "auto"
-    """Format in which the model calls the tools of an environment; auto: that of the chat template's models."""
+    tool_call_parser: Literal["auto"] | ToolFormat = "auto"
+    """Format in which the model calls the tools of an environment; auto: the format of its chat template."""
     returns: Literal["episode", "turn"] = "episode"
     """What rewards are credited to. episode: all of its tokens; turn: the tokens of the turn and of those before it,
     compared with the same turn of the prompt's other episodes."""
@@ -193,14 +194,15 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     def __new__(cls, **settings: Any) -> "RLConfig":
         """Note which settings are given, also those that are given their default."""
         config = super().__new__(cls)
-        object.__setattr__(config, "_given", settings.keys())
+        if settings:  # `copy.copy` and `pickle` call it with none, and no `__post_init__` afterwards
+            object.__setattr__(config, "_given", settings.keys())
         return config
 
     def __post_init__(self):
+        given = vars(self).pop("_given", ())
         for name, value in PRESETS.get(self.preset or "", {}).items():
-            if name not in vars(self)["_given"]:
+            if name not in given:
                 object.__setattr__(self, name, value)
-        object.__delattr__(self, "_given")
         if self.max_staleness and self.policy.correction == Correction():
             corrected = dataclasses.replace(self.policy, correction=Correction(kind="tis"))
             object.__setattr__(self, "policy", corrected)

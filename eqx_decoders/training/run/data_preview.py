@@ -18,6 +18,7 @@ from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import read_config
+from eqx_decoders.io.status import quantity
 from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode, load_tokenizer, train_bpe
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -48,7 +49,8 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
         RunDirectory(dataclasses.replace(settings, dataset=data)), source, config
     )
     template = written_by(data, template, tokenizer)
-    recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run.data).values()
+    recipe = Recipe(tokenizer, data.text_field, template, reader, data.special_tokens_in_text)
+    folders = token_folders(data, run.data).values()
     tokenized = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
     parts = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,7 +111,8 @@ def _document(
         shown, left = shown + len(part), left - part_left
     rest = f" … and {len(tokens) - shown:,} tokens more" if len(tokens) > shown else ""
     files = "".join(f", {count}" for count in _file_counts(store.media(document)))
-    return f"--- document {document}: {len(tokens):,} tokens, {int(targets.sum()):,} targets{files} ---\n{text}{rest}"
+    counts = f"{quantity(len(tokens), 'token')}, {quantity(int(targets.sum()), 'target')}"
+    return f"--- document {document}: {counts}{files} ---\n{text}{rest}"
 
 
 def _letters(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
@@ -128,7 +131,7 @@ def _kinds(config: DecoderConfig) -> dict[int, str]:
 def _file_counts(references: Iterable[str]) -> list[str]:
     """Count the kinds of files: `3 images`, `1 video` and so on."""
     counts = collections.Counter(parse_reference(one)[0] for one in references)
-    return [f"{count:,} {word}{'s' * (count > 1)}" for word, count in counts.items()]
+    return [quantity(count, word) for word, count in counts.items()]
 
 
 def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
@@ -136,7 +139,8 @@ def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
     counts, read = store.counts("train"), store.documents_of(TRAIN)
     share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
     first = f", of the first {read:,}" * (most is not None and read >= most)
-    lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
+    documents, tokens = quantity(counts.documents, "document"), quantity(counts.tokens, "token")
+    lines = [f"{documents} to train on{first}, {tokens}, {share}"]
     seen = [part[0] + np.flatnonzero(store.has_media(*part) & ~store.is_held_out(*part)) for part in store.ranges()]
     files = _file_counts(itertools.chain.from_iterable(map(store.media, itertools.chain.from_iterable(seen))))
     if files:
@@ -148,4 +152,4 @@ def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
         refused = sum(int((long & trained & store.has_media(*part)).sum()) for part, long, trained in ranges)
         if refused:
             lines.append(f"{refused:,} of these have files, and can't be cut: raise it, or leave them out")
-    return "\n".join(lines)
+    return "\n".join([*lines, *store.report()])

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from typing import Any
@@ -151,8 +150,7 @@ class TrainingLoop:
         stuck = self.metrics.skipped_in_a_row
         if stuck:
             print_status(f"warning: the last {stuck} steps were not finite: weights are of step {step - stuck}")
-        finite = not stuck and all(math.isfinite(result.loss) for result in self.evaluation.results.values())
-        run.checkpoints.wait(drop=finite)
+        run.checkpoints.wait(drop=not stuck and self.evaluation.is_finite)
         return 0
 
     def _steps(self, state: TrainState, step: int) -> tuple[TrainState, int, bool]:

@@ -26,6 +26,7 @@ from eqx_decoders.training.run.metrics import MetricsFile, MetricsRow, read_metr
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # each in the extra of that name
 IDS = "trackers.json"
+CLOSE_SECONDS = 60.0  # that the end of a run waits for services that do not respond
 
 _log = logging.getLogger("eqx_decoders")
 
@@ -115,15 +116,22 @@ class MLflow:
 
 
 class Trackers:
-    """Several trackers as one: the metrics file gets a row at once, the others get it from a thread of their own.
+    """Several trackers as one: the metrics file gets a row at once, the services get it from a separate thread.
 
-    A tracker that fails is reported and left out; the metrics file is tried again instead.
+    A service that fails is reported and left out; the metrics file is tried again instead.
+
+    **Arguments:**
+
+    - `warn`: called with a sentence about each failure.
+    - `patience`: seconds that `close` waits for services that do not respond.
     """
 
-    def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning):
+    def __init__(
+        self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning, patience: float = CLOSE_SECONDS
+    ):
         self._files = [tracker for tracker in trackers if isinstance(tracker, MetricsFile)]
         self._services = [tracker for tracker in trackers if not isinstance(tracker, MetricsFile)]
-        self._warn = warn
+        self._warn, self._patience = warn, patience
         self._failed: set[int] = set()
         self._rows: queue.Queue[MetricsRow | None] = queue.Queue()
         self._thread = threading.Thread(target=self._log_rows, daemon=True)
@@ -142,17 +150,31 @@ class Trackers:
         self._rows.join()
 
     def close(self) -> None:
-        if self._thread.ident is not None:
-            self._rows.put(None)
-            self._thread.join()
-        for tracker in (*self._files, *self._services):
-            self._try(tracker, tracker.close)
+        """Close all trackers. Services that do not respond within `patience` seconds are reported and left open."""
+        for file in self._files:
+            self._try(file, file.close)
+        if not self._services:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._rows.put(None)
+        self._thread.join(self._patience)
+        if self._thread.is_alive():
+            names = ", ".join(_name(tracker) for tracker in self._services)
+            rows = max(0, self._rows.unfinished_tasks - 1)
+            self._warn(
+                f"{names} not responding for {self._patience:g} s: closing without waiting. Up to {rows} rows of "
+                "metrics are missing there; metrics.jsonl has all of them."
+            )
 
     def _log_rows(self) -> None:
+        """Write rows to the services until None comes, then close the services."""
         while (row := self._rows.get()) is not None:
             for tracker in tuple(self._services):
                 self._try(tracker, lambda tracker=tracker, row=row: tracker.write(row))
             self._rows.task_done()
+        for tracker in tuple(self._services):
+            self._try(tracker, tracker.close)
 
     def _try(self, tracker: Tracker, action: Callable[[], None]) -> None:
         try:

@@ -88,3 +88,19 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
     (tmp_path / "model" / "generation_config.json").symlink_to(tmp_path / "other")
     with pytest.raises(ConversionError, match="leads out"):
         read_generation_config(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.9), (True, 0.6, 20, 0.9)),
+        (dict(do_sample=False, temperature=1.0, top_k=50, top_p=1.0, repetition_penalty=1.0), (None,) * 4),
+        (dict(temperature=0.3, top_k=50), (None, 0.3, None, None)),
+    ],
+)
+def test_settings_of_config_json_count_without_a_generation_config(tmp_path, content, expected):
+    """transformers does the same; the defaults that transformers 4 writes with all other keys say nothing."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = read_generation_config(tmp_path)
+    assert (found.do_sample, found.temperature, found.top_k, found.top_p) == expected
+    assert read(tmp_path, top_k=3) == GenerationConfig(top_k=3)

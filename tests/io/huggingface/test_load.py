@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.io.huggingface import export
-from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
+from eqx_decoders.io.huggingface import export, load
+from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, stored_tensors
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.huggingface.verify import compare_tensors
 from eqx_decoders.sharding.axes import named_leaves
@@ -310,6 +310,52 @@ def test_a_head_of_its_own_counts(tied, tmp_path):
     assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(tied))
 
 
+def test_comparing_a_head_with_the_table_reads_few_rows(tied, monkeypatch):
+    """Rows at both ends, where tokens are added, and between them."""
+    monkeypatch.setattr(load, "COMPARED_RUNS", 3)
+    monkeypatch.setattr(load, "COMPARED_ROWS", 2)
+    rewritten(tied, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
+    rows, read = [], StoredTensor.read
+
+    def counted(tensor, part):
+        rows.extend(range(part[0].start, part[0].stop) if tensor.name == "lm_head.weight" else [])
+        return read(tensor, part)
+
+    monkeypatch.setattr(StoredTensor, "read", counted)
+    model = ed.abstract_hf(tied)
+    last = model.config.vocab_size - 1
+    assert model.config.tied and len(rows) == 6 and {0, 1, last - 1, last} <= set(rows)
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_head_that_differs_in_added_tokens_counts(tied, row):
+    def change(tensors):
+        head = tensors["model.embed_tokens.weight"].copy()
+        head[row] += 1
+        return tensors | {"lm_head.weight": head}
+
+    assert not ed.abstract_hf(rewritten(tied, change)).config.tied
+
+
+@pytest.mark.parametrize(
+    "version, says, is_tied", [("4.57.6", None, True), ("4.57.6", False, False), ("5.0.0", None, False)]
+)
+def test_a_missing_head_is_the_table_where_transformers_4_does_not_say_it(tmp_path, version, says, is_tied):
+    """It leaves out `tie_word_embeddings` where the value is the default of its base class."""
+    directory = copy_of("llama_rope", tmp_path)
+    content = json.loads((directory / "config.json").read_text()) | {"transformers_version": version}
+    content.pop("tie_word_embeddings", None)
+    (directory / "config.json").write_text(
+        json.dumps(content | ({} if says is None else {"tie_word_embeddings": says}))
+    )
+    rewritten(directory, lambda x: {name: value for name, value in x.items() if name != "lm_head.weight"})
+    if is_tied:
+        assert ed.load_hf(directory).config.tied
+    else:
+        with pytest.raises(ed.ConversionError, match=r"lm_head\.weight is missing"):
+            ed.load_hf(directory)
+
+
 def test_a_head_without_a_table(tied):
     def rename(tensors):
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -319,6 +365,14 @@ def test_a_head_without_a_table(tied):
     model = ed.load_hf(rewritten(tied, rename))
     assert model.head is None
     assert np.array_equal(model.embedding.table, table)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base.model."])
+def test_says_which_prefix_all_tensors_share(tmp_path, prefix):
+    directory = copy_of("llama_rope", tmp_path)
+    rewritten(directory, lambda x: {prefix + name: value for name, value in x.items()})
+    with pytest.raises(ed.ConversionError, match=rf"All tensors have the prefix '{re.escape(prefix)}'"):
+        ed.load_hf(directory)
 
 
 def test_all_wrong_tensors_are_listed(tmp_path):

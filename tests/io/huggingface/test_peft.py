@@ -12,7 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.errors import ConversionError
+from eqx_decoders.cli.serve import read_adapter
+from eqx_decoders.errors import ConfigError, ConversionError
+from eqx_decoders.families import FAMILIES
 from eqx_decoders.io.huggingface import peft
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.huggingface.peft import load_peft, save_peft
@@ -217,14 +219,13 @@ REFUSED = {
     "r": 0,
     "lora_alpha": -1,
     "use_rslora": "yes",
-    "bias": "lora_only",
+    "bias": "some",
+    "ensure_weight_tying": "yes",
     "use_dora": "yes",
     "use_qalora": True,
     "use_bdlora": {"target_modules_bd_a": []},
     "lora_bias": True,
-    "modules_to_save": ["lm_head"],
-    "layers_to_transform": [0],
-    "layers_pattern": "layers",
+    "modules_to_save": "lm_head",
     "layer_replication": [[0, 2], [1, 3]],
     "rank_pattern": {"q_proj": 0},
     "alpha_pattern": {"q_proj(": 2},
@@ -293,10 +294,185 @@ def test_tensors_that_do_not_fit_are_all_listed(llama, copy):
     assert f"{Q_PROJ.format(2, 'B')} has the shape (24, 2), but (24, 3) follows from the model and r=3" in sentence
 
 
-def test_a_layer_without_its_pair_is_refused(llama, copy):
-    with pytest.raises(ConversionError, match="2 tensors") as caught:
-        load_peft(llama, copy(weights={Q_PROJ.format(1, factor): None for factor in "AB"}))
-    assert all(f"{Q_PROJ.format(1, factor)} is missing" in str(caught.value) for factor in "AB")
+def test_a_pair_without_one_of_its_factors_is_refused(llama, copy):
+    with pytest.raises(ConversionError, match="1 tensors") as caught:
+        load_peft(llama, copy(weights={Q_PROJ.format(1, "B"): None}))
+    assert f"{Q_PROJ.format(1, 'B')} is missing" in str(caught.value)
+
+
+# --- the same model as a checkpoint whose tensors have been changed accordingly ---
+
+RANK, ALPHA = 2, 3
+
+
+def adapter(folder: Path, pairs: dict[str, tuple[int, ...]], whole: dict[str, np.ndarray], **changed) -> dict:
+    """Write an adapter for modules of these shapes, and return the differences and whole tensors by name."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    content = dict(peft_type="LORA", r=RANK, lora_alpha=ALPHA, target_modules="all-linear", bias="none")
+    (folder / "adapter_config.json").write_text(json.dumps(content | changed))
+    stored, found = {f"base_model.model.{name}": x for name, x in whole.items()}, dict(whole)
+    for module, (rows, columns) in pairs.items():
+        a, b = (rng.normal(size=size).astype(np.float32) for size in ((RANK, columns), (rows, RANK)))
+        stored |= {f"base_model.model.{module}.lora_{x}.weight": value for x, value in (("A", a), ("B", b))}
+        found[f"{module}.weight"] = ALPHA / RANK * b @ a
+    save_file(stored, folder / "adapter_model.safetensors")
+    return found
+
+
+def stored_tensors_of(name: str) -> dict[str, np.ndarray]:
+    files = sorted((FIXTURES / name).glob("*.safetensors"))
+    return {key: x for file in files for key, x in load_file(file).items()}
+
+
+def assert_adapted(name: str, folder: Path, directory: Path, difference: dict, *, whole=(), text=False) -> None:
+    """Compare the merged model with a checkpoint to which the differences were added, in float32."""
+    base = {key: np.asarray(x, np.float32) for key, x in stored_tensors_of(name).items()}
+    for key, x in difference.items():
+        base[key] = x if key in whole else base[key] + x
+    plain = folder / "plain"
+    plain.mkdir()
+    shutil.copy(FIXTURES / name / "config.json", plain / "config.json")
+    save_file({key: np.ascontiguousarray(x) for key, x in base.items()}, plain / "model.safetensors")
+    merged = merge_lora(load_peft(load_hf(FIXTURES / name, text_only=text), directory))
+    got, want = named_leaves(merged), named_leaves(load_hf(plain, text_only=text))
+    assert got.keys() == want.keys() and merged.config == load_hf(plain, text_only=text).config
+    for path, leaf in want.items():
+        np.testing.assert_allclose(got[path], leaf, rtol=0, atol=1e-5, err_msg=path)
+
+
+def shapes_in(name: str, end: str, without: str = "vision") -> dict[str, tuple[int, ...]]:
+    found = {key: x.shape for key, x in stored_tensors_of(name).items() if key.endswith(end) and without not in key}
+    return {key.removesuffix(".weight"): shape for key, shape in found.items()}
+
+
+NAMED = ["model.language_model.", "language_model.model.", "model.", ""]
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["whole", "text"])
+@pytest.mark.parametrize("prefix", NAMED)
+def test_names_of_the_decoder_alone_and_inside_of_a_model(prefix, text, tmp_path):
+    shapes = shapes_in("mistral3", "self_attn.q_proj.weight")
+    inner = {name: prefix + name[name.index("layers.") :] for name in shapes}
+    pattern = {"rank_pattern": {}, "alpha_pattern": {f"^{inner[name]}": ALPHA for name in shapes}, "lora_alpha": 77}
+    found = adapter(tmp_path / "peft", {inner[name]: shape for name, shape in shapes.items()}, {}, **pattern)
+    difference = {f"{name}.weight": found[f"{new}.weight"] for name, new in inner.items()}
+    assert_adapted("mistral3", tmp_path, tmp_path / "peft", difference, text=text)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.text_names])
+def test_every_family_finds_a_decoder_by_all_of_its_names(kind):
+    """The names of the files, of transformers once they are loaded, and of the decoder alone, in both directions."""
+    family = FAMILIES[kind]
+    assert family.text is not None
+    for text, inner in family.text_names.items():
+        alone, stored = (
+            f"{text}layers.0.self_attn.q_proj.lora_A.weight",
+            f"{inner}layers.0.self_attn.q_proj.lora_A.weight",
+        )
+        here = family.module_name(stored)
+        for name in (alone, stored, here):
+            assert here in peft._present_names(family, name), (name, here)
+            assert family.text.module_name(alone) in peft._present_names(family.text, name), (name, alone)
+
+
+def test_pairs_of_embeddings_are_refused(llama, copy):
+    name = "base_model.model.model.embed_tokens.lora_embedding_A"
+    with pytest.raises(ConversionError, match="is a pair of an embedding"):
+        load_peft(llama, copy(weights={name: np.zeros((3, 32), np.float32)}))
+
+
+@pytest.mark.parametrize("layers", [[0], [1]])
+def test_some_layers_have_a_pair(layers, tmp_path):
+    shapes = {k: v for k, v in shapes_in("llama_rope", "_proj.weight").items() if int(k.split(".")[2]) in layers}
+    difference = adapter(tmp_path / "peft", shapes, {}, layers_to_transform=layers, layers_pattern="layers")
+    assert_adapted("llama_rope", tmp_path, tmp_path / "peft", difference)
+
+
+def test_some_layers_have_magnitudes(tmp_path):
+    """DoRA: the columns of the other layers keep their lengths."""
+    directory = FIXTURES / "peft_dora" / "adapter"
+    stored = {name: x for name, x in tensors(directory).items() if ".layers.0." in name}
+    shutil.copytree(directory, tmp_path / "some")
+    save_file(stored, tmp_path / "some" / "adapter_model.safetensors")
+    base = load_hf(FIXTURES / "peft_dora" / "base")
+    some = named_leaves(merge_lora(load_peft(base, tmp_path / "some")))
+    every, before = named_leaves(merge_lora(load_peft(base, directory))), named_leaves(base)
+    changed = [path for path in every if not np.array_equal(every[path], before[path])]
+    for path in changed:
+        np.testing.assert_allclose(some[path][0], every[path][0], atol=1e-6)
+        np.testing.assert_allclose(some[path][1:], before[path][1:], atol=1e-6)
+    assert changed
+
+
+@pytest.mark.parametrize("experts", [None, (0, 3)])
+def test_single_experts_have_pairs(experts, tmp_path):
+    shapes = shapes_in("qwen3_moe_mixed", "_proj.weight")
+    chosen = lambda name: experts is None or ".experts." not in name or int(name.split(".")[5]) in experts  # noqa: E731
+    difference = adapter(tmp_path / "peft", {name: shape for name, shape in shapes.items() if chosen(name)}, {})
+    assert any(".experts.0." in name for name in difference)
+    assert_adapted("qwen3_moe_mixed", tmp_path, tmp_path / "peft", difference)
+
+
+@pytest.mark.parametrize(
+    "fixture, modules",
+    [
+        ("mistral_window", ["lm_head"]),
+        ("mistral_window", ["model.embed_tokens", "lm_head", "model.norm"]),
+        ("qwen2_mixed", ["lm_head"]),
+        ("qwen2_mixed", ["model.embed_tokens", "lm_head"]),
+        ("qwen2_mixed", ["model.embed_tokens"]),
+    ],
+)
+@pytest.mark.parametrize("older", [False, True])
+def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_path):
+    """A head that was trained unties a tied model; a table alone needs `ensure_weight_tying`."""
+    stored, rng = stored_tensors_of(fixture), np.random.default_rng(1)
+    table = stored["model.embed_tokens.weight"]
+    whole = {}
+    for module in modules:
+        like = stored.get(f"{module}.weight", table)
+        whole[f"{module}.weight"] = rng.normal(size=like.shape).astype(np.float32)
+    saved = dict(modules_to_save=[name.rpartition(".")[2] for name in modules], ensure_weight_tying=len(modules) == 1)
+    difference = adapter(tmp_path / "peft", shapes_in(fixture, "q_proj.weight"), whole, **saved)
+    if older:  # names before PEFT removed the wrapper's, with the frozen copies
+        file = tmp_path / "peft" / "adapter_model.safetensors"
+        wrapped = {}
+        for name, x in load_file(file).items():
+            module = name.removeprefix("base_model.model.").removesuffix(".weight")
+            if module in modules:
+                wrapped[name.replace(".weight", ".modules_to_save.default.weight")] = x
+                wrapped[name.replace(".weight", ".original_module.weight")] = 0 * x
+            else:
+                wrapped[name] = x
+        save_file(wrapped, file)
+    assert_adapted(fixture, tmp_path, tmp_path / "peft", difference, whole=whole)
+
+
+def test_a_trained_table_of_a_tied_model_needs_a_head(tmp_path):
+    whole = {"model.embed_tokens.weight": stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"] + 1}
+    shapes = shapes_in("qwen2_mixed", "q_proj.weight")
+    adapter(tmp_path / "peft", shapes, whole, modules_to_save=["embed_tokens"])
+    with pytest.raises(ConversionError, match="ensure_weight_tying"):
+        load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
+
+
+def test_a_module_of_some_layers_of_a_stack_is_refused(tmp_path):
+    name = "model.layers.0.input_layernorm.weight"
+    whole = {name: stored_tensors_of("llama_rope")[name] + 1}
+    adapter(tmp_path / "peft", shapes_in("llama_rope", "q_proj.weight"), whole, modules_to_save=["input_layernorm"])
+    with pytest.raises(ConversionError, match=r"model\.layers\.1\.input_layernorm\.weight"):
+        load_peft(load_hf(FIXTURES / "llama_rope"), tmp_path / "peft")
+
+
+def test_a_server_refuses_adapters_with_whole_modules(tmp_path):
+    whole = {"lm_head.weight": stored_tensors_of("mistral_window")["lm_head.weight"] + 1}
+    adapter(tmp_path / "peft", shapes_in("mistral_window", "q_proj.weight"), whole, modules_to_save=["lm_head"])
+    base = load_hf(FIXTURES / "mistral_window")
+    with pytest.raises(ConfigError, match=r"replaces the weight head\.kernel"):
+        read_adapter(base, str(tmp_path / "peft"))
+    adapter(tmp_path / "pairs", shapes_in("mistral_window", "q_proj.weight"), {})
+    assert read_adapter(base, str(tmp_path / "pairs"))
 
 
 def test_adapters_of_another_model_are_refused(llama):

@@ -23,9 +23,6 @@ def image(kind: str, width: int, height: int, seed: int = 0) -> bytes:
     made = Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
     if kind == "I;16":
         made = Image.fromarray((noisy[..., 0].clip(0, 255) * 257).astype(np.uint16))
-    elif kind == "RGBA":
-        made = made.convert("RGBA")
-        made.putalpha(Image.fromarray(columns.astype(np.uint8)))
     elif kind != "RGB":
         made = made.convert(kind)
     file = io.BytesIO()
@@ -45,7 +42,7 @@ IMAGES = {
     "wide": ("RGB", 150, 61),
     "tall": ("RGB", 37, 101),
     "grey": ("L", 64, 64),
-    "clear": ("RGBA", 80, 56),
+    "clear": ("RGBA", 80, 56),  # opaque: transformers composites on black
     "printed": ("CMYK", 60, 60),
 }
 SECONDS = (0.7, 2.345)

@@ -5,6 +5,8 @@ import io
 import json
 import pathlib
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -274,3 +276,84 @@ def test_sizes_are_bounded_before_anything_is_decoded():
 def test_all_colours_become_three(kind):
     pixels = open_image(image(kind, 40, 30), LIMITS)
     assert pixels.shape == (30, 40, 3) and pixels.dtype == np.uint8 and pixels.std() > 10
+
+
+TRANSPARENT = {
+    "RGBA": ("RGBA", {"PNG": {}, "WEBP": {"lossless": True}, "TIFF": {}}),
+    "LA": ("LA", {"PNG": {}}),
+    "palette": ("P", {"PNG": {"transparency": 1}, "GIF": {"transparency": 1}}),
+    "palette with levels": ("P", {"PNG": {"transparency": bytes([255, 0])}}),
+    "one color": ("RGB", {"PNG": {"transparency": (0, 200, 0)}}),
+    "one gray level": ("L", {"PNG": {"transparency": 90}}),
+    "one level of 16 bits": ("I;16", {"PNG": {"transparency": 30000}}),
+}
+
+
+def half_transparent(mode: str) -> Any:
+    """An image whose left half is opaque and dark, and whose right half is transparent."""
+    from PIL import Image
+
+    if mode == "I;16":
+        return Image.fromarray(np.repeat([[5140, 30000]], 4, 0).repeat(3, 1).astype(np.uint16))
+    if mode == "P":
+        made = Image.fromarray(np.repeat([[0, 1]], 4, 0).repeat(3, 1).astype(np.uint8), "P")
+        made.putpalette([20, 20, 20, 0, 200, 0])
+        return made
+    colors = {"L": [[20], [90]], "RGB": [[20, 20, 20], [0, 200, 0]], "LA": [[20, 255], [90, 0]]}
+    pair = np.asarray(colors.get(mode, [[20, 20, 20, 255], [0, 200, 0, 0]]), np.uint8)
+    pixels = np.repeat(pair[None], 5, 0).repeat(3, 1)
+    return Image.fromarray(pixels[..., 0] if mode == "L" else pixels, mode)
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_transparent_pixels_are_white(name, tmp_path):
+    mode, formats = TRANSPARENT[name]
+    picture = half_transparent(mode)
+    for kind, options in formats.items():
+        path = tmp_path / f"image.{kind.lower()}"
+        picture.save(path, kind, **options)
+        for source in (path, str(path), path.read_bytes()):
+            pixels = open_image(source, LIMITS)
+            assert (pixels[:, :3] == 20).all() and (pixels[:, 3:] == 255).all(), (kind, pixels[0])
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "La", "RGBa", "PA"])
+def test_transparent_pixels_of_images_in_memory_are_white(mode):
+    picture = half_transparent("LA" if mode in ("LA", "La") else "RGBA")
+    if mode == "PA":
+        alpha = picture.getchannel("A")
+        picture = picture.convert("RGB").convert("P").convert("PA")
+        picture.putalpha(alpha)
+    pixels = open_image(picture.convert(mode), LIMITS)
+    assert (abs(pixels[:, :3].astype(int) - 20) < 40).all() and (pixels[:, 3:] == 255).all()
+
+
+def test_transparent_pixels_of_arrays_and_frames_are_white():
+    pixels = np.asarray(half_transparent("RGBA"))
+    for array in (pixels, np.moveaxis(pixels, -1, 0)):
+        assert open_image(array, LIMITS)[0].tolist() == [[20] * 3] * 3 + [[255] * 3] * 3
+    with open_video([pixels, half_transparent("RGBA")], LIMITS) as clip:
+        frames = [*clip.frames([0, 1])]
+    assert all(frame[0].tolist() == [[20] * 3] * 3 + [[255] * 3] * 3 for frame in frames)
+
+
+def test_transparent_pixels_of_video_files_are_white(tmp_path):
+    av = pytest.importorskip("av")
+    path = tmp_path / "clip.mov"
+    pixels = np.asarray(half_transparent("RGBA").resize((12, 8)))
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 12, 8, "rgba"
+        for _ in range(2):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgba")))
+        container.mux(stream.encode(None))
+    with open_video(path, LIMITS) as clip:
+        (frame,) = clip.frames([0])
+    assert (frame[:, 0] == 20).all() and (frame[:, -1] == 255).all()
+
+
+def test_gray_levels_of_16_bits_are_scaled():
+    from PIL import Image
+
+    levels = np.asarray([[0, 257, 32896, 65535]], np.uint16)
+    assert open_image(Image.fromarray(levels), LIMITS)[0, :, 0].tolist() == [0, 1, 128, 255]

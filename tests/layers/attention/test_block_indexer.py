@@ -11,12 +11,13 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
+from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_close
 from tests.laws import check_ragged_pieces
 from tests.layers.common import context, drawn, normal
-from tests.models import EMBED, VOCAB, filled, packed, run
+from tests.models import EMBED, VOCAB, extend, filled, packed, run
 from tests.oracles import best, norm_by_hand, plain_frequencies, rotate_by_hand, wide
 
 
@@ -147,6 +148,55 @@ def test_tokens_and_chunks_decode_as_the_whole(kind):
     means = PooledIndexerConfig(size=3, top_k=1, num_heads=8, head_dim=8)
     config = decoder() if kind == "largest" else decoder(selection=means)
     check_ragged_pieces(filled(config), ed.Layout.create(data=2, fsdp=2, tensor=2))
+
+
+@pytest.mark.parametrize("local", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["products", "largest", "means"])
+def test_empty_blocks_are_never_chosen(kind, local):
+    """A row whose positions start far from 0, in a cache of which some slots have no token."""
+    selection = {
+        "products": BlockSelection(size=3, top_k=3, local_blocks=local),
+        "largest": BlockIndexerConfig(size=3, top_k=3, local_blocks=local, num_heads=2, head_dim=4),
+        "means": PooledIndexerConfig(size=3, top_k=3, local_blocks=local, num_heads=2, head_dim=4),
+    }[kind]
+    count, draws = 9, np.random.default_rng(0)
+    occupied = np.isin(np.arange(count), [4, 5, 8])[None]  # blocks that have a key
+    heads = selection.choices(2)
+    query, key = (draws.normal(size=(1, 2, 2, 4)).astype(np.float32) for _ in range(2))
+    past_positions = jnp.asarray([[12, 14, 16, -1, -1, -1]], jnp.int32)
+    positions = jnp.asarray([[25, 26]], jnp.int32)  # of block 8
+    past = -np.abs(draws.normal(size=(1, 6, 1 if kind != "products" else 2, 4))).astype(np.float32)
+    present = key if kind == "products" else key[:, :, :1]
+    parts = [(past_positions // 3, jnp.asarray(past)), (positions // 3, jnp.asarray(present))]
+    scores = selection._cached_scores(jnp.asarray(np.abs(query)), parts, count, lambda means, firsts: means)
+    assert scores.shape == (1, heads, 2, count)
+    np.testing.assert_array_equal(np.asarray(scores) > -np.inf, np.broadcast_to(occupied[:, None, None], scores.shape))
+    back = (positions // 3)[:, :, None] - jnp.arange(count, dtype=jnp.int32)[None, None]
+    chosen = np.asarray(selection._best(scores, back >= 0, back, positions))
+    assert not (chosen & ~occupied[:, None, None]).any() and chosen[..., 4:6].all() and chosen[..., 8].all()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["products", "largest", "means"])
+def test_a_row_may_start_at_any_position(kind):
+    """Pieces over a cache are the whole, as in a row that starts at 0."""
+    sizes = dict(size=4, top_k=2)
+    selection = {
+        "products": BlockSelection(**sizes),
+        "largest": BlockIndexerConfig(**sizes, num_heads=2, head_dim=8),
+        "means": PooledIndexerConfig(**sizes, num_heads=1, head_dim=8),
+    }[kind]
+    model = filled(decoder(selection=selection))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 16)), jnp.int32)
+    for begin in (0, 40):
+        positions = jnp.tile(jnp.arange(begin, begin + 16, dtype=jnp.int32), (2, 1))
+        whole = model(tokens, positions=positions).logits
+        cache, parts = ed.init_cache(model.config, 2, 64, dtype="float32"), []
+        for first in (0, 8):
+            piece = slice(first, first + 8)
+            logits, cache = extend(model, tokens[:, piece], cache, positions[:, piece])
+            parts.append(logits)
+        assert_close(jnp.concatenate(parts, axis=1), whole, units=256)
 
 
 @pytest.mark.medium

@@ -73,9 +73,9 @@ def test_what_is_too_long_is_refused_before_it_is_encoded():
 
 
 def test_texts_begin_as_the_model_was_trained():
-    own, published = chat_frontend(published=False), chat_frontend()
-    assert own.encode("a") == (256, *own.encode("a", special=False)) == published.encode("a")
-    assert own.encode("<|end|>", special=False) == (257,)
+    frontend = chat_frontend()
+    assert frontend.encode("a") == (256, *frontend.encode("a", special=False)) == frontend.encode("<|begin|>a")
+    assert frontend.encode("<|end|>", special=False) == (257,)
 
 
 # --- images ---------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ CHATS = [
     {}, {"messages": None}, {"messages": []}, {"messages": {}}, {"messages": "a"}, {"messages": [[]]},
     {"messages": [None]},
     {"tools": "a"}, {"tools": [5]}, {"tools": [{"type": "function"}]}, {"tool_choice": {"type": "function"}},
-    {"functions": [{}]}, {"function_call": "auto"}, {"audio": {}}, {"modalities": ["audio"]}, {"modalities": "text"},
+    {"functions": [{}]}, {"function_call": {"name": "f"}}, {"audio": {}}, {"modalities": ["audio"]}, {"modalities": "text"},
     {"chat_template_kwargs": 5}, {"chat_template_kwargs": {"messages": []}}, {"top_logprobs": 2},
     {"logprobs": True, "top_logprobs": 21}, {"logprobs": 2}, {"max_completion_tokens": 0}, {"max_tokens": -5},
     {"add_generation_prompt": "a"}, {"prediction": {"type": "content"}},

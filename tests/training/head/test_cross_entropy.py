@@ -17,6 +17,7 @@ from eqx_decoders.training.head.cross_entropy import (
     linear_cross_entropy,
 )
 from eqx_decoders.training.head.head_tiles import tile_length
+from eqx_decoders.training.head.log_probs import linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 from tests.compare import assert_close
 
@@ -280,6 +281,26 @@ def test_on_a_mesh(mesh, tied, monkeypatch):
         np.testing.assert_array_equal(got[2], want[2])
 
 
+@pytest.mark.parametrize("rings", [False, True])
+def test_any_positive_bound_is_accepted(rings, monkeypatch):
+    """Where gradients travel in rings, half of the bound tells a large gradient from others: half of 1 byte, too."""
+    layout = Layout.create(fsdp=8)
+    backend = dataclasses.replace(layout.backend, gradient_rings=rings)
+    monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
+    hidden, kernel = jnp.ones((8, 4, 16)), jnp.ones((16, 32))
+
+    def gradient(head_bytes):
+        def loss(kernel):
+            targets = jnp.zeros((8, 4), jnp.int32), jnp.ones((8, 4))
+            tiles = HeadTiles(head_bytes=head_bytes)
+            head = HeadWeights(kernel)
+            return linear_cross_entropy(hidden, head, *targets, tied=False, tiles=tiles, layout=layout)[0]
+
+        return jax.eval_shape(jax.grad(loss), kernel)
+
+    assert all(gradient(head_bytes).shape == kernel.shape for head_bytes in (1, 2, 3, None))
+
+
 @pytest.mark.parametrize(("rings", "bound", "ordered"), [(True, 15, True), (True, 16, False), (False, 15, False)])
 def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, ordered, monkeypatch):
     """One that takes, with the kernel, more than half of the bound."""
@@ -416,6 +437,57 @@ def test_argmax_is_that_of_all_logits(monkeypatch):
         for flatten in (False, True):
             found = linear_argmax(hidden, head, tied=tied, flatten=flatten)
             assert found.dtype == jnp.int32 and found.tolist() == want.tolist()
+
+
+def with_ties(tied, vocab=24):
+    """Hidden states and a head of small integers, exact in every order of additions: most maxima are ties."""
+    draws = np.random.default_rng(7)
+    hidden = draws.integers(-1, 2, (8, 6, EMBED)).astype(np.float32)
+    hidden[:, 0] = 0  # all logits are equal
+    kernel = draws.integers(-1, 2, (vocab, EMBED)).astype(np.float32)
+    kernel[vocab // 2 :] = kernel[: vocab // 2]  # each logit occurs twice
+    head = HeadWeights(jnp.asarray(kernel if tied else kernel.T))
+    best = np.argmax(exact_logits(hidden, head, tied), axis=-1)
+    targets = np.where(draws.random(best.shape) < 0.5, best, best + vocab // 2)
+    return jnp.asarray(hidden), head, jnp.asarray(targets, jnp.int32), best
+
+
+@pytest.mark.medium(fast=2)
+@pytest.mark.parametrize(
+    ("mesh", "tied", "tiles"),
+    [
+        ({}, False, HeadTiles(4)),
+        ({"tensor": 4, "fsdp": 2}, True, HeadTiles(head_bytes=1)),
+        ({"fsdp": 8}, False, HeadTiles(head_bytes=1)),
+        ({"fsdp": 4, "tensor": 2}, False, HeadTiles()),
+        ({"data": 8}, True, HeadTiles()),
+    ],
+)
+def test_of_equal_logits_the_lowest_id_is_right(mesh, tied, tiles):
+    """In every form: alone, with gradients, as log-probs and as argmax; over tiles, parts and devices."""
+    layout = Layout.create(**mesh) if mesh else Layout()
+    vocab = 24 if tiles.head_bytes is None else 512  # parts are of 128 ids
+    hidden, head, targets, best = with_ties(tied, vocab)
+    weights, options = jnp.ones(targets.shape), dict(tied=tied, tiles=tiles, layout=layout)
+    right = np.asarray(targets) == best
+    assert 0 < right.sum() < right.size
+
+    @jax.jit
+    def found(hidden, head):
+        def loss(hidden):
+            return linear_cross_entropy(hidden, head, targets, weights, **options)
+
+        without_gradients = loss(hidden)[1].correct
+        (_, sums), _ = jax.value_and_grad(loss, has_aux=True)(hidden)
+        top = linear_log_probs(hidden, head, targets, **options).top
+        return without_gradients, sums.correct, top, linear_argmax(hidden, head, **options)
+
+    alone, differentiated, top, likeliest = found(hidden, head)
+    assert float(alone) == float(differentiated) == right.sum()
+    np.testing.assert_array_equal(top, right)
+    np.testing.assert_array_equal(likeliest, best)
+    logits = jnp.asarray(exact_logits(hidden, head, tied), jnp.float32)
+    np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), best)  # the plain loss
 
 
 @pytest.mark.medium

@@ -51,7 +51,7 @@ def test_texts_with_a_tokenizer_of_their_own(settings, tmp_path):
     (tmp_path / "a.txt").write_text("one two three " * 9)
     text = describe_data(settings("a.txt", bpe_vocab_size=300))
     assert f"<|endoftext|>⟦{'one two three ' * 9}<|endoftext|>⟧" in text and "longer than" not in text
-    assert "1 documents to train on" in text
+    assert "1 document to train on" in text
     text = describe_data(settings("a.txt", tokenizer="bytes"))
     assert f"⟦{'one two three ' * 9}⟧" in text and "128 tokens, 127 of them targets (99.2%)" in text
 
@@ -68,7 +68,7 @@ def test_each_source_of_a_mixture_is_shown(settings, tmp_path):
     paths = [f"{tmp_path / 'a.txt'}=1", f"{tmp_path / 'chats.jsonl'}=3"]
     text = describe_data(settings(init_from=FIXTURE, data={"path": paths}))
     a, chats = text.split("=== chats ===")
-    assert a.startswith("=== a ===\n\n--- document 0") and "1 documents to train on" in a and "one two" in a
+    assert a.startswith("=== a ===\n\n--- document 0") and "1 document to train on" in a and "one two" in a
     assert chats.count("⟦she sells") == 3 and "9 documents to train on" in chats
 
 

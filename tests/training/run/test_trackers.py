@@ -202,6 +202,25 @@ def test_a_slow_service_does_not_slow_the_training(tmp_path):
     assert got == [1, 2, 3, "closed"]
 
 
+@pytest.mark.parametrize("hangs", ["write", "close"])
+def test_closing_does_not_wait_for_a_service_that_does_not_respond(tmp_path, hangs):
+    released, said = threading.Event(), []
+
+    class Hanging:
+        def write(self, row):
+            assert hangs != "write" or released.wait(60)
+
+        def close(self):
+            assert hangs != "close" or released.wait(60)
+
+    trackers = Trackers(MetricsFile(tmp_path / "m.jsonl"), Hanging(), warn=said.append, patience=0.05)
+    for step in (1, 2):
+        trackers.write(row(step))
+    trackers.close()
+    assert len(said) == 1 and "Hanging" in said[0] and [r["step"] for r in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
+    released.set()
+
+
 def test_the_metrics_file_is_tried_again(tmp_path):
     """A disk may be full for a while."""
     said, file = [], MetricsFile(tmp_path / "m.jsonl")

@@ -31,6 +31,7 @@ from eqx_decoders.numerics.nf4_weight import LEVELS
 
 _STATE = ".quant_state.bitsandbytes__"
 _STATE_BYTES = 10_000
+_ITEM_SIZES = {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
@@ -40,12 +41,12 @@ def read_bitsandbytes(fields: Fields) -> Any:
     eight = fields.flag("load_in_8bit", False) or fields.flag("_load_in_8bit", False)
     if four == eight:
         raise fields.error("one of load_in_4bit and load_in_8bit must be true.")
-    fields.allow_only("bnb_4bit_quant_storage", "uint8")
-    for key in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "_load_in_8bit"):
+    for key in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage"):
         fields.take(key, None)
     for key in ("enable_fp32_cpu_offload", "has_fp16_weight", "skip_modules", "threshold"):  # how it was run
         fields.take(f"llm_int8_{key}", None)
-    fields.take("_load_in_4bit", None)
+    for key in ("_load_in_4bit", "_load_in_8bit"):
+        fields.take(key, None)
     return _four_bits if four else _eight_bits
 
 
@@ -75,7 +76,7 @@ def _matrix(name: str, packed: StoredTensor, tensors: Tensors, state: Fields) ->
     if not valid:
         raise state.error(f"shape={list(shape)[:4]} and blocksize={block} must be those of a matrix.")
     count = math.prod(shape)
-    check_stored(packed, ("U8",), (-(-count // 2), 1))
+    packed = _as_bytes(packed, -(-count // 2))
     levels = pop_companion(tensors, f"{name}.quant_map", packed)
     check_stored(levels, ("F32",), (16,))
     scales = _scales(name, pop_companion(tensors, f"{name}.absmax", packed), tensors, state, -(-count // block))
@@ -87,6 +88,34 @@ def _matrix(name: str, packed: StoredTensor, tensors: Tensors, state: Fields) ->
     in_rows = _InRows(scales.file, scales.name, (shape[0], shape[1] // block), "F32", scales.offset, scales)
     kind = "NF4" if numbers == LEVELS else "F32"
     return scaled(name, LevelsTensor(*place, kind, packed.offset, codes, numbers), in_rows, (1, block))
+
+
+def _as_bytes(packed: StoredTensor, count: int) -> StoredTensor:
+    """Return a packed matrix of any dtype (`bnb_4bit_quant_storage`) as `[count, 1]` bytes."""
+    size = _ITEM_SIZES.get(packed.dtype, 1)
+    if packed.shape != (-(-count // size), 1):
+        raise ConversionError(
+            f"{packed.file}: {packed.name} is {packed.description}, but {count} bytes in this dtype have the shape "
+            f"{(-(-count // size), 1)}. Download the file again."
+        )
+    if packed.dtype == "U8":
+        return packed
+    return _ByteColumn(packed.file, packed.name, (count, 1), "U8", packed.offset, packed, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByteColumn(StoredTensor):
+    """View of a column of numbers as a column of bytes."""
+
+    inner: StoredTensor
+    size: int
+
+    def read(self, part: Cuts) -> np.ndarray:
+        rows, columns = whole_cuts(part, self.shape)
+        first, last = rows.start // self.size, -(-rows.stop // self.size)
+        octets = np.ascontiguousarray(self.inner.read((slice(first, last), slice(0, 1)))).view(np.uint8).reshape(-1, 1)
+        begin = first * self.size
+        return octets[rows.start - begin : rows.stop - begin, columns]
 
 
 def _scales(name: str, scales: StoredTensor, tensors: Tensors, state: Fields, count: int) -> StoredTensor:

@@ -6,8 +6,9 @@ the same.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
@@ -38,11 +39,18 @@ from eqx_decoders.io.huggingface.quantized.unpack import (
     RepeatedTensor,
     ScaledTensor,
     mxfp4_tensor,
+    per_row_view,
     swapped,
 )
 
 
 Scheme = Callable[[Tensors], Tensors]
+T = TypeVar("T")
+
+_OTHER_FORM = "stores weights in a format that is not read"
+# scales of activations and of caches, which are not rounded here
+_ACTIVATION_SCALES = ".activation_scale", "_activation_scale", ".input_scale", "_input_scale", ".output_scale"
+_CACHE_SCALES = ".k_scale", ".v_scale", ".q_scale"
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in their four bytes
 
@@ -102,29 +110,63 @@ def _mxfp4_tensors(tensors: Tensors) -> Tensors:
 
 
 def _fp8(fields: Fields) -> Scheme:
-    fields.allow_only("activation_scheme", "dynamic")
-    fields.allow_only("fmt", "e4m3")
-    fields.allow_only("expert_dtype", "fp8")
+    fields.word("activation_scheme", {"dynamic": False, "static": True}, "dynamic")  # activations are not rounded
+    fields.allow_only("fmt", "e4m3", effect=_OTHER_FORM)
+    fields.allow_only("expert_dtype", "fp8", effect=_OTHER_FORM)
+    fields.take("kv_cache_scheme", None)  # about caches
     has_bytes = fields.word("scale_fmt", {"float": False, "ue8m0": True}, "float")
-    block = fields.take("weight_block_size")
+    block = fields.take("weight_block_size", None)
     whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)
-    if not whole or len(block) != 2 or min(block) < 1:
-        raise fields.error(f"weight_block_size={block!r} must be two integers of at least 1: rows and columns.")
+    if block is not None and (not whole or len(block) != 2 or min(block) < 1):
+        raise fields.error(
+            f"weight_block_size={block!r} must be two integers of at least 1, rows and columns, or null for one scale "
+            f"per matrix or row."
+        )
     dtypes = (*FLOATS, "F8_E8M0", *["U8"] * has_bytes)
-    return lambda tensors: _block_scaled_tensors(tensors, (block[0], block[1]), dtypes)
+    return lambda tensors: _fp8_tensors(tensors, None if block is None else (block[0], block[1]), dtypes)
 
 
-def _block_scaled_tensors(tensors: Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) -> Tensors:
-    decoded = dict(tensors)
-    for name, values in tensors.items():
+def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[str, ...]) -> Tensors:
+    """Decode FP8 with a scale per block, row, matrix, or expert: `_scale_inv` in transformers, `_scale` in AutoFP8."""
+    decoded = {name: tensor for name, tensor in tensors.items() if not _is_activation_scale(name, tensors)}
+    for name, values in list(decoded.items()):
         if values.dtype != "F8_E4M3":
             continue
-        scales = pop_companion(decoded, f"{name}_scale_inv", values)
+        short = f"{name}_scale"
+        scales = pop_companion(decoded, short if short in decoded else f"{name}_scale_inv", values)
         *lead, rows, columns = matrix_shape(values)
-        check_stored(scales, dtypes, (*lead, -(-rows // block[0]), -(-columns // block[1])))
-        decoded[name] = scaled(name, values, scales, block)
+        count = len(lead)
+        if block is not None and scales.shape == (*lead, -(-rows // block[0]), -(-columns // block[1])):
+            check_stored(scales, dtypes, scales.shape)
+            decoded[name] = scaled(name, values, scales, block)
+        elif scales.shape in (shapes := _shapes_of_scales(lead, rows)):
+            check_dtype(scales, *dtypes)
+            per_row = len(scales.shape) > count and scales.shape[count] == rows
+            decoded[name] = scaled(name, values, per_row_view(scales, (*lead, rows, 1), count, per_row), (1, columns))
+        else:
+            blocks = "" if block is None else f" or one per block of weight_block_size={list(block)}"
+            raise ConversionError(
+                f"{scales.file}: {scales.name} is {scales.description}, but {name} of shape {values.shape} needs one "
+                f"scale per matrix or row{blocks}: {', '.join(map(str, shapes))}. Check weight_block_size in "
+                f"config.json."
+            )
     check_none_left(decoded, "_scale_inv")
     return decoded
+
+
+def _is_activation_scale(name: str, tensors: Tensors) -> bool:
+    """Return whether a tensor is a scale of a cache, or of what a matrix in FP8 is multiplied by."""
+    end = next((end for end in _ACTIVATION_SCALES if name.endswith(end)), None)
+    weights = [] if end is None else [name.removesuffix(end), f"{name.removesuffix(end)}.weight"]
+    return name.endswith(_CACHE_SCALES) or any(
+        weight in tensors and tensors[weight].dtype == "F8_E4M3" for weight in weights
+    )
+
+
+def _shapes_of_scales(lead: Sequence[int], rows: int) -> list[tuple[int, ...]]:
+    """Return the shapes of scales for whole matrices or for rows of a matrix, or of a stack of them."""
+    ends = ((), (1,), (1, 1), (rows,), (rows, 1))
+    return list(dict.fromkeys((*lead, *end) for end in ends))
 
 
 def _fbgemm(fields: Fields) -> Scheme:
@@ -133,7 +175,7 @@ def _fbgemm(fields: Fields) -> Scheme:
 
 
 def _row_scaled_tensors(tensors: Tensors) -> Tensors:
-    decoded = dict(tensors)
+    decoded = {name: tensor for name, tensor in tensors.items() if not name.endswith(".input_scale_ub")}
     for name, values in tensors.items():
         if values.dtype == "F8_E4M3":
             scales = pop_companion(decoded, f"{name}_scale", values)
@@ -182,7 +224,7 @@ _UNUSED = (
 def _compressed(fields: Fields) -> Scheme:
     fields.word("format", dict.fromkeys(_FORMATS, True), "int-quantized")
     fields.take("quantization_status", None)
-    fields.allow_only("quantization_status", "compressed", "frozen")
+    fields.allow_only("quantization_status", "compressed", "frozen", effect="describes weights that are not quantized")
     for key in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):  # tensors show it; or about caches
         fields.take(key, None)
     for key in ("sparsity_config", "transform_config"):
@@ -310,50 +352,145 @@ def _with_scales(
 # --- GPTQ and AWQ ---
 
 
-def _bits_and_group(fields: Fields, known: Sequence[int]) -> tuple[int, int]:
-    """Read the bits of a number, and the rows of a group; 0 for all of them."""
-    bits, group = fields.integer("bits"), fields.take("group_size", 128)
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """Packing of one module, or of all: bits of a number, rows of a group (0: all rows), and order of the rows."""
+
+    bits: int
+    group: int
+    ordered: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dynamic:
+    """Packing of modules by the `dynamic` settings of GPTQModel: regular expressions of modules' names.
+
+    Modules that a pattern with `-:` leaves out are stored without quantization, and so need no setting here.
+    """
+
+    default: _Packed
+    overrides: tuple[tuple[str, _Packed], ...]
+
+    def of(self, module: str, fits: Callable[[_Packed], bool]) -> _Packed | None:
+        """Return the packing of a module: of those that fit its tensors the first, in the order of precedence.
+
+        Modules may have been renamed since patterns were written, so that all packings count if none matches.
+        """
+        matching = [packing for pattern, packing in self.overrides if re.match(pattern, module)]
+        others = (packing for _, packing in self.overrides)
+        return next((packing for packing in (*matching[:1], self.default, *others) if fits(packing)), None)
+
+    @property
+    def described(self) -> str:
+        """The packings, for error messages."""
+        kinds = dict.fromkeys((self.default, *(packing for _, packing in self.overrides)))
+        return " or ".join(f"bits={kind.bits}, group_size={kind.group or -1}" for kind in kinds)
+
+
+# how a program quantized, packs or runs the weights; tensors are the same
+_QUANTIZER_KEYS = (  # noqa: SIM905 - a list of words
+    "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name "
+    "model_seqlen block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id use_exllama "
+    "max_input_length exllama_config cache_block_outputs modules_in_block_to_quantize use_cuda_fp16 dataset tokenizer "
+    "lm_head meta quantizer backend offload_to_disk offload_to_disk_path adapter hyb_act hyb_act_auto format_version "
+    "act_group_aware mse mock_quantization pack_impl device parallel_packing buffered_fwd process rank "
+    "v2 v2_alpha v2_memory_device gptaq gptaq_alpha gptaq_memory_device foem fallback failsafe hessian smooth smoother "
+    "pre_filters preprocessors weight_only gc_mode wait_for_submodule_finalizers auto_forward_data_parallel "
+    "vram_strategy moe compute_device_filter true_sequential_mode do_fuse fuse_max_seq_len modules_to_fuse"
+).split()
+
+
+def _read_packing(fields: Fields, method: str, known: Sequence[int]) -> _Dynamic:
+    """Read the settings that GPTQ and AWQ share in all programs: AutoGPTQ, AutoAWQ, GPTQModel and transformers."""
+    for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")):
+        fields.rename(old, new)
+    fields.allow_only("method", method, effect="is another quantization method")
+    fields.allow_only("pack_dtype", "int32", effect="packs numbers into another type")
+    fields.allow_only("is_marlin_format", False, effect=_OTHER_FORM)
+    fields.allow_only("rotation", effect="rotates activations")
+    fields.flag("sym", True)  # zeros are stored in any case
+    default = _read_packed(fields, known, None)
+    for key in _QUANTIZER_KEYS:
+        fields.take(key, None)
+    return _Dynamic(default, tuple(_overrides(fields, known, default)))
+
+
+def _overrides(fields: Fields, known: Sequence[int], default: _Packed) -> Iterator[tuple[str, _Packed]]:
+    table = fields.table("dynamic")
+    for pattern in () if table is None else table.content:
+        inner = table.table(pattern) if table is not None else None
+        plain = pattern.removeprefix("+:")
+        try:
+            re.compile(plain.removeprefix("-:"))
+        except re.error as error:
+            raise fields.error(f"dynamic: {pattern[:60]!r} is not a regular expression: {error}.") from error
+        if inner is None or pattern.startswith("-:"):
+            continue
+        packed = _read_packed(inner, known, default)
+        inner.allow_only("rotation", effect="rotates activations")
+        inner.allow_only("pack_dtype", "int32", effect="packs numbers into another type")
+        for key in ("sym", *_QUANTIZER_KEYS):
+            inner.take(key, None)
+        inner.finish()
+        yield plain, packed
+
+
+def _read_packed(fields: Fields, known: Sequence[int], default: _Packed | None) -> _Packed:
+    bits = fields.integer("bits") if default is None else fields.integer("bits", default.bits)
+    group = fields.take("group_size", 128 if default is None else default.group or -1)
     if bits not in known:
         raise fields.error(f"bits={bits} is not read: must be one of {', '.join(map(str, known))}.")
     if type(group) is not int or (group < 1 and group != -1):
         raise fields.error(f"group_size={str(group)[:40]} must be an integer of at least 1, or -1 for whole columns.")
-    return bits, max(group, 0)
+    permuted = fields.flag("desc_act", default is not None and not default.ordered)
+    return _Packed(bits, max(group, 0), not permuted)
 
 
-_GPTQ_IGNORED = (  # noqa: SIM905 - a list of words
-    "damp_percent static_groups true_sequential model_name_or_path model_file_base_name model_seqlen block_name_to_"
-    "quantize module_name_preceding_first_block batch_size pad_token_id use_exllama max_input_length exllama_config "
-    "cache_block_outputs modules_in_block_to_quantize use_cuda_fp16 dataset tokenizer lm_head meta quantizer backend "
-    "offload_to_disk adapter hyb_act format_version"
-).split()
+def _read_format(fields: Fields, formats: Mapping[str, T], keys: Sequence[str], default: str) -> T:
+    """Read the format of packed numbers, which programs name by different keys."""
+    names = {key: str(fields.take(key)).lower() for key in keys if fields.take(key, None) is not None}
+    known = " and ".join(formats)
+    for key, name in names.items():
+        if name not in formats:
+            raise fields.error(
+                f"{key}={name[:40]} packs numbers in another order and is not read: only {known} are. Save the "
+                f"checkpoint in one of these formats, or load it in bfloat16."
+            )
+    if len({formats[name] for name in names.values()}) > 1:
+        both = " and ".join(f"{key}={name}" for key, name in names.items())
+        raise fields.error(f"{both} are the same setting: make them equal.")
+    return formats[next(iter(names.values()), default)]
 
 
 def _gptq(fields: Fields) -> Scheme:
-    bits, group = _bits_and_group(fields, (2, 3, 4, 8))
     formats = {"gptq": False, "gptq_v2": True}
-    plain = fields.word("checkpoint_format", formats, fields.take("format", "gptq"))
-    fields.flag("sym", True)
-    ordered = not fields.flag("desc_act", False)
-    fields.allow_only("is_marlin_format", False)
-    fields.allow_only("pack_dtype", "int32")
-    fields.allow_only("dynamic", {})
-    for key in _GPTQ_IGNORED:
-        fields.take(key, None)
-    return lambda tensors: _gptq_tensors(tensors, bits, group, plain, ordered)
+    plain = _read_format(fields, formats, ("checkpoint_format", "format"), "gptq")
+    dynamic = _read_packing(fields, "gptq", (2, 3, 4, 8))
+    return lambda tensors: _gptq_tensors(tensors, dynamic, plain)
 
 
-def _gptq_tensors(tensors: Tensors, bits: int, group: int, plain: bool, ordered: bool) -> Tensors:
+def _gptq_tensors(tensors: Tensors, dynamic: _Dynamic, plain: bool) -> Tensors:
     """Decode GPTQ (Frantar et al. 2022): numbers packed along a weight's inputs, zeros along its outputs."""
-    decoded, half = dict(tensors), 2 ** (bits - 1)
+    decoded = dict(tensors)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
         packed = decoded.pop(f"{name}qweight")
         words, columns = matrix_shape(packed, 2)
-        rows = words * 32 // bits
         check_dtype(packed, "I32")
         scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
-        groups = 1 if group == 0 else -(-rows // group)
-        check_stored(scales, FLOATS, (groups, columns))
-        check_stored(zeros, ("I32",), (groups, -(-columns * bits // 32)))
+
+        def shapes(
+            kind: _Packed, words: int = words, columns: int = columns
+        ) -> tuple[tuple[int, int], tuple[int, int]]:
+            groups = 1 if kind.group == 0 else -(-(words * 32 // kind.bits) // kind.group)
+            return (groups, columns), (groups, -(-columns * kind.bits // 32))
+
+        stored = scales.shape, zeros.shape
+        kind = dynamic.of(name.removesuffix("."), lambda kind, stored=stored: shapes(kind) == stored)
+        if kind is None:
+            raise _not_packed(packed, scales, zeros, dynamic)
+        bits, group, rows, half = kind.bits, kind.group, words * 32 // kind.bits, 2 ** (kind.bits - 1)
+        check_stored(scales, FLOATS, scales.shape)
+        check_stored(zeros, ("I32",), zeros.shape)
         group_index = decoded.pop(f"{name}g_idx", None)
         if group_index is not None:
             check_stored(group_index, ("I32", "I64"), (rows,))
@@ -361,25 +498,30 @@ def _gptq_tensors(tensors: Tensors, bits: int, group: int, plain: bool, ordered:
         numbers = PackedTensor(packed.file, name, (rows, columns), kinds[0], packed.offset, packed, 0, bits, half)
         minus = half - (not plain)  # older files store each zero minus one
         unpacked = PackedTensor(zeros.file, name, scales.shape, kinds[1], zeros.offset, zeros, 1, bits, minus)
-        group_index = None if ordered or groups == 1 else group_index  # groups of ordered rows are contiguous
+        one = kind.ordered or scales.shape[0] == 1
+        group_index = None if one else group_index  # groups of ordered rows are contiguous
         views = swapped(numbers), swapped(scales), (1, group or rows), swapped(unpacked), group_index
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros", ".g_idx")
     return decoded
 
 
+def _not_packed(packed: StoredTensor, scales: StoredTensor, zeros: StoredTensor, dynamic: _Dynamic) -> ConversionError:
+    return ConversionError(
+        f"{packed.file}: {packed.name} is {packed.description}, with scales of shape {scales.shape} and zeros of shape "
+        f"{zeros.shape}, which is not the packing of {dynamic.described}. Check bits, group_size and dynamic of "
+        f"quantization_config in config.json."
+    )
+
+
 def _awq(fields: Fields) -> Scheme:
-    _, group = _bits_and_group(fields, (4,))
+    _read_format(fields, {"gemm": True}, ("version", "format", "checkpoint_format"), "gemm")
+    dynamic = _read_packing(fields, "awq", (4,))
     fields.flag("zero_point", True)
-    version = fields.take("version", "gemm")
-    if str(version).lower() != "gemm":
-        raise fields.error(f"version={str(version)[:40]} is not read: must be 'gemm'.")
-    for key in ("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "q_group_size"):
-        fields.take(key, None)
-    return lambda tensors: _awq_tensors(tensors, group)
+    return lambda tensors: _awq_tensors(tensors, dynamic)
 
 
-def _awq_tensors(tensors: Tensors, group: int) -> Tensors:
+def _awq_tensors(tensors: Tensors, dynamic: _Dynamic) -> Tensors:
     """Decode AWQ (Lin et al. 2023): numbers and zeros packed along a weight's outputs, eight of them interleaved."""
     decoded = dict(tensors)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
@@ -387,15 +529,27 @@ def _awq_tensors(tensors: Tensors, group: int) -> Tensors:
         check_dtype(packed, "I32")
         rows, words = matrix_shape(packed, 2)
         scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
-        groups = 1 if group == 0 else -(-rows // group)
-        check_stored(scales, FLOATS, (groups, 8 * words))
-        check_stored(zeros, ("I32",), (groups, words))
+
+        def fits(
+            kind: _Packed, rows: int = rows, words: int = words, stored: Any = (scales.shape, zeros.shape)
+        ) -> bool:
+            groups = 1 if kind.group == 0 else -(-rows // kind.group)
+            return stored == ((groups, 8 * words), (groups, words))
+
+        kind = dynamic.of(name.removesuffix("."), fits)
+        if kind is None:
+            raise _not_packed(packed, scales, zeros, dynamic)
+        check_stored(scales, FLOATS, scales.shape)
+        check_stored(zeros, ("I32",), zeros.shape)
+        group_index = decoded.pop(f"{name}g_idx", None)
+        if group_index is not None:
+            check_stored(group_index, ("I32", "I64"), (rows,))
 
         def unpacked(inner: StoredTensor, kind: str) -> StoredTensor:
             shape, start = (inner.shape[0], 8 * inner.shape[1]), inner.offset
             return swapped(PackedTensor(inner.file, inner.name, shape, kind, start, inner, 1, 4, 8, _AWQ_ORDER))
 
-        views = unpacked(packed, "I4"), swapped(scales), (1, group or rows), unpacked(zeros, "I8")
+        views = unpacked(packed, "I4"), swapped(scales), (1, kind.group or rows), unpacked(zeros, "I8")
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros")
     return decoded

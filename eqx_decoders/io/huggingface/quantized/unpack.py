@@ -128,6 +128,32 @@ class RepeatedTensor(StoredTensor):
 
 
 @dataclasses.dataclass(frozen=True)
+class _PerRowTensor(StoredTensor):
+    """View of one number per row, or with `per_row=False` per matrix, as one number per row in a column.
+
+    `inner` has the `lead` dimensions of a stack of matrices, then the rows if it has any, then dimensions of size 1.
+    """
+
+    inner: StoredTensor
+    lead: int
+    per_row: bool
+
+    def read(self, part: Cuts) -> np.ndarray:
+        """Read a part, one slice for each dimension."""
+        cuts = whole_cuts(part, self.shape)
+        kept = cuts[: self.lead + self.per_row]
+        x = self.inner.read((*kept, *[slice(0, 1)] * (len(self.inner.shape) - len(kept))))
+        sizes = [cut.stop - cut.start for cut in cuts]
+        x = x.reshape(*sizes[: len(kept)], *[1] * (len(sizes) - len(kept)))
+        return np.broadcast_to(x, sizes)
+
+
+def per_row_view(inner: StoredTensor, shape: tuple[int, ...], lead: int, per_row: bool) -> StoredTensor:
+    """Return the view of scales of matrices or rows as a column of `shape`, with one number per row."""
+    return _PerRowTensor(inner.file, inner.name, shape, inner.dtype, inner.offset, inner, lead, per_row)
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedTensor(StoredTensor):
     """Whole numbers of few bits, packed densely along a dimension of int32: low bits first, all of them below 2^bits.
 

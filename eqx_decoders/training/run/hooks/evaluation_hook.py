@@ -1,6 +1,7 @@
 """Held-out evaluations of a run."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,13 +23,20 @@ class EvaluationHook(Hook):
 
     **Arguments:**
 
-    - `results`: of the last evaluation: the loss of all sets as "", and of each set with a name; none if it failed or
-        a signal came meanwhile.
+    - `results`: of the last evaluation: the loss of all sets as "", and of each set with a name; empty if it failed,
+        if a signal came meanwhile, or if there are no held-out sets.
+    - `failed`: whether the last evaluation raised an error.
     """
 
     def __init__(self, run: PreparedRun, trackers: Trackers, show: Callable[[str], None], time: WallTime, stop: Stop):
         self.run, self.trackers, self.show, self.time, self.stop = run, trackers, show, time, stop
         self.results: dict[str, HeldOut] = {}
+        self.failed = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing in the last evaluation speaks against the weights: it did not fail, and no loss is NaN."""
+        return not self.failed and all(math.isfinite(result.loss) for result in self.results.values())
 
     def begin(self, state: TrainState) -> None:
         """Measure a new run before its first step, where its method says so."""
@@ -48,12 +56,13 @@ class EvaluationHook(Hook):
         self._measure(step, state)
 
     def _measure(self, step: int, state: TrainState) -> None:
-        self.results = {}
+        self.results, self.failed = {}, True
         with failures_as_warnings("the evaluation", step, self.show):
             if self.run.method is None:
                 self.results = self.evaluate(state.averaged, step)  # a copy of the weights, which may not fit
             else:
                 self._measure_figures(self.run.method, step, state)
+            self.failed = False
 
     def _held_out(self, step: int) -> dict[str, Iterator[Any]]:
         """Return the batches of each set that are evaluated after a step."""

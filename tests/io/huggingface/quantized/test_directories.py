@@ -127,6 +127,33 @@ def test_fp8_by_its_definition(kind, tmp_path):
     assert np.isnan(found["w"]).sum() >= 2
 
 
+SCALES_OF_STACKS = [(2,), (2, 1), (2, 1, 1), (2, 6), (2, 6, 1)]
+SCALES_OF_MATRICES = [(), (1,), (1, 1), (6,), (6, 1)]
+
+
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize("block", [None, [4, 4]])
+@pytest.mark.parametrize("number", range(5))
+def test_fp8_with_one_scale_per_matrix_or_row(number, block, end, tmp_path):
+    """The shape of a scale says what it belongs to. Static scales of activations are ignored: nothing is rounded."""
+    rng = np.random.default_rng(number)
+    stack = rng.normal(size=(2, 6, 5)).astype(E4M3)
+    scales, scale = (
+        rng.uniform(0.1, 2, shapes[number]).astype(np.float32) for shapes in (SCALES_OF_STACKS, SCALES_OF_MATRICES)
+    )
+    tensors = {"experts.w": stack, f"experts.w{end}": scales, "one.weight": stack[1], f"one.weight{end}": scale}
+    tensors |= {"one.activation_scale": np.float32(3)[None], "one.input_scale": np.float32(3)[None]}
+    tensors |= {"experts.w_activation_scale": np.ones(2, np.float32), "attn.k_scale": np.ones(1, np.float32)}
+    for scheme in ("static", "dynamic"):
+        folder = tmp_path / scheme
+        folder.mkdir()
+        found = meant(folder, tensors, FP8 | dict(weight_block_size=block, activation_scheme=scheme))
+        assert set(found) == {"experts.w", "one.weight"}
+        spread = scales.reshape(2, -1, 1) * np.ones((2, 6, 1), np.float32)
+        assert same(found["experts.w"], stack.astype(np.float32) * spread)
+        assert same(found["one.weight"], stack[1].astype(np.float32) * scale.reshape(-1, 1))
+
+
 @pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_on_devices_are_those_of_the_whole(name):
@@ -222,12 +249,12 @@ BROKEN = {
     "a list": (0, same_tensors, dict(quant_method=["mxfp4"]), "quant_method=['mxfp4'] is not read"),
     "unknown key": (0, same_tensors, dict(group_size=64), "group_size: not known here"),
     "no list": (0, same_tensors, dict(modules_to_not_convert="lm_head"), "modules_to_not_convert must be a list"),
-    "static": (1, same_tensors, dict(activation_scheme="static"), "activation_scheme=static changes"),
-    "e5m2": (1, same_tensors, dict(fmt="e5m2"), "fmt=e5m2 changes"),
-    "fp4 experts": (1, same_tensors, dict(expert_dtype="fp4"), "expert_dtype=fp4 changes"),
+    "no scheme": (1, same_tensors, dict(activation_scheme="none"), "activation_scheme=none is not known"),
+    "e5m2": (1, same_tensors, dict(fmt="e5m2"), "fmt=e5m2 stores weights in a format"),
+    "fp4 experts": (1, same_tensors, dict(expert_dtype="fp4"), "expert_dtype=fp4 stores weights in a format"),
     "scale format": (1, same_tensors, dict(scale_fmt="e4m3"), "scale_fmt=e4m3 is not known"),
-    "no block": (1, same_tensors, dict(weight_block_size=...), "weight_block_size is missing"),
-    "null block": (1, same_tensors, dict(weight_block_size=None), "weight_block_size is missing"),
+    "no block": (1, same_tensors, dict(weight_block_size=...), "needs one scale per matrix or row"),
+    "null block": (1, same_tensors, dict(weight_block_size=None), "needs one scale per matrix or row"),
     "one block": (1, same_tensors, dict(weight_block_size=[16]), "weight_block_size=[16] must be two integers"),
     "zero block": (1, same_tensors, dict(weight_block_size=[16, 0]), "weight_block_size=[16, 0] must be two integers"),
     "other block": (1, same_tensors, dict(weight_block_size=[16, 16]), "Check weight_block_size"),
@@ -239,7 +266,7 @@ BROKEN = {
     "blocks of another shape": (0, change("_blocks", lambda x: x[:, :, 1:]), {}, "must be U8 of shape"),
     "without scale_inv": (1, drop("_scale_inv"), {}, "_scale_inv is missing"),
     "without weights": (1, change("proj.weight", lambda x: x.astype(np.float32)), {}, "are not in F8_E4M3"),
-    "scale_inv of another shape": (1, change("_scale_inv", lambda x: x[:1]), {}, "must be F32 or BF16"),
+    "scale_inv of another shape": (1, change("_scale_inv", lambda x: x[:1]), {}, "one per block of weight_block_size"),
     "scale_inv in bytes": (1, change("_scale_inv", lambda x: x.astype(np.uint8)), {}, "U8 of shape"),
     "a vector": (1, change("norm.weight", lambda x: x.astype(E4M3)), {}, "layernorm.weight_scale_inv is missing"),
     "input scales": (1, lambda x: x | {"model.norm.input_scale": np.ones(1, np.float32)}, {}, "belongs to no weight"),

@@ -67,6 +67,19 @@ def test_numbers_are_those_of_the_package(name, tmp_path):
         np.testing.assert_allclose(tensors["m.weight"].read(part), want[part], **close)
 
 
+@pytest.mark.parametrize("dtype, size", [("I8", 1), ("BF16", 2), ("F16", 2), ("F32", 4), ("F64", 8), ("I32", 4)])
+@pytest.mark.parametrize("name", ["nf4", "nf4_nested"])
+def test_bitsandbytes_stores_bytes_as_any_dtype(name, dtype, size, tmp_path):
+    """FSDP needs one dtype in all tensors, so that bytes are stored as numbers of `bnb_4bit_quant_storage`."""
+    tensors = stored(name)
+    octets = tensors["m.weight"][1].reshape(-1, size)
+    config = FOUR | {"bnb_4bit_quant_storage": dtype}
+    folder = write(tmp_path, tensors | {"m.weight": (dtype, octets.view(f"u{size}"))}, {"quantization_config": config})
+    found, want = checkpoint_tensors(Directory(folder))["m.weight"], FIXTURE[f"{name}/want"]
+    np.testing.assert_array_equal(found.read_all(), want)
+    np.testing.assert_array_equal(found.read((slice(1, 3), slice(3, 9))), want[1:3, 3:9])
+
+
 @pytest.mark.parametrize("own_file", [False, True])
 def test_modelopt_multiplies_by_its_factor(own_file, tmp_path):
     """The settings stand in config.json, or in a file of ModelOpt's."""
@@ -157,7 +170,7 @@ def text(**edit) -> Typed:
     ("name", "change", "says"),
     [
         ("nf4", {"m.weight.absmax": None}, "absmax is missing"),
-        ("nf4", {STATE: text(shape=[6, 64])}, "must be U8 of shape"),
+        ("nf4", {STATE: text(shape=[6, 64])}, "192 bytes in this dtype"),
         ("nf4", {STATE: text(shape=[2**40, 2**40])}, "whole numbers|must be those of a matrix"),
         ("nf4", {STATE: text(blocksize=0)}, "blocksize"),
         ("nf4", {STATE: text(quant_type="nf5")}, "nf5"),
@@ -183,7 +196,6 @@ def test_broken_files_are_refused(name, change, says, tmp_path):
         (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo=NVFP4_AWQ"),
         (MODELOPT | {"pre_quant_scale": True}, "pre_quant_scale"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit and load_in_8bit"),
-        (FOUR | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
         (FOUR | {"unheard": 1}, "unheard"),
     ],
 )

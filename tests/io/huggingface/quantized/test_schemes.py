@@ -268,6 +268,37 @@ def test_gptq_of_all_bits(bits, group, tmp_path):
     assert np.array_equal(tensor.read((slice(3, 50), slice(37, 95))), wide[3:50, 37:95])
 
 
+OF_GPTQMODEL = {
+    **dict(lm_head=False, pack_dtype="int32", act_group_aware=True, pack_impl="cpu", sym=True, mse=0.0),
+    "meta": {"quantizer": ["gptqmodel:5.6.12"], "uri": "https://github.com/modelcloud/gptqmodel"},
+}
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_modules_with_other_packings(renamed, tmp_path):
+    """By the patterns of `dynamic` or, where names have changed since, by the shapes of the tensors."""
+    base, down = gptq(), gptq(bits=8, group=4)
+    store = lambda name, w: (down if "down_proj" in name else base)(name, w)  # noqa: E731
+    pattern = "+:old.*down_proj" if renamed else "+:.*down_proj"
+    dynamic = {"-:.*lm_head": {}, pattern: {"bits": 8, "group_size": 4}, ".*never": {"group_size": 16}}
+    config = GPTQ | OF_GPTQMODEL | dict(checkpoint_format="gptq", format="gptq", method="gptq", dynamic=dynamic)
+    few, plain = quantised(tmp_path, store, config)
+    assert_same(ed.load_hf(few), ed.load_hf(plain))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(version="gemm", format="gemm", checkpoint_format="gemm", desc_act=False),
+        dict(version="GEMM", dynamic={"-:.*lm_head": {}}),
+        dict(version=None, format="gemm"),
+    ],
+)
+def test_awq_of_gptqmodel(keys, tmp_path):
+    few, plain = quantised(tmp_path, awq, AWQ | OF_GPTQMODEL | keys)
+    assert_same(ed.load_hf(few), ed.load_hf(plain))
+
+
 def test_numbers_are_packed_as_they_are_read():
     numbers = np.random.default_rng(0).integers(-8, 8, (3, 12)).astype(np.int8)
     for bits in (4, 8):
@@ -439,10 +470,21 @@ W = "config_groups.group_0.weights."
 BROKEN: dict[str, tuple[str, Callable, Callable, str]] = {
     "3 of 7 bits": ("gptq", no_change, setting("bits", 7), "bits=7 is not read"),
     "group 0": ("gptq", no_change, setting("group_size", 0), "group_size=0 must be"),
-    "group 16": ("gptq", no_change, setting("group_size", 16), "Check weight_block_size or group_size"),
+    "group 16": ("gptq", no_change, setting("group_size", 16), "is not the packing of bits=4, group_size=16"),
     "marlin": ("gptq", no_change, setting("is_marlin_format", True), "is_marlin_format=true"),
-    "dynamic": ("gptq", no_change, setting("dynamic", {"x": {}}), "dynamic="),
-    "format": ("gptq", no_change, setting("checkpoint_format", "x"), "checkpoint_format=x is not known"),
+    "dynamic bits": ("gptq", no_change, setting("dynamic", {"x": {"bits": 7}}), "dynamic: x: bits=7 is not read"),
+    "dynamic key": ("gptq", no_change, setting("dynamic", {"x": {"bit": 4}}), "dynamic: x: bit: not known here"),
+    "dynamic pattern": ("gptq", no_change, setting("dynamic", {"-:(": {}}), "is not a regular expression"),
+    "format": ("gptq", no_change, setting("checkpoint_format", "x"), "checkpoint_format=x packs numbers in another"),
+    "two formats": (
+        "gptq",
+        no_change,
+        lambda config: config | dict(checkpoint_format="gptq", format="gptq_v2"),
+        "checkpoint_format=gptq and format=gptq_v2",
+    ),
+    "two methods": ("gptq", no_change, setting("method", "awq"), "method=awq is another quantization method"),
+    "rotated": ("gptq", no_change, setting("rotation", "hadamard"), "rotation=hadamard rotates activations"),
+    "int64": ("gptq", no_change, setting("pack_dtype", "int64"), "pack_dtype=int64 packs numbers into another type"),
     "unknown key": ("gptq", no_change, setting("group", 1), "group: not known here"),
     "no zeros": ("gptq", drop(".qzeros"), dict, "qzeros is missing"),
     "no scales": ("gptq", drop(".scales"), dict, "scales is missing"),
@@ -450,9 +492,9 @@ BROKEN: dict[str, tuple[str, Callable, Callable, str]] = {
     "order": ("gptq", change(".g_idx", lambda x: x[1:]), dict, "must be I32 or I64 of shape"),
     "floats": ("gptq", change(".qweight", lambda x: x.astype(np.float32)), dict, "must be I32"),
     "a bias": ("gptq", change("_proj.bias", lambda x: x + 1), dict, "belongs to no weight"),
-    "gemv": ("awq", no_change, setting("version", "gemv"), "version=gemv is not read"),
+    "gemv": ("awq", no_change, setting("version", "gemv"), "version=gemv packs numbers in another order"),
     "awq bits": ("awq", no_change, setting("bits", 8), "bits=8 is not read: must be one of 4"),
-    "awq zeros": ("awq", change("qzeros", lambda x: x[1:]), dict, "qzeros is I32"),
+    "awq zeros": ("awq", change("qzeros", lambda x: x[1:]), dict, "is not the packing of"),
     "sparse": ("pack", no_change, setting("sparsity_config", {"format": "sparse-24"}), "sparsity_config="),
     "turned": ("pack", no_change, setting("transform_config", {"config_groups": {"a": 1}}), "transform_config="),
     "no groups": ("pack", no_change, setting("config_groups", {}), "config_groups must be an object"),

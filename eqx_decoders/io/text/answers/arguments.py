@@ -1,0 +1,285 @@
+"""Conversion of arguments that models write as text to the types in a tool's JSON Schema.
+
+Schemas come from clients. Any JSON value is accepted as a schema: parts that are no valid JSON Schema, references that
+lead nowhere and references that form a cycle do not restrict an argument.
+"""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from eqx_decoders.io.text.answers.formats import functions_of
+
+
+MAX_DEPTH = 32  # of references and combined schemas
+MAX_SCHEMAS = 2000  # that are read for one argument: references may make a small schema large
+MAX_DIGITS = 4000  # of integers: Python refuses to convert longer texts
+_TYPES = {
+    "string": "string", "str": "string", "text": "string", "integer": "integer", "int": "integer", "number": "number",
+    "float": "number", "double": "number", "boolean": "boolean", "bool": "boolean", "null": "null", "none": "null",
+    "array": "array", "list": "array", "tuple": "array", "object": "object", "dict": "object", "map": "object",
+}  # fmt: skip
+_SPELLINGS = {"true": True, "false": False, "null": None, "none": None}
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+class ToolSchema:
+    """Parameters of the tool of a name, from the tools that a request offers.
+
+    **Arguments:**
+
+    - `tools`: descriptions of the tools, in the format of OpenAI's API.
+    - `name`: name of the tool; it need not be offered.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], name: str):
+        function = next((function for function in functions_of(tools) if function["name"] == name), {})
+        self._root: Any = function.get("parameters")
+        self._named, self._open = dict[str, list[Any]](), False
+        self._num_read = 0
+        self._collect(self._root, MAX_DEPTH)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the declared parameters, in their order."""
+        return tuple(self._named)
+
+    @property
+    def known_names(self) -> frozenset[str] | None:
+        """Names that parameters may have; None: any name."""
+        return None if self._open or not self._named else frozenset(self._named)
+
+    def convert(self, key: str, text: str) -> Any:
+        """Return the value of an argument that is written as `text`.
+
+        The first of these that the schema allows: null, an integer, a number, a boolean, an object or a list (in JSON
+        or Python), and the text itself.
+        """
+        schema = self._schema_of(key)
+        if self._accepts_all(schema):
+            return _untyped(text)
+        candidates = [*_candidates(text)]
+        for value in candidates:
+            if self._accepts(schema, value, MAX_DEPTH):
+                return int(value) if isinstance(value, _IntegralFloat) else value
+        if self._accepts_any(schema, ("", "x")) or len(candidates) == 1:
+            return text
+        return int(candidates[0]) if isinstance(candidates[0], _IntegralFloat) else candidates[0]
+
+    def check_text(self, key: str, value: Any) -> Any:
+        """Return an argument of a format that has types, converted if it is a text and the schema allows no text."""
+        if not isinstance(value, str):
+            return value
+        schema = self._schema_of(key)
+        if self._accepts_all(schema) or self._accepts(schema, value, MAX_DEPTH):
+            return value
+        return self.convert(key, value)
+
+    def _schema_of(self, key: str) -> Any:
+        self._num_read = 0
+        schemas = self._named.get(key) or self._patterns(self._root, key, MAX_DEPTH)
+        return True if not schemas else schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+    def _collect(self, schema: Any, depth: int) -> None:
+        """Add the properties that a schema of an object declares, also by references and combined schemas."""
+        for part in self._parts(schema, depth):
+            properties = part.get("properties")
+            if isinstance(properties, Mapping):
+                for key, value in properties.items():
+                    self._named.setdefault(key, []).append(value)
+            if part.get("additionalProperties", False) is not False or part.get("patternProperties"):
+                self._open = True
+
+    def _patterns(self, schema: Any, key: str, depth: int) -> list[Any]:
+        """Return the schemas of a property that is declared by a pattern, or as an additional property."""
+        found = []
+        for part in self._parts(schema, depth):
+            patterns = part.get("patternProperties")
+            for pattern, value in patterns.items() if isinstance(patterns, Mapping) else ():
+                try:
+                    found += [value] if re.search(pattern, key) else []
+                except (re.error, TypeError):
+                    continue
+            if not found and isinstance(part.get("additionalProperties"), Mapping):
+                found.append(part["additionalProperties"])
+        return found
+
+    def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+        """Yield a schema, and the schemas that it refers to or combines."""
+        self._num_read += 1
+        if not isinstance(schema, Mapping) or depth == 0 or self._num_read > MAX_SCHEMAS:
+            return
+        yield schema
+        pending = [self._resolve(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                pending += schema[keyword]
+        for part in pending:
+            yield from self._parts(part, depth - 1)
+
+    def _resolve(self, reference: str) -> Any:
+        """Return the schema that a JSON pointer within the tool's parameters names; True if there is none."""
+        if not reference.startswith("#"):
+            return True
+        value = self._root
+        for word in reference[1:].split("/")[1:]:
+            word = re.sub("%([0-9a-fA-F]{2})", lambda match: chr(int(match[1], 16)), word)
+            word = word.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, Mapping) and word in value:
+                value = value[word]
+            elif isinstance(value, list) and word.isdecimal() and int(word) < len(value):
+                value = value[int(word)]
+            else:
+                return True
+        return value if reference in ("#", "#/") or reference[1:2] == "/" else True
+
+    def _accepts_all(self, schema: Any) -> bool:
+        return all(self._accepts(schema, value, MAX_DEPTH) for value in ("", "x", 1, 0.5, True, None, [], {}))
+
+    def _accepts_any(self, schema: Any, values: Sequence[Any]) -> bool:
+        return any(self._accepts(schema, value, MAX_DEPTH) for value in values)
+
+    def _accepts(self, schema: Any, value: Any, depth: int) -> bool:
+        """Return whether a value has a type, and is one of the constants, that a schema allows."""
+        if schema is False:
+            return False
+        self._num_read += 1
+        if not isinstance(schema, Mapping) or depth == 0 or self._num_read > MAX_SCHEMAS:
+            return True
+        types = schema.get("type")
+        types = [types] if isinstance(types, str) else types
+        if isinstance(types, list) and types:
+            words = [_TYPES.get(word.strip().lower(), "any") for word in types if isinstance(word, str)]
+            words += ["null"] if schema.get("nullable") is True else []
+            if words and "any" not in words and not any(_has_type(value, word) for word in words):
+                return False
+        if isinstance(schema.get("enum"), list) and not any(_same(value, member) for member in schema["enum"]):
+            return False
+        if "const" in schema and not _same(value, schema["const"]):
+            return False
+        if isinstance(schema.get("$ref"), str):
+            if not self._accepts(self._resolve(schema["$ref"]), value, depth - 1):
+                return False
+        for keyword, combine in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            members = schema.get(keyword)
+            if isinstance(members, list) and members:
+                if not combine(self._accepts(member, value, depth - 1) for member in members):
+                    return False
+        return True
+
+
+def _candidates(text: str) -> Iterator[Any]:
+    """Yield the values that a text may stand for, in the order in which a union of types is searched; the text last."""
+    word = text.strip()
+    if word.lower() in ("null", "none"):
+        yield None
+    if len(word) <= MAX_DIGITS:
+        if _INTEGER.fullmatch(word):
+            yield int(word)
+        elif _NUMBER.fullmatch(word):
+            number = float(word)
+            if number.is_integer() and abs(number) < 1 << 53:
+                yield _IntegralFloat(number)
+            if math.isfinite(number):
+                yield number
+    if word.lower() in ("true", "false"):
+        yield word.lower() == "true"
+    if word[:1] in ("{", "[", "("):
+        value = parse_json_or_python(word)
+        if isinstance(value, dict | list):
+            yield value
+    yield text
+
+
+class _IntegralFloat(int):
+    """Integer that is written as a number with a fraction, such as 140.0. It is no value where numbers are allowed."""
+
+    def __new__(cls, number: float):
+        return super().__new__(cls, int(number))
+
+
+def _untyped(text: str) -> Any:
+    """Return the value of an argument without a schema: JSON, a list or an object of Python, or the text."""
+    word = text.strip()
+    if word in ("True", "False", "None"):
+        return _SPELLINGS[word.lower()]
+    if len(word) > MAX_DIGITS and word[:1] not in ("{", "[", '"'):
+        return text
+    if word[:1] in ("{", "["):
+        value = parse_json_or_python(word)
+        return value if isinstance(value, dict | list) else text
+    try:
+        return json.loads(word)
+    except (ValueError, RecursionError):
+        return text
+
+
+def parse_json_or_python(text: str) -> Any:
+    """Return the value of a text in JSON, also with line breaks in strings, or of a Python literal. Raises no error:
+    a text that is neither is returned as it is.
+    """
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return literal(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
+        return text
+
+
+def literal(node: ast.expr) -> Any:
+    """Return the JSON value of a Python literal, in which `true`, `false` and `null` may be used, too.
+
+    Raises ValueError for other expressions.
+    """
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | bool | int | float)):
+        value = node.value
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("numbers must be finite")
+        # "\ud83d\ude00" in Python's syntax are two halves of a pair
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value
+    if isinstance(node, ast.Name) and node.id in _SPELLINGS:
+        return _SPELLINGS[node.id]
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return [literal(member) for member in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else literal(key) for key in node.keys]
+        if not all(isinstance(key, str | int | float) for key in keys):
+            raise ValueError("keys of objects must be texts")
+        names = [key if isinstance(key, str) else json.dumps(key) for key in keys]
+        return dict(zip(names, map(literal, node.values), strict=True))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = literal(node.operand)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = literal(node.left), literal(node.right)
+        if isinstance(left, str) and isinstance(right, str):
+            return left + right
+    raise ValueError(f"{ast.unparse(node)[:60]} is no literal")
+
+
+def _has_type(value: Any, word: str) -> bool:
+    if word == "null":
+        return value is None
+    if word == "boolean":
+        return isinstance(value, bool)
+    if isinstance(value, bool) or value is None:
+        return False
+    if word == "integer":
+        return isinstance(value, int)
+    if word == "number":
+        return isinstance(value, int | float) and not isinstance(value, _IntegralFloat)
+    return isinstance(value, {"string": str, "array": list | tuple, "object": Mapping}[word])
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Return whether two JSON values are equal; 1 and true are not."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    return left == right

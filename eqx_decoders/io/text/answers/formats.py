@@ -1,0 +1,579 @@
+"""Tables of the formats in which models reason and call tools.
+
+Each row describes what a model writes. `parse_tool_calls` and the server's answer parser read the rows, and constraints
+build grammars from them. Chat templates select rows by the markers in their source.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+
+ToolFormat = Literal[
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "mistral_v11",
+    "qwen3_coder",
+    "harmony",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "kimi_k2",
+    "minimax_m1",
+    "minimax_m2",
+    "minimax_m3",
+    "granite",
+    "llama4_pythonic",
+    "olmo3",
+    "lfm2",
+    "cohere",
+    "hunyuan",
+    "hy_v3",
+    "seed_oss",
+    "gemma3",
+    "gemma4",
+    "apertus",
+    "nemotron",
+    "phi4_mini",
+    "internlm",
+    "longcat",
+]
+Syntax = Literal["json", "named_json", "xml", "python", "gemma", "harmony"]
+
+
+class FunctionCall(NamedTuple):
+    """Call of a tool by name, with arguments as JSON values."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolCallFormat:
+    """Format of tool calls: how models write them (`write`), and the markers by which they are found.
+
+    Calls are written as
+
+        section_begin + call_1 + separator + call_2 + … + section_end
+
+    where a call is `call_begin + NAME + name_end + ARGUMENTS + call_end`. ARGUMENTS depends on `syntax`:
+
+    - `"json"`, `"named_json"`, `"harmony"`: a JSON object. With `"json"` the name is a string within a JSON object, too.
+    - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, with
+        `parameter_separator` between them. Strings are written as they are, other values as JSON.
+    - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
+    - `"gemma"`: `key:value,other:value` where a string is enclosed in `quote`.
+
+    `{index}` in a text stands for the number of the call, from 0. `{string}` stands for `true` or `false`: whether the
+    value is a string. `{key}` in `parameter_end` stands for the key.
+
+    **Arguments:**
+
+    - `name`: name of the row, for `--tool-call-parser`.
+    - `selectors`: a chat template whose source contains all texts of one tuple selects this row.
+    - `begins`: markers after which calls follow; each is the start of `section_begin` or of `call_begin`.
+    - `ends`: markers that may follow a call, or the last call.
+    - `name_keys`, `argument_keys`: keys of the name and of the arguments in JSON objects. Without `name_keys`, an
+        object has one key, which is the name.
+    - `bare`: calls need no marker. A text without one is a call only if a tool of that name was offered.
+    - `index_start`: number of the first call.
+    """
+
+    name: ToolFormat
+    syntax: Syntax
+    selectors: tuple[tuple[str, ...], ...] = ()
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    section_begin: str = ""
+    section_end: str = ""
+    call_begin: str = ""
+    name_end: str = ""
+    call_end: str = ""
+    separator: str = ""
+    parameter_begin: str = ""
+    key_end: str = ""
+    parameter_end: str = ""
+    parameter_separator: str = ""
+    quote: str = ""
+    name_keys: tuple[str, ...] = ("name",)
+    argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    bare: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that are special tokens in the tokenizers of some models of this format."""
+        texts = (*self.begins, *self.ends, *_PARTS[self.name], self.quote)
+        return tuple(dict.fromkeys(text for text in texts if text))
+
+    def write(self, calls: Sequence[FunctionCall]) -> str:
+        """Write calls as the published chat templates of this format write them."""
+        texts = [
+            (self.call_begin + call.name + self.name_end).replace("{index}", str(index))
+            + self._arguments(call.arguments)
+            + self.call_end.replace("{index}", str(index))
+            for index, call in enumerate(calls)
+        ]
+        return self.section_begin + self.separator.join(texts) + self.section_end if texts else ""
+
+    def _arguments(self, arguments: Mapping[str, Any]) -> str:
+        if self.syntax == "xml":
+            return self.parameter_separator.join(self._parameter(*item) for item in arguments.items())
+        if self.syntax == "python":
+            return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        if self.syntax == "gemma":
+            return ",".join(f"{key}:{self._gemma_value(value)}" for key, value in arguments.items())
+        return json.dumps(arguments, ensure_ascii=False)
+
+    def _parameter(self, key: str, value: Any) -> str:
+        is_string = isinstance(value, str)
+        key_end = self.key_end.replace("{string}", "true" if is_string else "false")
+        text = value if is_string else json.dumps(value, ensure_ascii=False)
+        return self.parameter_begin + key + key_end + text + self.parameter_end.replace("{key}", key)
+
+    def _gemma_value(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self.quote + value + self.quote
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self._gemma_value(member)}" for key, member in value.items()) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(self._gemma_value, value)) + "]"
+        return json.dumps(value)
+
+
+class ReasoningFormat(NamedTuple):
+    """Markers around the reasoning at the start of an answer.
+
+    **Arguments:**
+
+    - `begin`, `end`: markers around the reasoning.
+    - `selectors`: a chat template with one of these texts selects this row.
+    - `wrappers`: pairs of markers around the answer after the reasoning, which are no content.
+    """
+
+    begin: str
+    end: str
+    selectors: tuple[str, ...]
+    wrappers: tuple[tuple[str, str], ...] = ()
+
+
+def _json_call(begin: str, end: str = "", *, arguments: str = "arguments") -> dict[str, Any]:
+    """Return the parts of a format that writes a JSON object with name and arguments between `begin` and `end`."""
+    return dict(
+        syntax="json",
+        call_begin=begin + '{"name": "',
+        name_end=f'", "{arguments}": ',
+        call_end="}" + end,
+    )
+
+
+def _json_list(begin: str, end: str = "", *, arguments: str = "arguments") -> dict[str, Any]:
+    """Return the parts of a format that writes a JSON list of objects with name and arguments."""
+    parts = _json_call("", arguments=arguments)
+    return parts | dict(section_begin=f"{begin}[", section_end=f"]{end}", separator=", ")
+
+
+def _deepseek(function: str, name_end: str, call_end: str, separator: str) -> dict[str, Any]:
+    return dict(
+        syntax="named_json",
+        begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        ends=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        section_begin="<｜tool▁calls▁begin｜>",
+        section_end="<｜tool▁calls▁end｜>",
+        call_begin=f"<｜tool▁call▁begin｜>{function}",
+        name_end=name_end,
+        call_end=f"{call_end}<｜tool▁call▁end｜>",
+        separator=separator,
+    )
+
+
+def _dsml(section: str) -> dict[str, Any]:
+    return dict(
+        syntax="xml",
+        begins=(f"<｜DSML｜{section}>", "<｜DSML｜invoke"),
+        ends=("</｜DSML｜invoke>", f"</｜DSML｜{section}>"),
+        section_begin=f"<｜DSML｜{section}>\n",
+        section_end=f"\n</｜DSML｜{section}>",
+        call_begin='<｜DSML｜invoke name="',
+        name_end='">\n',
+        call_end="\n</｜DSML｜invoke>",
+        separator="\n",
+        parameter_begin='<｜DSML｜parameter name="',
+        key_end='" string="{string}">',
+        parameter_end="</｜DSML｜parameter>",
+        parameter_separator="\n",
+    )
+
+
+def _functions(tag: str) -> dict[str, Any]:
+    return dict(
+        syntax="xml",
+        begins=(f"<{tag}>", "<function="),
+        ends=("</function>", f"</{tag}>"),
+        call_begin=f"<{tag}>\n<function=",
+        name_end=">\n",
+        call_end=f"</function>\n</{tag}>",
+        separator="\n",
+        parameter_begin="<parameter=",
+    )
+
+
+# In the order in which chat templates are searched for their selectors.
+TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
+    ToolCallFormat(
+        name="harmony",
+        syntax="harmony",
+        selectors=(("<|channel|>", "<|message|>"),),
+        call_begin="<|start|>assistant<|channel|>commentary to=functions.",
+        name_end=" <|constrain|>json<|message|>",
+        call_end="<|call|>",
+    ),
+    ToolCallFormat(name="deepseek_v4", selectors=(("｜DSML｜tool_calls",), ("dsml_token }}tool_calls",)), **_dsml("tool_calls")),
+    ToolCallFormat(name="deepseek_v32", selectors=(("｜DSML｜",),), **_dsml("function_calls")),
+    ToolCallFormat(
+        name="deepseek_v3",
+        selectors=(("<｜tool▁call▁begin｜>", "```json"),),
+        **_deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
+    ),
+    ToolCallFormat(
+        name="deepseek_v31",
+        selectors=(("<｜tool▁call▁begin｜>",), ("<｜tool▁calls▁begin｜>",)),
+        **_deepseek("", "<｜tool▁sep｜>", "", ""),
+    ),
+    ToolCallFormat(
+        name="kimi_k2",
+        syntax="named_json",
+        selectors=(("<|tool_call_argument_begin|>",), ("<|tool_calls_section_begin|>",)),
+        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        section_begin="<|tool_calls_section_begin|>",
+        section_end="<|tool_calls_section_end|>",
+        call_begin="<|tool_call_begin|>functions.",
+        name_end=":{index}<|tool_call_argument_begin|>",
+        call_end="<|tool_call_end|>",
+    ),
+    ToolCallFormat(
+        name="minimax_m3",
+        syntax="xml",
+        selectors=(("]<]minimax[>[",),),
+        begins=("]<]minimax[>[<tool_call>", "]<]minimax[>[<invoke"),
+        ends=("]<]minimax[>[</invoke>", "]<]minimax[>[</tool_call>"),
+        section_begin="]<]minimax[>[<tool_call>\n",
+        section_end="\n]<]minimax[>[</tool_call>",
+        call_begin=']<]minimax[>[<invoke name="',
+        name_end='">',
+        call_end="]<]minimax[>[</invoke>",
+        separator="\n",
+        parameter_begin="]<]minimax[>[<",
+        key_end=">",
+        parameter_end="]<]minimax[>[</{key}>",
+    ),
+    ToolCallFormat(
+        name="minimax_m2",
+        syntax="xml",
+        selectors=(("<minimax:tool_call>",), ("minimax:tool_call",)),
+        begins=("<minimax:tool_call>", "<invoke name="),
+        ends=("</invoke>", "</minimax:tool_call>"),
+        section_begin="<minimax:tool_call>\n",
+        section_end="\n</minimax:tool_call>",
+        call_begin='<invoke name="',
+        name_end='">\n',
+        call_end="</invoke>",
+        separator="\n",
+        parameter_begin='<parameter name="',
+        key_end='">',
+        parameter_end="</parameter>\n",
+    ),
+    ToolCallFormat(
+        name="gemma4",
+        syntax="gemma",
+        selectors=(("<|tool_call>",),),
+        begins=("<|tool_call>",),
+        ends=("<tool_call|>",),
+        call_begin="<|tool_call>call:",
+        name_end="{",
+        call_end="}<tool_call|>",
+        quote='<|"|>',
+    ),
+    ToolCallFormat(
+        name="gemma3",
+        syntax="gemma",
+        selectors=(("<start_function_call>",),),
+        begins=("<start_function_call>",),
+        ends=("<end_function_call>",),
+        call_begin="<start_function_call>call:",
+        name_end="{",
+        call_end="}<end_function_call>",
+        quote="<escape>",
+    ),
+    ToolCallFormat(
+        name="seed_oss",
+        selectors=(("<seed:tool_call>",), ("seed:tool_call",)),
+        key_end=">",
+        parameter_end="</parameter>\n",
+        **_functions("seed:tool_call"),
+    ),
+    ToolCallFormat(
+        name="qwen3_coder",
+        selectors=(("<function=",),),
+        key_end=">\n",
+        parameter_end="\n</parameter>\n",
+        **_functions("tool_call"),
+    ),
+    ToolCallFormat(
+        name="hy_v3",
+        syntax="xml",
+        selectors=(("<tool_sep>",), ("tool_sep", "arg_key")),
+        begins=("<tool_calls>", "<tool_call>"),
+        ends=("</tool_call>", "</tool_calls>"),
+        section_begin="<tool_calls>\n",
+        section_end="\n</tool_calls>",
+        call_begin="<tool_call>",
+        name_end="<tool_sep>\n",
+        call_end="</tool_call>",
+        separator="\n",
+        parameter_begin="<arg_key>",
+        key_end="</arg_key>\n<arg_value>",
+        parameter_end="</arg_value>\n",
+    ),
+    ToolCallFormat(
+        name="glm4_moe",
+        syntax="xml",
+        selectors=(("<arg_key>",),),
+        begins=("<tool_call>",),
+        ends=("</tool_call>",),
+        call_begin="<tool_call>",
+        name_end="\n",
+        call_end="</tool_call>",
+        separator="\n",
+        parameter_begin="<arg_key>",
+        key_end="</arg_key>\n<arg_value>",
+        parameter_end="</arg_value>\n",
+    ),
+    ToolCallFormat(
+        name="mistral_v11",
+        syntax="named_json",
+        selectors=(("[TOOL_CALLS]", "[ARGS]"),),
+        begins=("[TOOL_CALLS]",),
+        call_begin="[TOOL_CALLS]",
+        name_end="[ARGS]",
+    ),
+    ToolCallFormat(
+        name="mistral",
+        selectors=(("[TOOL_CALLS]",),),
+        begins=("[TOOL_CALLS]",),
+        bare=True,
+        **_json_list("[TOOL_CALLS] "),
+    ),
+    ToolCallFormat(
+        name="longcat",
+        selectors=(("<longcat_tool_call>",),),
+        begins=("<longcat_tool_call>",),
+        ends=("</longcat_tool_call>",),
+        separator="\n",
+        **_json_call("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+    ),
+    ToolCallFormat(
+        name="nemotron",
+        selectors=(("<TOOLCALL>",),),
+        begins=("<TOOLCALL>",),
+        ends=("</TOOLCALL>",),
+        **_json_list("<TOOLCALL>", "</TOOLCALL>"),
+    ),
+    ToolCallFormat(
+        name="phi4_mini",
+        selectors=(("<|/tool_call|>",), ("functools[",)),
+        begins=("<|tool_call|>", "functools"),
+        ends=("<|/tool_call|>",),
+        **_json_list("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    ToolCallFormat(
+        name="granite",
+        selectors=(("<|tool_call|>",),),
+        begins=("<|tool_call|>",),
+        **_json_list("<|tool_call|>"),
+    ),
+    ToolCallFormat(
+        name="cohere",
+        syntax="json",
+        selectors=(("<|START_ACTION|>",),),
+        begins=("<|START_ACTION|>",),
+        ends=("<|END_ACTION|>",),
+        section_begin="<|START_ACTION|>[\n",
+        section_end="\n]<|END_ACTION|>",
+        call_begin='    {"tool_call_id": "{index}", "tool_name": "',
+        name_end='", "parameters": ',
+        call_end="}",
+        separator=",\n",
+        name_keys=("tool_name", "name"),
+        argument_keys=("parameters", "arguments"),
+    ),
+    ToolCallFormat(
+        name="apertus",
+        syntax="json",
+        selectors=(("<|tools_prefix|>",),),
+        begins=("<|tools_prefix|>",),
+        ends=("<|tools_suffix|>",),
+        section_begin="<|tools_prefix|>[",
+        section_end="]<|tools_suffix|>",
+        call_begin='{"',
+        name_end='": ',
+        call_end="}",
+        separator=", ",
+        name_keys=(),
+    ),
+    ToolCallFormat(
+        name="internlm",
+        selectors=(("<|action_start|>",),),
+        begins=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+        ends=("<|action_end|>",),
+        separator="\n",
+        **_json_call("<|action_start|><|plugin|>\n", "<|action_end|>", arguments="parameters"),
+    ),
+    ToolCallFormat(
+        name="lfm2",
+        syntax="python",
+        selectors=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        begins=("<|tool_call_start|>",),
+        ends=("<|tool_call_end|>",),
+        section_begin="<|tool_call_start|>[",
+        section_end="]<|tool_call_end|>",
+        name_end="(",
+        call_end=")",
+        separator=", ",
+    ),
+    ToolCallFormat(
+        name="olmo3",
+        syntax="python",
+        selectors=(("<function_calls>",),),
+        begins=("<function_calls>",),
+        ends=("</function_calls>",),
+        section_begin="<function_calls>\n",
+        section_end="\n</function_calls>",
+        name_end="(",
+        call_end=")",
+        separator="\n",
+    ),
+    ToolCallFormat(
+        name="minimax_m1",
+        selectors=(("<tool_calls>", "MiniMax"),),
+        begins=("<tool_calls>",),
+        ends=("</tool_calls>",),
+        section_begin="<tool_calls>\n",
+        section_end="\n</tool_calls>",
+        separator="\n",
+        **_json_call(""),
+    ),
+    ToolCallFormat(
+        name="hunyuan",
+        selectors=(("<tool_calls>",),),
+        begins=("<tool_calls>",),
+        ends=("</tool_calls>",),
+        **_json_list("<tool_calls>", "</tool_calls>"),
+    ),
+    ToolCallFormat(
+        name="hermes",
+        selectors=(("<tool_call>",),),
+        begins=("<tool_call>",),
+        ends=("</tool_call>",),
+        separator="\n",
+        **_json_call("<tool_call>\n", "\n</tool_call>"),
+    ),
+    ToolCallFormat(
+        name="llama4_pythonic",
+        syntax="python",
+        selectors=(("<|python_start|>",), ("[func_name1(",)),
+        begins=("<|python_start|>",),
+        ends=("<|python_end|>",),
+        bare=True,
+        section_begin="[",
+        section_end="]",
+        name_end="(",
+        call_end=")",
+        separator=", ",
+    ),
+    ToolCallFormat(
+        name="llama3_json",
+        selectors=(("<|python_tag|>",), ("ipython",), ('"parameters": dictionary of argument name',)),
+        begins=("<|python_tag|>",),
+        bare=True,
+        separator="; ",
+        **_json_call("", arguments="parameters"),
+    ),
+)
+TOOL_CALL_FORMAT: Mapping[str, ToolCallFormat] = {row.name: row for row in TOOL_CALL_FORMATS}
+
+# Markers within calls that are special tokens of some tokenizers, besides those in `begins` and `ends`.
+_PARTS: dict[str, tuple[str, ...]] = {row.name: () for row in TOOL_CALL_FORMATS} | {
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+    "deepseek_v3": ("<｜tool▁sep｜>",),
+    "deepseek_v31": ("<｜tool▁sep｜>",),
+    "deepseek_v32": ("｜DSML｜",),
+    "deepseek_v4": ("｜DSML｜",),
+    "kimi_k2": ("<|tool_call_argument_begin|>",),
+    "mistral": ("[ARGS]", "[CALL_ID]"),
+    "mistral_v11": ("[ARGS]", "[CALL_ID]"),
+    "internlm": ("<|action_start|>", "<|plugin|>", "<|interpreter|>"),
+    "hy_v3": ("<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "glm4_moe": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "minimax_m3": ("]<]minimax[>[",),
+}  # fmt: skip
+
+# In the order in which chat templates are searched for their selectors.
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+    ReasoningFormat(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        (("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+    ),
+    ReasoningFormat("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>", "seed:think")),
+    ReasoningFormat("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+    ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")),
+    ReasoningFormat("<longcat_think>", "</longcat_think>", ("<longcat_think>", "</longcat_think>")),
+    ReasoningFormat("<mm:think>", "</mm:think>", ("<mm:think>", "</mm:think>")),
+    ReasoningFormat("◁think▷", "◁/think▷", ("◁think▷", "◁/think▷")),
+    ReasoningFormat("<|begin_of_thought|>", "<|end_of_thought|>", ("<|begin_of_thought|>",), (("<|begin_of_solution|>", "<|end_of_solution|>"),)),
+    ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
+)
+
+# `[name(key=`, as the templates of pythonic formats show calls; the name may be a Jinja expression.
+_PYTHONIC = re.compile(r"\[\s*(?:\w+|\{\{-?[^{}]*\}\})\(\s*(?:\w+|\{\{-?[^{}]*\}\})\s*=")
+
+
+def find_tool_format(template: str) -> ToolFormat | None:
+    """Return the name of the format in which models with this chat template call tools; None if it is unknown."""
+    for row in TOOL_CALL_FORMATS:
+        if any(all(text in template for text in selector) for selector in row.selectors):
+            return row.name
+        if row.name == "llama4_pythonic" and _PYTHONIC.search(template):
+            return row.name
+    return None
+
+
+def tool_format(template: str) -> ToolFormat:
+    """Return the name of the format of tool calls that a chat template selects; `"hermes"` if it is unknown."""
+    return find_tool_format(template) or "hermes"
+
+
+def reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the markers of the reasoning that a chat template mentions; None if it mentions none."""
+    for row in REASONING_FORMATS:
+        if any(text in template for text in row.selectors):
+            if row.begin == "<think>" and "<answer>" in template:  # Hunyuan A13B
+                return row._replace(wrappers=(("<answer>", "</answer>"),))
+            return row
+    return None
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the function of each tool, which may be given with or without `{"type": "function", "function": …}`."""
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            yield function

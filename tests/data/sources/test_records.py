@@ -1,0 +1,362 @@
+"""One normal form of records: the same from every kind of source and for every use; nothing is dropped uncounted."""
+
+import codecs
+import gzip
+import json
+import random
+
+import pytest
+
+from eqx_decoders.data.chats import render_documents
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset
+from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
+from eqx_decoders.data.prompt_batches import read_prompts
+from eqx_decoders.data.sources.documents import ReadReport, record_documents
+from eqx_decoders.data.sources.readers import ALL, read_records
+from eqx_decoders.data.sources.records import (
+    INVERTED_FLAGS,
+    ROLES,
+    TRAIN_FLAGS,
+    UNSUPPORTED_CHAT_KEYS,
+    UNSUPPORTED_MESSAGE_KEYS,
+    UNSUPPORTED_RECORD_KEYS,
+    normalize_prompt,
+    normalize_record,
+)
+from eqx_decoders.data.sources.sources import find_sources
+from eqx_decoders.data.store.corpus import read_documents
+from eqx_decoders.errors import DataError
+from eqx_decoders.evaluation.text_sets import load_text_set
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from tests.data.test_chats import CHATML, write
+
+
+TEMPLATE = ChatTemplate(
+    source="{{ tools | tojson if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = ChatTemplate(
+    source="{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BYTES = ByteTokenizer()
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+WANTED = "<user>q</s><assistant>a</s>"
+
+
+def rendered(*records, template: ChatTemplate = TEMPLATE, report: ReadReport | None = None, field: str = "text"):
+    named = ((f"a.jsonl:{number}", record) for number, record in enumerate(records, 1))
+    return list(render_documents(record_documents(named, field, report=report), template, report))
+
+
+def trained(document) -> list[str]:
+    return [document.text[start:stop] for start, stop in document.spans]
+
+
+def random_records(seed: int) -> list[dict]:
+    """Conversations with keys that are not in all rows: Arrow fills the others with nulls."""
+    rng = random.Random(seed)
+
+    def record(number: int) -> dict:
+        names = rng.sample(["weather", "search", "open"], rng.randint(1, 3))
+        arguments = {name: {rng.choice("abc"): str(number)} for name in names}
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments[name]}} for name in names]
+        answer = {"role": "assistant", "content": f"answer {number}"}
+        if rng.random() < 0.5:
+            answer = {"role": "assistant", "content": None, "tool_calls": calls}
+        elif rng.random() < 0.5:
+            answer["weight"] = rng.randint(0, 1)
+        messages = [{"role": "user", "content": f"question {number}"}, answer]
+        if rng.random() < 0.3:
+            messages.insert(0, {"role": "system", "content": "be kind", "name": "x"})
+        properties = {name: {"properties": {key: {"type": "string"} for key in arguments[name]}} for name in names}
+        tools = [{"type": "function", "function": {"name": name, "parameters": properties[name]}} for name in names]
+        return {"messages": messages} | ({"tools": tools} if "tool_calls" in answer else {})
+
+    return [record(number) for number in range(12)]
+
+
+def written_as(kind: str, records: list[dict], folder):
+    """Write records as one kind of source; return its path."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    table = pyarrow.Table.from_pylist(records)
+    match kind:
+        case "jsonl":
+            (folder / "a.jsonl").write_bytes(lines)
+        case "bom":
+            (folder / "a.jsonl").write_bytes(codecs.BOM_UTF8 + lines)
+        case "list":
+            (folder / "a.json").write_bytes(codecs.BOM_UTF8 + json.dumps(records, indent=1).encode())
+        case "gzip":
+            (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+        case "parquet":
+            parquet.write_table(table, folder / "a.parquet")
+        case "lines of Arrow":
+            (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+        case "strings":
+            write(folder / "a.jsonl", *({name: json.dumps(value) for name, value in each.items()} for each in records))
+        case "strings in parquet":
+            rows = [{name: json.dumps(value) for name, value in each.items()} for each in records]
+            parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+        case "saved":
+            datasets = pytest.importorskip("datasets")
+            datasets.Dataset(table).save_to_disk(str(folder / "saved"))
+    return str(folder / "saved") if kind == "saved" else str(next(folder.glob("a.*")))
+
+
+SOURCES = ("bom", "list", "gzip", "parquet", "lines of Arrow", "strings", "strings in parquet", "saved")
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_source_gives_the_same_documents(kind, seed, tmp_path):
+    records = random_records(seed)
+    report, same = ReadReport(), ReadReport()
+    wanted = rendered(*records, report=same)
+    path = written_as(kind, records, tmp_path)
+    found = list(render_documents(read_documents(path, report=report), TEMPLATE, report))
+    assert [(each.text, each.spans) for each in found] == [(each.text, each.spans) for each in wanted]
+    assert report == same and len(found) + sum(report.dropped.values()) == len(records)
+    (source,) = find_sources(path)
+    prompts = [normalize_prompt({**row, "prompt": row["messages"]}, where) for where, row in read_records(source, ALL)]
+    expected = [normalize_prompt({**row, "prompt": row["messages"]}, "x") for row in records]
+    assert [(each["prompt"], each.get("tools")) for each in prompts] == [
+        (each["prompt"], each.get("tools")) for each in expected
+    ]
+
+
+SAME = {
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "sharegpt in messages": {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "sharegpt as JSON": {"conversations": json.dumps([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}])},
+    "alpaca": {"instruction": "q", "input": "", "output": "a"},
+    "alpaca without input": {"instruction": "q", "output": "a"},
+    "pair": {"prompt": [USER], "completion": [ANSWER]},
+    "pair as JSON": {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
+    "messages of one kind": {"prompt": [USER], "completion": "a"},
+    "one message": {"prompt": [USER], "completion": ANSWER},
+    "JSON of messages": {"messages": [json.dumps(USER), json.dumps(ANSWER)]},
+    "columns": {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
+    "sharegpt columns": {"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}},
+    "parts": {"messages": [{**USER, "content": [{"type": "text", "text": "q"}]}, {**ANSWER, "content": ["a"]}]},
+    "parts of Arrow": {"messages": [{**USER, "content": [{"type": "text", "text": "q", "image": None}]}, ANSWER]},
+    "output text": {"messages": [USER, {**ANSWER, "content": [{"type": "output_text", "text": "a"}]}]},
+    "text field": {"text": [USER, ANSWER]},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_formats_are_the_same_conversation(name):
+    (document,) = rendered(SAME[name])
+    assert document.text == WANTED and trained(document) == ["a</s>"]
+    prompt = normalize_prompt(SAME[name], "x")["prompt"] if name != "text field" else [USER]
+    assert prompt[0]["role"] == "user" and len(prompt) <= 2
+
+
+def test_parts_stay_parts_where_a_template_takes_no_text():
+    source = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (document,) = rendered(SAME["parts"], template=ChatTemplate(source=source))
+    assert document.text == WANTED
+
+
+def test_more_of_alpaca_and_system_columns():
+    record = {"instruction": "add", "input": "1 2", "output": "3", "system": "be kind", "history": [["x", "y"]]}
+    (document,) = rendered(record)
+    assert document.text == "<system>be kind</s><user>x</s><assistant>y</s><user>add\n1 2</s><assistant>3</s>"
+    (document,) = rendered({"system": "be kind", "messages": [USER, ANSWER]})
+    assert document.text == "<system>be kind</s>" + WANTED
+
+
+@pytest.mark.parametrize("role", [*ROLES, "Assistant", "GPT", " Human ", "SYSTEM"])
+def test_names_of_roles(role):
+    name = ROLES[role.strip().lower()]
+    if name == "function_call":
+        record = {"messages": [USER, {"role": role, "content": '{"name": "f", "arguments": {"x": 1}}'}]}
+        assert rendered(record)[0].text == '<user>q</s><assistant>f{"x": 1}</s>'
+        return
+    (document,) = rendered({"messages": [{"role": role, "content": "x"}, USER, ANSWER]})
+    assert document.text == f"<{name}>x</s>{WANTED}"
+
+
+def test_older_calls_of_openai():
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    record = {"messages": [USER, call, {"role": "function", "name": "f", "content": "1"}, ANSWER]}
+    (document,) = rendered(record | {"functions": [{"name": "f"}]})
+    assert "<assistant>f" in document.text and "<tool>1</s>" in document.text and '"name": "f"' in document.text
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+@pytest.mark.parametrize("flag", [*TRAIN_FLAGS, *INVERTED_FLAGS])
+def test_flags_of_messages_decide_what_is_trained_on(flag, template):
+    rng = random.Random(flag)
+    for _ in range(4):
+        kept = [rng.random() < 0.5 for _ in range(4)]
+        values = [keep != (flag in INVERTED_FLAGS) for keep in kept]
+        values = [int(value) if flag == "weight" else value for value in values]
+        turns = [[USER, {**ANSWER, "content": f"a{n}", flag: value}] for n, value in enumerate(values)]
+        report = ReadReport()
+        found = rendered({"messages": [turn for pair in turns for turn in pair]}, template=template, report=report)
+        wanted = [f"a{n}</s>" for n, keep in enumerate(kept) if keep]
+        assert [trained(document) for document in found] == ([wanted] if wanted else [])
+        assert sum(report.dropped.values()) == (not wanted)
+    pair = {
+        "prompt": [USER, {**ANSWER, flag: True}, USER],
+        "completion": [{**ANSWER, flag: flag not in INVERTED_FLAGS}],
+    }
+    assert trained(rendered(pair, template=template)[0]) == ["a</s>"]
+
+
+def test_keys_that_are_not_supported_are_refused_by_name():
+    for key in UNSUPPORTED_MESSAGE_KEYS:
+        with pytest.raises(DataError, match=rf"a\.jsonl:1: messages\[1\]\.{key}="):
+            rendered({"messages": [USER, {**ANSWER, key: [0.5]}]})
+        assert rendered({"messages": [USER, {**ANSWER, key: None}]})[0].text == WANTED
+    for key in (*UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS):
+        for record in ({"messages": [USER, ANSWER]}, {"prompt": "q", "completion": "a"}):
+            with pytest.raises(DataError, match=rf"a\.jsonl:1: {key}="):
+                rendered({**record, key: 0.5})
+    for value in (0.5, "no", [1]):
+        with pytest.raises(DataError, match=r"messages\[1\]\.weight="):
+            rendered({"messages": [USER, {**ANSWER, "weight": value}]})
+    with pytest.raises(DataError, match="flags that contradict"):
+        rendered({"messages": [USER, {**ANSWER, "weight": 1, "train": False}]})
+    with pytest.raises(DataError, match=r"messages\[0\]\.train=True marks a message of the role 'user'"):
+        rendered({"messages": [{**USER, "train": True}, ANSWER]})
+    with pytest.raises(DataError, match=r"label=False .*--method kto"):
+        rendered({"prompt": "q", "completion": "a", "label": False})
+    with pytest.raises(DataError, match="field 'system' belongs to a conversation"):
+        rendered({"prompt": "q", "completion": "a", "system": "s"})
+    with pytest.raises(DataError, match="field 'tools' belongs to a conversation"):
+        rendered({"prompt": "q", "completion": "a", "tools": [{"name": "f"}]})
+    with pytest.raises(DataError, match="messages as Python writes them"):
+        rendered({"prompt": str([USER]), "completion": str([ANSWER])})
+    with pytest.raises(DataError, match=r"leaves out messages\[0\], whose role 'narrator'"):
+        source = (
+            "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        )
+        rendered(
+            {"messages": [{"role": "narrator", "content": "x"}, USER, ANSWER]}, template=ChatTemplate(source=source)
+        )
+
+
+def test_all_columns_may_have_any_name_in_plain_texts():
+    record = {"text": "x", "weight": 70.5, "train": "a", "system": "linux", "label": 3, "tools": "{", "output": [1]}
+    with pytest.raises(DataError, match="field 'tools' is not valid JSON"):
+        rendered(record)
+    assert rendered(record | {"tools": "[]"})[0].text == "x"
+
+
+def test_what_is_dropped_is_counted_by_reason(tmp_path):
+    """Of 40 records 20 are left out, each for a reason that the run shows; all of them is an error."""
+    useless = [
+        {"messages": [USER]},
+        {"messages": [USER, {"role": "narrator", "content": "x"}]},
+        {"messages": [USER, {**ANSWER, "weight": 0}]},
+        {"messages": []},
+        {"prompt": "a", "completion": ""},
+    ]
+    path = write(tmp_path / "a.jsonl", *([{"messages": [USER, ANSWER]}] * 20 + useless * 4))
+    settings = {"seq_len": 32, "batch_size": 1, "cache_dir": str(tmp_path / "cache"), "held_out_fraction": 0.0}
+    batches = make_dataset(
+        DataConfig(path=path, **settings), BYTES, folder=tmp_path / "run", template=ChatTemplate(source=CHATML)
+    )
+    text = batches.describe(0, 1)
+    assert "warning: 20 of 40 records are left out" in text and "narrator" in text and text.count(" 4 ") == 5
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in useless))
+    with pytest.raises(DataError, match="all of its 5 records are left out: 1 "):
+        make_dataset(
+            DataConfig(path=str(tmp_path / "b.jsonl"), **settings),
+            BYTES,
+            folder=tmp_path / "other",
+            template=ChatTemplate(source=CHATML),
+        )
+
+
+HALF = "x \ud83d"
+UNENCODABLE = {
+    "text": {"text": HALF},
+    "message": {"messages": [{**USER, "content": HALF}, ANSWER]},
+    "answer": {"messages": [USER, {**ANSWER, "content": HALF}]},
+    "part": {"messages": [USER, {**ANSWER, "content": [{"type": "text", "text": HALF}]}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": HALF}, {"from": "gpt", "value": "a"}]},
+    "alpaca": {"instruction": HALF, "output": "a"},
+    "prompt": {"prompt": HALF, "completion": "a"},
+    "completion": {"prompt": "a", "completion": HALF},
+    "JSON": {"prompt": "a", "completion": json.dumps([{**ANSWER, "content": HALF}])},
+    "tools": {"messages": [USER, ANSWER], "tools": [{"name": HALF}]},
+    "key": {"messages": [USER, ANSWER], "chat_template_kwargs": {HALF: 1}},
+    "arguments": {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {"x": HALF}}]}]},
+}
+
+
+@pytest.mark.parametrize("name", UNENCODABLE)
+def test_text_that_cannot_be_encoded_is_named(name, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, UNENCODABLE[name])
+    with pytest.raises(DataError, match=r"a\.jsonl:2.*is not valid Unicode"):
+        list(render_documents(read_documents(path), TEMPLATE))
+
+
+@pytest.mark.parametrize("field", ["prompt", "chosen", "rejected", "completion", "answer", "text"])
+def test_text_that_cannot_be_encoded_is_named_for_every_use(field, tmp_path):
+    record = {"prompt": "q", "chosen": "a", "rejected": "b", "completion": "c", "label": True, "text": "t", field: HALF}
+    path = write(tmp_path / "a.jsonl", record)
+    uses = {
+        "pairs": (("prompt", "chosen", "rejected"), lambda: read_pairs(path, BYTES, seq_len=64)),
+        "labels": (("prompt", "completion"), lambda: read_labelled_answers(path, BYTES, seq_len=64)),
+        "prompts": (("prompt", "answer"), lambda: read_prompts(path, BYTES, most_tokens=64)),
+        "texts": (("text",), lambda: load_text_set(f"a={path}")),
+    }
+    for fields, use in uses.values():
+        if field in fields:
+            with pytest.raises(DataError, match=r"a\.jsonl:1: field .*is not valid Unicode"):
+                use()
+
+
+def test_preferences_in_other_formats_are_the_same(tmp_path):
+    records = [
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]},
+        {
+            "prompt": json.dumps([USER]),
+            "chosen": json.dumps([ANSWER]),
+            "rejected": json.dumps({**ANSWER, "content": "b"}),
+        },
+        {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}}
+        | {"rejected": {"from": "gpt", "value": "b"}},
+        {"instruction": "q", "chosen": "a", "rejected": "b"},
+        {"input": {"messages": [USER]}, "preferred_output": [ANSWER]}
+        | {"non_preferred_output": [{**ANSWER, "content": "b"}]},
+        {"prompt": [{"role": "Human", "content": [{"type": "text", "text": "q"}]}], "chosen": "a", "rejected": "b"},
+    ]
+    found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
+    tokens = [[answer.tokens.tolist() for answer in example.answers] for example in found.examples]
+    assert len(tokens) == len(records) and all(each == tokens[0] for each in tokens)
+
+
+def test_prompts_in_other_formats_are_the_same(tmp_path):
+    records = [
+        {"prompt": [USER]},
+        {"prompt": json.dumps([USER])},
+        {"messages": [USER]},
+        {"conversations": [{"from": "human", "value": "q"}]},
+        {"instruction": "q", "output": "a"},
+        {"prompt": [{"role": "Human", "content": [{"type": "text", "text": "q", "image": None}]}]},
+    ]
+    prompts = read_prompts(write(tmp_path / "a.jsonl", *records), BYTES, most_tokens=256, template=TEMPLATE).prompts
+    assert len({prompt.tokens for prompt in prompts}) == 1 and len(prompts) == len(records)
+    assert prompts[4].record["output"] == "a"
+
+
+def test_a_record_is_normalized_once():
+    """The normal form of a normal form is the same."""
+    for seed in range(3):
+        for record in [*random_records(seed), *SAME.values()]:
+            once = normalize_record(record, "x")
+            assert normalize_record(json.loads(json.dumps(once)), "x") == once

@@ -1,0 +1,234 @@
+"""The tokens that a model is given at inference are the first tokens of its training rows, for all tokenizers."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.chats import JOINED, SPLIT
+from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
+from eqx_decoders.data.prompt_batches import read_prompts
+from eqx_decoders.data.sources.documents import ReadReport
+from eqx_decoders.data.store.corpus import read_documents
+from eqx_decoders.data.store.shard_writer import write_shard
+from eqx_decoders.data.store.shards import Shard
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, prompt_ids, train_bpe
+from eqx_decoders.serving.frontend.prompts import TextFrontend
+from tests.data.test_chats import CHATML, write
+
+
+WORDS = [
+    "the",
+    "capital",
+    "of",
+    "France",
+    "is",
+    "Paris",
+    ".",
+    "A:",
+    "Rome",
+    "Q:",
+    "1234",
+    "67",
+    "é",
+    "ü",
+    "日本",
+    "\n\n",
+    "\n",
+    "a",
+    "",
+    "b",
+    "",
+    "",
+    "c",
+    "\t",
+    "x",
+]
+TEXTS = [" ".join(random.Random(seed).choices(WORDS, k=30)) for seed in range(300)]
+SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>")
+PIECES = ["A:", " ", "  ", "Paris", " Rome", "\n", "\n\n", "12", "345", "é", "日", "<|end|>", "<s>", "a", ".", "[T]"]
+# line ends, blanks and letters on both sides of the boundary
+TEMPLATES = {
+    "chatml": CHATML,
+    "lines": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "words": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+}
+
+
+def trained(kind: str) -> JsonTokenizer:
+    """A small tokenizer of a kind; `bos`: the post-processor puts `<s>` before a text."""
+    from tokenizers import (
+        AddedToken,
+        Tokenizer as Inner,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    model, *options = kind.split()
+    if model == "unigram":
+        inner = Inner(models.Unigram())
+        trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", special_tokens=["<unk>", *SPECIAL])
+    else:
+        inner = Inner(models.BPE(unk_token=None if model == "bytes" else "<unk>", byte_fallback=False, fuse_unk=True))
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if model == "bytes" else []
+        special = list(SPECIAL) if model == "bytes" else ["<unk>", *SPECIAL]
+        trainer = trainers.BpeTrainer(
+            vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    if model == "bytes":
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space="prefix" in options)
+        inner.decoder = decoders.ByteLevel()
+    elif "legacy" in options:  # Llama 2
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        scheme = next((option for option in options if option in ("first", "always", "never")), "first")
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split="split" in options)
+        inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    inner.train_from_iterator(TEXTS, trainer)
+    inner.add_tokens([AddedToken("[T]", normalized=False)])
+    if "strips" in options:
+        inner.add_special_tokens([AddedToken("<|assistant|>", rstrip=True), AddedToken("<|end|>", lstrip=True)])
+    if "bos" in options:
+        start = ("<s>", inner.token_to_id("<s>"))
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
+    return JsonTokenizer(inner, bos=None if "nobos" in options else "<s>", eos="</s>")
+
+
+KINDS = [
+    *("bytes bos", "bytes", "bytes nobos", "bytes prefix bos", "bytes bos strips"),
+    *("pieces first bos", "pieces always bos", "pieces never", "pieces first split", "pieces legacy bos"),
+    *("unigram first bos", "unigram always"),
+]
+_made: dict[str, Tokenizer] = {"own": ByteTokenizer(), "trained here": train_bpe(TEXTS, 400)}
+
+
+def tokenizer_of(kind: str) -> Tokenizer:
+    pytest.importorskip("tokenizers")
+    if kind not in _made:
+        _made[kind] = trained(kind)
+    return _made[kind]
+
+
+def rows_of(path: str, tokenizer: Tokenizer, tmp_path, template: ChatTemplate | None = None):
+    """The tokens of each document of a file with its targets, and the report of how it was read."""
+    report = ReadReport()
+    documents = read_documents(path, tokenizer=tokenizer, report=report)
+    write_shard(tmp_path / "shard", documents, tokenizer, template, report=report)
+    shard = Shard(tmp_path / "shard")
+    return [(shard[number].tolist(), shard.targets(number)) for number in range(len(shard))], report
+
+
+def pairs_of_texts(count: int) -> list[tuple[str, str]]:
+    rng = random.Random(1)
+    found = [
+        ("".join(rng.choices(PIECES, k=rng.randint(1, 5))), "".join(rng.choices(PIECES, k=rng.randint(1, 4))))
+        for _ in range(count)
+    ]
+    return [("A: ", "Paris"), ("x", "\n\ny"), ("a\n", "\nb"), *found]
+
+
+def decoded(tokenizer: Tokenizer, ids) -> str:
+    return tokenizer.decode(ids, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
+def test_rows_begin_with_the_prompt_of_inference(kind, tmp_path):
+    """For prompt/completion texts: generate, server and RL give the model the first tokens of the row."""
+    tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(60)
+    records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    rows, report = rows_of(write(tmp_path / "a.jsonl", *records), tokenizer, tmp_path)
+    asked = read_prompts(write(tmp_path / "b.jsonl", *records), tokenizer, most_tokens=10_000).prompts
+    frontend, others = TextFrontend(tokenizer=tokenizer), 0
+    for (prompt, completion), (row, targets), question in zip(pairs, rows, asked, strict=True):
+        ids = prompt_ids(tokenizer, prompt).tolist()
+        assert list(question.tokens) == ids == list(frontend.encode(prompt))
+        if row[: len(ids)] != ids:
+            others += 1
+            continue
+        assert not targets[: len(ids)].any() and targets[max(1, len(ids)) :].all()
+        if not any(name in prompt + completion for name in ("<|end|>", "<s>")):
+            end = [tokenizer.eos_id]
+            assert decoded(tokenizer, row) == decoded(
+                tokenizer, prompt_ids(tokenizer, prompt + completion).tolist() + end
+            )
+    assert others <= report.notes[JOINED] <= 10
+    if kind in ("bytes bos", "trained here"):
+        assert others == 0 and report.notes[SPLIT] > 2
+
+
+@pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
+def test_documents_begin_like_prompts(kind, tmp_path):
+    """A document of plain text starts with what stands before a prompt: nothing, or bos, but never eos in its place."""
+    tokenizer = tokenizer_of(kind)
+    ((row, _),), _ = rows_of(write(tmp_path / "a.jsonl", {"text": "the capital of France"}), tokenizer, tmp_path)
+    ids = prompt_ids(tokenizer, "the capital of France").tolist()
+    assert row == [*ids, tokenizer.eos_id]
+    if "nobos" in kind or "bos" not in kind:
+        assert row[0] != tokenizer.eos_id or kind == "trained here"
+
+
+@pytest.mark.parametrize("kind", ["trained here", *KINDS])
+def test_answers_of_preferences_follow_the_prompt_of_inference(kind, tmp_path):
+    tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(30)
+    records = [{"prompt": p, "chosen": c + "a", "rejected": c + "b"} for p, c in pairs]
+    found = read_pairs(write(tmp_path / "a.jsonl", *records), tokenizer, seq_len=10_000)
+    labelled = [{"prompt": p, "completion": c + "a", "label": True} for p, c in pairs]
+    single = read_labelled_answers(write(tmp_path / "b.jsonl", *labelled), tokenizer, seq_len=10_000)
+    assert len(found.examples) == len(single.examples) == len(pairs)
+    others = 0
+    for (prompt, _), pair, answer in zip(pairs, found.examples, single.examples, strict=True):
+        ids = prompt_ids(tokenizer, prompt).tolist()
+        assert pair.answers[0].tokens.tolist() == answer.answers[0].tokens.tolist()
+        others += sum(each.prompt.tolist() != (ids or each.tokens[:1].tolist()) for each in pair.answers)
+    assert others == found.notes.get(JOINED, 0) and others <= 10
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", ["trained here", *KINDS])
+def test_conversations_begin_with_the_request_of_inference(kind, name, tmp_path):
+    tokenizer, template, rng = tokenizer_of(kind), ChatTemplate(source=TEMPLATES[name]), random.Random(2)
+    contents = [["".join(rng.choices(PIECES[:11], k=3)) for _ in range(4)] for _ in range(20)]
+    contents.append(["a", "\n b", "c", " d"])
+    roles = ("user", "assistant") * 2
+    talks = [[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)] for texts in contents]
+    rows, report = rows_of(
+        write(tmp_path / "a.jsonl", *({"messages": talk} for talk in talks)), tokenizer, tmp_path, template
+    )
+    requests = template.render_many([Conversation(talk[:1], {}, True) for talk in talks])
+    others = 0
+    for request, (row, targets) in zip(requests, rows, strict=True):
+        ids = tokenizer.encode(request.text, special=True).tolist()
+        if row[: len(ids)] != ids:
+            others += 1
+            continue
+        assert int(np.argmax(targets)) == len(ids)
+    assert others <= report.notes[JOINED] + report.notes[SPLIT] and others <= 5
+
+
+def test_a_rendered_chat_is_read_as_its_template_is(tmp_path):
+    """A text that begins with the name of a special token, and has another one, gets the tokens of the conversation."""
+    tokenizer = tokenizer_of("bytes bos")
+    text = "<s><|user|>a b<|end|><|assistant|>Paris<|end|>"
+    records = [{"text": text}, {"text": "<s>strike</s-->"}, {"text": "a <s> b <|end|>"}]
+    path = write(tmp_path / "a.jsonl", *records)
+    rows, report = rows_of(path, tokenizer, tmp_path)
+    assert rows[0][0] == [*tokenizer.encode(text, special=True).tolist(), tokenizer.eos_id]
+    assert [*report.notes.values()] == [1]
+    for row, record in zip(rows[1:], records[1:], strict=True):
+        assert row[0] == [*tokenizer.start_ids, *tokenizer.encode(record["text"]).tolist(), tokenizer.eos_id]
+    for setting, encoded in ((True, records), (False, [])):
+        write_shard(tmp_path / "b", read_documents(path), tokenizer, special_tokens_in_text=setting)
+        shard = Shard(tmp_path / "b")
+        for number, record in enumerate(records):
+            ids = tokenizer.encode(record["text"], special=bool(encoded)).tolist()
+            assert shard[number].tolist()[-len(ids) - 1 : -1] == ids
+    assert json.dumps(report.lines(3))

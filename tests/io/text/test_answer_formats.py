@@ -1,0 +1,223 @@
+"""Every format of tool calls: what a model writes is what is read, in one piece, in pieces, and cut off anywhere."""
+
+import itertools
+import json
+
+import pytest
+
+from eqx_decoders.io.text.answers.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, FunctionCall, find_tool_format
+from eqx_decoders.io.text.answers.parser import (
+    AnswerFormat,
+    Call,
+    Content,
+    ContentSpacing,
+    ContentWasReasoning,
+    Malformed,
+    Partial,
+    Reasoning,
+)
+from eqx_decoders.io.text.tool_calls import parse_tool_calls
+
+
+PROPERTIES = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "items": {"type": "array", "items": {"type": "string"}},
+    "options": {"type": "object"},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PROPERTIES}}}
+    for name in ("edit", "get_weather")
+]
+# Markers of all formats, and the punctuation of JSON, Python and XML.
+MARKERS = sorted(
+    {text for row in TOOL_CALL_FORMATS for text in row.markers}
+    | {text for row in REASONING_FORMATS for text in (row.begin, row.end)}
+    | {"</parameter>", "<parameter=", "<parameter=text>", "<function=x>", "</invoke>", "<tool_call>", "[ARGS]", "```"}
+    | {'"', "'", "\\", "{", "}", "[", "]", "(", ")", "],", "\n", "é", "😀", "</tool_call>", "<|im_end|>", ");"}
+)
+ROWS = {row.name: row for row in TOOL_CALL_FORMATS}
+# With no tokenizer, markers are letters. With one, those that are special tokens cannot be letters of an argument.
+SPECIAL = {
+    "gemma4": ['<|"|>', "<|tool_call>", "<tool_call|>"],
+    "gemma3": ["<escape>", "<start_function_call>", "<end_function_call>"],
+    "deepseek_v31": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"],
+    "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"],
+    "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
+    "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
+    "mistral_v11": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "mistral": ["[TOOL_CALLS]"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "granite": ["<|tool_call|>"],
+    "internlm": ["<|action_start|>", "<|action_end|>", "<|plugin|>"],
+}  # fmt: skip
+
+
+def events_of(form, pieces, prompt="", tools=TOOLS):
+    parser = form.parser(tools, prompt=prompt)
+    return [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+
+
+def collected(events):
+    """The reasoning, the content, the calls, and the texts that were no calls."""
+    reasoning, content, calls, other, spacing = "", "", [], "", ContentSpacing()
+    for event in events:
+        if isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, Content):
+            content += spacing.push(event.text)
+        elif isinstance(event, Call):
+            calls.append(event.call)
+            spacing.call()
+        elif isinstance(event, Malformed | Partial):
+            other += event.text
+        else:
+            assert isinstance(event, ContentWasReasoning)
+            reasoning, content, spacing = reasoning + content, "", ContentSpacing()
+    return reasoning, content + spacing.flush(), calls, other
+
+
+def written(name, calls, form):
+    """Calls as a model writes them, with placeholders for its special tokens; arguments have letters."""
+    row = ROWS[name] if form.row is None else form.row
+    return row.write(calls)
+
+
+def forms(name):
+    yield AnswerFormat(name, None)
+    if name in SPECIAL:
+        yield AnswerFormat(name, None, SPECIAL[name])
+
+
+def arguments_of(name):
+    """Arguments with each marker, and with all of them."""
+    joined = " ".join(text for text in MARKERS if text not in ("'", '"', "\\", "\n"))
+    for text in (*(f"see {marker} here" for marker in MARKERS), joined, "", " a ", "true", "5", "null"):
+        if name in ("gemma3", "gemma4") and text == joined:
+            text = joined.replace(ROWS[name].quote + " ", "")  # in letters, it ends a string before a bracket
+        yield {"text": text}
+    yield {"count": 5, "ratio": 0.5, "flag": True, "items": ["a", "</tool_call>"], "options": {"a": {"b": [1, None]}}}
+    yield {}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_calls_that_are_written_are_read(name):
+    for form in forms(name):
+        for arguments in arguments_of(name):
+            one, two = FunctionCall("edit", arguments), FunctionCall("get_weather", {"text": "Ulm"})
+            for calls in ([one], [one, two], [two, one]):
+                text = written(name, calls, form)
+                assert collected(events_of(form, [text])) == ("", "", calls, ""), text
+
+
+def sample_texts(name, form):
+    texts = ["see </tool_call> here", "a </parameter> </invoke> </arg_value> }]) ", 'x" \' <|call|> [ARGS]{ <|"|> é']
+    calls = [FunctionCall("edit", {"text": text, "count": 3}) for text in texts]
+    content = "" if ROWS[name].bare and not ROWS[name].begins or name in ("llama3_json", "llama4_pythonic", "harmony") else "I see.\n\n"
+    yield content, calls[:1], content + written(name, calls[:1], form)
+    yield content, calls, content + written(name, calls, form)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_answer_in_pieces_is_the_answer_in_one_piece(name):
+    for form in forms(name):
+        for content, calls, text in sample_texts(name, form):
+            whole = collected(events_of(form, [text]))
+            assert whole == ("", content.strip(), calls, ""), text
+            for size in (1, 2, 3, 7, 64):
+                pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+                assert collected(events_of(form, pieces)) == whole, (size, text)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_answer_that_is_cut_off_has_no_wrong_call(name):
+    for form in forms(name):
+        for content, calls, text in sample_texts(name, form):
+            parser, events = form.parser(TOOLS), []
+            for end in range(len(text)):
+                _, shown, found, _ = collected(events_of(form, [text[:end]]))
+                assert found == calls[: len(found)], text[:end]
+                assert shown.startswith(content.strip()[: len(shown)]), text[:end]
+                streamed = collected(events)[2]  # what a stream has sent until here stays
+                assert streamed == calls[: len(streamed)]
+                events += parser.push(text[end])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_text_around_calls_is_kept(name):
+    row, call = ROWS[name], FunctionCall("edit", {"text": "a"})
+    for form in forms(name):
+        text = written(name, [call], form)
+        if name != "harmony":
+            assert collected(events_of(form, [text + "\nDone."])) == ("", "Done.", [call], "")
+        if not row.bare and name != "harmony":
+            assert collected(events_of(form, [f"Sure. {text} Done."])) == ("", "Sure. Done.", [call], "")
+            two = FunctionCall("get_weather", {"text": "b"})
+            between = f"Sure. {text} And: {written(name, [two], form)} Done."
+            assert collected(events_of(form, [between])) == ("", "Sure. And: Done.", [call, two], "")
+        for said in ("It is 4.", '{"answer": 4}', "a [1] {b} < c > (d)", "[", "{", "[edit", '{"name', "  x ", ""):
+            for size in (1, 100):
+                pieces = [said[begin : begin + size] for begin in range(0, len(said), size)]
+                assert collected(events_of(form, pieces)) == ("", said, [], ""), said
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "harmony"])
+@pytest.mark.parametrize("begin", [row.begin for row in REASONING_FORMATS])
+def test_calls_in_the_reasoning_are_text(name, begin):
+    reasoning = next(row for row in REASONING_FORMATS if row.begin == begin)
+    form, call = AnswerFormat(name, reasoning), FunctionCall("edit", {"text": f"see {reasoning.end} here"})
+    thought = written(name, [FunctionCall("edit", {"text": "a"})], form)
+    answer = written(name, [call], form)
+    cases = (("", f"{begin}\n{thought}\n{reasoning.end}\n\n{answer}"), (f"x{begin}\n", f"{thought}{reasoning.end}{answer}"))
+    for prompt, text in cases:
+        for size in (1, 5, len(text)):
+            pieces = [text[start : start + size] for start in range(0, len(text), size)]
+            assert collected(events_of(form, pieces, prompt)) == (thought, "", [call], "")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_malformed_call_does_not_discard_its_neighbors(name):
+    good = [FunctionCall("edit", {"text": "a"}), FunctionCall("get_weather", {"text": "b"})]
+    row = ROWS[name]
+    if row.section_begin or name in ("llama3_json", "llama4_pythonic"):
+        pytest.skip("the calls are one list")
+    form = AnswerFormat(name, None)
+    one, two = (row.write([call]) for call in good)
+    bad = {"json": one.replace(': "a"', ": a b"), "named_json": one.replace('"a"', "a b"), "harmony": one.replace('"a"', "a b")}
+    text = bad.get(row.syntax, one.replace("text", "te}xt") if row.syntax == "gemma" else one.replace("parameter", "p").replace("arg_value", "q"))
+    assert text != one
+    for texts in itertools.permutations((one, two, text)):
+        joined = "\n".join(texts) if name != "harmony" else "".join(texts)
+        calls = [good[0] if item == one else good[1] for item in texts if item != text]
+        found = events_of(form, [joined])
+        assert [event.call for event in found if isinstance(event, Call)] == calls, joined
+        assert any(isinstance(event, Malformed) for event in found), joined
+        assert found_in_pieces(form, joined) == (calls, 1)
+
+
+def found_in_pieces(form, text):
+    events = events_of(form, text)
+    reasons = [event for event in events if isinstance(event, Malformed) and event.reason]
+    return [event.call for event in events if isinstance(event, Call)], len(reasons)
+
+
+def test_templates_select_their_format():
+    for row in TOOL_CALL_FORMATS:
+        call = row.write([FunctionCall("{{ name }}", {"key": "value"})])
+        if row.name not in ("llama3_json", "minimax_m1"):
+            assert find_tool_format("{% for tool in tools %}" + call) == row.name
+    assert find_tool_format("{{ tools }}") is None
+
+
+def test_text_without_a_marker_is_a_call_only_of_an_offered_tool():
+    for name, text in (
+        ("llama3_json", '{"name": "Alice", "parameters": {}}'),
+        ("mistral", '[{"name": "Alice", "arguments": {}}]'),
+        ("llama4_pythonic", "[Alice(age=3)]"),
+    ):
+        assert parse_tool_calls(text, name, TOOLS) == (text, (), (), "")
+        assert [call.name for call in parse_tool_calls(text.replace("Alice", "edit"), name, TOOLS).calls] == ["edit"]
+    assert json.dumps(PROPERTIES)

@@ -1,0 +1,360 @@
+"""Constraints of answers, mask by mask: special tokens, reasoning, and tool calls."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMATS
+from eqx_decoders.io.text.tokenizer import JsonTokenizer
+from eqx_decoders.io.text.tool_calls import parse_tool_calls
+from eqx_decoders.serving.frontend.answer_grammar import (
+    MARKERS,
+    AnswerGrammar,
+    CallGrammar,
+    Grammar,
+    ReasoningGrammar,
+    call_grammar,
+    chat_grammar,
+    types_of,
+    with_token_ids,
+)
+from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, reserved_tokens
+
+
+SPECIAL = ("<|end|>", "<|user|>", "<s>", "<|im_end|>", "<b>", "▁x")
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # as in Qwen3, no special tokens
+
+
+def tokenizer(special=SPECIAL, added=ADDED, byte_level: bool = True) -> JsonTokenizer:
+    """A tokenizer of bytes with some words, special tokens and other added tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    if byte_level:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {letter: index for index, letter in enumerate([*letters, "an", "<|", "|>", "{\""])}
+        model = models.BPE(vocab, [("a", "n"), ("<", "|"), ("|", ">"), ("{", '"')])
+        inner: Any = Tokenizer(model)
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.decoder = decoders.ByteLevel()
+    else:
+        pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁", "▁a", "an"]
+        inner = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0, True))
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    inner.add_tokens([AddedToken(name, special=False, normalized=False) for name in added])
+    return JsonTokenizer(inner, eos=special[0])
+
+
+TOKENIZERS = {"bytes": tokenizer(), "unigram": tokenizer(byte_level=False)}
+COMPILERS = {
+    name: GrammarCompiler(each, each.vocab_size + 5, [each.eos_id or 0, each.vocab_size - len(ADDED) - 3])
+    for name, each in TOKENIZERS.items()
+}
+PLAIN = tokenizer(special=("<eos>", "<|user|>", "<b>"), added=())  # markers are ordinary text
+PLAIN_COMPILER = GrammarCompiler(PLAIN, PLAIN.vocab_size, [PLAIN.eos_id or 0])
+
+
+def names(compiler: GrammarCompiler) -> dict[str, int]:
+    inner = json.loads(compiler._tokenizer.to_json())
+    return {token["content"]: token["id"] for token in inner["added_tokens"]}
+
+
+def allowed(compiler: GrammarCompiler, constraint) -> list[int]:
+    words = np.full((compiler._vocab_size + 31) // 32, -1, np.int32)
+    constraint.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def prepare(compiler: GrammarCompiler, grammar, max_tokens: int | None = None):
+    (constraint,) = asyncio.run(compiler.prepare(grammar, 1, max_tokens=max_tokens))
+    return constraint
+
+
+def sample(compiler: GrammarCompiler, grammar, seed: int, *, length: int = 300, max_tokens: int | None = None):
+    """Return the ids that a random model writes, without the stop id, and whether it has ended."""
+    constraint, pick, ids = prepare(compiler, grammar, max_tokens), random.Random(seed), list[int]()
+    for _ in range(length):
+        tokens = allowed(compiler, constraint)
+        assert tokens and not constraint.error
+        stops = [token for token in tokens if token in compiler._stop_ids]
+        token = pick.choice(stops or tokens)
+        if token in compiler._stop_ids:
+            return ids, True
+        constraint.accept(token)
+        ids.append(token)
+    return ids, False
+
+
+def text_of(compiler: GrammarCompiler, ids) -> str:
+    return compiler._tokenizer.decode(ids, special=True)
+
+
+def accepts(compiler: GrammarCompiler, grammar, *pieces: str | int) -> bool:
+    """Return whether a grammar accepts text, and ends with it. Names of added tokens are tokens where given as ids."""
+    constraint = prepare(compiler, grammar)
+    for piece in pieces:
+        for token in [piece] if isinstance(piece, int) else compiler._vocabulary.tokenize_str(piece):
+            if token not in allowed(compiler, constraint) or token in compiler._stop_ids:
+                return False
+            constraint.accept(token)
+    return set(compiler._stop_ids) <= set(allowed(compiler, constraint))
+
+
+# --- literals with the names of special tokens ------------------------------------------------------------------------
+
+
+def escaped(text: str) -> str:
+    return "".join("\\" + letter if letter in "|{}()[].*+?\\^$" else letter for letter in text)
+
+
+def forms(text: str) -> dict[str, tuple[Grammar, str]]:
+    """Return all kinds of constraints that a text is the only answer of, with the text of the answer."""
+    record = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"], "additionalProperties": False}
+    in_json = json.dumps(text, ensure_ascii=False)
+    return {
+        "choice": (Grammar("choice", (text,)), text),
+        "regex": (Grammar("regex", escaped(text)), text),
+        "grammar": (Grammar("grammar", f"start: {in_json}"), text),
+        "enum": (Grammar("json", json.dumps({"enum": [text]})), in_json),
+        "const": (Grammar("json", json.dumps({"const": text})), in_json),
+        "pattern": (Grammar("json", json.dumps({"type": "string", "pattern": f"^{escaped(text)}$"})), in_json),
+        "property": (Grammar("json", json.dumps(record)), json.dumps({"a": text}, ensure_ascii=False)),
+        "key": (
+            Grammar("json", json.dumps({**record, "properties": {text: {"const": 1}}, "required": [text]})),
+            json.dumps({text: 1}, ensure_ascii=False),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", [*SPECIAL, *ADDED])
+@pytest.mark.parametrize("kind", COMPILERS)
+def test_names_of_special_tokens_in_literals_are_ordinary_text(kind, name):
+    compiler = COMPILERS[kind]
+    added = set(names(compiler).values())
+    for text in (name, f"plan{name}more", f"{name}{name}", f" {name} é"):
+        for form, (grammar, right) in forms(text).items():
+            for wrapped in (grammar, AnswerGrammar(grammar), AnswerGrammar(grammar, harmony=False, wrappers=())):
+                ids, ended = sample(compiler, wrapped, 0)
+                written = text_of(compiler, ids)
+                if form in ("property", "key"):
+                    written = json.dumps(json.loads(written), ensure_ascii=False)
+                assert ended and written == right, (form, written)
+                assert not added & set(ids), form
+
+
+@pytest.mark.parametrize("kind", COMPILERS)
+def test_stop_ids_are_allowed_at_the_end_of_a_literal_only(kind):
+    compiler = COMPILERS[kind]
+    for form, (grammar, _) in forms("a<|end|>b<|im_end|>c").items():
+        constraint = prepare(compiler, grammar)
+        count = 0
+        while not set(tokens := allowed(compiler, constraint)) & set(compiler._stop_ids):
+            constraint.accept(tokens[-1])
+            count += 1
+        assert count > 12 and set(tokens) == set(compiler._stop_ids), form
+
+
+def test_a_stop_id_that_is_no_special_token_does_not_end_a_literal():
+    compiler = GrammarCompiler(TOKENIZERS["bytes"], TOKENIZERS["bytes"].vocab_size, [names(COMPILERS["bytes"])["</think>"]])
+    for form, (grammar, right) in forms("a</think>b").items():
+        ids, ended = sample(compiler, grammar, 0)
+        assert ended and json.dumps(text_of(compiler, ids)).count("</think>") == right.count("</think>"), form
+
+
+def test_grammars_of_clients_may_name_special_tokens():
+    compiler = COMPILERS["bytes"]
+    control = names(compiler)
+    grammar = Grammar("grammar", 'start: "<b>" <|user|> /<s>+/ // <s>\n')
+    ids, ended = sample(compiler, grammar, 0)
+    assert ended and control["<|user|>"] in ids and {control["<b>"], control["<s>"]}.isdisjoint(ids)
+    lark = 'start: "a<b>" <b> /<b>/ <[5]> // <b>\n| "\\"<b>" <other>'
+    assert with_token_ids(lark, {"<b>": 7}) == 'start: "a<b>" <[7]> /<b>/ <[5]> // <b>\n| "\\"<b>" <other>'
+
+
+# --- reasoning --------------------------------------------------------------------------------------------------------
+
+
+ANSWER = Grammar("json", json.dumps({"enum": [{"a": 1}, {"a": 2}]}))
+TEMPLATE = "{{ messages }}<think>{{ reasoning }}</think>"
+
+
+def test_the_prompt_tells_whether_the_answer_reasons():
+    opened, closed = chat_grammar(TEMPLATE, "x<think>\n", ANSWER, None), chat_grammar(TEMPLATE, "</think>\n\n", ANSWER, None)
+    free, without = chat_grammar(TEMPLATE, "assistant\n", ANSWER, None), chat_grammar("{{ x }}", "a", ANSWER, None)
+    assert isinstance(opened, AnswerGrammar) and opened.reasoning == ReasoningGrammar("<think>", "</think>", True)
+    assert isinstance(free, AnswerGrammar) and free.reasoning == ReasoningGrammar("<think>", "</think>", False)
+    assert isinstance(closed, AnswerGrammar) and closed.reasoning is None and without is ANSWER
+    assert chat_grammar(TEMPLATE, "", None, None) is None
+
+
+@pytest.mark.parametrize("compiler", [COMPILERS["bytes"], PLAIN_COMPILER], ids=["tokens", "text"])
+def test_a_form_constrains_the_answer_after_the_reasoning(compiler):
+    control = names(compiler)
+    begin, end = (control.get(name, name) for name in ("<think>", "</think>"))
+    for opened in (False, True):
+        grammar = AnswerGrammar(ANSWER, None, ReasoningGrammar("<think>", "</think>", opened))
+        head = [] if opened else [begin]
+        for blanks in ("", "\n", "\n\n"):
+            assert accepts(compiler, grammar, *head, 'why {"a": 3} <b>', end, f'{blanks}{{"a": 1}}')
+        assert accepts(compiler, grammar, *head, end, '{"a": 2}')
+        assert accepts(compiler, grammar, '{"a": 1}') is not opened
+        assert not accepts(compiler, grammar, *head, "why", end, '{"a": 3}')
+        assert not accepts(compiler, grammar, *head, "why")  # an answer must follow
+        assert not accepts(compiler, grammar, *head, '{"a": 1}', end)
+        assert not accepts(compiler, grammar, *head, control["<|user|>"], end, '{"a": 1}')
+
+
+@pytest.mark.parametrize("compiler", [COMPILERS["bytes"], PLAIN_COMPILER], ids=["tokens", "text"])
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("max_tokens", [20, 60, 200])
+def test_reasoning_leaves_room_for_the_answer(compiler, opened, max_tokens):
+    grammar = AnswerGrammar(Grammar("choice", ("yes", "no")), None, ReasoningGrammar("<think>", "</think>", opened))
+    for seed in range(12):
+        ids, ended = sample(compiler, grammar, seed, length=max_tokens, max_tokens=max_tokens)
+        text = text_of(compiler, ids)
+        assert ended and text.rpartition("</think>")[2].strip() in ("yes", "no"), text
+        reasoning = text.partition("</think>")[0] if "</think>" in text else ""
+        assert len(compiler._tokenizer.encode(reasoning)) <= max_tokens - reserved_tokens(max_tokens) + len("<think>")
+
+
+def test_texts_with_markers_are_complete_outputs_and_a_single_text_needs_no_reasoning():
+    reasoning = ReasoningGrammar("<think>", "</think>", True)
+    spelled = AnswerGrammar(Grammar("choice", ("a</think>b",)), None, reasoning)
+    assert accepts(PLAIN_COMPILER, spelled, "a</think>b") and not accepts(PLAIN_COMPILER, spelled, "why</think>a</think>b")
+    end = names(COMPILERS["bytes"])["</think>"]
+    assert accepts(COMPILERS["bytes"], spelled, "why", end, "a</think>b")  # the marker is a token: this is text
+    single = AnswerGrammar(Grammar("choice", ("yes",)), None, reasoning._replace(opened=False))
+    assert accepts(PLAIN_COMPILER, single, "yes") and not accepts(PLAIN_COMPILER, single, "<think>a</think>yes")
+
+
+def test_wrappers_of_an_answer_are_optional():
+    grammar = AnswerGrammar(ANSWER, wrappers=(("<answer>", "</answer>"),))
+    assert accepts(PLAIN_COMPILER, grammar, '{"a": 1}')
+    assert accepts(PLAIN_COMPILER, grammar, '<answer>\n{"a": 1}\n</answer>')
+    assert not accepts(PLAIN_COMPILER, grammar, '<answer>\n{"a": 1}')
+
+
+def test_messages_of_gpt_oss():
+    grammar = chat_grammar("<|channel|><|message|>", "<|start|>assistant", ANSWER, None)
+    final = '<|channel|>final<|message|>{"a": 1}'
+    assert accepts(PLAIN_COMPILER, grammar, final)
+    assert accepts(PLAIN_COMPILER, grammar, f"<|channel|>analysis<|message|>why<|end|><|start|>assistant{final}")
+    assert not accepts(PLAIN_COMPILER, grammar, '{"a": 1}')
+    for seed in range(5):
+        ids, ended = sample(PLAIN_COMPILER, grammar, seed, length=400, max_tokens=400)
+        assert ended and text_of(PLAIN_COMPILER, ids).endswith("}")
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "a<b>", 'say "x"', "</tool_call>"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 3},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 1},
+        "note": {"type": ["null", "integer"], "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+NAMES = {"get_weather", "get", "now"}
+FORMATS = [row.name for row in TOOL_CALL_FORMATS]
+
+
+def marked_tokenizer(name: str, special: bool) -> JsonTokenizer:
+    row = next(row for row in TOOL_CALL_FORMATS if row.name == name)
+    markers = [marker for marker in row.markers if len(marker) > 3]
+    return tokenizer(("<eos>", *(markers if special else ())), () if special else markers)
+
+
+@pytest.mark.parametrize("style", ["text", "special", "added"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_required_calls_have_a_name_and_arguments_of_the_schema(name, style):
+    jsonschema = pytest.importorskip("jsonschema")
+    words = PLAIN if style == "text" else marked_tokenizer(name, style == "special")
+    compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
+    counts = []
+    for max_calls in (1, None):
+        grammar = AnswerGrammar(None, call_grammar(name, TOOLS, required=True, max_calls=max_calls), harmony=name == "harmony")
+        for seed in range(4):
+            ids, ended = sample(compiler, grammar, seed, length=900, max_tokens=900)
+            text = text_of(compiler, ids)
+            assert ended, text
+            parsed = parse_tool_calls(text, name, TOOLS)
+            assert parsed.calls and not parsed.malformed, (text, parsed)
+            assert len(parsed.calls) == 1 if max_calls == 1 else True
+            counts.append(len(parsed.calls))
+            for call in parsed.calls:
+                assert call.name in NAMES
+                jsonschema.validate(call.arguments, WEATHER if call.name == "get_weather" else {"maxProperties": 0})
+    assert max(counts) >= 1
+
+
+@pytest.mark.parametrize("style", ["text", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_at_most_one_call_follows_free_text(name, style):
+    words = PLAIN if style == "text" else marked_tokenizer(name, True)
+    compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
+    grammar = AnswerGrammar(None, call_grammar(name, TOOLS[:1], required=False, max_calls=1), harmony=name == "harmony")
+    for seed in range(4):
+        ids, _ = sample(compiler, grammar, seed)
+        parsed = parse_tool_calls(text_of(compiler, ids), name, TOOLS)
+        assert len(parsed.calls) <= 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_is_a_call_or_has_its_form(name):
+    calls = call_grammar(name, TOOLS, required=False)
+    required = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=True), harmony=name == "harmony")
+    ids, _ = sample(PLAIN_COMPILER, required, 1, max_tokens=250)
+    written = text_of(PLAIN_COMPILER, ids)
+    grammar = AnswerGrammar(ANSWER, calls, harmony=name == "harmony")
+    content = '{"a": 1}' if name != "harmony" else '<|channel|>final<|message|>{"a": 1}'
+    assert accepts(PLAIN_COMPILER, grammar, content)
+    assert not accepts(PLAIN_COMPILER, grammar, content.replace("1", "3")) and not accepts(PLAIN_COMPILER, grammar, "text")
+    assert accepts(PLAIN_COMPILER, grammar, written), written
+
+
+def test_arguments_are_checked_where_a_call_is_required_only():
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": odd}}]
+    for name in ("hermes", "qwen3_coder", "lfm2", "gemma4"):
+        prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tools, required=False, max_calls=1)))
+        with pytest.raises(ConfigError, match="uniqueItems"):
+            prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tools, required=True)))
+
+
+def test_calls_follow_reasoning():
+    calls = call_grammar("hermes", TOOLS[2:], required=True, max_calls=1)
+    grammar = AnswerGrammar(None, calls, ReasoningGrammar("<think>", "</think>", True))
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert accepts(PLAIN_COMPILER, grammar, f"why <tool_call></think>\n\n{call}")
+    assert not accepts(PLAIN_COMPILER, grammar, call) and not accepts(PLAIN_COMPILER, grammar, f"why</think>a{call}")
+    assert not accepts(PLAIN_COMPILER, grammar, f"why</think>{call}\n{call}")
+
+
+def test_types_of_schemas():
+    root = {"$defs": {"n": {"type": ["integer", "null"]}, "loop": {"$ref": "#/$defs/loop"}}}
+    assert types_of({"$ref": "#/$defs/n"}, root) == {"integer", "null"}
+    assert types_of({"anyOf": [{"const": 1}, {"enum": ["a", True]}]}, root) == {"integer", "string", "boolean"}
+    assert types_of({"allOf": [{"type": ["string", "number"]}, {"type": "number"}]}, root) == {"integer", "number"}
+    assert len(types_of({}, root)) == len(types_of({"$ref": "#/$defs/loop"}, root)) == len(types_of(True, root)) == 7
+
+
+def test_markers_have_no_spaces_at_their_ends():
+    assert all(marker == marker.strip() and marker for marker in MARKERS)
+    assert isinstance(call_grammar("hermes", TOOLS, required=True), CallGrammar)
