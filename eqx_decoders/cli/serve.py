@@ -322,9 +322,9 @@ def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
     """Return the format of tool calls that a setting names. Logs a warning if the chat template's is unknown."""
     if parser != "auto":
         return None if parser == "none" else parser
-    if chat is None or "tools" not in chat.source:
+    if chat is None or "tools" not in chat.source_with_tools:
         return None
-    found = find_tool_format(chat.source)
+    found = find_tool_format(chat.source_with_tools)
     if found is None:
         logging.getLogger("eqx_decoders.serving").warning(
             "%s: the chat template takes tools, but its format of tool calls is unknown. Tool calls are read in the"

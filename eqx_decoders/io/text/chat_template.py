@@ -118,6 +118,11 @@ class ChatTemplate:
             check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
 
     @property
+    def source_with_tools(self) -> str:
+        """The program that writes conversations with tools."""
+        return self.source if self.tool_source is None else self.tool_source
+
+    @property
     def content_hash(self) -> str:
         """Hash of the template, independent of the file it is from."""
         literal = [sorted(self.literal)] if self.literal else []
@@ -219,8 +224,8 @@ class ChatTemplate:
         return results, self._error(f"its process ended with {code} ({last})")
 
     def _source_of(self, conversation: Conversation) -> str:
-        has_tools = self.tool_source is not None and conversation.variables.get("tools") is not None
-        return self.tool_source or "" if has_tools else self.source
+        has_tools = conversation.variables.get("tools") is not None
+        return self.source_with_tools if has_tools else self.source
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])

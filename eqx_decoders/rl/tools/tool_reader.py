@@ -23,7 +23,7 @@ class ToolReader:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, parser: str):
         self._tokenizer, self._template = tokenizer, template
-        source = "" if template is None else template.source
+        source = "" if template is None else template.source_with_tools
         self._form: Any = tool_format(source) if parser == "auto" else parser
 
     @property

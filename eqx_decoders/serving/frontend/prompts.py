@@ -159,7 +159,7 @@ class PromptPreparer:
         chat, tokenizer = self.frontend.chat, self.frontend.tokenizer
         if chat is None or not isinstance(tokenizer, JsonTokenizer):
             raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
-        if "tools" in variables and "tools" not in chat.source:
+        if "tools" in variables and "tools" not in chat.source_with_tools:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
         reader = _PartReader(self.frontend, self._max_files)
         contents = [message.get("content") for message in messages]

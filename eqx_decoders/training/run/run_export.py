@@ -61,8 +61,7 @@ def export_run(model: Decoder, run: RunDirectory, directory: str | Path, **optio
     keys = _config_keys(run)
     if run.tokenizer != run.source:
         keys |= special_token_ids(load_tokenizer(run.tokenizer))
-    if len(run.stop_ids) > 0:
-        keys["eos_token_id"] = [*run.stop_ids] if len(run.stop_ids) > 1 else run.stop_ids[0]
+    keys |= _eos_ids(run)
     with tokenizer_files(run) as files:
         save_hf(_exported(model, run.settings), directory, settings=keys, tokenizer=files, **options)
 
@@ -116,6 +115,15 @@ def _without_added_mtp(model: Decoder, settings: TrainConfig) -> Decoder:
 def _config_keys(run: RunDirectory) -> dict[str, Any]:
     """Return the keys of `config.json` that a run's model has besides those of its source."""
     return {} if run.source.exists() else {"max_position_embeddings": run.settings.dataset.seq_len}
+
+
+def _eos_ids(run: RunDirectory) -> dict[str, Any]:
+    """Return `eos_token_id` of `config.json`, with the tokens that end turns of the run's chat template."""
+    if run.tokenizer != run.source:
+        ids = [*run.stop_ids]
+        return {} if not ids else {"eos_token_id": ids if len(ids) > 1 else ids[0]}
+    content = json.loads((run.source / "config.json").read_bytes())
+    return {key: content[key] for key in ("eos_token_id",) if content.get(key) is not None}
 
 
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
