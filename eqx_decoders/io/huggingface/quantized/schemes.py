@@ -1,8 +1,8 @@
 """Quantization schemes in `quantization_config`: from the stored tensors to those that they encode, by name.
 
-Known are MXFP4 of GPT-OSS, FP8 in blocks of DeepSeek, FBGEMM's FP8, compressed-tensors, GPTQ and AWQ, and those of
-`modelopt.py` and `bitsandbytes.py`. No scheme rounds activations: settings about that are ignored, and the weights are
-the same.
+Known are MXFP4 of GPT-OSS, FP8 with scales of blocks, rows or matrices, FBGEMM's FP8, compressed-tensors, GPTQ, AWQ,
+AutoRound, and the schemes of `modelopt.py` and `bitsandbytes.py`. No scheme rounds activations: settings about that,
+and static scales of activations, are ignored, and the weights are the same.
 """
 
 import dataclasses
@@ -75,6 +75,7 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
         "compressed-tensors": _compressed,
         "gptq": _gptq,
         "awq": _awq,
+        "auto-round": _auto_round,
         "modelopt": read_modelopt,
         "bitsandbytes": read_bitsandbytes,
     }
@@ -553,6 +554,32 @@ def _awq_tensors(tensors: Tensors, dynamic: _Dynamic) -> Tensors:
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros")
     return decoded
+
+
+_AUTO_ROUND_KEYS = (  # how it was quantized
+    "iters", "nsamples", "seqlen", "autoround_version", "model_free", "amp", "lr", "minmax_lr", "low_gpu_mem_usage",
+    "gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning",
+    "to_quant_block_names", "quant_block_list", "scale_dtype", "super_bits", "super_group_size",
+)  # fmt: skip
+
+
+def _auto_round(fields: Fields) -> Scheme:
+    """Read AutoRound's settings, whose tensors are packed as GPTQ's or AWQ's."""
+    formats = {f"auto_round:{prefix}{name}": name for name in ("gptq", "awq") for prefix in ("auto_", "")}
+    packing = _read_format(fields, formats, ("packing_format",), "auto_round:auto_gptq")
+    fields.allow_only("data_type", "int", effect=_OTHER_FORM)
+    for key in _AUTO_ROUND_KEYS:
+        fields.take(key, None)
+    modules = fields.take("extra_config", {})
+    if not isinstance(modules, Mapping) or not all(isinstance(entry, Mapping) for entry in modules.values()):
+        raise fields.error("extra_config must be an object of objects: the settings of single modules.")
+    dynamic = {}
+    for name, settings in modules.items():
+        packed = {key: settings[key] for key in ("bits", "group_size") if settings.get(key) is not None}
+        if packed.get("bits", 0) in range(16):  # modules of 16 bits are stored without quantization
+            dynamic[f"+:(.*[.])?{re.escape(name)}$"] = packed
+    fields.supply("dynamic", dynamic)
+    return _gptq(fields) if packing == "gptq" else _awq(fields)
 
 
 def without_empty_biases(tensors: Tensors, wanted: Mapping[str, Any]) -> Tensors:

@@ -299,6 +299,19 @@ def test_awq_of_gptqmodel(keys, tmp_path):
     assert_same(ed.load_hf(few), ed.load_hf(plain))
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_autoround_packs_as_gptq_and_awq(kind, tmp_path):
+    few_bits = {"bits": 8, "group_size": 4} if kind == "gptq" else {"group_size": 8}
+    modules = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.down_proj": few_bits}
+    config = dict(quant_method="auto-round", bits=4, group_size=8, sym=True, data_type="int", iters=200)
+    config |= dict(packing_format=f"auto_round:auto_{kind}", extra_config=modules, autoround_version="0.14.2")
+    special = gptq(bits=8, group=4) if kind == "gptq" else awq
+    base = gptq() if kind == "gptq" else awq
+    store = lambda name, w: (special if "layers.0.mlp.down_proj" in name else base)(name, w)  # noqa: E731
+    few, plain = quantised(tmp_path, store, config)
+    assert_same(ed.load_hf(few), ed.load_hf(plain))
+
+
 def test_numbers_are_packed_as_they_are_read():
     numbers = np.random.default_rng(0).integers(-8, 8, (3, 12)).astype(np.int8)
     for bits in (4, 8):
@@ -495,6 +508,12 @@ BROKEN: dict[str, tuple[str, Callable, Callable, str]] = {
     "gemv": ("awq", no_change, setting("version", "gemv"), "version=gemv packs numbers in another order"),
     "awq bits": ("awq", no_change, setting("bits", 8), "bits=8 is not read: must be one of 4"),
     "awq zeros": ("awq", change("qzeros", lambda x: x[1:]), dict, "is not the packing of"),
+    "auto-round": (
+        "gptq",
+        no_change,
+        lambda config: dict(quant_method="auto-round", bits=4, packing_format="auto_round:llm_compressor"),
+        "packing_format=auto_round:llm_compressor packs numbers in another order",
+    ),
     "sparse": ("pack", no_change, setting("sparsity_config", {"format": "sparse-24"}), "sparsity_config="),
     "turned": ("pack", no_change, setting("transform_config", {"config_groups": {"a": 1}}), "transform_config="),
     "no groups": ("pack", no_change, setting("config_groups", {}), "config_groups must be an object"),
