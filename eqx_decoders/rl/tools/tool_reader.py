@@ -43,9 +43,10 @@ class ToolReader:
         if not tools:
             return ReadAnswer(answer, message)
         parsed = parse_tool_calls(answer_text(self._tokenizer, rollout, special=True), self._form, tools)
-        if not parsed.calls and not parsed.malformed:
+        errors = (*parsed.malformed, *(["the call is incomplete"] if parsed.partial else []))
+        if not parsed.calls and not errors:
             return ReadAnswer(answer, message)
-        calls, unread = _calls(parsed, before), _unread(parsed, before + len(parsed.calls))
+        calls, unread = _calls(parsed, before), _unread(errors, before + len(parsed.calls))
         heard = {"role": "assistant", "content": parsed.content} | ({"tool_calls": calls} if calls else {})
         answer |= {"message": heard} | ({"malformed_calls": unread} if unread else {})
         if not self._structured:
@@ -63,8 +64,8 @@ def _call(number: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any
     return {"type": "function", "id": number, "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def _unread(parsed: ParsedAnswer, first: int) -> list[dict[str, Any]]:
-    return [{"id": _number(first + index), "error": each} for index, each in enumerate(parsed.malformed)]
+def _unread(errors: Sequence[str], first: int) -> list[dict[str, Any]]:
+    return [{"id": _number(first + index), "error": error} for index, error in enumerate(errors)]
 
 
 def _number(index: int) -> str:

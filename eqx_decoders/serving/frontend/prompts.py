@@ -311,8 +311,8 @@ class _PartReader:
 
     def _part(self, where: str, part: Mapping[str, Any]) -> dict[str, Any]:
         kind = part["type"]
-        if kind == "text":
-            return {"type": "text", "text": part["text"]}
+        if kind in ("text", "refusal"):
+            return {"type": "text", "text": part[kind]}
         name, processor = FILES[kind], self._frontend.processor
         plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
         if processor is None or getattr(processor, plural) is None:

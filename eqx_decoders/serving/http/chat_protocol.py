@@ -72,8 +72,14 @@ class InputAudioPart(RequestFields, forbid_unknown_fields=False, tag_field="type
     input_audio: Annotated[AudioData, Meta(description="an object with the file")]
 
 
-PARTS = "an object with a type: text, image_url, video_url, audio_url, input_audio"
-Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Meta(description=PARTS)]
+class RefusalPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="refusal"):
+    """Refusal of an assistant, as OpenAI's API has it: a text."""
+
+    refusal: Text
+
+
+PARTS = "an object with a type: text, refusal, image_url, video_url, audio_url, input_audio"
+Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Meta(description=PARTS)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -334,13 +340,17 @@ def check_conversation(request: AnyConversation, config: ApiConfig) -> None:
 def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and the variables of the chat template.
 
-    The message of an assistant that neither says anything nor calls a tool has an empty text.
+    The message of an assistant without content and tool calls has its refusal, or an empty text, as content.
     """
     variables = dict(request.chat_template_kwargs or {})
     if request.tools and request.tool_choice != "none":
         variables["tools"] = list(request.tools)
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-    messages = request.messages or []
-    silent = [each.get("content") is None and each.get("tool_calls") is None for each in messages]
-    return [{**each, "content": ""} if empty else each for each, empty in zip(messages, silent, strict=True)], variables
+    messages = [
+        {**message, "content": message.get("refusal") or ""}
+        if message.get("content") is None and message.get("tool_calls") is None
+        else message
+        for message in request.messages or []
+    ]
+    return messages, variables

@@ -155,6 +155,9 @@ def test_text_around_calls_is_kept(name):
             assert collected(events_of(form, [text + "\nDone."])) == ("", "Done.", [call], "")
         if not row.bare and name != "harmony":
             assert collected(events_of(form, [f"Sure. {text} Done."])) == ("", "Sure. Done.", [call], "")
+            two = FunctionCall("get_weather", {"text": "b"})
+            between = f"Sure. {text} And: {written(name, [two], form)} Done."
+            assert collected(events_of(form, [between])) == ("", "Sure. And: Done.", [call, two], "")
         for said in ("It is 4.", '{"answer": 4}', "a [1] {b} < c > (d)", "[", "{", "[edit", '{"name', "  x ", ""):
             for size in (1, 100):
                 pieces = [said[begin : begin + size] for begin in range(0, len(said), size)]

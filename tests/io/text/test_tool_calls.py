@@ -18,6 +18,7 @@ XML = "<tool_call>\n<function={0}>\n{1}</function>\n</tool_call>"
 TOOLS = [
     {"type": "function", "function": {"name": "say", "parameters": {"properties": {"t": {"type": "string"}}}}},
     {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}},
+    {"name": "now"},
 ]
 
 
@@ -44,12 +45,17 @@ def test_calls_that_are_written_are_read(form):
     for count in (1, 2, 3):
         text = f"{content}\n{written(CALLS[:count], form)}\n"
         found = parse_tool_calls(text, form, TOOLS)
-        assert found == (content, tuple(CALLS[:count]), ())
+        assert found == (content, tuple(CALLS[:count]), (), "")
     for text in ("", "It is 4.", '{"answer": 4}', "a [1] {b} < c >", f"<think>\n{written(CALLS, form)}\n</think>\n\n4"):
-        assert parse_tool_calls(text, form, TOOLS) == (text, (), ())
-    thought = "<think>\n1\n</think>"
+        if form != "mistral" or "<think>" not in text:  # Mistral's models write [THINK]
+            assert parse_tool_calls(text, form, TOOLS) == (text, (), (), "")
+    begin, end = ("[THINK]", "[/THINK]") if form == "mistral" else ("<think>", "</think>")
+    thought = f"{begin}\n1\n{end}"
     found = parse_tool_calls(f"{thought}\n\n{written(CALLS[:1], form)}", form, TOOLS)
-    assert found == (thought, (CALLS[0],), ())
+    assert found == (thought, (CALLS[0],), (), "")
+    # reasoning that the prompt has started
+    found = parse_tool_calls(f"1 {written(CALLS[1:], form)}{end}\n{written(CALLS[:1], form)}", form, TOOLS)
+    assert found.calls == (CALLS[0],) and found.content.endswith(end)
 
 
 def test_calls_among_the_messages_of_gpt_oss_are_read():
@@ -57,48 +63,81 @@ def test_calls_among_the_messages_of_gpt_oss_are_read():
     asks = [header.format(each.name, json.dumps(each.arguments)) for each in CALLS]
     said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>I'll see.<|end|>"
     text = said + "".join(f"<|start|>assistant{each}<|call|>" for each in asks)
-    assert parse_tool_calls(text, "harmony", TOOLS) == ("I'll see.", tuple(CALLS), ())
-    content, calls, reasons = parse_tool_calls(text.removesuffix("}<|call|>"), "harmony", TOOLS)
-    assert (content, calls, len(reasons)) == ("I'll see.", tuple(CALLS[:-1]), 1)
+    assert parse_tool_calls(text, "harmony", TOOLS) == ("I'll see.", tuple(CALLS), (), "")
+    content, calls, reasons, partial = parse_tool_calls(text.removesuffix("}<|call|>"), "harmony", TOOLS)
+    assert (content, calls, reasons) == ("I'll see.", tuple(CALLS[:-1]), ()) and partial.startswith('{"t"')
+
+
+ARGUMENTS = '{"b": 1}'
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "calls", "reasons"),
+    "text",
     [
-        ("hermes", "<tool_call>{'a': 1}</tool_call>", [], ["it is no JSON"]),
-        ("hermes", '<tool_call>{"name": "a", "arguments": {"b": ', [], ["it is no JSON"]),  # cut
-        ("hermes", '<tool_call>{"name": "a", "arguments": {}}', [("a", {})], []),
-        ("hermes", '<tool_call>{"name": "a", "arguments": "{\\"b\\": 1}"}</tool_call>', [("a", {"b": 1})], []),
-        ("hermes", '<tool_call>{"name": "a", "arguments": "b"}</tool_call>', [], ["the arguments of a are no JSON"]),
-        ("hermes", '<tool_call>{"name": "a", "arguments": 1}</tool_call>', [], ["the arguments of a are no object"]),
-        (
-            "hermes",
-            '<tool_call>{"name": 1}</tool_call><tool_call>{"name": "a"}',
-            [("a", {})],
-            ['{"name": 1} has no name'],
-        ),
-        ("hermes", "<tool_call>" + "[" * 100_000, [], ["it is no JSON"]),
-        ("llama3_json", '<|python_tag|>{"name": "a", "parameters": {}}', [("a", {})], []),
-        ("llama3_json", '{"name": "a", "parameters": {}} and', [("a", {})], ["it is no JSON"]),
-        ("llama3_json", "<|python_tag|>print(1)", [], ["it is no JSON"]),
-        ("llama3_json", '{"type": "function", "name": "a", "parameters": {"b": 1}}', [("a", {"b": 1})], []),
-        ("mistral", '[{"name": "a", "arguments": {}}]', [("a", {})], []),  # the special token was left out
-        ("mistral", '[TOOL_CALLS]a[ARGS]{"b": 1}[TOOL_CALLS]c{}', [("a", {"b": 1}), ("c", {})], []),
-        ("mistral", '[TOOL_CALLS]a[CALL_ID]x1[ARGS]{"b": 1}', [("a", {"b": 1})], []),
-        ("mistral", "[TOOL_CALLS]", [], ["it is empty"]),
-        ("mistral", '[TOOL_CALLS] [{"name": "a"}, 2]', [("a", {})], ["2 has no name"]),
-        ("qwen3_coder", "<function=a><parameter=b>x</parameter></function>", [("a", {"b": "x"})], []),
-        ("qwen3_coder", XML.format("say", "<parameter=t>\n12\n</parameter>"), [("say", {"t": "12"})], []),
-        ("qwen3_coder", XML.format("a", "<parameter=t>\n12\n</parameter>"), [("a", {"t": 12})], []),
-        ("qwen3_coder", XML.format("a", "<parameter=t>12"), [], ["is no <parameter=name>value"]),
-        ("qwen3_coder", "<tool_call><function=a>", [], ["or no </function>"]),
-        ("qwen3_coder", "<tool_call>{}</tool_call>", [], ["has no <function=name>"]),
+        f"<|channel|>commentary to=functions.a <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        f"<|channel|>commentary to=functions.a<|constrain|>json<|message|>{ARGUMENTS}<|end|>",
+        f" to=functions.a<|channel|>analysis code<|message|>{ARGUMENTS}<|return|>",
+        f"<|start|>assistant to=functions.a<|channel|>commentary<|message|>{ARGUMENTS}",
+        f"assistant<|channel|>commentary to=functions.a<|message|>{ARGUMENTS}<|start|>",
+        f"<|channel|>commentary to=functions.a <|constrain|>json{ARGUMENTS}<|call|>",
+        f"<|channel|>commentary to=functions.a json<|message|><|message|>{ARGUMENTS}<|call|>",
+        f"<|channel|>final to=functions.functions.a<|message|>{ARGUMENTS}<|call|>",
+        f"<|channel|>analysis<|message|>Hm.<|channel|>commentary to=functions.a<|message|>{ARGUMENTS}<|call|>",
     ],
 )
-def test_what_else_is_a_call_or_none(form: Any, text, calls, reasons):
+def test_common_mistakes_of_gpt_oss_are_understood(text):
+    assert parse_tool_calls(text, "harmony") == ("", (FunctionCall("a", {"b": 1}),), (), "")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "calls", "malformed", "partial"),
+    [
+        ("hermes", "<tool_call>{'a': 1}</tool_call>", [], 1, False),
+        ("hermes", "<tool_call>{'name': 'a', 'arguments': {'b': None}}</tool_call>", [("a", {"b": None})], 0, False),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"b": ', [], 0, True),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {}}', [("a", {})], 0, False),
+        ("hermes", '<tool_call>{"name": "a", "arguments": "{\\"b\\": 1}"}</tool_call>', [("a", {"b": 1})], 0, False),
+        ("hermes", '<tool_call>{"name": "a", "arguments": "b"}</tool_call>', [], 1, False),
+        ("hermes", '<tool_call>{"name": "a", "arguments": 1}</tool_call>', [], 1, False),
+        ("hermes", '<tool_call>{"name": 1}</tool_call><tool_call>{"name": "a"}', [("a", {})], 1, False),
+        ("hermes", '<tool_call>{"name": "a"}</tool_call><tool_call>{"na', [("a", {})], 0, True),
+        ("hermes", "<tool_call>" + "[" * 100_000, [], 1, False),
+        ("hermes", "<tool_call>" + '{"a": ' * 100_000, [], 1, False),
+        ("hermes", 'Use <tool_call> as a tag: {"name": "a"}', [], 1, False),
+        ("llama3_json", '<|python_tag|>{"name": "a", "parameters": {}}', [("a", {})], 0, False),
+        ("llama3_json", '{"name": "add", "parameters": {}} and', [("add", {})], 0, False),
+        ("llama3_json", '{"name": "add"}', [("add", {})], 0, False),
+        ("llama3_json", '{"name": "add", "age": 3}', [], 0, False),
+        ("llama3_json", "<|python_tag|>print(1)", [], 1, False),
+        ("llama3_json", '{"type": "function", "name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})], 0, False),
+        ("mistral", '[{"name": "add", "arguments": {}}]', [("add", {})], 0, False),
+        ("mistral", '[TOOL_CALLS]a[ARGS]{"b": 1}[TOOL_CALLS]c{}', [("a", {"b": 1}), ("c", {})], 0, False),
+        ("mistral", '[TOOL_CALLS]a[CALL_ID]x1[ARGS]{"b": 1}', [("a", {"b": 1})], 0, False),
+        ("mistral_v11", '[TOOL_CALLS] [{"name": "a", "arguments": {"b": 1}}]', [("a", {"b": 1})], 0, False),
+        ("mistral", "[TOOL_CALLS]", [], 0, True),
+        ("mistral", '[TOOL_CALLS] [{"name": "a"}, {"b": 2}]', [("a", {})], 1, False),
+        ("qwen3_coder", "<function=a><parameter=b>x</parameter></function>", [("a", {"b": "x"})], 0, False),
+        ("qwen3_coder", XML.format("say", "<parameter=t>\n12\n</parameter>"), [("say", {"t": "12"})], 0, False),
+        ("qwen3_coder", XML.format("a", "<parameter=t>\n12\n</parameter>"), [("a", {"t": 12})], 0, False),
+        ("qwen3_coder", XML.format("a", "<parameter=t>12"), [], 1, False),
+        ("qwen3_coder", "<tool_call><function=a>", [], 0, True),
+        ("qwen3_coder", "<tool_call>{}</tool_call>", [], 1, False),
+        ("glm4_moe", "<tool_call>a<arg_key>b</arg_key><arg_value>1</arg_value></tool_call>", [("a", {"b": 1})], 0, False),
+        ("glm4_moe", "<tool_call>now</tool_call>", [("now", {})], 0, False),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>", [("now", {})], 0, False),
+        ("kimi_k2", "<|tool_call_begin|>functions.a.b:3<|tool_call_argument_begin|> {}", [("a.b", {})], 0, False),
+        ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="a">\n{"b": 1}\n</｜DSML｜invoke>', [("a", {"b": 1})], 0, False),
+        ("olmo3", "<function_calls>\nsay(t='it's \"5\", or\nnot')\nnow()</function_calls>", [("say", {"t": 'it\'s "5", or\nnot'}), ("now", {})], 0, False),
+        ("llama4_pythonic", '[add(a="1", b=[true, null])]', [("add", {"a": 1, "b": [True, None]})], 0, False),
+        ("llama4_pythonic", "[say('x')]", [("say", {"t": "x"})], 0, False),
+        ("llama4_pythonic", "[say(t=open('x'))]", [], 1, False),
+        ("gemma4", '<|tool_call>call:a{b:{c:[1,<|"|>x, y<|"|>]},d:true}<tool_call|>', [("a", {"b": {"c": [1, "x, y"]}, "d": True})], 0, False),
+        ("phi4_mini", 'functools[{"name": "a", "arguments": {}}]', [("a", {})], 0, False),
+    ],
+)  # fmt: skip
+def test_what_else_is_a_call_or_none(form: Any, text, calls, malformed, partial):
     found = parse_tool_calls(text, form, TOOLS)
-    assert [*found.calls] == calls and len(found.malformed) == len(reasons)
-    assert all(reason in each for reason, each in zip(reasons, found.malformed, strict=True))
+    assert [*found.calls] == calls and len(found.malformed) == malformed and bool(found.partial) == partial
 
 
 @pytest.mark.parametrize(("name", "form"), [("qwen3", "hermes"), ("llama3", "llama3_json"), ("mistral", "mistral")])

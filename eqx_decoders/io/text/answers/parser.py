@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from eqx_decoders.io.text.answers.formats import (
     REASONING_FORMATS,
@@ -86,6 +86,7 @@ class ContentWasReasoning:
 Event = Reasoning | Content | Call | Malformed | Partial | ContentWasReasoning
 
 
+@runtime_checkable
 class AnswerParser(Protocol):
     """Parser of one answer."""
 
@@ -397,7 +398,8 @@ class TaggedParser:
         if isinstance(result, Failed):
             return self._fail(events, result)
         for part in result.parts:
-            events.append(Malformed("", part) if isinstance(part, str) else Call(part))
+            text = self._buffer[self._done : result.end]
+            events.append(Malformed(text, part) if isinstance(part, str) else Call(part))
         self._is_fresh = False
         self._done = result.end
         if result.closed:

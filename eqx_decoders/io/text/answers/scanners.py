@@ -11,7 +11,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.io.text.answers.arguments import ToolSchema, literal, parse_json_or_python
 from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, functions_of
@@ -44,6 +44,7 @@ class Failed(NamedTuple):
     reason: str
 
 
+@runtime_checkable
 class CallScanner(Protocol):
     """Scanner of calls after a marker."""
 
@@ -395,7 +396,12 @@ class XmlCall:
         self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
         # a marker that is a special token cannot be a part of an argument
         self._special_end = next((text for text in (*ends, *row.ends) if any("\ud800" <= x <= "\udfff" for x in text)), None)
-        self._next = re.compile(self._call_end[_LINES].pattern + r"(\s*)" + self._call_start.pattern)
+        # some models leave out the tag around a call
+        self._call_end[""] = re.compile(re.escape(ends[0]))
+        last = f"(?:{_LINES}{_LINES.join(map(re.escape, ends[1:]))})?" if len(ends) > 1 else ""
+        self._closed = re.compile(re.escape(ends[0]) + last)
+        tag = "[^<>]*".join(map(re.escape, close.split("{key}")))
+        self._closed_parameter = re.compile(tag + _LINES + self._closed.pattern)
 
     @staticmethod
     def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
@@ -458,23 +464,26 @@ class XmlCall:
         names, position = self._context.names, max(self._body, self._searched - MAX_HEADER)
         special = -1 if self._special_end is None else text.find(self._special_end, self._body)
         limit = len(text) if special < 0 else special + len(self._special_end or "")
-        for match in self._next.finditer(text, position, limit):
-            *_, name = (group for group in match.groups() if group is not None)
-            if names is None or name in names:
-                if match.end() == len(text) and not self._context.row.name_end.strip():
-                    break  # the name may go on
-                return match.start(1)
+        for match in self._call_start.finditer(text, position, limit):
+            name = next(group for group in match.groups() if group is not None)
+            may_go_on = match.end() == len(text) and not self._context.row.name_end.strip()
+            if may_go_on or (names is not None and name not in names):
+                continue
+            ends = [closed.end() for closed in self._closed_parameter.finditer(text, self._body, match.start())]
+            empty = self._closed.match(text, skip_blanks(text, self._body), match.start())
+            if ends or empty is not None:
+                return ends[-1] if ends else empty.end() if empty is not None else None
         self._searched = len(text)
         return None if special < 0 else limit
 
     def _parsed(self, text: str, extent: int, start: int) -> Found | Failed | None:
         if text.startswith("{", start):
             return self._json_arguments(text, extent, start)
-        for gap in (_LINES, _BLANKS):
+        for gap in (_LINES, _BLANKS, ""):
             found = self._parameters(text, extent, start, gap)
             if found is not None:
                 values, end = found
-                if gap == _BLANKS and extent == len(text) and text[end:].strip() != self._context.row.section_end.strip():
+                if gap != _LINES and extent == len(text) and text[end:].strip() != self._context.row.section_end.strip():
                     break  # it may be a part of an argument that was cut off
                 call = FunctionCall(self._name, values)
                 return Found(end, (call,), closed=True)
@@ -500,7 +509,7 @@ class XmlCall:
     def _parameters(self, text: str, extent: int, position: int, gap: str) -> tuple[dict[str, Any], int] | None:
         """Return the arguments and the end of the call; None if they cannot be read."""
         values, known = dict[str, Any](), self._schema.known_names
-        gaps, call_end = re.compile(gap), self._call_end[gap]
+        gaps, call_end = re.compile(gap or _LINES), self._call_end[gap]
         while True:
             position = skip_blanks(text, position)
             if not values or position < extent:
