@@ -6,7 +6,7 @@ id. All other text of a grammar, such as a literal that contains the name of a s
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.errors import ConfigError
@@ -20,7 +20,7 @@ from eqx_decoders.io.text.answers.formats import (
     reasoning_format,
     tool_format,
 )
-from eqx_decoders.serving.frontend.json_schemas import prepare_schema
+from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, STRING_RULES, prepare_schema
 
 
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -41,6 +41,7 @@ MARKERS = frozenset(
         *("<|channel>", "<answer>", "</answer>"),
     }
 )
+MAX_NESTING = 4  # of lists and objects in calls that are not written as JSON
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
@@ -314,13 +315,13 @@ class _Writer:
         reasoning = grammar.reasoning
         if reasoning is None or self._stop_ids & set(self._pieces(reasoning.end)):
             return answer
-        blanks = self._rule("blanks", r"/\n{0,2}/")
+        blanks = self.rule("blanks", r"/\n{0,2}/")
         if reasoning_ends:
-            return f"{self._text(reasoning.end)} {blanks} {answer}"
-        rest = f"{self._until(reasoning.end)} {blanks}"
+            return f"{self.text(reasoning.end)} {blanks} {answer}"
+        rest = f"{self.until(reasoning.end)} {blanks}"
         if reasoning.opened:
             return f"{rest} {answer}"
-        return f"({self._text(reasoning.begin)} {rest})? {answer}"
+        return f"({self.text(reasoning.begin)} {rest})? {answer}"
 
     def _harmony(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
         begin, end = HARMONY_REASONING
@@ -330,18 +331,18 @@ class _Writer:
             alternatives.append(self._calls(calls, skip="<|start|>assistant"))
         if calls is None or not calls.required:
             final = "@answer" if self._add_form(grammar.form) else self._free_text()
-            alternatives.append(f"{self._text(HARMONY_FINAL)} {final}")
-        answer = self._rule("answer", " | ".join(alternatives))
+            alternatives.append(f"{self.text(HARMONY_FINAL)} {final}")
+        answer = self.rule("answer", " | ".join(alternatives))
         if self._stop_ids & set(self._pieces(end)):  # such an answer ends with its first message
             return answer
         if reasoning_ends:
-            return f"{self._text(end)} {answer}"
-        return f"({self._text(begin)} {self._until(end)})? {answer}"
+            return f"{self.text(end)} {answer}"
+        return f"({self.text(begin)} {self.until(end)})? {answer}"
 
     def _wrapped(self, answer: str, wrappers: Sequence[tuple[str, str]]) -> str:
         for begin, end in wrappers:
-            answer = self._rule(
-                "wrapped", f"{answer} | {self._text(begin)} /\\n?/ {answer} /\\n?/ {self._text(end)}"
+            answer = self.rule(
+                "wrapped", f"{answer} | {self.text(begin)} /\\n?/ {answer} /\\n?/ {self.text(end)}"
             )
         return answer
 
@@ -355,15 +356,15 @@ class _Writer:
             return self._calls(calls)
         if has_form and grammar.form is not None:
             alternatives = [self._calls_next_to(row, calls, grammar.form), "@answer"]
-            return self._rule("answer", " | ".join(alternatives))
-        return self._rule("answer", self._text_or_calls(row, calls))
+            return self.rule("answer", " | ".join(alternatives))
+        return self.rule("answer", self._text_or_calls(row, calls))
 
     def _calls_next_to(self, row: ToolCallFormat, calls: CallGrammar, form: Grammar) -> str:
         """Return the rule of calls in place of a form. Their starts must differ where calls have no marker."""
         if not row.bare or self._begins(row):
             return self._calls(calls)
         if form.kind != "json":
-            return f"{self._text(row.begins[0])} {self._calls(calls)}"
+            return f"{self.text(row.begins[0])} {self._calls(calls)}"
         if row.syntax != "json":
             return self._calls(calls)
         # llguidance can choose between several JSON Schemas, but not between a schema and a literal of JSON
@@ -382,7 +383,7 @@ class _Writer:
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
-    def _rule(self, name: str, body: str, options: str = "") -> str:
+    def rule(self, name: str, body: str, options: str = "") -> str:
         """Add a rule, or find an equal one, and return its name."""
         rule = f"{options}: {body}"
         same = next((other for other, known in self._rules.items() if known == rule), None)
@@ -393,10 +394,10 @@ class _Writer:
         return name
 
     def _terminal(self, body: str) -> str:
-        return self._rule("TEXT", body)
+        return self.rule("TEXT", body)
 
     def _free_text(self) -> str:
-        return self._rule("text", "/(?s:.*)/")
+        return self.rule("text", "/(?s:.*)/")
 
     def _pieces(self, text: str) -> list[str | int]:
         """Split text into literals and the ids of markers."""
@@ -406,7 +407,7 @@ class _Writer:
             start = match.end()
         return [piece for piece in (*pieces, text[start:]) if piece != ""]
 
-    def _text(self, text: str) -> str:
+    def text(self, text: str) -> str:
         """Return the elements of a rule that match text with markers. `{index}` matches any number."""
         elements = []
         for piece in self._pieces(text):
@@ -419,16 +420,16 @@ class _Writer:
                     elements += ["/[0-9]{1,3}/", *([quoted(tail)] if tail else [])]
         return " ".join(elements)
 
-    def _until(self, text: str) -> str:
+    def until(self, text: str) -> str:
         """Return the elements of a rule that match any text up to a marker, and the marker."""
         pieces = self._pieces(text)
         index = next((index for index, piece in enumerate(pieces) if isinstance(piece, int)), None)
         if index is None:
-            return self._rule("until", f"/(?s:.*)/ {quoted(text)}", "[lazy]")
+            return self.rule("until", f"/(?s:.*)/ {quoted(text)}", "[lazy]")
         literals = "".join(str(piece) for piece in pieces[:index])
         before = f"/(?s:.*)/ {quoted(literals)}" if literals else "/(?s:.*)/"
         rest = "".join(self._name(piece) for piece in pieces[index:])
-        return f"{self._terminal(before)} {self._text(rest)}"
+        return f"{self._terminal(before)} {self.text(rest)}"
 
     def _name(self, piece: str | int) -> str:
         return piece if isinstance(piece, str) else next(n for n, token in self._control.items() if token == piece)
@@ -456,9 +457,9 @@ class _Writer:
             return f"{self._calls(calls)} | {text}"
         others = [begin for begin in row.begins if begin != marker]
         if any(isinstance(piece, int) for piece in self._pieces(marker)):
-            return f"{self._terminal(self._without(others))} | {self._until(marker)} {self._calls(calls, skip=marker)}"
+            return f"{self._terminal(self._without(others))} | {self.until(marker)} {self._calls(calls, skip=marker)}"
         text = self._terminal(self._without([marker, *others]))
-        head = self._rule("head", f"{self._terminal(self._without(others))} {quoted(marker)}", "[lazy]")
+        head = self.rule("head", f"{self._terminal(self._without(others))} {quoted(marker)}", "[lazy]")
         return f"{text} | {head} {self._calls(calls, skip=marker)}"
 
     def _without(self, texts: Sequence[str]) -> str:
@@ -476,22 +477,22 @@ class _Writer:
         arguments = [(name, self._arguments(row, _parse(schema))) for name, schema in calls.tools]
         begin = row.call_begin if row.section_begin else row.call_begin.removeprefix(skip)
         first = self._call(row, begin, arguments)
-        elements = [self._text(row.section_begin.removeprefix(skip)), first]
+        elements = [self.text(row.section_begin.removeprefix(skip)), first]
         if calls.max_calls is None:
             following = self._call(row, row.call_begin, arguments)
-            elements.append(f"({self._text(row.separator)} {following})*")
+            elements.append(f"({self.text(row.separator)} {following})*")
         elif calls.max_calls > 1:
             following = self._call(row, row.call_begin, arguments)
-            elements.append(f"({self._text(row.separator)} {following}){{0,{calls.max_calls - 1}}}")
-        elements.append(self._text(self._without_stop_tokens(row.section_end)))
-        return self._rule("calls", " ".join(element for element in elements if element))
+            elements.append(f"({self.text(row.separator)} {following}){{0,{calls.max_calls - 1}}}")
+        elements.append(self.text(self._without_stop_tokens(row.section_end)))
+        return self.rule("calls", " ".join(element for element in elements if element))
 
     def _call(self, row: ToolCallFormat, begin: str, arguments: Sequence[tuple[str, str]]) -> str:
         end = row.call_end if row.section_end else self._without_stop_tokens(row.call_end)
         alternatives = []
         for name, body in arguments:
-            alternatives.append(f"{self._text(begin + name + row.name_end)} {body} {self._text(end)}".strip())
-        return self._rule("call", " | ".join(alternatives))
+            alternatives.append(f"{self.text(begin + name + row.name_end)} {body} {self.text(end)}".strip())
+        return self.rule("call", " | ".join(alternatives))
 
     def _arguments(self, row: ToolCallFormat, schema: Any) -> str:
         schema = prepare_schema(schema)
@@ -503,13 +504,13 @@ class _Writer:
             items = [(self._parameter(row, key, inner, schema), key in required) for key, inner in properties.items()]
             separator = row.parameter_separator
         else:
-            values = _Values(row, schema, self._rule, self._until, self._text)
+            values = _Values(row, schema, self)
             sign = "=" if row.syntax == "python" else ":"
             items = [(f"{quoted(key + sign)} {values.of(inner)}", key in required) for key, inner in properties.items()]
             separator = ", " if row.syntax == "python" else ","
-        return self._ordered(items, self._text(separator))
+        return self.ordered(items, self.text(separator))
 
-    def _ordered(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+    def ordered(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """Return the rule of a sequence of items, of which some are required, with separators between them."""
         first = following = '""'
         for item, required in reversed(items):
@@ -518,7 +519,7 @@ class _Writer:
                 following, first = f"{separator} {item} {after}", f"{item} {after}"
             else:
                 following, first = f"({separator} {item})? {after}", f"({item} {after} | {first})"
-            following, first = self._rule("items", following), self._rule("items", first)
+            following, first = self.rule("items", following), self.rule("items", first)
         return first
 
     def _parameter(self, row: ToolCallFormat, key: str, schema: Any, root: Mapping[str, Any]) -> str:
@@ -527,35 +528,28 @@ class _Writer:
         literals = _literals(schema)
         is_text = "string" in types
         key_end = row.key_end.replace("{string}", "true" if is_text else "false")
-        begin, end = self._text(row.parameter_begin + key + key_end), row.parameter_end.replace("{key}", key)
+        begin, end = self.text(row.parameter_begin + key + key_end), row.parameter_end.replace("{key}", key)
         if literals is not None:
             texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in literals]
-            body = f"({' | '.join(quoted(text) for text in texts)}) {self._text(end)}"
+            body = f"({' | '.join(quoted(text) for text in texts)}) {self.text(end)}"
         elif is_text:
-            body = self._until(end)
+            body = self.until(end)
         else:
             definitions = {name: root[name] for name in ("$defs", "definitions", "$schema") if name in root}
             inner = {**definitions, **schema} if isinstance(schema, dict) else schema
-            body = f"%json {json.dumps(_with_options(inner), ensure_ascii=False)} {self._text(end)}"
-        return self._rule("parameter", f"{begin} {body}")
+            body = f"%json {json.dumps(_with_options(inner), ensure_ascii=False)} {self.text(end)}"
+        return self.rule("parameter", f"{begin} {body}")
 
 
 class _Values:
     """Writer of the rules of values in calls that are written as in Python, or as Gemma writes them.
 
-    Types, constants and enumerations are constrained, and rules on numbers. Other rules are constrained for texts of
-    Python only.
+    Types, constants, enumerations, properties, numbers of items and rules on numbers are constrained; rules on strings
+    in Python only.
     """
 
-    def __init__(
-        self,
-        row: ToolCallFormat,
-        root: Mapping[str, Any],
-        rule: Callable[..., str],
-        until: Callable[[str], str],
-        text: Callable[[str], str],
-    ):
-        self._row, self._root, self._rule, self._until, self._text = row, root, rule, until, text
+    def __init__(self, row: ToolCallFormat, root: Mapping[str, Any], writer: _Writer):
+        self._row, self._root, self._writer = row, root, writer
         self._python = row.syntax == "python"
         self._names = ("True", "False", "None") if self._python else ("true", "false", "null")
         self._separator = quoted(", " if self._python else ",")
@@ -565,50 +559,74 @@ class _Values:
         schema = _resolved(schema, self._root)
         literals = _literals(schema)
         if literals is not None:
-            return self._rule("value", " | ".join(self._literal(value) for value in literals))
+            return self._writer.rule("value", " | ".join(self._literal(value) for value in literals))
         true, false, null = map(quoted, self._names)
         types = types_of(schema, self._root)
-        if types <= {"integer", "number"} or (types == {"string"} and self._python):  # written as in JSON
-            definitions = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
-            return self._rule("value", f"%json {json.dumps(_with_options({**definitions, **schema}))}")
+        options = (schema.get("anyOf") or schema.get("oneOf")) if isinstance(schema, dict) else None
+        if isinstance(options, list) and options and depth < MAX_NESTING:
+            return self._writer.rule("value", " | ".join(self.of(option, depth + 1) for option in options))
         alternatives = []
         if "boolean" in types:
             alternatives += [true, false]
         if "null" in types:
             alternatives.append(null)
-        if "number" in types:
-            alternatives.append(r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?/")
-        elif "integer" in types:
-            alternatives.append(r"/-?(0|[1-9][0-9]{0,15})/")
+        if types & {"number", "integer"}:
+            alternatives.append(self._as_json("number" if "number" in types else "integer", NUMBER_RULES, schema))
         if "string" in types:
-            alternatives.append(self._string())
+            alternatives.append(self._as_json("string", STRING_RULES, schema) if self._python else self._string())
         if "array" in types or "object" in types:
             items = schema.get("items") if isinstance(schema, dict) else None
-            simple = isinstance(items, dict) and depth < 4
+            simple = isinstance(items, dict) and depth < MAX_NESTING
             item = self.of(items, depth + 1) if simple else self._any(depth)
             if "array" in types:
-                alternatives.append(f'"[" ({item} ({self._separator} {item})*)? "]"')
+                alternatives.append(self._array(item, schema if isinstance(schema, dict) else {}))
             if "object" in types:
-                member = f"{self._key()} {self._any(depth)}"
-                alternatives.append(f'"{{" ({member} ({self._separator} {member})*)? "}}"')
-        return self._rule("value", " | ".join(alternatives) or null)
+                alternatives.append(self._object(schema if isinstance(schema, dict) else {}, depth))
+        return self._writer.rule("value", " | ".join(alternatives) or null)
+
+    def _as_json(self, kind: str, rules: Sequence[str], schema: Any) -> str:
+        """Return the rule of numbers or texts that are written as in JSON."""
+        kept = {rule: schema[rule] for rule in rules if isinstance(schema, dict) and rule in schema}
+        return self._writer.rule("value", f"%json {json.dumps(_with_options({'type': kind, **kept}), ensure_ascii=False)}")
+
+    def _array(self, item: str, schema: Mapping[str, Any]) -> str:
+        minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
+        if maximum == 0:
+            return '"[" "]"'
+        more = f"({self._separator} {item}){{{max(0, minimum - 1)},{'' if maximum is None else maximum - 1}}}"
+        more = "" if maximum == 1 else more
+        return f'"[" {item} {more} "]"' if minimum else f'"[" ({item} {more})? "]"'
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+        properties = schema.get("properties")
+        if isinstance(properties, dict) and properties and depth < MAX_NESTING:
+            required = schema.get("required") or ()
+            items = [
+                (f"{self._name(key)} {self.of(inner, depth + 1)}", key in required) for key, inner in properties.items()
+            ]
+            return f'"{{" {self._writer.ordered(items, self._separator)} "}}"'
+        member = f"{self._key()} {self._any(depth)}"
+        return f'"{{" ({member} ({self._separator} {member})*)? "}}"'
+
+    def _name(self, key: str) -> str:
+        return quoted(json.dumps(key, ensure_ascii=False) + ": " if self._python else f"{key}:")
 
     def _any(self, depth: int) -> str:
         """Return the rule of any value, with lists and objects up to a depth."""
-        types = ["string", "number", "boolean", "null", *(("array", "object") if depth < 4 else ())]
+        types = ["string", "number", "boolean", "null", *(("array", "object") if depth < MAX_NESTING else ())]
         return self.of({"type": types}, depth + 1)
 
     def _string(self) -> str:
         if self._python:
             return r'/"([^"\\\x00-\x1F\x7F]|\\["\\nrt])*"/'
-        return f"{self._text(self._row.quote)} {self._until(self._row.quote)}"
+        return f"{self._writer.text(self._row.quote)} {self._writer.until(self._row.quote)}"
 
     def _key(self) -> str:
         return f'{self._string()} ": "' if self._python else '/[A-Za-z_][A-Za-z0-9_.-]{0,63}/ ":"'
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, str) and not self._python:
-            return f"{self._text(self._row.quote)} {quoted(value) if value else ''} {self._text(self._row.quote)}"
+            return f"{self._writer.text(self._row.quote)} {quoted(value) if value else ''} {self._writer.text(self._row.quote)}"
         if isinstance(value, bool) or value is None:
             return quoted(self._names[{True: 0, False: 1, None: 2}[value]])
         if isinstance(value, list | dict) and not self._python:

@@ -74,7 +74,11 @@ PATTERN_OF_FORMAT = {
 
 
 def prepare_schema(schema: Any) -> Any:
-    """Return a JSON Schema as llguidance needs it. Raises ConfigError for rules that llguidance does not represent."""
+    """Return a JSON Schema as llguidance needs it. Raises ConfigError for rules that llguidance does not represent.
+
+    Objects that declare properties get no others, unless `additionalProperties` allows them explicitly: a model could
+    go on with properties of any names otherwise.
+    """
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
@@ -91,7 +95,30 @@ def prepare_schema(schema: Any) -> Any:
         patterns |= set(inner_patterns)
     if composed:  # rules of several objects may be combined
         _check_overlap(names, patterns)
+    inner_schemas = [inner for _, inner in subschemas(prepared)]
+    if not any(_combines_objects(inner) for inner in inner_schemas):
+        for inner in inner_schemas:
+            _close(inner)
     return prepared
+
+
+def _combines_objects(schema: Mapping[str, Any]) -> bool:
+    """Return whether properties of an object may be declared in several places."""
+    if "allOf" in schema:
+        return True
+    siblings = schema.keys() - {"title", "description", "default", "examples", "$defs", "definitions", "$schema"}
+    return any(keyword in schema for keyword in COMPOSITION) and len(siblings) > 1
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Allow the declared properties of an object only, where nothing else is said."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or not properties:
+        return
+    if {"additionalProperties", "patternProperties", "minProperties"} & schema.keys():
+        return
+    if set(_strings(schema.get("required"))) <= properties.keys():
+        schema["additionalProperties"] = False
 
 
 def subschemas(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:

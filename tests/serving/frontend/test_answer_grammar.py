@@ -320,7 +320,7 @@ def test_at_most_one_call_follows_free_text(name, style):
 def test_an_answer_is_a_call_or_has_its_form(name):
     calls = call_grammar(name, TOOLS, required=False)
     required = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=True), harmony=name == "harmony")
-    ids, _ = sample(PLAIN_COMPILER, required, 1)
+    ids, _ = sample(PLAIN_COMPILER, required, 1, max_tokens=250)
     written = text_of(PLAIN_COMPILER, ids)
     grammar = AnswerGrammar(ANSWER, calls, harmony=name == "harmony")
     content = '{"a": 1}' if name != "harmony" else '<|channel|>final<|message|>{"a": 1}'

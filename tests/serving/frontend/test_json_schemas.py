@@ -93,6 +93,7 @@ SCHEMAS = {
     "lengths": record({"a": {"type": "string", "minLength": 2, "maxLength": 3}}),
     "optional": {"type": "object", "properties": {"a": NUMBER, "b": WORD, "c": {"type": "boolean"}},
                  "additionalProperties": False},
+    "open": {"type": "object", "properties": {"a": NUMBER}, "additionalProperties": NUMBER},
     "names like keywords": record({"not": NUMBER, "if": NUMBER, "uniqueItems": {"type": "boolean"}}),
     "annotations": record({"a": {**NUMBER, "title": "t", "default": 1, "x-order": 1, "examples": [9]}}),
     "neutral": record({"a": {**NUMBER, "not": False}}, uniqueItems=False, propertyNames={}, unevaluatedProperties=True),
@@ -117,6 +118,21 @@ def test_sampled_values_match_the_schema(name):
             errors = [error.message for error in validator(schema).iter_errors(value)]
             assert not errors, (text, errors)
     assert ended > 2
+
+
+def test_objects_with_declared_properties_have_no_others():
+    closed = prepare_schema({"properties": {"a": {"properties": {"b": NUMBER}}}, "required": ["a"]})
+    assert closed["additionalProperties"] is False and closed["properties"]["a"]["additionalProperties"] is False
+    for schema in (
+        {"properties": {"a": NUMBER}, "additionalProperties": True},
+        {"properties": {"a": NUMBER}, "required": ["b"]},
+        {"properties": {"a": NUMBER}, "minProperties": 1},
+        {"properties": {"a": NUMBER}, "patternProperties": {"^b": NUMBER}},
+        {"allOf": [{"properties": {"a": NUMBER}}, {"properties": {"b": NUMBER}}]},
+        {"properties": {"a": NUMBER}, "anyOf": [{"required": ["a"]}, {"properties": {"b": NUMBER}}]},
+        {"properties": {}}, {"type": "object"},
+    ):  # fmt: skip
+        assert prepare_schema(schema) == schema
 
 
 # Schemas with a rule that cannot be represented, and what the error names.
