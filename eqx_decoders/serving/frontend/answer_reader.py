@@ -6,10 +6,11 @@ stop tokens of the client end the content only; they do not cut the reasoning.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eqx_decoders.io.text.answers.formats import FunctionCall, ToolFormat
+from eqx_decoders.io.text.answers.cut_calls import CutCall, cut_call
+from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMAT, FunctionCall, ToolFormat
 from eqx_decoders.io.text.answers.parser import (
     AnswerFormat,
     AnswerParser,
@@ -18,6 +19,7 @@ from eqx_decoders.io.text.answers.parser import (
     ContentSpacing,
     ContentWasReasoning,
     Event,
+    Partial,
     Reasoning,
 )
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
@@ -30,13 +32,13 @@ class AnswerParts(NamedTuple):
     **Arguments:**
 
     - `content`, `reasoning`: text that can be shown now.
-    - `calls`: tool calls that are complete.
+    - `calls`: tool calls that are complete, or a call that is cut off if there must be one.
     - `was_reasoning`: all content before this was reasoning: the answer has a marker of its end, but none of its start.
     """
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[FunctionCall, ...] = ()
+    calls: tuple[FunctionCall | CutCall, ...] = ()
     was_reasoning: bool = False
 
 
@@ -49,6 +51,8 @@ class AnswerReader:
     - `special`: write the names of special tokens that do not belong to the format.
     - `stops`: stop strings of the content, which are searched for.
     - `has_calls`: the answer may have tool calls.
+    - `cut`: returns the call that a text starts. Set where the answer must be a call: if the answer is cut off before
+        its first call is complete, this call is returned.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class AnswerReader:
         special: bool = False,
         stops: StopStrings | None = None,
         has_calls: bool = True,
+        cut: Callable[[str, str], CutCall | None] | None = None,
     ):
         self._form, self._parser, self._special = form, parser, special
+        self._cut = cut
         self._ids: Mapping[int, str] = tokenizer.special_ids
         self._text = Detokenizer(tokenizer)
         self.stops = StopStrings(()) if stops is None else stops
@@ -113,7 +119,7 @@ class AnswerReader:
 
     def _parts(self, events: Sequence[Event], *, search: bool) -> AnswerParts:
         content = reasoning = ""
-        calls, was_reasoning = list[FunctionCall](), False
+        calls, was_reasoning = list[FunctionCall | CutCall](), False
         for event in events:
             if self.stops.found is not None:
                 break
@@ -123,7 +129,10 @@ class AnswerReader:
                 reasoning, content = reasoning + content + self.stops.flush(), ""
                 was_reasoning = True
                 self._spacing = None if self._spacing is None else ContentSpacing()
+            elif isinstance(event, Partial) and (call := self._cut_call(event)) is not None:
+                calls.append(call)
             elif isinstance(event, Call):
+                self._cut = None  # of further calls, only complete ones are returned
                 content += self._shown(self.stops.flush())
                 calls.append(event.call)
                 if self._spacing is not None:
@@ -133,6 +142,9 @@ class AnswerReader:
             else:  # calls that cannot be read are content as they are
                 content += self._shown(self.stops.flush() + self._visible(event.text))
         return AnswerParts(content, reasoning, tuple(calls), was_reasoning)
+
+    def _cut_call(self, event: Partial) -> CutCall | None:
+        return None if self._cut is None else self._cut(self._form.restore(event.text), event.tool)
 
     def _visible(self, text: str) -> str:
         """Replace or leave out the placeholders of special tokens."""
@@ -172,6 +184,7 @@ def create_reader(
     *,
     special: bool,
     stops: StopStrings | None = None,
+    must_call: bool = False,
 ) -> AnswerReader | None:
     """Create the reader of an answer, or None if its text is its content.
 
@@ -183,10 +196,14 @@ def create_reader(
     - `prompt`: the last ids of the prompt, which may start or end the reasoning.
     - `special`: keep the names of special tokens that do not belong to the format.
     - `stops`: stop strings of the content.
+    - `must_call`: the answer must be a tool call.
     """
     form = answer_format(source, tokenizer.special_names, calls)
     has_calls = bool(tools) and calls is not None
     if not form.is_harmony and form.reasoning is None and not has_calls:
         return None
     parser = form.parser(tools, prompt=prompt_text(tokenizer, form, prompt), calls=has_calls)
-    return AnswerReader(tokenizer, form, parser, special=special, stops=stops, has_calls=has_calls)
+    cut = None
+    if must_call and calls is not None:
+        cut = functools.partial(cut_call, TOOL_CALL_FORMAT[calls], tools)
+    return AnswerReader(tokenizer, form, parser, special=special, stops=stops, has_calls=has_calls, cut=cut)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from eqx_decoders.io.text.answers.cut_calls import CutCall
 from eqx_decoders.io.text.answers.formats import FunctionCall, ToolFormat
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
@@ -77,7 +78,7 @@ class Delta:
     reason: str | int | None = None
     thoughts: str = ""
     was_reasoning: bool = False
-    calls: list[FunctionCall] = dataclasses.field(default_factory=list)
+    calls: list[FunctionCall | CutCall] = dataclasses.field(default_factory=list)
     first_call: int = 0
     has_called: bool = False
 
@@ -412,7 +413,9 @@ class ChatResponseBuilder(ResponseBuilder):
         """Return the calls of an answer by their numbers, with arguments as JSON texts."""
         calls = []
         for number, call in enumerate(delta.calls, delta.first_call):
-            function = CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
+            is_cut = isinstance(call, CutCall)
+            arguments = call.arguments if is_cut else json.dumps(call.arguments, ensure_ascii=False)
+            function = CalledFunction(name=call.name, arguments=arguments)
             calls.append((number, dict(id=self._call_id(choice, number, call.name), function=function)))
         return calls
 

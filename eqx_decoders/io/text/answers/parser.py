@@ -73,9 +73,10 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """Text of a call that the end of the answer cuts off."""
+    """Text of a call that the end of the answer cuts off; with the name of the tool, if the text is its arguments."""
 
     text: str
+    tool: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -580,7 +581,7 @@ class HarmonyParser:
             if not rest or any(mark.startswith(rest) and mark != rest for mark in marks):
                 if final and not rest:
                     self._state = "header"
-                    events.append(Partial(""))
+                    events.append(Partial("", self._tool))
                     return False
                 if not final:
                     return False
@@ -605,7 +606,7 @@ class HarmonyParser:
             return True
         if end is None:
             if final:
-                events.append(Partial(self._buffer))
+                events.append(Partial(self._buffer, self._tool))
                 self._buffer = ""
             return False
         part = call_of(self._tool, parse_json_or_python(self._form.restore(self._buffer[self._value.start : end])))

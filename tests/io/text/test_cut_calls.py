@@ -1,0 +1,39 @@
+"""Calls that are cut off at any character, where the answer must be a call."""
+
+import json
+
+import pytest
+
+from eqx_decoders.io.text.answers.cut_calls import cut_call
+from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMATS, FunctionCall
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
+    "city": {"type": "string"}, "days": {"type": "integer"}}}}} for name in ("get", "get_weather")]  # fmt: skip
+CALL = FunctionCall("get_weather", {"city": "Paris", "days": 2})
+
+
+@pytest.mark.parametrize("row", TOOL_CALL_FORMATS, ids=lambda row: row.name)
+def test_the_name_of_a_cut_call_is_known_as_soon_as_it_is_complete(row):
+    written = row.write([CALL])
+    name_end = row.name_end.rstrip() or row.name_end
+    head = (row.section_begin + row.call_begin + CALL.name + name_end).replace("{index}", "0")
+    arguments = []
+    for size in range(len(written) + 1):
+        call = cut_call(row, TOOLS, written[:size])
+        assert (call is None) is (size < len(head)), written[:size]
+        if call is not None:
+            assert call.name == "get_weather"
+            arguments.append(call.arguments)
+    if row.syntax in ("json", "named_json", "harmony"):
+        complete = json.dumps(CALL.arguments)
+        assert all(complete.startswith(text) for text in arguments) and arguments[-1] == complete
+    else:
+        assert all(json.loads(text).items() <= CALL.arguments.items() for text in arguments)
+
+
+def test_text_of_other_tools_is_no_call():
+    row = TOOL_CALL_FORMATS[-1]
+    assert cut_call(row, TOOLS, '{"name": "gets", "parameters": {') is None and cut_call(row, [], '{"name": "get"') is None
+    call = cut_call(row, TOOLS, '{"city"', "get")
+    assert call is not None and call == ("get", '{"city"')
