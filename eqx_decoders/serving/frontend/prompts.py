@@ -84,7 +84,9 @@ class TextFrontend:
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             return None
         end = prompt.ids[-PROMPT_END:]
-        return create_reader(self.tokenizer, self.chat.source, calls, tools, end, special=special, stops=stops)
+        return create_reader(
+            self.tokenizer, self.chat.source_with_tools, calls, tools, end, special=special, stops=stops
+        )
 
     @property
     def takes_images(self) -> bool:
