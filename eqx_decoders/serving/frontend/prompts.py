@@ -85,7 +85,7 @@ class TextFrontend:
             return None
         end = prompt.ids[-PROMPT_END:]
         return create_reader(
-            self.tokenizer, self.chat.source_with_tools, calls, tools, end, special=special, stops=stops
+            self.tokenizer, self.chat.source, calls, tools, end, special=special, stops=stops
         )
 
     @property
