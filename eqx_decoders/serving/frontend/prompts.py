@@ -79,14 +79,14 @@ class TextFrontend:
         *,
         special: bool,
         stops: StopStrings | None = None,
+        must_call: bool = False,
     ) -> AnswerReader | None:
         """Create the reader of an answer to a conversation (see `create_reader`); None where all text is content."""
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             return None
         end = prompt.ids[-PROMPT_END:]
-        return create_reader(
-            self.tokenizer, self.chat.source, calls, tools, end, special=special, stops=stops
-        )
+        options = dict(special=special, stops=stops, must_call=must_call)
+        return create_reader(self.tokenizer, self.chat.source, calls, tools, end, **options)
 
     @property
     def takes_images(self) -> bool:
