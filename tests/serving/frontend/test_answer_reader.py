@@ -175,7 +175,7 @@ def test_stop_strings_and_stop_tokens_do_not_cut_the_reasoning():
         whole, _ = take(choice, ids_of(answer))
         assert (whole.thoughts, whole.text, whole.reason) == ("The Question: 4 is easy.", "The answer is ", token)
         assert choice.engine_stop_ids == ()
-    assert choice_of("messages", "x", tools=(), stop_token_ids=[5]).engine_stop_ids == (5,)
+    assert choice_of("messages", "x", tools=(), stop_token_ids=(5,)).engine_stop_ids == (5,)
     harmony = "<|channel|>analysis<|message|>a b<|end|><|start|>assistant<|channel|>final<|message|>c b d"
     whole, _ = take(choice_of(HARMONY, "<|start|>assistant", stop=["b"]), ids_of(harmony))
     assert (whole.thoughts, whole.text, whole.finish) == ("a b", "c ", "stop")
