@@ -122,6 +122,10 @@ class ChatTemplate:
         """The program that writes conversations with tools."""
         return self.source if self.tool_source is None else self.tool_source
 
+    def source_for(self, tools: Any) -> str:
+        """Return the program that writes a conversation with these tools; None or an empty list: without tools."""
+        return self.source_with_tools if tools else self.source
+
     @property
     def content_hash(self) -> str:
         """Hash of the template, independent of the file it is from."""

@@ -86,7 +86,7 @@ class TextFrontend:
             return None
         end = prompt.ids[-PROMPT_END:]
         options = dict(special=special, stops=stops, must_call=must_call)
-        return create_reader(self.tokenizer, self.chat.source, calls, tools, end, **options)
+        return create_reader(self.tokenizer, self.chat.source_for(tools), calls, tools, end, **options)
 
     @property
     def takes_images(self) -> bool:
