@@ -81,19 +81,6 @@ def imports() -> dict[str, set[str]]:
     return graph
 
 
-def test_files_are_short():
-    counts = {name_of(file): len(file.read_text().split("\n")) for file in FILES}
-    assert_at_most(MOST_LINES["a file"], counts, "lines in a file")
-
-
-def test_functions_are_short():
-    counts = {
-        f"{name_of(file)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
-        for file, node in definitions(*FUNCTION)
-    }
-    assert_at_most(MOST_LINES["a function"], counts, "lines in a function")
-
-
 def test_functions_have_few_parameters():
     """Those of a method are counted without `self` and `cls`, and `*args` and `**kwargs` are not counted."""
     counts = {}
@@ -103,11 +90,6 @@ def test_functions_have_few_parameters():
             [name for name in names if name not in ("self", "cls")]
         )
     assert_at_most(MOST_PARAMETERS, counts, "parameters of a function")
-
-
-def test_folders_hold_few_files():
-    files = [file.parent for file in FILES if file.name != "__init__.py" and file.parent.name not in MANY]
-    assert_at_most(MOST_FILES, collections.Counter(map(name_of, files)), "files in a folder")
 
 
 def test_class_names_have_one_meaning():
