@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
-
-from eqx_decoders.remat import save
 
 
 # From jax 0.11 XLA's CPU backend runs 16-bit products in their own width, on AMX where the processor has it.
@@ -30,7 +29,7 @@ _TERMS = 8
 
 def cast_weight(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
     """Cast a weight to the dtype of its product; a real cast is named "cast_weight", which remat may save."""
-    return weight if weight.dtype == dtype else save(weight.astype(dtype), "cast_weight")
+    return weight if weight.dtype == dtype else checkpoint_name(weight.astype(dtype), "cast_weight")
 
 
 def cast_in_loop(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:

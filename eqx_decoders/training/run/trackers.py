@@ -126,9 +126,7 @@ class Trackers:
     - `patience`: seconds that `close` waits for services that do not respond.
     """
 
-    def __init__(
-        self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning, patience: float = CLOSE_SECONDS
-    ):
+    def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning, patience: float = CLOSE_SECONDS):
         self._files = [tracker for tracker in trackers if isinstance(tracker, MetricsFile)]
         self._services = [tracker for tracker in trackers if not isinstance(tracker, MetricsFile)]
         self._warn, self._patience = warn, patience
