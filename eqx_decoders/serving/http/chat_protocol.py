@@ -78,7 +78,7 @@ class RefusalPart(RequestFields, forbid_unknown_fields=False, tag_field="type", 
     refusal: Text
 
 
-PARTS = "an object with a type: text, refusal, image_url, video_url, audio_url, input_audio"
+PARTS = "an object with a type: text, image_url, video_url, audio_url, input_audio, refusal"
 Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Meta(description=PARTS)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 

@@ -505,8 +505,9 @@ def test_thoughts_and_calls_are_fields_of_their_own():
         deltas = [chunk.delta for chunk in chunks]
         assert "".join(delta.content or "" for delta in deltas) == "See:"
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
-        assert chunks[-1].finish_reason == "tool_calls" and not any(delta.tool_calls for delta in deltas[:-1])
-        (streamed,) = deltas[-1].tool_calls
+        assert chunks[-1].finish_reason == "tool_calls"
+        (streamed,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert streamed.id != called.id and len(called.id) == 9 and called.id.isalnum()
         assert streamed.index == 0 and streamed.function.arguments == called.function.arguments
         plain = ask(**asked | {"tool_choice": "none"}).choices[0]
         assert (plain.finish_reason, plain.message.content) == ("stop", f"See:\n{call}")
@@ -544,7 +545,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + ba
         ({"content": "a"}, "role is missing"),
         ("a", "must be an object with role and content"),
         ({"role": "assistant", "tool_calls": [5]}, "must be objects with a function"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments in JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "an object in JSON"),
     ],
 )
 def test_messages_that_are_none(chats, message, says):
