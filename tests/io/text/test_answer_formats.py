@@ -100,6 +100,9 @@ def arguments_of(name):
         if name in ("gemma3", "gemma4") and text == joined:
             text = joined.replace(ROWS[name].quote + " ", "")  # in letters, it ends a string before a bracket
         yield {"text": text}
+    row = ROWS[name]
+    if row.syntax == "xml":  # all of the text after a value, within a value
+        yield {"text": f"see {row.parameter_end}{row.call_end}{row.section_end} here".replace("{key}", "text")}
     yield {"count": 5, "ratio": 0.5, "flag": True, "items": ["a", "</tool_call>"], "options": {"a": {"b": [1, None]}}}
     yield {}
 
@@ -234,6 +237,7 @@ def test_text_without_a_marker_is_a_call_only_of_an_offered_tool():
     for name, text in (
         ("llama3_json", '{"name": "Alice", "parameters": {}}'),
         ("mistral", '[{"name": "Alice", "arguments": {}}]'),
+        ("llama3_json", '{"parameters": {}, "name": "Alice"}'),
         ("llama4_pythonic", "[Alice(age=3)]"),
     ):
         assert parse_tool_calls(text, name, TOOLS) == (text, (), (), "")

@@ -102,6 +102,6 @@ def test_no_schema_raises_an_error():
 
 
 def test_references_may_form_cycles():
-    nodes = {f"n{at}": {"anyOf": [{"$ref": f"#/$defs/n{other}"} for other in range(8)]} for at in range(8)}
+    nodes = {f"n{at}": {"allOf": [{"$ref": f"#/$defs/n{other}"} for other in range(8)]} for at in range(8)}
     assert convert({"$ref": "#/$defs/n0"}, "5", **{"$defs": nodes}) == 5
     assert convert({"$ref": "#/properties/x"}, "5") == 5
