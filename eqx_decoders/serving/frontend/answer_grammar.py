@@ -178,8 +178,8 @@ def chat_grammar(
         return None
     if calls is not None and calls.required:
         form = None
-    if tool_format(template) == "harmony":
-        return AnswerGrammar(form, calls, harmony=True)
+    if tool_format(template) == "harmony" or (calls is not None and calls.format == "harmony"):
+        return AnswerGrammar(form, calls and calls._replace(format="harmony"), harmony=True)
     row = reasoning_format(template)
     if row is None:
         return form if calls is None else AnswerGrammar(form, calls)

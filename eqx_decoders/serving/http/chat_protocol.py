@@ -230,11 +230,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return bool(self.callable) and (self.allowed.restricts or not self.parallel_tool_calls)
 
     def calls(self, format: ToolFormat | None) -> CallGrammar | None:
-        """Return the grammar of the answer's calls; None if they are free, or there are none.
+        """Return the grammar of the answer's calls; None if they are not constrained, or there are none.
 
-        Raises ApiError if there is no known format of calls.
+        Raises ApiError if they are constrained, and their format is not known.
         """
-        if not self.constrains_calls and not (self.callable and self.grammar[1] is not None):
+        has_form = self.callable and self.grammar[1] is not None and format is not None
+        if not self.constrains_calls and not has_form:
             return None
         if format is None:
             raise refuse(

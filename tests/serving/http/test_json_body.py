@@ -11,6 +11,7 @@ from eqx_decoders.serving.http import json_body
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest
 from eqx_decoders.serving.http.json_body import parse, write
+from eqx_decoders.serving.http.other_fields import IGNORED, NEUTRAL, changes_nothing
 from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, read_body
 
 
@@ -166,3 +167,105 @@ def test_whole_numbers_and_null():
     body = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1.0, "b": null}}'
     variables = read_body(ChatCompletionRequest, body, CONFIG).chat_template_kwargs
     assert variables == {"a": 1.0, "b": None} and isinstance(variables["a"], float)  # as the template would write them
+
+
+# --- fields of other servers ------------------------------------------------------------------------------------------
+
+
+def number_of(value):
+    """The same value as JSON may write it."""
+    return float(value) if type(value) is int else int(value) if type(value) is float and value.is_integer() else value
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_neutral_values_of_other_servers_change_nothing(kind):
+    plain = {"prompt": "a"} if kind is CompletionRequest else CHAT
+    known = json_body.fields_of(kind)
+    for name, values in NEUTRAL.items():
+        for value in values if name not in known else ():
+            for written in (value, number_of(value), None):
+                assert read_body(kind, write(plain | {name: written}), CONFIG) == read_body(kind, write(plain), CONFIG)
+    for name in IGNORED:
+        read_body(kind, write(plain | {name: 5}), CONFIG)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_other_values_of_other_servers_are_refused_by_name(kind):
+    plain = {"prompt": "a"} if kind is CompletionRequest else CHAT
+    known = json_body.fields_of(kind)
+    for name in sorted(NEUTRAL.keys() - known.keys()):
+        for value in (7, "seven", ["seven"], {"seven": 7}, 1 if NEUTRAL[name][0] is True else 0.25):
+            with pytest.raises(ApiError) as error:
+                read_body(kind, write(plain | {name: value}), CONFIG)
+            assert error.value.param == name and error.value.code == "unsupported_parameter"
+
+
+def test_booleans_are_no_numbers():
+    assert changes_nothing("typical_p", 1) and changes_nothing("typical_p", 1.0)
+    assert not changes_nothing("typical_p", True) and not changes_nothing("use_beam_search", 0)
+    assert not changes_nothing("mirostat", False) and not changes_nothing("anything", None)
+
+
+# --- tool_choice ------------------------------------------------------------------------------------------------------
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+ONE = {"type": "function", "function": {"name": "g"}}
+
+
+def chat(**fields) -> ChatCompletionRequest:
+    return read_body(ChatCompletionRequest, write(CHAT | {"tools": TOOLS} | fields), CONFIG)
+
+
+CHOICES = {
+    "required": ({"tool_choice": "required"}, "fg", True, None),
+    "named": ({"tool_choice": ONE}, "g", True, 1),
+    "named, flat": ({"tool_choice": {"type": "function", "name": "f"}}, "f", True, 1),
+    "allowed": ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [ONE]}}}, "g", False, None),
+    "allowed, flat": ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [ONE]}}, "g", True, None),
+    "one call": ({"parallel_tool_calls": False}, "fg", False, 1),
+    "required, one call": ({"tool_choice": "required", "parallel_tool_calls": False}, "fg", True, 1),
+    "with a form": ({"response_format": {"type": "json_object"}}, "fg", False, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tool_choice_becomes_a_grammar_of_calls(name):
+    fields, names, required, max_calls = CHOICES[name]
+    calls = chat(**fields).calls("hermes")
+    assert calls is not None and [tool for tool, _ in calls.tools] == list(names)
+    assert (calls.required, calls.max_calls) == (required, max_calls)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True},
+                                    {"tool_choice": "none", "parallel_tool_calls": False}, {"tool_choice": None},
+                                    {"tools": [], "parallel_tool_calls": False}])  # fmt: skip
+def test_free_calls_have_no_grammar(fields):
+    assert chat(**fields).calls("hermes") is None
+
+
+def test_calls_of_an_unknown_format_are_not_constrained():
+    for fields, param in (({"tool_choice": "required"}, "tool_choice"), ({"parallel_tool_calls": False}, "parallel_tool_calls")):
+        with pytest.raises(ApiError) as error:
+            chat(**fields).calls(None)
+        assert error.value.status == 400 and error.value.param == param
+    assert chat(response_format={"type": "json_object"}).calls(None) is None  # calls are text: the answer has the form
+
+
+@pytest.mark.parametrize("choice", [
+    "any", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {"name": "h"}}, {"type": "custom"},
+    {"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [ONE]}},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, {"type": "allowed_tools", "allowed_tools": 5},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "h"}}]}},
+])  # fmt: skip
+def test_tool_choices_that_name_no_offered_tool_are_refused(choice):
+    with pytest.raises(ApiError) as error:
+        chat(tool_choice=choice)
+    assert error.value.status == 400 and error.value.param.startswith("tool_choice")
+
+
+@pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_constrained_calls_end_the_answer(field):
+    with pytest.raises(ApiError) as error:
+        chat(tool_choice="required", **field)
+    assert error.value.param in field

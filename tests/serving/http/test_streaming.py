@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from eqx_decoders.serving.http import streaming
-from eqx_decoders.serving.http.streaming import PART, EventStream, json_response
+from eqx_decoders.serving.http.streaming import PART, EventStream, event, json_response
 
 
 def messages_of(response) -> list[dict]:
@@ -31,6 +31,12 @@ def test_large_responses_are_sent_in_parts():
     content = b"".join(each["body"] for each in bodies)
     assert json.loads(content) == value and dict(start["headers"])[b"content-length"] == str(len(content)).encode()
     assert max(len(each["body"]) for each in bodies) <= PART and not bodies[-1]["more_body"]
+
+
+def test_events_have_no_characters_at_which_clients_split_lines():
+    text = "a\x85b\u2028c\u2029d\r\n\x0b\x0c\x1c\x1d\x1ee\\u2028\u00a0é\U00012028"
+    content = event({text: [text]}).decode()
+    assert content.splitlines() == [content.rstrip("\n"), ""] and json.loads(content[6:]) == {text: [text]}
 
 
 def test_silent_streams_send_pings_and_are_closed(monkeypatch):
