@@ -24,9 +24,7 @@ class CutCall(NamedTuple):
     arguments: str
 
 
-def cut_call(
-    row: ToolCallFormat, tools: Sequence[Mapping[str, Any]], text: str, tool: str = ""
-) -> CutCall | None:
+def cut_call(row: ToolCallFormat, tools: Sequence[Mapping[str, Any]], text: str, tool: str = "") -> CutCall | None:
     """Return the call that a text starts, as a constrained answer writes it; None before its name is complete.
 
     **Arguments:**
