@@ -3,6 +3,7 @@
 Runs in the environment of these clients, with the address of a server as its argument.
 """
 
+import functools
 import json
 import sys
 from typing import Any, Literal
@@ -43,12 +44,16 @@ def langchain() -> None:
     chat = ChatOpenAI(base_url=URL, api_key="x", model="m", max_tokens=LENGTH, max_retries=0, temperature=0)
     for method in ("json_schema", "function_calling"):
         structured = chat.with_structured_output(Answer, method=method)
-        report(f"langchain {method}", lambda: structured.invoke("hi"))
+        report(f"langchain {method}", functools.partial(structured.invoke, "hi"))
     for choice in ("any", "weather"):
         bound = chat.bind_tools([weather], tool_choice=choice, parallel_tool_calls=False)
-        report(f"langchain tool_choice={choice}", lambda: bound.invoke("hi").tool_calls[0]["args"])
+        report(f"langchain tool_choice={choice}", functools.partial(arguments_of, bound))
     strict = chat.bind_tools([weather], tool_choice="required", strict=True)
-    report("langchain strict", lambda: strict.invoke("hi").tool_calls[0]["args"])
+    report("langchain strict", functools.partial(arguments_of, strict))
+
+
+def arguments_of(bound: Any) -> Any:
+    return bound.invoke("hi").tool_calls[0]["args"]
 
 
 def through_instructor(client: openai.OpenAI) -> None:
@@ -56,7 +61,7 @@ def through_instructor(client: openai.OpenAI) -> None:
     options = dict(max_tokens=LENGTH, max_retries=0, temperature=0)
     for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
         chat = instructor.from_openai(client, mode=getattr(instructor.Mode, mode)).chat.completions
-        report(f"instructor {mode}", lambda: chat.create(**body, **options))
+        report(f"instructor {mode}", functools.partial(chat.create, **body, **options))
     chat = instructor.from_openai(client, mode=instructor.Mode.TOOLS).chat.completions
     report("instructor stream", lambda: [*chat.create_partial(**body, **options)][-1].model_dump())
 
@@ -67,12 +72,14 @@ def pydantic_ai() -> None:
     kinds: dict[str, Any] = {"type": Answer, "ToolOutput": ToolOutput(Answer), "NativeOutput": NativeOutput(Answer)}
     for name, kind in kinds.items():
         agent = Agent(model, output_type=kind, model_settings=settings, retries=0)
-        report(f"pydantic-ai {name}", lambda: agent.run_sync("hi").output)
+        report(f"pydantic-ai {name}", functools.partial(lambda agent: agent.run_sync("hi").output, agent))
 
 
 def through_openai(client: openai.OpenAI) -> None:
     body: Any = dict(model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=LENGTH, temperature=0)
-    report("openai parse", lambda: client.chat.completions.parse(**body, response_format=Answer).choices[0].message.parsed)
+    report(
+        "openai parse", lambda: client.chat.completions.parse(**body, response_format=Answer).choices[0].message.parsed
+    )
     tools = dict(tools=[openai.pydantic_function_tool(Answer)], tool_choice="required")
 
     def call() -> Any:

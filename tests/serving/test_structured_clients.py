@@ -1,4 +1,4 @@
-"""Structured answers as LangChain, instructor, Pydantic AI and OpenAI's client ask for them, from a model that computes."""
+"""Structured answers as LangChain, instructor, Pydantic AI and OpenAI's client ask for them."""
 
 import json
 import os
@@ -23,7 +23,9 @@ PYTHON = Path(os.environ.get("STRUCTURED_CLIENTS_PYTHON", Path(sys.prefix) / "st
 @pytest.mark.parametrize("reasons", [False, True])
 def test_structured_answers_of_clients_are_valid(tmp_path, reasons):
     if not PYTHON.is_file():
-        pytest.skip(f"LangChain, instructor and Pydantic AI are not installed: {PYTHON} does not exist (make test-slow)")
+        pytest.skip(
+            f"LangChain, instructor and Pydantic AI are not installed: {PYTHON} does not exist (make test-slow)"
+        )
     source = (TEMPLATES / "qwen3.jinja").read_text()
     if reasons:  # the prompt starts the reasoning, as in Qwen3-Thinking-2507
         begin = "{{- '<|im_start|>assistant\\n"

@@ -1,7 +1,8 @@
 """Grammars of constrained answers: optional reasoning, then an answer of a given form or tool calls.
 
-A grammar is written in llguidance's dialect of Lark. Markers that are tokens of the tokenizer (`control`) are matched by
-id. All other text of a grammar, such as a literal that contains the name of a special token, is matched as ordinary text.
+A grammar is written in llguidance's dialect of Lark. Markers that are tokens of the tokenizer (`control`) are matched
+by id. All other text of a grammar, such as a literal that contains the name of a special token, is matched as ordinary
+text.
 """
 
 import json
@@ -192,8 +193,8 @@ def chat_grammar(
 def simplified(grammar: AnswerGrammar, control: Mapping[str, int]) -> AnswerGrammar:
     """Return a grammar without optional reasoning that cannot change the answer, or that the form has itself.
 
-    If there is only one text that the answer may have, there is nothing to reason about, and no call in its place. Texts
-    that contain markers of the reasoning, which are no tokens of this tokenizer, are complete outputs.
+    If there is only one text that the answer may have, there is nothing to reason about, and no call in its place.
+    Texts that contain markers of the reasoning, which are no tokens of this tokenizer, are complete outputs.
     """
     form = grammar.form
     if form is None or not isinstance(form.content, tuple):
@@ -341,9 +342,7 @@ class _Writer:
 
     def _wrapped(self, answer: str, wrappers: Sequence[tuple[str, str]]) -> str:
         for begin, end in wrappers:
-            answer = self.rule(
-                "wrapped", f"{answer} | {self.text(begin)} /\\n?/ {answer} /\\n?/ {self.text(end)}"
-            )
+            answer = self.rule("wrapped", f"{answer} | {self.text(begin)} /\\n?/ {answer} /\\n?/ {self.text(end)}")
         return answer
 
     def _body(self, grammar: AnswerGrammar) -> str:
@@ -453,7 +452,7 @@ class _Writer:
         marker = self._begins(row)
         if not marker:  # calls without a marker are a complete answer
             first = (row.section_begin + row.call_begin)[:1]
-            text = self._terminal(f"/[^{re.escape(first)}](?s:.*)/ & {self._without(row.begins)} | \"\"")
+            text = self._terminal(f'/[^{re.escape(first)}](?s:.*)/ & {self._without(row.begins)} | ""')
             return f"{self._calls(calls)} | {text}"
         others = [begin for begin in row.begins if begin != marker]
         if any(isinstance(piece, int) for piece in self._pieces(marker)):
@@ -587,7 +586,9 @@ class _Values:
     def _as_json(self, kind: str, rules: Sequence[str], schema: Any) -> str:
         """Return the rule of numbers or texts that are written as in JSON."""
         kept = {rule: schema[rule] for rule in rules if isinstance(schema, dict) and rule in schema}
-        return self._writer.rule("value", f"%json {json.dumps(_with_options({'type': kind, **kept}), ensure_ascii=False)}")
+        return self._writer.rule(
+            "value", f"%json {json.dumps(_with_options({'type': kind, **kept}), ensure_ascii=False)}"
+        )
 
     def _array(self, item: str, schema: Mapping[str, Any]) -> str:
         minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
@@ -626,7 +627,8 @@ class _Values:
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, str) and not self._python:
-            return f"{self._writer.text(self._row.quote)} {quoted(value) if value else ''} {self._writer.text(self._row.quote)}"
+            quote = self._writer.text(self._row.quote)
+            return f"{quote} {quoted(value) if value else ''} {quote}"
         if isinstance(value, bool) or value is None:
             return quoted(self._names[{True: 0, False: 1, None: 2}[value]])
         if isinstance(value, list | dict) and not self._python:

@@ -64,7 +64,9 @@ NUMBER_RULES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "m
 # Dates that exist: llguidance allows February 29 in any year, and the year 0.
 _LEAP_YEARS = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEARS = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_DAYS = r"(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+_DAYS = (
+    r"(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+)
 _DATE = rf"(?:{_YEARS}-(?:{_DAYS})|{_LEAP_YEARS}-02-29)"
 PATTERN_OF_FORMAT = {
     "date": f"^{_DATE}$",
@@ -236,8 +238,8 @@ def _check_overlap(names: set[str], patterns: Sequence[str] | set[str]) -> None:
             name = min(names, default=None)
         if name is not None:
             raise ConfigError(
-                f"json cannot be kept: the property {_shown(name)} may match {_shown(pattern)} in patternProperties, too. "
-                "Constrained answers support patterns that match no property in properties or required: change the pattern."
+                f"json cannot be kept: the property {_shown(name)} may match {_shown(pattern)} in patternProperties. "
+                "Constrained answers need patterns that match no name in properties and required: change the pattern."
             )
 
 

@@ -271,7 +271,8 @@ class GrammarCompiler:
         def token_bytes(token: int) -> bytes:
             return names[token] if token in names else vocabulary.decode_bytes([token])
 
-        return CompiledGrammar(*matchers, grammar.begin_marker.encode(), end.encode(), token_bytes)
+        matcher, ending = matchers
+        return CompiledGrammar(matcher, ending, grammar.begin_marker.encode(), end.encode(), token_bytes)
 
     def _matcher(self, llguidance: Any, grammar: AnyGrammar, reasoning_ends: bool) -> Any:
         source = to_llguidance(grammar, self._control, self._stop_ids, reasoning_ends=reasoning_ends)
@@ -290,7 +291,7 @@ class GrammarCompiler:
         return matcher
 
     def _check_leaves(self, llguidance: Any, grammar: AnyGrammar) -> None:
-        """Raise ConfigError for an inner schema that no value matches: the answer could not go on when it gets there."""
+        """Raise ConfigError for an inner schema that no value matches: an answer that gets there could not continue."""
         form = grammar if isinstance(grammar, Grammar) else grammar.form
         schemas = [] if form is None or form.kind != "json" else [prepare_schema(json.loads(str(form.content)))]
         if isinstance(grammar, AnswerGrammar) and grammar.calls is not None:

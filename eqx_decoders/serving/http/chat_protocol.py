@@ -245,9 +245,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 "unsupported_parameter",
             )
         one_call = self.allowed.named or not self.parallel_tool_calls
-        return call_grammar(
-            format, self.callable, required=self.allowed.required, max_calls=1 if one_call else None
-        )
+        return call_grammar(format, self.callable, required=self.allowed.required, max_calls=1 if one_call else None)
 
     @property
     def alternatives(self) -> int | None:

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.io.huggingface import export, load
-from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, stored_tensors
+from eqx_decoders.io.huggingface import export
+from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.huggingface.verify import compare_tensors
 from eqx_decoders.sharding.axes import named_leaves

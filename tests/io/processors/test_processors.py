@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import pathlib
-
 from typing import Any
 
 import numpy as np

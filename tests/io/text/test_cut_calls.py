@@ -34,6 +34,8 @@ def test_the_name_of_a_cut_call_is_known_as_soon_as_it_is_complete(row):
 
 def test_text_of_other_tools_is_no_call():
     row = TOOL_CALL_FORMATS[-1]
-    assert cut_call(row, TOOLS, '{"name": "gets", "parameters": {') is None and cut_call(row, [], '{"name": "get"') is None
+    assert (
+        cut_call(row, TOOLS, '{"name": "gets", "parameters": {') is None and cut_call(row, [], '{"name": "get"') is None
+    )
     call = cut_call(row, TOOLS, '{"city"', "get")
     assert call is not None and call == ("get", '{"city"')

@@ -36,7 +36,7 @@ def tokenizer(special=SPECIAL, added=ADDED, byte_level: bool = True) -> JsonToke
 
     if byte_level:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocab = {letter: index for index, letter in enumerate([*letters, "an", "<|", "|>", "{\""])}
+        vocab = {letter: index for index, letter in enumerate([*letters, "an", "<|", "|>", '{"'])}
         model = models.BPE(vocab, [("a", "n"), ("<", "|"), ("|", ">"), ("{", '"')])
         inner: Any = Tokenizer(model)
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -161,7 +161,9 @@ def test_stop_ids_are_allowed_at_the_end_of_a_literal_only(kind):
 
 
 def test_a_stop_id_that_is_no_special_token_does_not_end_a_literal():
-    compiler = GrammarCompiler(TOKENIZERS["bytes"], TOKENIZERS["bytes"].vocab_size, [names(COMPILERS["bytes"])["</think>"]])
+    compiler = GrammarCompiler(
+        TOKENIZERS["bytes"], TOKENIZERS["bytes"].vocab_size, [names(COMPILERS["bytes"])["</think>"]]
+    )
     for form, (grammar, right) in forms("a</think>b").items():
         ids, ended = sample(compiler, grammar, 0)
         assert ended and json.dumps(text_of(compiler, ids)).count("</think>") == right.count("</think>"), form
@@ -185,7 +187,10 @@ TEMPLATE = "{{ messages }}<think>{{ reasoning }}</think>"
 
 
 def test_the_prompt_tells_whether_the_answer_reasons():
-    opened, closed = chat_grammar(TEMPLATE, "x<think>\n", ANSWER, None), chat_grammar(TEMPLATE, "</think>\n\n", ANSWER, None)
+    opened, closed = (
+        chat_grammar(TEMPLATE, "x<think>\n", ANSWER, None),
+        chat_grammar(TEMPLATE, "</think>\n\n", ANSWER, None),
+    )
     free, without = chat_grammar(TEMPLATE, "assistant\n", ANSWER, None), chat_grammar("{{ x }}", "a", ANSWER, None)
     assert isinstance(opened, AnswerGrammar) and opened.reasoning == ReasoningGrammar("<think>", "</think>", True)
     assert isinstance(free, AnswerGrammar) and free.reasoning == ReasoningGrammar("<think>", "</think>", False)
@@ -226,7 +231,9 @@ def test_reasoning_leaves_room_for_the_answer(compiler, opened, max_tokens):
 def test_texts_with_markers_are_complete_outputs_and_a_single_text_needs_no_reasoning():
     reasoning = ReasoningGrammar("<think>", "</think>", True)
     spelled = AnswerGrammar(Grammar("choice", ("a</think>b",)), None, reasoning)
-    assert accepts(PLAIN_COMPILER, spelled, "a</think>b") and not accepts(PLAIN_COMPILER, spelled, "why</think>a</think>b")
+    assert accepts(PLAIN_COMPILER, spelled, "a</think>b") and not accepts(
+        PLAIN_COMPILER, spelled, "why</think>a</think>b"
+    )
     end = names(COMPILERS["bytes"])["</think>"]
     assert accepts(COMPILERS["bytes"], spelled, "why", end, "a</think>b")  # the marker is a token: this is text
     single = AnswerGrammar(Grammar("choice", ("yes",)), None, reasoning._replace(opened=False))
@@ -266,11 +273,12 @@ WEATHER = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "get", "parameters": NOTHING}},
     {"type": "function", "function": {"name": "now"}},
-]  # fmt: skip
+]
 NAMES = {"get_weather", "get", "now"}
 FORMATS = [row.name for row in TOOL_CALL_FORMATS]
 
@@ -289,7 +297,9 @@ def test_required_calls_have_a_name_and_arguments_of_the_schema(name, style):
     compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
     counts = []
     for max_calls in (1, None):
-        grammar = AnswerGrammar(None, call_grammar(name, TOOLS, required=True, max_calls=max_calls), harmony=name == "harmony")
+        grammar = AnswerGrammar(
+            None, call_grammar(name, TOOLS, required=True, max_calls=max_calls), harmony=name == "harmony"
+        )
         for seed in range(4):
             ids, ended = sample(compiler, grammar, seed, length=900, max_tokens=900)
             text = text_of(compiler, ids)
@@ -325,7 +335,9 @@ def test_an_answer_is_a_call_or_has_its_form(name):
     grammar = AnswerGrammar(ANSWER, calls, harmony=name == "harmony")
     content = '{"a": 1}' if name != "harmony" else '<|channel|>final<|message|>{"a": 1}'
     assert accepts(PLAIN_COMPILER, grammar, content)
-    assert not accepts(PLAIN_COMPILER, grammar, content.replace("1", "3")) and not accepts(PLAIN_COMPILER, grammar, "text")
+    assert not accepts(PLAIN_COMPILER, grammar, content.replace("1", "3")) and not accepts(
+        PLAIN_COMPILER, grammar, "text"
+    )
     assert accepts(PLAIN_COMPILER, grammar, written), written
 
 

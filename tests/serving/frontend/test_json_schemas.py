@@ -55,7 +55,13 @@ def validator(schema):
 
 
 def record(properties, **more):
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False, **more}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+        **more,
+    }
 
 
 NUMBER = {"type": "integer", "minimum": 1, "maximum": 3}
@@ -161,7 +167,8 @@ REFUSED = {
         {"allOf": [record({"s": NUMBER}) | {"additionalProperties": True}, {"patternProperties": {"^s$": NUMBER}}]},
         '"s"'),
     "patterns that overlap": ({"type": "object", "patternProperties": {"^a": NUMBER, "b$": WORD}}, "disjoint"),
-    "minProperties": ({"type": "object", "minProperties": 2, "patternProperties": {"^x[0-9]$": NUMBER}}, "minProperties=2"),
+    "minProperties": (
+        {"type": "object", "minProperties": 2, "patternProperties": {"^x[0-9]$": NUMBER}}, "minProperties=2"),
     "large integers": (record({"a": {"const": 2**53 + 1}}), str(2**53 + 1)),
     "large integers in enum": ({"enum": [1, [{"a": 2**60}]]}, str(2**60)),
     "oneOf": ({"oneOf": [{"minimum": 1}, {"maximum": 3}]}, "oneOf"),

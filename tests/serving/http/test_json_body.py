@@ -221,7 +221,8 @@ CHOICES = {
     "required": ({"tool_choice": "required"}, "fg", True, None),
     "named": ({"tool_choice": ONE}, "g", True, 1),
     "named, flat": ({"tool_choice": {"type": "function", "name": "f"}}, "f", True, 1),
-    "allowed": ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [ONE]}}}, "g", False, None),
+    "allowed": ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [ONE]}}},
+                "g", False, None),
     "allowed, flat": ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [ONE]}}, "g", True, None),
     "one call": ({"parallel_tool_calls": False}, "fg", False, 1),
     "required, one call": ({"tool_choice": "required", "parallel_tool_calls": False}, "fg", True, 1),
@@ -245,7 +246,10 @@ def test_free_calls_have_no_grammar(fields):
 
 
 def test_calls_of_an_unknown_format_are_not_constrained():
-    for fields, param in (({"tool_choice": "required"}, "tool_choice"), ({"parallel_tool_calls": False}, "parallel_tool_calls")):
+    for fields, param in (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ):
         with pytest.raises(ApiError) as error:
             chat(**fields).calls(None)
         assert error.value.status == 400 and error.value.param == param
@@ -255,8 +259,9 @@ def test_calls_of_an_unknown_format_are_not_constrained():
 @pytest.mark.parametrize("choice", [
     "any", 5, True, [], {}, {"type": "function"}, {"type": "function", "function": {"name": "h"}}, {"type": "custom"},
     {"type": "allowed_tools"}, {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [ONE]}},
-    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, {"type": "allowed_tools", "allowed_tools": 5},
-    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "h"}}]}},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+    {"type": "allowed_tools", "allowed_tools": 5},
+    {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "function": {"name": "h"}}]}},
 ])  # fmt: skip
 def test_tool_choices_that_name_no_offered_tool_are_refused(choice):
     with pytest.raises(ApiError) as error:
