@@ -15,6 +15,7 @@ from eqx_decoders.inference.draft_model import DraftModel
 from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import load_text_model
+from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
@@ -270,3 +271,16 @@ def test_what_it_needs_is_an_extra(monkeypatch, package):
     monkeypatch.setattr(util, "find_spec", lambda name: None if name == package else known(name))
     _, err = call("serve", "--model", CHAT, "--port", 0, code=1)
     assert "pip install 'eqx_decoders[serve]'" in err
+
+
+def test_an_unknown_format_of_tool_calls_is_logged(caplog):
+    def call_format(parser, source):
+        return serve._call_format(parser, ChatTemplate(source=source))
+
+    assert call_format("auto", "{{ tools }}") == "hermes"
+    assert "--tool-call-parser" in caplog.text
+    caplog.clear()
+    assert call_format("auto", "{{ tools }} <arg_key>") == "glm4_moe"
+    assert call_format("auto", "{{ messages }}") is None
+    assert (call_format("none", "{{ tools }}"), call_format("mistral", "{{ tools }}")) == (None, "mistral")
+    assert not caplog.text

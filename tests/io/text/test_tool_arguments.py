@@ -91,7 +91,7 @@ def random_schema(draw, depth=3):
 
 def test_no_schema_raises_an_error():
     draw = random.Random(0)
-    for _ in range(400):
+    for _ in range(100):
         parameters = random_schema(draw, 4)
         if isinstance(parameters, dict):
             parameters.setdefault("$defs", {"a": random_schema(draw)})

@@ -8,6 +8,7 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -228,9 +229,17 @@ def parse_json_or_python(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        return literal(ast.parse(text.strip(), mode="eval").body)
+        return literal(parse_expression(text.strip()))
     except (ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
         return text
+
+
+def parse_expression(text: str) -> ast.expr:
+    """Return the syntax tree of a Python expression, without warnings about its strings. Raises SyntaxError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return ast.parse(text, mode="eval").body
 
 
 def literal(node: ast.expr) -> Any:

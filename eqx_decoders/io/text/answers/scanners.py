@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from eqx_decoders.io.text.answers.arguments import ToolSchema, literal, parse_json_or_python
+from eqx_decoders.io.text.answers.arguments import ToolSchema, literal, parse_expression, parse_json_or_python
 from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, functions_of
 
 
@@ -735,7 +735,7 @@ class PythonCalls:
         source = re.sub(r"[\r\n]+", " ", source)  # strings have none any more
         schema = self._context.schema(self._name)
         try:
-            node = ast.parse(source, mode="eval").body
+            node = parse_expression(source)
             if not isinstance(node, ast.Call):
                 raise ValueError("it is no call")
             if len(node.args) > len(schema.names):
@@ -759,7 +759,7 @@ def _string(body: str, quote: str) -> str:
             rf"\\(.)|{quote}", lambda match: match[0] if match[1] else "\\" + quote, source, flags=re.DOTALL
         )
     try:
-        return literal(ast.parse(quote + source + quote, mode="eval").body)
+        return literal(parse_expression(quote + source + quote))
     except (ValueError, SyntaxError, MemoryError):
         return body
 
