@@ -39,8 +39,8 @@ from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.answers.formats import ToolFormat, find_tool_format
+from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.errors import EqxDecodersError, check
-from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.io.text.answers.formats import ReasoningFormat
+from eqx_decoders.io.text.answers.parser import AnswerFormat, AnswerParser
+from eqx_decoders.io.text.tokenizer import Tokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
 from eqx_decoders.serving.rollouts import RequestEngine
 
 
+PROMPT_END = 64  # last ids of a prompt, which may start the reasoning
 OPEN = 4  # requests at once for each slot of an engine: those of one prompt wait together
 
 Progress = Callable[[int], None]
@@ -28,13 +31,17 @@ class EvaluationEngine(RequestEngine, Protocol):
 
 
 class AnswerRequest(NamedTuple):
-    """Prompt to be answered, in at most `max_new_tokens`, up to one of the strings `stop` or the tokens `stop_ids`."""
+    """Prompt to be answered, in at most `max_new_tokens`, up to one of the strings `stop` or the tokens `stop_ids`.
+
+    `reasoning`: markers of the reasoning that the model may write first, in which `stop` is not searched for.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    reasoning: ReasoningFormat | None = None
 
     def request(self) -> Request:
         """Return the request for an engine."""
@@ -51,11 +58,13 @@ class WrittenAnswer(NamedTuple):
 
 
 class _AnswerWriter:
-    """Text of an answer as its tokens come."""
+    """Text of an answer as its tokens come. Stop strings do not end its reasoning, which is a part of the text."""
 
     def __init__(self, tokenizer: Tokenizer, request: AnswerRequest):
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops, self._stop_ids = StopStrings(request.stop), request.stop_ids
+        self._reasoning = _reasoning_parser(tokenizer, request)
+        self._text = ""  # of the reasoning, and what may be its start
         self._pieces: list[str] = []
         self._count, self._end = 0, "length"
 
@@ -66,20 +75,38 @@ class _AnswerWriter:
             if token in self._stop_ids:
                 self._end = "stop_token"
                 break
-            self._pieces.append(self._stops.push(self._detokenizer.push(token)))
+            self._push_text(self._detokenizer.push(token))
             if self._stops.found is not None:
                 self._end = "stop_string"
                 return True
         return False
 
+    def _push_text(self, text: str, *, final: bool = False) -> None:
+        if self._reasoning is not None:
+            self._text += text
+            self._reasoning.push(text)
+            if (self._reasoning.in_reasoning or self._reasoning.is_undecided) and not final:
+                return
+            end = len(self._text) if self._reasoning.in_reasoning else self._reasoning.reasoning_end
+            self._pieces.append(self._text[:end])
+            text, self._reasoning = self._text[end:], None
+        self._pieces.append(self._stops.push(text))
+
     def answer(self) -> WrittenAnswer:
         """Return the answer, as no more tokens come."""
         if self._stops.found is None:
-            self._pieces.append(self._stops.push(self._detokenizer.flush()))
+            self._push_text(self._detokenizer.flush(), final=True)
             self._end = "stop_string" if self._stops.found is not None else self._end
             self._pieces.append(self._stops.flush())
         end: EndReason = self._end  # pyright: ignore[reportAssignmentType]
         return WrittenAnswer("".join(self._pieces), self._count, end)
+
+
+def _reasoning_parser(tokenizer: Tokenizer, request: AnswerRequest) -> AnswerParser | None:
+    """Return the parser that finds the end of the reasoning; None if there is none, or no stop string could cut it."""
+    if request.reasoning is None or not request.stop:
+        return None
+    return AnswerFormat(None, request.reasoning).parser(prompt=decode(tokenizer, request.prompt[-PROMPT_END:]))
 
 
 def run_requests(

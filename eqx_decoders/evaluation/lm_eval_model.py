@@ -14,6 +14,7 @@ from eqx_decoders.evaluation.engine_requests import (
 from eqx_decoders.evaluation.scoring import score_continuations, score_texts
 from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
 from eqx_decoders.evaluation.text_sets import prefix_id, with_prefix
+from eqx_decoders.io.text.answers.formats import reasoning_format
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
@@ -146,6 +147,7 @@ class EngineMethods:
             stop_ids=tuple(
                 {*self.text.stop_ids, *(each for stop in until if (each := self._special(stop)) is not None)}
             ),
+            reasoning=None if self.text.chat is None else reasoning_format(self.text.chat.source),
         )
 
     def _special(self, stop: str) -> int | None:

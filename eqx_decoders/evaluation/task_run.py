@@ -20,6 +20,7 @@ from eqx_decoders.evaluation.engine_requests import (
 from eqx_decoders.evaluation.grading import Grade, grade_answers
 from eqx_decoders.evaluation.task import LoadedTask
 from eqx_decoders.evaluation.task_scores import TaskScores
+from eqx_decoders.io.text.answers.formats import reasoning_format
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
@@ -116,8 +117,11 @@ def answer_requests(text: TextSource, task: LoadedTask, settings: AnswerSettings
     rule = "and this model has no chat template: give a prompt in their place"
     check(text.chat is not None or not conversations, f"task {task.name!r} has examples with messages, {rule}.")
     new, stop = settings.max_new_tokens or task.task.max_new_tokens, task.task.stop
+    reasoning = None if text.chat is None else reasoning_format(text.chat.source)
     return [
-        AnswerRequest(tuple(ids.tolist()), new, settings.sampling(task.name, number, sample), stop, text.stop_ids)
+        AnswerRequest(
+            tuple(ids.tolist()), new, settings.sampling(task.name, number, sample), stop, text.stop_ids, reasoning
+        )
         for number, ids in enumerate(text.encode_many(prompts))
         for sample in range(settings.samples)
     ]

@@ -86,7 +86,7 @@ class TextFrontend:
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             return None
         end = prompt.ids[-PROMPT_END:]
-        options = dict(special=special, stops=stops, must_call=must_call)
+        options: dict[str, Any] = dict(special=special, stops=stops, must_call=must_call)
         return create_reader(self.tokenizer, self.chat.source, calls, tools, end, **options)
 
     @property

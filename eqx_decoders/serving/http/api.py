@@ -267,8 +267,8 @@ class Api:
         prompt = await self._with_client_errors(work)
         limits = self._answer_limits(request, [prompt])
         read = functools.partial(self.frontend.answer_reader, prompt, self.config.tool_call_parser)
-        special, must_call = not request.skip_special_tokens, request.allowed.required
-        readers = (read(request.callable, special=special, must_call=must_call) for _ in range(request.n))
+        options: dict[str, Any] = dict(special=not request.skip_special_tokens, must_call=request.allowed.required)
+        readers = (read(request.callable, **options) for _ in range(request.n))
         choices = [Choice(request, self.frontend.tokenizer, reader=reader) for reader in readers]
         builder = ChatResponseBuilder(
             http_request.request_id,

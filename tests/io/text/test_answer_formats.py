@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,8 @@ ROWS = {row.name: row for row in TOOL_CALL_FORMATS}
 SPECIAL = {
     "gemma4": ['<|"|>', "<|tool_call>", "<tool_call|>"],
     "gemma3": ["<escape>", "<start_function_call>", "<end_function_call>"],
-    "deepseek_v31": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"],
-    "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"],
+    "deepseek_v31": [*ROWS["deepseek_v31"].markers],
+    "kimi_k2": [*ROWS["kimi_k2"].markers],
     "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
     "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
@@ -99,6 +100,9 @@ def arguments_of(name):
         if name in ("gemma3", "gemma4") and text == joined:
             text = joined.replace(ROWS[name].quote + " ", "")  # in letters, it ends a string before a bracket
         yield {"text": text}
+    row = ROWS[name]
+    if row.syntax == "xml":  # all of the text after a value, within a value
+        yield {"text": f"see {row.parameter_end}{row.call_end}{row.section_end} here".replace("{key}", "text")}
     yield {"count": 5, "ratio": 0.5, "flag": True, "items": ["a", "</tool_call>"], "options": {"a": {"b": [1, None]}}}
     yield {}
 
@@ -116,7 +120,11 @@ def test_calls_that_are_written_are_read(name):
 def sample_texts(name, form):
     texts = ["see </tool_call> here", "a </parameter> </invoke> </arg_value> }]) ", 'x" \' <|call|> [ARGS]{ <|"|> é']
     calls = [FunctionCall("edit", {"text": text, "count": 3}) for text in texts]
-    content = "" if ROWS[name].bare and not ROWS[name].begins or name in ("llama3_json", "llama4_pythonic", "harmony") else "I see.\n\n"
+    content = (
+        ""
+        if (ROWS[name].bare and not ROWS[name].begins) or name in ("llama3_json", "llama4_pythonic", "harmony")
+        else "I see.\n\n"
+    )
     yield content, calls[:1], content + written(name, calls[:1], form)
     yield content, calls, content + written(name, calls, form)
 
@@ -171,7 +179,10 @@ def test_calls_in_the_reasoning_are_text(name, begin):
     form, call = AnswerFormat(name, reasoning), FunctionCall("edit", {"text": f"see {reasoning.end} here"})
     thought = written(name, [FunctionCall("edit", {"text": "a"})], form)
     answer = written(name, [call], form)
-    cases = (("", f"{begin}\n{thought}\n{reasoning.end}\n\n{answer}"), (f"x{begin}\n", f"{thought}{reasoning.end}{answer}"))
+    cases = (
+        ("", f"{begin}\n{thought}\n{reasoning.end}\n\n{answer}"),
+        (f"x{begin}\n", f"{thought}{reasoning.end}{answer}"),
+    )
     for prompt, text in cases:
         for size in (1, 5, len(text)):
             pieces = [text[start : start + size] for start in range(0, len(text), size)]
@@ -186,8 +197,17 @@ def test_a_malformed_call_does_not_discard_its_neighbors(name):
         pytest.skip("the calls are one list")
     form = AnswerFormat(name, None)
     one, two = (row.write([call]) for call in good)
-    bad = {"json": one.replace(': "a"', ": a b"), "named_json": one.replace('"a"', "a b"), "harmony": one.replace('"a"', "a b")}
-    text = bad.get(row.syntax, one.replace("text", "te}xt") if row.syntax == "gemma" else one.replace("parameter", "p").replace("arg_value", "q"))
+    bad = {
+        "json": one.replace(': "a"', ": a b"),
+        "named_json": one.replace('"a"', "a b"),
+        "harmony": one.replace('"a"', "a b"),
+    }
+    text = bad.get(
+        row.syntax,
+        one.replace("text", "te}xt")
+        if row.syntax == "gemma"
+        else one.replace("parameter", "p").replace("arg_value", "q"),
+    )
     assert text != one
     for texts in itertools.permutations((one, two, text)):
         joined = "\n".join(texts) if name != "harmony" else "".join(texts)
@@ -213,9 +233,11 @@ def test_templates_select_their_format():
 
 
 def test_text_without_a_marker_is_a_call_only_of_an_offered_tool():
+    name: Any
     for name, text in (
         ("llama3_json", '{"name": "Alice", "parameters": {}}'),
         ("mistral", '[{"name": "Alice", "arguments": {}}]'),
+        ("llama3_json", '{"parameters": {}, "name": "Alice"}'),
         ("llama4_pythonic", "[Alice(age=3)]"),
     ):
         assert parse_tool_calls(text, name, TOOLS) == (text, (), (), "")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from eqx_decoders.serving.http.protocol import CompletionRequest
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas
 
 
-TOKENIZER = load_tokenizer(Path(__file__).parents[2] / "fixtures" / "chats")
+TOKENIZER: Any = load_tokenizer(Path(__file__).parents[2] / "fixtures" / "chats")
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"properties": {"what": {"type": "string"}}}}}]
 CALL, ARGUMENTS = FunctionCall("find", {"what": "a <b>"}), '{"what": "a <b>"}'
 JSON = f'{{"name": "find", "arguments": {ARGUMENTS}}}'
@@ -30,6 +31,7 @@ SAID = "<|channel|>analysis<|message|>Hm <|.<|end|><|start|>assistant"
 FINAL = f"{SAID}<|channel|>final<|message|>Yes <|en<|return|>"
 ASKS = f" to=functions.find<|channel|>commentary json<|message|>{ARGUMENTS}"
 NEXT = f"{ASKS}<|call|><|start|>assistant"
+WORDS = "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>"
 COHERE = "<|START_THINKING|> <|START_ACTION|> <|START_RESPONSE|>"
 # template, end of the prompt, answer, and its reasoning, content and calls
 CASES = {
@@ -41,7 +43,7 @@ CASES = {
     "no reasoning": (QWEN, "<think>\n", "</think>Yes", "", "Yes", ()),
     "reasoning that doesn't end": (QWEN, "x", "<think>Hm </thin", "Hm </thin", "", ()),
     "markers after the reasoning": (QWEN, "<think>", "a</think>b </think> <think>", "a", "b </think> <think>", ()),
-    "Cohere": (COHERE, "x", "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>Yes<|END_RESPONSE|>", "Hm", "Yes", ()),
+    "Cohere": (COHERE, "x", f"{WORDS}Yes<|END_RESPONSE|>", "Hm", "Yes", ()),
     "a call": (QWEN, "x", THINKS, "Hm. <tool_call>", "See:", (CALL,) * 2),
     "a call that can't be read": (QWEN, "x", UNREAD, "", UNREAD, ()),
     "a name that begins like a call": (QWEN, "x", "See <tool_c", "", "See <tool_c", ()),
@@ -51,7 +53,7 @@ CASES = {
     "Llama 3, tagged": (LLAMA, "x", f"<|python_tag|>{JSON}", "", "", (CALL,)),
     "Qwen 3 Coder": ("<think><function=", "x", f"I see.\n{CODER}", "", "I see.", (CALL,)),
     "harmony": (HARMONY, "x", FINAL, "Hm <|.", "Yes <|en", ()),
-    "harmony, a channel in the prompt": (HARMONY, "<|start|>assistant<|channel|>final<|message|>", "Yes", "", "Yes", ()),
+    "harmony, a channel in the prompt": (HARMONY, f"{HARMONY[:19]}<|channel|>final<|message|>", "Yes", "", "Yes", ()),
     "harmony, a call": (HARMONY, "x", SAID + ASKS, "Hm <|.", "", (CALL,)),
     "harmony, two calls": (HARMONY, "x", f"{NEXT}{ASKS}<|call|>", "", "", (CALL,) * 2),
     "harmony, arguments that can't be read": (HARMONY, "x", ASKS[:-1], "", ARGUMENTS[:-1], ()),
@@ -64,7 +66,7 @@ def ids_of(text):
     return TOKENIZER.encode(text, special=True).tolist()
 
 
-def read(source, prompt, ids, tools=TOOLS, special=False, form="auto", stops=()):
+def read(source, prompt, ids, tools: Any = TOOLS, special=False, form: Any = "auto", stops=()):
     form = find_tool_format(source) if form == "auto" else form
     stops = StopStrings(stops)
     reader = create_reader(TOKENIZER, source, form, tools, ids_of(prompt), special=special, stops=stops)
@@ -105,7 +107,9 @@ def test_names_of_special_tokens_are_neither_leaked_nor_deleted():
     said = ids_of("<|channel|>final<|message|>") + TOKENIZER.encode("a <|end|><|channel|> b").tolist()
     assert read(HARMONY, "x", said) == ("", "a <|end|><|channel|> b", ())
     text = "see [TOOL_CALLS] here"
-    call = ids_of("[TOOL_CALLS]") + TOKENIZER.encode(json.dumps([{"name": "find", "arguments": {"what": text}}])).tolist()
+    call = (
+        ids_of("[TOOL_CALLS]") + TOKENIZER.encode(json.dumps([{"name": "find", "arguments": {"what": text}}])).tolist()
+    )
     assert read(MISTRAL, "x", call) == ("", "", (FunctionCall("find", {"what": text}),))
     assert read(MISTRAL, "x", TOKENIZER.encode(text).tolist()) == ("", text, ())
 
@@ -121,7 +125,7 @@ def test_without_tools_nothing_is_called():
 # --- what applies to the parts ----------------------------------------------------------------------------------------
 
 
-def choice_of(source, prompt, tools=TOOLS, **fields):
+def choice_of(source, prompt, tools=TOOLS, **fields: Any):
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **fields)
     special = not request.skip_special_tokens
     form = find_tool_format(source)
@@ -132,7 +136,7 @@ def choice_of(source, prompt, tools=TOOLS, **fields):
     )
 
 
-def take(choice, ids, size=1, end="length"):
+def take(choice, ids, size=1, end: Any = "length"):
     """The deltas of an answer whose tokens come in pieces."""
     collected, deltas = CollectedDeltas(), []
     for begin in range(0, len(ids), size):
@@ -196,7 +200,7 @@ def test_a_stop_string_that_is_a_special_token_matches_by_id():
         assert (whole.text, whole.finish) == ("", "stop")
     whole, _ = take(choice_of(QWEN, "<think>", stop=[name]), ids_of("a<|user|>b</think>c<|user|>d"))
     assert (whole.thoughts, whole.text, whole.finish) == ("ab", "c", "stop")
-    completion = Choice(CompletionRequest(prompt="x", stop=[name]), TOKENIZER)
+    completion = Choice(CompletionRequest(prompt="x", stop=name), TOKENIZER)
     whole, _ = take(completion, ids)
     assert (whole.text, whole.finish, whole.reason) == ("ab", "stop", name)
 

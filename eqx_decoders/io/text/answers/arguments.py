@@ -161,14 +161,15 @@ class ToolSchema:
             return False
         if "const" in schema and not _same(value, schema["const"]):
             return False
-        if isinstance(schema.get("$ref"), str):
-            if not self._accepts(self._resolve(schema["$ref"]), value, depth - 1):
-                return False
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not self._accepts(self._resolve(reference), value, depth - 1):
+            return False
         for keyword, combine in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             members = schema.get(keyword)
-            if isinstance(members, list) and members:
-                if not combine(self._accepts(member, value, depth - 1) for member in members):
-                    return False
+            if not isinstance(members, list) or not members:
+                continue
+            if not combine(self._accepts(member, value, depth - 1) for member in members):
+                return False
         return True
 
 

@@ -63,7 +63,7 @@ class ToolCallFormat:
 
     where a call is `call_begin + NAME + name_end + ARGUMENTS + call_end`. ARGUMENTS depends on `syntax`:
 
-    - `"json"`, `"named_json"`, `"harmony"`: a JSON object. With `"json"` the name is a string within a JSON object, too.
+    - `"json"`, `"named_json"`, `"harmony"`: a JSON object. With `"json"` the name is a string in an object, too.
     - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, with
         `parameter_separator` between them. Strings are written as they are, other values as JSON.
     - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
@@ -232,7 +232,9 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name_end=" <|constrain|>json<|message|>",
         call_end="<|call|>",
     ),
-    ToolCallFormat(name="deepseek_v4", selectors=(("｜DSML｜tool_calls",), ("dsml_token }}tool_calls",)), **_dsml("tool_calls")),
+    ToolCallFormat(
+        name="deepseek_v4", selectors=(("｜DSML｜tool_calls",), ("dsml_token }}tool_calls",)), **_dsml("tool_calls")
+    ),
     ToolCallFormat(name="deepseek_v32", selectors=(("｜DSML｜",),), **_dsml("function_calls")),
     ToolCallFormat(
         name="deepseek_v3",
@@ -538,7 +540,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("<longcat_think>", "</longcat_think>", ("<longcat_think>", "</longcat_think>")),
     ReasoningFormat("<mm:think>", "</mm:think>", ("<mm:think>", "</mm:think>")),
     ReasoningFormat("◁think▷", "◁/think▷", ("◁think▷", "◁/think▷")),
-    ReasoningFormat("<|begin_of_thought|>", "<|end_of_thought|>", ("<|begin_of_thought|>",), (("<|begin_of_solution|>", "<|end_of_solution|>"),)),
+    ReasoningFormat(
+        "<|begin_of_thought|>",
+        "<|end_of_thought|>",
+        ("<|begin_of_thought|>",),
+        (("<|begin_of_solution|>", "<|end_of_solution|>"),),
+    ),
     ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
 )
 

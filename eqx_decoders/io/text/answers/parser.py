@@ -127,9 +127,7 @@ class AnswerFormat:
     - `special_names`: names of the tokenizer's special tokens.
     """
 
-    def __init__(
-        self, calls: ToolFormat | None, reasoning: ReasoningFormat | None, special_names: Iterable[str] = ()
-    ):
+    def __init__(self, calls: ToolFormat | None, reasoning: ReasoningFormat | None, special_names: Iterable[str] = ()):
         row = None if calls is None else TOOL_CALL_FORMAT[calls]
         self.is_harmony = calls == "harmony"
         markers = [*(row.markers if row is not None else ())]
@@ -342,7 +340,11 @@ class TaggedParser:
             letter = self._buffer[position : position + 1]
             if not letter and not final:
                 return False
-            if letter and letter in self._bare and not any(self._buffer.startswith(text, position) for text in self._begins):
+            if (
+                letter
+                and letter in self._bare
+                and not any(self._buffer.startswith(text, position) for text in self._begins)
+            ):
                 may_be_marker = any(text.startswith(self._buffer[position:]) for text in self._begins)
                 if may_be_marker and not final:
                     return False
@@ -461,7 +463,10 @@ class HarmonyParser:
     """
 
     def __init__(self, form: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
-        names = {name: form.translate(f"<|{name}|>") for name in ("start", "channel", "message", "constrain", "end", "call", "return")}
+        names = {
+            name: form.translate(f"<|{name}|>")
+            for name in ("start", "channel", "message", "constrain", "end", "call", "return")
+        }
         self._form, self._calls, self._buffer = form, calls, ""
         self._start, self._channel, self._message = names["start"], names["channel"], names["message"]
         self._header_marks = [names[name] for name in ("start", "channel", "message", "constrain")]
@@ -499,7 +504,12 @@ class HarmonyParser:
 
     def _run(self, *, final: bool) -> list[Event]:
         events = list[Event]()
-        steps = {"header": self._read_header, "body": self._read_body, "call": self._read_call, "after": self._read_after}
+        steps = {
+            "header": self._read_header,
+            "body": self._read_body,
+            "call": self._read_call,
+            "after": self._read_after,
+        }
         while steps[self._state](events, final=final):
             pass
         return events
@@ -513,7 +523,9 @@ class HarmonyParser:
         while tool.startswith("functions."):
             tool = tool.removeprefix("functions.")
         self._tool = tool.rstrip(".") if is_function else ""
-        is_reasoning = name.startswith("analysis") or (bool(tool) and not is_function and tool not in ("user", "assistant"))
+        is_reasoning = name.startswith("analysis") or (
+            bool(tool) and not is_function and tool not in ("user", "assistant")
+        )
         self._kind = "content" if self._tool else "reasoning" if is_reasoning else "content"
         self._state = "call" if self._tool and self._calls else "body"
         self._is_first, self._prefix, self._value = False, "", None
@@ -540,11 +552,15 @@ class HarmonyParser:
             return True
         ends = [at for end in self._ends if (at := buffer.find(end)) >= 0]
         if ends:  # a message without a text
-            self._buffer = buffer[min(ends) + 1 :] if self._ends[0] in self._form.names else buffer[min(ends) :].partition("|>")[2]
+            self._buffer = (
+                buffer[min(ends) + 1 :] if self._ends[0] in self._form.names else buffer[min(ends) :].partition("|>")[2]
+            )
             self._prefix = ""
             return True
         if final and buffer.strip():
-            is_text = not any(mark in buffer for mark in self._header_marks) and not buffer.lstrip().startswith(("assistant", "<|"))
+            is_text = not any(mark in buffer for mark in self._header_marks) and not buffer.lstrip().startswith(
+                ("assistant", "<|")
+            )
             self._add(events, "content", buffer if is_text else "")
         if final:
             self._buffer = ""

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.io.text.answers.arguments import ToolSchema, literal, parse_json_or_python
 from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, functions_of
@@ -271,7 +271,8 @@ class JsonCalls:
                 return f"{json.dumps(value)[:80]} must have one key, the name of the tool"
             ((name, arguments),) = value.items()
             return call_of(name, arguments)
-        value = value.get("function") if isinstance(value.get("function"), dict) else value
+        inner = value.get("function")
+        value = inner if isinstance(inner, dict) else value
         name = next((value[key] for key in row.name_keys if isinstance(value.get(key), str)), None)
         if name is None:
             return f"{json.dumps(value)[:80]} has no name"
@@ -395,7 +396,9 @@ class XmlCall:
         self._ends = ends
         self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
         # a marker that is a special token cannot be a part of an argument
-        self._special_end = next((text for text in (*ends, *row.ends) if any("\ud800" <= x <= "\udfff" for x in text)), None)
+        self._special_end = next(
+            (text for text in (*ends, *row.ends) if any("\ud800" <= x <= "\udfff" for x in text)), None
+        )
         # some models leave out the tag around a call
         self._call_end[""] = re.compile(re.escape(ends[0]))
         last = f"(?:{_LINES}{_LINES.join(map(re.escape, ends[1:]))})?" if len(ends) > 1 else ""
@@ -422,9 +425,8 @@ class XmlCall:
             self._body = self._searched = header.end()
             self._schema = self._context.schema(self._name)
         start = skip_blanks(text, self._body)
-        if start < len(text) and not final and not self._may_start(text, start):
-            if text[start] != "{":
-                return Failed(self._start, start, f"{text[start : start + 80]!r} is no parameter")
+        if start < len(text) and not final and text[start] != "{" and not self._may_start(text, start):
+            return Failed(self._start, start, f"{text[start : start + 80]!r} is no parameter")
         extent = self._extent(text)
         if extent is None and not final:
             return None
@@ -434,7 +436,9 @@ class XmlCall:
         """Return that there is no header, or None if more text may complete it."""
         position, head = self._start, self._head
         at = next((at for at, word in enumerate(head) if text.startswith(word, position)), -1)
-        if at < 0 and not any(word.startswith(text[position:]) or word.rstrip('"').startswith(text[position:]) for word in head):
+        if at < 0 and not any(
+            word.startswith(text[position:]) or word.rstrip('"').startswith(text[position:]) for word in head
+        ):
             return Failed(self._start, position + 1, "it has no name")
         for word in head[at:] if at >= 0 else ():
             if not text.startswith(word, position):
@@ -483,7 +487,11 @@ class XmlCall:
             found = self._parameters(text, extent, start, gap)
             if found is not None:
                 values, end = found
-                if gap != _LINES and extent == len(text) and text[end:].strip() != self._context.row.section_end.strip():
+                if (
+                    gap != _LINES
+                    and extent == len(text)
+                    and text[end:].strip() != self._context.row.section_end.strip()
+                ):
                     break  # it may be a part of an argument that was cut off
                 call = FunctionCall(self._name, values)
                 return Found(end, (call,), closed=True)
@@ -578,7 +586,7 @@ class BracketScanner:
     - `certain`: delimiters that are special tokens, which always end a string.
     """
 
-    _PAIRS = {"(": ")", "[": "]", "{": "}"}
+    _PAIRS: ClassVar[Mapping[str, str]] = {"(": ")", "[": "]", "{": "}"}
 
     def __init__(self, start: int, quotes: Sequence[str], *, escapes: bool, certain: bool = False):
         self.position, self._quotes = start, sorted(quotes, key=len, reverse=True)
@@ -671,7 +679,9 @@ class PythonCalls:
         try:
             end = self._brackets.scan(text)
         except ValueError as error:
-            return Failed(self._start, self._brackets.position, f"the arguments of {self._name} cannot be read: {error}")
+            return Failed(
+                self._start, self._brackets.position, f"the arguments of {self._name} cannot be read: {error}"
+            )
         if end is None:
             return None
         part = self._call(text, opened, end, self._brackets.strings)
@@ -745,7 +755,9 @@ def _string(body: str, quote: str) -> str:
     """Return the value of a string in Python or JSON; delimiters within it need not be escaped."""
     source = body.replace("\r\n", "\n").replace("\n", "\\n").replace("\r", "\\r") if len(quote) == 1 else body
     if len(quote) == 1:
-        source = re.sub(rf"\\(.)|{quote}", lambda match: match[0] if match[1] else "\\" + quote, source, flags=re.DOTALL)
+        source = re.sub(
+            rf"\\(.)|{quote}", lambda match: match[0] if match[1] else "\\" + quote, source, flags=re.DOTALL
+        )
     try:
         return literal(ast.parse(quote + source + quote, mode="eval").body)
     except (ValueError, SyntaxError, MemoryError):
@@ -786,11 +798,15 @@ class GemmaCall:
             end = self._brackets.scan(text)
             if end is None:
                 return None
-            arguments, stop = self._value(text, self._opened, {first: last for first, last, _ in self._brackets.strings})
+            arguments, stop = self._value(
+                text, self._opened, {first: last for first, last, _ in self._brackets.strings}
+            )
             if stop != end or not isinstance(arguments, dict):
                 raise ValueError(f"unexpected {text[stop : stop + 20]!r}")
         except (ValueError, RecursionError) as error:
-            return Failed(self._start, self._brackets.position, f"the arguments of {self._name} cannot be read: {error}")
+            return Failed(
+                self._start, self._brackets.position, f"the arguments of {self._name} cannot be read: {error}"
+            )
         schema = self._context.schema(self._name)
         values = {key: schema.check_text(key, value) for key, value in arguments.items()}
         return Found(end, (FunctionCall(self._name, values),), closed=True)
