@@ -455,10 +455,11 @@ class _Writer:
             text = self._terminal(f'/[^{re.escape(first)}](?s:.*)/ & {self._without(row.begins)} | ""')
             return f"{self._calls(calls)} | {text}"
         others = [begin for begin in row.begins if begin != marker]
+        text = self._terminal(self._without(others))
         if any(isinstance(piece, int) for piece in self._pieces(marker)):
-            return f"{self._terminal(self._without(others))} | {self.until(marker)} {self._calls(calls, skip=marker)}"
-        text = self._terminal(self._without([marker, *others]))
-        head = self.rule("head", f"{self._terminal(self._without(others))} {quoted(marker)}", "[lazy]")
+            head = self.until(marker)
+        else:  # lazy: text ends where the marker does
+            head = self.rule("head", f"{text} {quoted(marker)}", "[lazy]")
         return f"{text} | {head} {self._calls(calls, skip=marker)}"
 
     def _without(self, texts: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ class Detokenizer:
         self._context: list[int] = []  # the ids of the piece before this one
         self._ids: list[int] = []  # those whose text is not whole yet
         self._shown = 0  # characters of theirs that were returned
+        self._held = 0  # characters of theirs that are held back
         for token in self._last_whole(list(before[-CONTEXT:])):
             self.push(token)
 
@@ -57,14 +58,25 @@ class Detokenizer:
         if len(self._ids) > MOST:
             num_unknown = 0
         piece = text[self._shown : len(text) - min(num_unknown, LONGEST)]
+        self._held = len(text) - self._shown - len(piece)
         if num_unknown:
             self._shown += len(piece)
         elif text or len(self._ids) > MOST:  # special ids have none: what a word begins with depends on those before
             self._context, self._ids, self._shown = self._ids, [], 0
         return piece
 
+    def push_with_offset(self, token: int) -> tuple[str, int]:
+        """Add the next id; return the text that is certain now, and where the text of this id starts in it.
+
+        Bytes that were held back, and turn out to be no character, come before the text of this id.
+        """
+        held = self._held
+        piece = self.push(token)
+        return piece, held if held and piece.startswith(UNKNOWN * held) else 0
+
     def flush(self) -> str:
         """Return the text that was held back, as no more ids come."""
+        self._held = 0
         text = self._new()[self._shown :]
         self._context, self._ids, self._shown = self._ids, [], 0
         return text

@@ -192,8 +192,9 @@ class Choice:
             return
         text, offset = Detokenizer(self._tokenizer), 0
         for token, score in zip(echo.ids, [None, *scores], strict=True):
-            self._add_score(delta, token, score, min(offset, len(echo.text)))
-            offset += len(text.push(token))
+            piece, start = text.push_with_offset(token)
+            self._add_score(delta, token, score, min(offset + start, len(echo.text)))
+            offset += len(piece)
 
     def _add_token(self, delta: Delta, token: int, score: TokenScore | None, finish: str | None) -> None:
         self.count += 1
@@ -208,9 +209,9 @@ class Choice:
         was_reasoning = self._reader is not None and self._reader.in_reasoning
         offset = self._length
         if finish != "stop":
-            self._add_text(delta, token)
+            offset += self._add_text(delta, token)
         elif self._request.include_stop_str_in_output:
-            self._add_text(delta, token, search=False)
+            offset += self._add_text(delta, token, search=False)
         if self._request.alternatives is not None:
             self._add_token_score(delta, token, score, offset, was_reasoning=was_reasoning)
         if self._stops.found is not None:
@@ -252,14 +253,16 @@ class Choice:
             getattr(delta, name).extend(getattr(self._undecided, name))
         self._undecided = Delta()
 
-    def _add_text(self, delta: Delta, token: int, *, search: bool = True) -> None:
+    def _add_text(self, delta: Delta, token: int, *, search: bool = True) -> int:
+        """Add the text of a token, and return where it starts in the text that is certain now."""
         searched = search and self.count > self._request.min_tokens
         if self._reader is not None:
             self._add_parts(delta, self._reader.push(token, search=searched))
-            return
-        text = self._text.push(token)
+            return 0
+        text, start = self._text.push_with_offset(token)
         self._length += len(text)
         delta.text += self._stops.push(text) if searched else self._stops.flush() + text
+        return start
 
     def _add_parts(self, delta: Delta, parts: AnswerParts) -> None:
         if parts.was_reasoning:

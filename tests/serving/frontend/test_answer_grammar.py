@@ -326,6 +326,26 @@ def test_at_most_one_call_follows_free_text(name, style):
         assert len(parsed.calls) <= 1
 
 
+@pytest.mark.parametrize("style", ["text", "special"])
+@pytest.mark.parametrize(
+    "name", [name for name in FORMATS if name not in ("harmony", "llama3_json", "llama4_pythonic")]
+)
+def test_free_text_ends_with_its_first_call(name, style):
+    words = PLAIN if style == "text" else marked_tokenizer(name, True)
+    compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
+    required = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=True, max_calls=1))
+    call, _ = sample(compiler, required, 1)
+    once = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=False, max_calls=1))
+    assert (
+        accepts(compiler, once, "Well.\n")
+        and accepts(compiler, once, "Well.\n", *call)
+        and accepts(compiler, once, *call)
+    )
+    assert not accepts(compiler, once, "Well.\n", *call, *call) and not accepts(compiler, once, *call[:-3])
+    other = AnswerGrammar(None, call_grammar(name, TOOLS[:2], required=False, max_calls=1))
+    assert not accepts(compiler, other, "Well.\n", *call)  # the tool is not allowed
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_is_a_call_or_has_its_form(name):
     calls = call_grammar(name, TOOLS, required=False)

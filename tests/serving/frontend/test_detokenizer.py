@@ -192,3 +192,14 @@ def test_tokens_that_are_parts_of_characters_have_names():
     assert [texts.key(byte) for byte in "é".encode()] == ["bytes:\\xc3", "bytes:\\xa9"]
     assert texts.text(0xC3) == UNKNOWN and texts.content(257) == b""
     assert sorted(byte_letters().values()) == list(range(256))
+
+
+def test_offsets_of_tokens_after_bytes_that_are_no_character():
+    text, pieces, offsets = Detokenizer(ByteTokenizer()), "", []
+    for token in b"a\x9fb\xc3\xa9c\xe2\x82d":
+        piece, start = text.push_with_offset(token)
+        offsets.append(len(pieces) + start)
+        pieces += piece
+    assert pieces + text.flush() == "a\ufffdb\xe9c\ufffdd"
+    # the bytes of a character have its position
+    assert offsets == [0, 1, 2, 3, 3, 4, 5, 5, 6]
