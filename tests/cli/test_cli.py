@@ -73,7 +73,8 @@ FLAGS = """
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-rank-pattern --lora-alpha-pattern --lora-rank-stabilized --no-lora-rank-stabilized --lora-dora
 --no-lora-dora --lora-init
---lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --cache-dir --batch-size
+--lora-targets --steps --data --held-out --held-out-fraction --text-field --special-tokens-in-text
+--chat-template --cache-dir --batch-size
 --seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
 --eval-tasks --eval-task-examples --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
 --context-order --context-form --head-bytes --exchange-bytes --experts --expert-exchange --lookup --scan --no-scan

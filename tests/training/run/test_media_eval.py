@@ -233,8 +233,8 @@ def test_a_description_counts_images_and_shows_each_as_one(model, tmp_path):
     data = write(tmp_path / "x.jsonl", asked(0), asked(1, "0.png"), asked(2, "1.png", "0.png"))
     config = DataConfig(path=data, seq_len=16, held_out_fraction=0.0)
     text = describe_data(TrainConfig(run_dir=str(tmp_path / "run"), init_from=str(model), dataset=config))
-    assert "--- document 1: 8 tokens, 2 targets, 1 image ---\nw63<4 tokens of an image>w21⟦w31 w63⟧" in text
-    assert "targets, 2 images ---\nw63<24 tokens of an image>w22" in text
+    assert "--- document 1: 7 tokens, 2 targets, 1 image ---\n<4 tokens of an image>w21⟦w31 w63⟧" in text
+    assert "targets, 2 images ---\n<24 tokens of an image>w22" in text
     assert "\n3 images in 2 of the documents\n1 are longer than --seq-len 16, and are cut" in text
     assert text.endswith("\n1 of these have files, and can't be cut: raise it, or leave them out")
 
