@@ -80,8 +80,8 @@ def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
         return
     directory = Directory(source)
     vocabulary = find_tokenizer_file(directory.path)
-    names = dict.fromkeys((*TOKENIZER_FILES, *([] if vocabulary is None else [vocabulary]), "generation_config.json"))
-    for name in names:
+    names: list[str] = [*TOKENIZER_FILES, *([] if vocabulary is None else [vocabulary]), "generation_config.json"]
+    for name in dict.fromkeys(names):
         if directory.has(name):
             shutil.copyfile(directory.file(name), folder / name)
     for path in sorted((directory.path / ADDITIONAL).glob("*.jinja")):

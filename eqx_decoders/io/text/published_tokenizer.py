@@ -26,9 +26,9 @@ _NEVER = -1e9  # score of a Unigram piece that no text is split into
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 _END_OF_TEXT = "<|endoftext|>"
-_GPT2 = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
+_GPT2: dict[str, str | None] = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
 _QWEN = {"bos_token": None, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
-_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_LLAMA: dict[str, str | None] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 # Named tokens of tokenizer classes of transformers, for files that do not name them.
 CLASS_TOKENS: dict[str, dict[str, str | None]] = {
@@ -226,7 +226,7 @@ class PublishedTokenizer:
 
 def _index(value: Any, where: str) -> int:
     digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 9
-    index = int(value) if digits else value
+    index: Any = int(value) if digits else value
     valid = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1_000_000_000
     check(valid, f"{where}: {str(value)[:40]} must be a token id.", DataError)
     return index

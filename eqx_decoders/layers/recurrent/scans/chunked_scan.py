@@ -305,7 +305,8 @@ def _decayed_pairs_backward(residuals: tuple, bars: tuple[Array, Array]):
         row_bar += (to_key * after).reshape(key.shape)
         to_columns = product(part, rows, "ij,id->jd") * before
         # one by one: XLA for CPUs without AVX-512 (jax 0.10) crashes in a sum over this dimension
-        column_bar += sum(to_columns[..., place, :, :] for place in range(before.shape[-3])).reshape(key.shape)
+        column_sum: Any = sum(to_columns[..., place, :, :] for place in range(before.shape[-3]))
+        column_bar += column_sum.reshape(key.shape)
         arrays, block = _blocks(arrays, size), size
     fine = query * query_bar + key * (row_bar - column_bar)
     diagonal = _gathered(bars[0], 1)[..., 0]
