@@ -36,7 +36,7 @@ from eqx_decoders.data.sources.records import COLUMNS, normalize_record, split_f
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.status import StatusLine
+from eqx_decoders.io.status import StatusLine, quantity
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
@@ -117,10 +117,11 @@ class Preferences:
         """Describe the examples, what was left out, and remarks."""
         tokens = sum(example.size for example in self.examples)
         targets = sum(int(answer.targets.sum()) for example in self.examples for answer in example.answers)
-        line = f"{len(self.examples):,} {_name(self.paired)}, {tokens:,} tokens, {targets:,} of them in answers"
+        examples = quantity(len(self.examples), "pair" if self.paired else "labelled answer")
+        line = f"{examples}, {quantity(tokens, 'token')}, {targets:,} of them in answers"
         total = sum(self.dropped.values())
         warning = "warning: " if total > LARGE_SHARE * (total + len(self.examples)) else ""
-        notes = [f"warning: {count:,} answers: {note}" for note, count in self.notes.items()]
+        notes = [f"warning: {quantity(count, 'answer')}: {note}" for note, count in self.notes.items()]
         return "\n".join([f"{warning}{line}; left out: {_counted(self.dropped) or 'none'}", *notes])
 
 

@@ -20,7 +20,7 @@ from eqx_decoders.data.sources.readers import ALL, read_records
 from eqx_decoders.data.sources.records import as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.errors import ConversionError, DataError, check
-from eqx_decoders.io.status import StatusLine
+from eqx_decoders.io.status import StatusLine, quantity
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check_messages
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, prompt_ids
 
@@ -58,8 +58,8 @@ class Prompts:
     def describe(self) -> str:
         """Describe the prompts and what was left out, in one line."""
         if not self.longest:
-            return f"{len(self.prompts):,} tasks"
-        line = f"{len(self.prompts):,} prompts of up to {self.longest:,} tokens"
+            return quantity(len(self.prompts), "task")
+        line = f"{quantity(len(self.prompts), 'prompt')} of up to {quantity(self.longest, 'token')}"
         if not self.too_long:
             return line
         warning = "warning: " if self.too_long > LARGE_SHARE * (self.too_long + len(self.prompts)) else ""
