@@ -210,19 +210,22 @@ def check_tensors(
     wanted: Mapping[str, tuple[int, ...]],
     *,
     rule: str,
-    owner: str,
     source: str,
+    owner: str = "",
+    verdict: str = "",
 ) -> None:
     """Raise ConversionError that lists the differences, unless tensors have just the `wanted` names and shapes.
 
     **Arguments:**
 
     - `rule`: sentence on the wanted tensors.
-    - `owner`: noun for the owner of a wanted tensor.
     - `source`: noun for the origin of the wanted shapes.
+    - `owner`: noun for the owner of a wanted tensor.
+    - `verdict`: predicate for an unwanted tensor; empty for "belongs to no `owner`".
     """
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
-    wrong += [f"{name} belongs to no {owner}" for name in sorted(tensors.keys() - wanted.keys())]
+    verdict = verdict or f"belongs to no {owner}"
+    wrong += [f"{name} {verdict}" for name in sorted(tensors.keys() - wanted.keys())]
     wrong += [
         f"{name} has the shape {tensors[name].shape}, but {shape} follows from {source}"
         for name, shape in wanted.items()
