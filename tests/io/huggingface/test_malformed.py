@@ -181,7 +181,7 @@ case("rope without factor", rope(rope_type="linear"), "factor", "missing")
 case("rope with an unknown key", rope(rope_type="linear", factor=2.0, twist=3.0), "twist")
 case("rope a list", config(rope_parameters=[1]), "rope_parameters")
 case("rope theta negative", rope(rope_theta=-1.0), "rope_theta", "number")
-case("rope partial", config(partial_rotary_factor=0.5), "partial_rotary_factor", "not implemented")
+case("rope partial", config(partial_rotary_factor=0.5), "partial_rotary_factor", "not supported")
 case("two ropes", config(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling")
 case("layer_types short", config(layer_types=["full_attention"]), "layer_types", "3 layers", fixture="qwen2_mixed")
 case(
@@ -197,14 +197,14 @@ case("query scale", config(query_pre_attn_scalar=0), "query_pre_attn_scalar", "i
 case("soft cap", config(final_logit_softcapping=-30.0), "final_logit_softcapping", "number", fixture="gemma2_odd")
 case("heads of gpt2", config(n_head=5), "n_head", "multiple", fixture="gpt2")
 
-case("not causal", config(is_causal=False), "is_causal", "not implemented")
+case("not causal", config(is_causal=False), "is_causal", "not supported")
 case("unknown key", config(logits_scaling=2.0), "logits_scaling", "not known")
 case("unknown key, misspelled", config(silding_window=2), "silding_window", "sliding_window")
 case(
     "bidirectional",
     config(use_bidirectional_attention=True),
     "use_bidirectional_attention",
-    "not implemented",
+    "not supported",
     fixture="gemma2_odd",
 )
 case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config", "not known")
@@ -489,7 +489,7 @@ case("index name twice", again(INDEX, TABLE), INDEX, "twice", fixture="llama_rop
 
 # what every sentence has one of: the rule or the remedy
 RULE = re.compile(
-    r"\b(must|incomplete|more than|not implemented|download|load|convert|remove|copy|replace|keep|give|add)\b|known:",
+    r"\b(must|incomplete|more than|supported|download|load|convert|remove|copy|replace|keep|give|add)\b|known:",
     re.IGNORECASE,
 )
 LONGEST = 4000
