@@ -157,7 +157,7 @@ def test_bad_partial_rotations_are_refused(keys, sentence):
 
 
 def test_dimensions_that_a_family_does_not_have_are_refused():
-    with pytest.raises(ed.ConversionError, match="Unknown keys: mrope_interleaved"):
+    with pytest.raises(ed.ConversionError, match=r"Unknown keys: .*mrope_interleaved"):
         rope_config.read_rope(Fields(dict(rope_parameters=MROPE)), fraction=0.25)
     with pytest.raises(ed.ConversionError, match=r"partial_rotary_factor=0\.5 is not supported"):
         decode(sample("llama", partial_rotary_factor=0.5))

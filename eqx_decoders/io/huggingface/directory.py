@@ -55,12 +55,25 @@ class Directory:
         )
         path = self.path / name
         check(self.has(name), f"{path} does not exist: the checkpoint is incomplete.", ConversionError)
+        self._check_inside(path)
+        return path
+
+    def files(self, folder: str, end: str) -> list[Path]:
+        """Return the paths of the files in the subfolder `folder` whose names have this end, sorted.
+
+        Files are checked as by `file`: a subfolder or a file whose link leads out is refused with ConversionError.
+        """
+        paths = sorted(path for path in (self.path / folder).glob("*") if path.name.endswith(end))
+        for path in paths:
+            self._check_inside(path)
+        return paths
+
+    def _check_inside(self, path: Path) -> None:
         real = path.resolve()
         inside = real.is_relative_to(self._root)
         check(inside, f"{path} leads out of its directory: copy the file itself there.", ConversionError)
         regular = real.exists() and stat.S_ISREG(real.stat().st_mode)
         check(regular, f"{path} is no regular file: replace it by one.", ConversionError)
-        return path
 
     def json(self, name: str, limit: int = CONFIG_BYTES) -> dict[str, Any]:
         """Read the JSON object in the file `name`. Raises ConversionError."""

@@ -198,7 +198,7 @@ case("soft cap", config(final_logit_softcapping=-30.0), "final_logit_softcapping
 case("heads of gpt2", config(n_head=5), "n_head", "multiple", fixture="gpt2")
 
 case("not causal", config(is_causal=False), "is_causal", "not supported")
-case("unknown key", config(logits_scaling=2.0), "logits_scaling", "not known")
+case("unknown key", config(logits_scaling=2.0), "logits_scaling", "Unknown keys")
 case("unknown key, misspelled", config(silding_window=2), "silding_window", "sliding_window")
 case(
     "bidirectional",
@@ -207,7 +207,7 @@ case(
     "not supported",
     fixture="gemma2_odd",
 )
-case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config", "not known")
+case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config", "Unknown keys")
 case(
     "quantised",
     config(quantization_config={"quant_method": "hqq"}),
@@ -215,27 +215,27 @@ case(
     "hqq",
     fixture="llama_bf16",
 )
-case("remote code", remote_code, "auto_map", "not known", fixture="llama_bf16")
+case("remote code", remote_code, "auto_map", "Unknown keys", fixture="llama_bf16")
 case(
     "remote kernel",
     config(_attn_implementation_internal="evil/kernel"),
     "_attn_implementation_internal",
-    "not known",
+    "Unknown keys",
     fixture="llama_bf16",
 )
-case("trust", config(trust_remote_code=True), "trust_remote_code", "not known", fixture="llama_bf16")
+case("trust", config(trust_remote_code=True), "trust_remote_code", "Unknown keys", fixture="llama_bf16")
 case(
     "other weights",
     config(transformers_weights="../weights.safetensors"),
     "transformers_weights",
-    "not known",
+    "Unknown keys",
     fixture="llama_bf16",
 )
 case(
     "other configuration",
     config(configuration_files=["config.4.0.0.json"]),
     "configuration_files",
-    "not known",
+    "Unknown keys",
     fixture="llama_bf16",
 )
 
@@ -489,7 +489,8 @@ case("index name twice", again(INDEX, TABLE), INDEX, "twice", fixture="llama_rop
 
 # what every sentence has one of: the rule or the remedy
 RULE = re.compile(
-    r"\b(must|incomplete|more than|supported|download|load|convert|remove|copy|replace|keep|give|add)\b|known:",
+    r"\b(must|incomplete|more than|not implemented|supported|download|load|convert|remove|copy|replace|keep|give|add)\b"
+    r"|known:",
     re.IGNORECASE,
 )
 LONGEST = 4000
