@@ -1,7 +1,5 @@
 """Log-probabilities of given tokens: against a direct forward pass, and what is computed for them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -114,5 +112,4 @@ def test_an_empty_document_scores_0_among_others(monkeypatch):
         return [scoring.Likelihood(-float(len(continuation)), True) for _, continuation in pairs]
 
     monkeypatch.setattr(scoring, "score_continuations", scored)
-    engine = SimpleNamespace(config=SimpleNamespace(max_length=4))
-    assert score_texts(engine, [[1], [1, 2, 3], [1]]) == [0.0, -2.0, 0.0]
+    assert score_texts(small_engine(), [[1], [1, 2, 3], [1]]) == [0.0, -2.0, 0.0]
