@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from eqx_decoders.errors import ConversionError
@@ -138,17 +138,17 @@ class Fields:
             if not (self.is_read(key) or key in known or value is None or type(value) in types):
                 names = " or ".join(kind.__name__ for kind in types)
                 raise self.error(
-                    f"{key}={abbreviate(value)} is not the generation setting of this name, which is of type {names}, "
-                    f"and no other meaning of {key} is known for this model_type. Remove it if it has no effect."
+                    f"{key}={abbreviate(value)}: expected {names}, as in transformers' generation settings. Other uses "
+                    f"of {key} are not supported for this model_type."
                 )
-        known = {**known, **dict.fromkeys(typed, "")}
         for key, values in allowed.items():
             if not self.is_read(key):
                 self.allow_only(key, *values)
-        self.finish(known)
+        known_keys = {*known, *typed}
+        self.finish(known_keys)
         internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
-        ignored = {key: value for key, value in self.content.items() if key in known and not key.startswith(internal)}
-        return ignored | self._carried
+        exported_keys = [key for key in self.content if key in known_keys and not key.startswith(internal)]
+        return {key: self.content[key] for key in exported_keys} | self._carried
 
     def words(self, key: str, known: tuple[str, ...], length: int | None) -> list[str] | None:
         """Read a list of `length` known words, of any length for None; None where there is no list."""
@@ -166,21 +166,21 @@ class Fields:
         return value
 
     def allow_only(self, key: str, *allowed: Any, effect: str = "changes what the model computes") -> None:
-        """Refuse other values of `key`, which may be missing or null, because their `effect` is not implemented."""
+        """Refuse other values of `key`, which may be missing or null; `effect` says what they change."""
         value = self.take(key, None)
         if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
             expected = (
                 " or ".join(abbreviate(good) if isinstance(good, list) else json.dumps(good) for good in allowed)
                 or "null"
             )
-            raise self.error(f"{key}={abbreviate(value)} {effect} and is not implemented: only {expected} is.")
+            raise self.error(f"{key}={abbreviate(value)} is not supported ({effect}). Supported: {expected}.")
 
     def rename(self, old: str, new: str) -> None:
-        """Read the key `old` as `new`; if both are given they must agree."""
-        if old not in self.content:
+        """Read the key `old` as `new`; if both have a value other than null the values must agree."""
+        value = self.content.pop(old, None)
+        if value is None:
             return
-        value = self.content.pop(old)
-        if new in self.content and self.content[new] != value:
+        if self.content.get(new) is not None and self.content[new] != value:
             both = f"{old}={abbreviate(value)} and {new}={abbreviate(self.content[new])}"
             raise self.error(f"{both} are the same setting: make them equal.")
         self.content[new] = value
@@ -193,14 +193,14 @@ class Fields:
             )
         self.content[key] = value
 
-    def finish(self, ignored: Mapping[str, str] = {}) -> None:
+    def finish(self, ignored: Collection[str] = ()) -> None:
         """Refuse keys that nothing has read and that are not among the `ignored` ones. null counts as missing."""
         keys = (key for key, value in self.content.items() if value is not None)
         unknown = [key for key in keys if key not in self._read and key not in ignored]
         if unknown:
             raise self.error(
-                f"{_listed(unknown)}: not known here, and unknown keys are not ignored."
-                f"{_near(unknown[0], self._read)} Remove keys that have no effect on the model."
+                f"Unknown keys: {_listed(unknown)}.{_near(unknown[0], self._read)} Remove them if they do not affect "
+                f"the model."
             )
 
 

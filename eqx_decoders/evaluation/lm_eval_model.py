@@ -113,8 +113,9 @@ class EngineMethods:
         """Encode `context + continuation`, and split the tokens into a context and a continuation to be scored.
 
         Whitespace at the end of the context belongs to the continuation, as in lm-eval. So does a token that spans the
-        end of the context: the continuation starts with the first token that is not a token of the context alone. A
-        context without tokens is replaced by the token with which texts start.
+        end of the context: the continuation starts with the first token that is not a token of the context alone.
+        Where tokens merge across that end, lm-eval instead cuts at the number of tokens of the context. A context
+        without tokens is replaced by the token with which texts start.
 
         Raises ConfigError where the continuation is empty or has no tokens: its score would be that of nothing.
         """
@@ -135,8 +136,8 @@ class EngineMethods:
             count = _common_length(self.encode(context), tokens)
         if count == len(tokens):
             raise ConfigError(
-                f"lm-eval: continuation={continuation[:60]!r} after the context {context[-60:]!r} adds no token, so "
-                f"that there is nothing to score: remove it from the task."
+                f"lm-eval: continuation={continuation[:60]!r} after the context {context[-60:]!r} adds no token, "
+                f"so there is nothing to score: remove it from the task."
             )
         return self._with_context(tokens[:count], tokens[count:])
 

@@ -98,15 +98,17 @@ def score_texts(
 ) -> list[float]:
     """Return the log-probability of all tokens of each text but the first one (see `rolling_windows`).
 
-    Raises ConfigError for a text of less than two tokens, of which nothing can be scored.
+    The sum for a text of one token, such as an empty document after bos, is 0: it has no other token.
+
+    Raises ConfigError for a text without tokens.
     """
     pairs: list[tuple[Tokens, Tokens]] = []
     owners: list[int] = []
     for number, tokens in enumerate(texts):
-        if len(tokens) < 2:
+        if len(tokens) == 0:
             raise ConfigError(
-                f"score_texts: text {number} has {len(tokens)} tokens, but needs at least 2, because the first token "
-                f"has no probability: remove empty texts, or use a tokenizer with bos_id or eos_id."
+                f"score_texts: text {number} has 0 tokens, but needs at least 1, because the first token has no "
+                f"probability: remove empty texts, or use a tokenizer with bos_id or eos_id."
             )
         for begin, first, stop in rolling_windows(len(tokens), engine.config.max_length, context):
             pairs.append((tokens[begin:first], tokens[first:stop]))

@@ -101,6 +101,8 @@ class Decoder(eqx.Module):
     config: DecoderConfig = eqx.field(static=True)
     execution: Execution = eqx.field(static=True)
     origin: Provenance | None = eqx.field(static=True, default=None)
+    # paths of weights that an adapter stores completely: `load_peft` records them for `save_peft`
+    saved_modules: tuple[str, ...] = eqx.field(static=True, default=())
 
     @classmethod
     def build(cls, config: DecoderConfig, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":

@@ -6,6 +6,7 @@
 `io.huggingface.peft` reads and writes the pairs as adapter directories.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -79,6 +80,8 @@ def merge_lora(model: Decoder) -> Decoder:
     A weight in few bits becomes a plain one in the dtype of its pair.
     """
     nodes = low_rank_weights(model)
+    if model.saved_modules:
+        model = dataclasses.replace(model, saved_modules=())  # parts of the merged model, as other weights
     plain = _merged_shapes(model, nodes)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nodes)):
         return replaced(model, plain)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.evaluation import scoring
 from eqx_decoders.evaluation.scoring import rolling_windows, score_continuations, score_texts
 from tests.evaluation.models import forward, most_likely, small_engine
 
@@ -99,7 +100,16 @@ def test_refuses_contexts_and_continuations_without_tokens(pair):
         score_continuations(small_engine(), [([1], [2]), pair])
 
 
-@pytest.mark.parametrize("tokens", [[], [1]])
-def test_refuses_texts_of_which_no_token_has_a_probability(tokens):
-    with pytest.raises(ConfigError, match="text 0 has"):
-        score_texts(small_engine(), [tokens])
+def test_refuses_texts_without_tokens():
+    with pytest.raises(ConfigError, match="text 0 has 0 tokens"):
+        score_texts(small_engine(), [[]])
+
+
+def test_an_empty_document_scores_0_among_others(monkeypatch):
+    """A rolling score is a sum over the tokens after the prefix."""
+
+    def scored(engine, pairs, progress):
+        return [scoring.Likelihood(-float(len(continuation)), True) for _, continuation in pairs]
+
+    monkeypatch.setattr(scoring, "score_continuations", scored)
+    assert score_texts(small_engine(), [[1], [1, 2, 3], [1]]) == [0.0, -2.0, 0.0]

@@ -48,7 +48,7 @@ def test_sizes_of_layers_may_be_one_number():
 @pytest.mark.parametrize(
     "keys, sentence",
     [
-        (dict(altup_active_idx=1), "altup_active_idx=1 changes what the model computes"),
+        (dict(altup_active_idx=1), "altup_active_idx=1 is not supported"),
         (dict(intermediate_size=[20]), "intermediate_size must have a number for each layer"),
         (dict(intermediate_size=[]), "intermediate_size must have a number above 0 for each layer"),
         (dict(activation_sparsity_pattern=[1.0] * 4), "activation_sparsity_pattern must be a list of 4 numbers"),

@@ -109,11 +109,11 @@ def test_images_see_each_other_and_there_are_none():
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        (dict(use_bidirectional_attention="all"), "use_bidirectional_attention=all changes what the model computes"),
+        (dict(use_bidirectional_attention="all"), "use_bidirectional_attention=all is not supported"),
         (dict(num_kv_shared_layers=5), "num_kv_shared_layers=5 leaves no layer of each type"),
         (dict(num_kv_shared_layers=99), "num_kv_shared_layers=99 leaves no layer of each type"),
-        (dict(per_layer_config={"77": {"head_dim": 8}}), 'per_layer_config: "77": not known here'),
-        (dict(per_layer_config={"0": {"num_attention_heads": 8}}), "num_attention_heads: not known here"),
+        (dict(per_layer_config={"77": {"head_dim": 8}}), 'per_layer_config: Unknown keys: "77"'),
+        (dict(per_layer_config={"0": {"num_attention_heads": 8}}), "Unknown keys: num_attention_heads"),
         (dict(enable_moe_block=True, num_experts=None), "num_experts is missing"),
     ],
 )

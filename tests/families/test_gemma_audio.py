@@ -183,7 +183,7 @@ BAD = [
     (dict(subsampling_conv_channels=[3, 2]), "the first one at least 4"),
     (dict(attention_logit_cap=0), "attention_logit_cap=0 must be a finite number above 0"),
     (dict(hidden_act="mish"), "hidden_act=mish is not known"),
-    (dict(num_mel_bins=80), "audio_config: num_mel_bins: not known here"),
+    (dict(num_mel_bins=80), "audio_config: Unknown keys: num_mel_bins"),
     (dict(residual_weight=True), "residual_weight=true must be"),
 ]
 

@@ -283,7 +283,7 @@ def test_settings_that_are_refused(name, keys, message):
         ("gemma3", "text_config", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 must be null"),
         ("gemma3", "vision_config", dict(image_size=9), "image_size=9 must be a multiple of patch_size=2"),
         ("gemma3", "vision_config", dict(num_attention_heads=3), "hidden_size=8 must be a multiple"),
-        ("gemma3", "vision_config", dict(new=1), "vision_config: new: not known here"),
+        ("gemma3", "vision_config", dict(new=1), "vision_config: Unknown keys: new"),
         ("whole", "vision_config", dict(attention_bias=True), "attention_bias=true"),
         ("whole", "vision_config", dict(rope_parameters=dict(rope_type="yarn")), "rope_type=yarn"),
         ("whole", "text_config", dict(use_bidirectional_attention="all"), "use_bidirectional_attention=all"),

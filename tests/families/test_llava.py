@@ -220,7 +220,7 @@ REFUSED = [
     (LLAVA, None, dict(vision_feature_select_strategy="full"), "'full' must be 'default': CLIP has a class token"),
     (LLAVA, None, dict(vision_feature_layer=-26), "there are num_hidden_layers=24 layers"),
     (LLAVA, None, dict(vision_feature_layer=[]), "must be the number of a layer, or a list of these"),
-    (LLAVA, None, dict(image_grid_pinpoints=[[336, 336]]), "image_grid_pinpoints: not known here"),
+    (LLAVA, None, dict(image_grid_pinpoints=[[336, 336]]), "Unknown keys: image_grid_pinpoints"),
     (LLAVA_NEXT, None, dict(image_grid_pinpoints=[[336, 0]]), "must be a list of heights and widths"),
     (LLAVA_NEXT, None, dict(image_grid_pinpoints=[[336, 500]]), "must be multiples of TilesConfig.side=336"),
     (LLAVA, "vision_config", dict(model_type="pixtral"), "model_type=pixtral is not known here"),

@@ -229,7 +229,7 @@ REFUSED = [
     ("audio_config", dict(ext_pw_out_channel=512), "ext_pw_out_channel=512"),
     ("audio_config", dict(num_attention_heads=15), "hidden_size=1024 must be a multiple of num_attention_heads=15"),
     (None, dict(audio_config=None), "audio_config is missing"),
-    (None, dict(rope_thetas=1.0), "rope_thetas: not known here"),
+    (None, dict(rope_thetas=1.0), "Unknown keys: rope_thetas"),
 ]
 
 

@@ -70,8 +70,8 @@ def test_spellings_of_a_rotary_embedding(keys, rope):
         ),
         (dict(rope_parameters=dict(rope_type="llama3", factor=8)), "low_freq_factor is missing"),
         (dict(rope_parameters=dict(LLAMA3, high_freq_factor=0.5)), "high_frequency_factor=0.5"),
-        (dict(rope_parameters=dict(short_factor=[1])), "short_factor: not known here"),
-        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5 changes"),
+        (dict(rope_parameters=dict(short_factor=[1])), "Unknown keys: short_factor"),
+        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5 is not supported"),
         (dict(rope_parameters=dict(rope_theta=1e4), rope_theta=5e5), "make them equal"),
         (dict(rope_parameters=dict(rope_theta=1e4), rope_scaling=dict(type="linear", factor=2)), "remove one of them"),
         (dict(rope_parameters=["yarn"]), "must be an object"),
@@ -91,7 +91,9 @@ def test_old_files_of_gemma_3_and_olmo_3_have_two_thetas():
     )
     ropes = {mixer.mask: mixer.rope for mixer in mixers(decode(gemma))}
     assert set(ropes.values()) == {LinearRope(theta=5e5, factor=4.0), Rope(theta=2e4)}
-    for scaling in (dict(type="linear", factor=4.0), dict(type="linear", rope_type="linear", factor=4.0)):
+    names = [dict(type="linear"), dict(type="linear", rope_type="linear")]
+    names += [dict(type=None, rope_type="linear"), dict(type="linear", rope_type=None)]
+    for scaling in (name | dict(factor=4.0) for name in names):
         assert decode(gemma | dict(rope_scaling=scaling)) == decode(gemma)  # as transformers 4 reads and writes it
     with pytest.raises(ed.ConversionError, match="type=yarn and rope_type=linear"):
         decode(gemma | dict(rope_scaling=dict(type="yarn", rope_type="linear", factor=4.0)))
@@ -145,7 +147,7 @@ def test_partial_rotation_and_positions_of_several_dimensions(keys, rope, sectio
         (dict(rope_parameters=dict(partial_rotary_factor=0.5), partial_rotary_factor=0.25), "0.25 outside of it"),
         (dict(partial_rotary_factor=0), "must be a finite number above 0"),
         (dict(rope_scaling=dict(mrope_section=[1, 2])), "mrope_section must have 3 numbers"),
-        (dict(rope_scaling=dict(MROPE, mrope_interleaved=False)), "mrope_interleaved=false changes"),
+        (dict(rope_scaling=dict(MROPE, mrope_interleaved=False)), "mrope_interleaved=false is not supported"),
     ],
     ids=str,
 )
@@ -155,9 +157,9 @@ def test_bad_partial_rotations_are_refused(keys, sentence):
 
 
 def test_dimensions_that_a_family_does_not_have_are_refused():
-    with pytest.raises(ed.ConversionError, match="mrope_interleaved: not known here"):
+    with pytest.raises(ed.ConversionError, match=r"Unknown keys: .*mrope_interleaved"):
         rope_config.read_rope(Fields(dict(rope_parameters=MROPE)), fraction=0.25)
-    with pytest.raises(ed.ConversionError, match=r"partial_rotary_factor=0\.5 changes"):
+    with pytest.raises(ed.ConversionError, match=r"partial_rotary_factor=0\.5 is not supported"):
         decode(sample("llama", partial_rotary_factor=0.5))
 
 
@@ -194,5 +196,5 @@ def test_zeros_of_yarn_are_missing_settings(kind, keys, same):
 
 def test_other_extrapolation_factors_are_refused():
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, extrapolation_factor=2.0)
-    with pytest.raises(ed.ConversionError, match=r"extrapolation_factor=2\.0 changes what the model computes"):
+    with pytest.raises(ed.ConversionError, match=r"extrapolation_factor=2\.0 is not supported"):
         decode(sample("llama", *ROPE_KEYS) | dict(rope_scaling=yarn))

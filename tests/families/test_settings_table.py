@@ -83,7 +83,7 @@ def test_twins_are_the_same_key():
 def test_keys_that_may_have_one_value():
     rows = (Integer("a", "mlp_dim", 2), Only("b", lambda values: values["mlp_dim"], written=False), Only("c", 1.5, 2))
     assert read_all(rows, Fields({"a": 3, "b": 3, "c": 2})) == dict(mlp_dim=3)
-    with pytest.raises(ed.ConversionError, match="b=2 changes what the model computes and is not implemented: only 3"):
+    with pytest.raises(ed.ConversionError, match=r"b=2 is not supported .*Supported: 3"):
         read_all(rows, Fields({"a": 3, "b": 2}))
     assert Only("c", 1.5, 2, written=True).write(MLP) == {"c": 1.5}
     assert Only("d", written=True).write(MLP) == {"d": None}
@@ -131,7 +131,7 @@ def test_tables_are_nested():
     assert table.write(TINY)["mlp_config"]["model_type"] == "plain"
     with pytest.raises(ed.ConversionError, match=r"mlp_config is missing: it describes the MLP\."):
         read_all((table,), Fields({}))
-    with pytest.raises(ed.ConversionError, match=r"config\.json: mlp_config: size: not known here"):
+    with pytest.raises(ed.ConversionError, match=r"config\.json: mlp_config: Unknown keys: size"):
         read_all((table,), Fields({"mlp_config": {"width": 6, "size": 1}}))
     optional = dataclasses.replace(table, what="", settings=(dataclasses.replace(group, path="media"),))
     assert read_all((optional,), Fields({})) == dict(mlp=None)

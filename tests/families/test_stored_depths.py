@@ -221,11 +221,15 @@ def test_what_depths_need_is_refused_where_it_is_not_there(tmp_path):
     with pytest.raises(ed.ConversionError, match="one without experts"):
         decode(sample("mimo_v2_flash", num_nextn_predict_layers=1, mlp_layer_types=["sparse"] * 3))
     for kind, keys, sentence in (
-        ("nemotron_h", dict(num_nextn_predict_layers=1, mtp_layers_block_type=["moe"]), r"only \*E is"),
+        (
+            "nemotron_h",
+            dict(num_nextn_predict_layers=1, mtp_layers_block_type=["moe"]),
+            r"only \*E is",
+        ),
         ("nemotron_h", dict(num_nextn_predict_layers=1, layers_block_type=["mlp", "attention"]), "whose sizes its are"),
         ("nemotron_h", dict(num_nextn_predict_layers=2), "one layer is"),
         ("ernie4_5_moe", dict(num_nextn_predict_layers=1, use_bias=True), "a bias of mtp_linear_proj"),
-        ("qwen4_exp_text", dict(mtp_num_hidden_layers=1, mtp={"rope_theta": 5}), "mtp: rope_theta=5 changes"),
+        ("qwen4_exp_text", dict(mtp_num_hidden_layers=1, mtp={"rope_theta": 5}), "mtp: rope_theta=5 is not supported"),
     ):
         with pytest.raises(ed.ConversionError, match=sentence):
             decode(sample(kind, **keys))

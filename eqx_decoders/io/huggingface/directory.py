@@ -55,12 +55,25 @@ class Directory:
         )
         path = self.path / name
         check(self.has(name), f"{path} does not exist: the checkpoint is incomplete.", ConversionError)
+        self._check_inside(path)
+        return path
+
+    def files(self, folder: str, end: str) -> list[Path]:
+        """Return the paths of the files in the subfolder `folder` whose names have this end, sorted.
+
+        Files are checked as by `file`: a subfolder or a file whose link leads out is refused with ConversionError.
+        """
+        paths = sorted(path for path in (self.path / folder).glob("*") if path.name.endswith(end))
+        for path in paths:
+            self._check_inside(path)
+        return paths
+
+    def _check_inside(self, path: Path) -> None:
         real = path.resolve()
         inside = real.is_relative_to(self._root)
         check(inside, f"{path} leads out of its directory: copy the file itself there.", ConversionError)
         regular = real.exists() and stat.S_ISREG(real.stat().st_mode)
         check(regular, f"{path} is no regular file: replace it by one.", ConversionError)
-        return path
 
     def json(self, name: str, limit: int = CONFIG_BYTES) -> dict[str, Any]:
         """Read the JSON object in the file `name`. Raises ConversionError."""
@@ -210,19 +223,22 @@ def check_tensors(
     wanted: Mapping[str, tuple[int, ...]],
     *,
     rule: str,
-    owner: str,
     source: str,
+    owner: str = "",
+    verdict: str = "",
 ) -> None:
     """Raise ConversionError that lists the differences, unless tensors have just the `wanted` names and shapes.
 
     **Arguments:**
 
     - `rule`: sentence on the wanted tensors.
-    - `owner`: noun for the owner of a wanted tensor.
     - `source`: noun for the origin of the wanted shapes.
+    - `owner`: noun for the owner of a wanted tensor.
+    - `verdict`: predicate for an unwanted tensor; empty for "belongs to no `owner`".
     """
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
-    wrong += [f"{name} belongs to no {owner}" for name in sorted(tensors.keys() - wanted.keys())]
+    verdict = verdict or f"belongs to no {owner}"
+    wrong += [f"{name} {verdict}" for name in sorted(tensors.keys() - wanted.keys())]
     wrong += [
         f"{name} has the shape {tensors[name].shape}, but {shape} follows from {source}"
         for name, shape in wanted.items()

@@ -84,7 +84,7 @@ def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
     for name in dict.fromkeys(names):
         if directory.has(name):
             shutil.copyfile(directory.file(name), folder / name)
-    for path in sorted((directory.path / ADDITIONAL).glob("*.jinja")):
+    for path in directory.files(ADDITIONAL, ".jinja"):
         (folder / ADDITIONAL).mkdir(exist_ok=True)
-        shutil.copyfile(Directory(path.parent).file(path.name), folder / ADDITIONAL / path.name)
+        shutil.copyfile(path, folder / ADDITIONAL / path.name)
     unify_chat_templates(folder)

@@ -48,7 +48,9 @@ def _download(name: str, revision: str | None) -> str:
         raise need_extra("huggingface_hub", "hf") from error
     wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
     wanted += ["*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*"]
-    nested = ["*/*"]  # other formats of the same weights
+    wanted += ["additional_chat_templates/*.jinja"]
+    # Other subfolders hold other formats of the same weights. Only names of templates, .jinja, end with "a".
+    nested = ["*/*[!a]"]
     try:
         return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)
     except Exception as error:  # of huggingface_hub, of its transport, and OSError

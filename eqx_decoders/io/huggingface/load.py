@@ -225,7 +225,7 @@ def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str])
         if copy not in tensors or name not in tensors:
             continue
         first, second = tensors[copy], tensors[name]
-        same = first.shape == second.shape and _are_equal(first, second)
+        same = first.shape == second.shape and equal_tables(first, second)
         check(same, f"{copy} must hold the same numbers as {name}: both are one weight here.", ConversionError)
     return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
 
@@ -257,7 +257,9 @@ def _untie(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Fami
         tensors[table] = tensors.pop(family.head)
         return config
     embedding, head = tensors[table], tensors[family.head]
-    if embedding.shape == head.shape == (config.vocab_size, config.table_features) and not _are_equal(embedding, head):
+    if embedding.shape == head.shape == (config.vocab_size, config.table_features) and not equal_tables(
+        embedding, head
+    ):
         return dataclasses.replace(config, tied=False)
     if embedding.shape == head.shape:
         del tensors[family.head]  # equal, or both of a wrong shape, which is reported once
@@ -274,7 +276,7 @@ def _may_be_tied(content: Mapping[str, Any]) -> bool:
     return silent and str(content.get("transformers_version")).startswith("4.")
 
 
-def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+def equal_tables(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tables of equal shape hold the same numbers.
 
     Reads some rows at a time and stops at the first difference. All rows count: a head may differ from the table only

@@ -26,10 +26,11 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
+from eqx_decoders.io.huggingface.export import exported
 from eqx_decoders.io.huggingface.export_config import export_config
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
-from eqx_decoders.io.huggingface.load import load_weight
+from eqx_decoders.io.huggingface.load import equal_tables, load_weight
 from eqx_decoders.io.huggingface.peft_config import AdapterSettings, adapter_config, read_settings
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.io.status import StatusLine
@@ -60,7 +61,8 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     weights lose their largest singular values first, as PEFT does when it loads; adapters that PEFT has converted have
     the double rank and need no such thing. Layers of one stack may differ in rank: the smaller ones are filled with 0,
     and so are layers and experts without a pair. Modules that are stored completely (`modules_to_save`, trained biases)
-    replace those of the model; a saved output head unties it from the embedding.
+    replace those of the model, and `save_peft` writes them again. A saved output head that differs from a saved
+    embedding unties the model.
 
     Names of tensors may be those of the files or of any version of transformers, and of the decoder alone or inside of
     a model with encoders.
@@ -75,14 +77,9 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     weights, modules = _adaptable(model, settings.dora, experts=True), _whole_modules(model, family)
     shapes_of_modules = {name: mapping.shape for mapping in modules.values() for name in mapping.names}
     known = {name for weight in weights.values() for name in weight.tensors} | shapes_of_modules.keys()
-    tensors, names = _named_as_here(family, stored_tensors(folder, TENSORS), known)
+    tensors, names = _with_current_names(family, stored_tensors(folder, TENSORS), known)
     settings = dataclasses.replace(settings, names=names)
-    embedded = [name for name in tensors if ".lora_embedding_" in name]
-    if embedded:
-        raise ConversionError(
-            f"{folder.path / TENSORS}: {embedded[0]} is a pair of an embedding, which is not implemented: merge the "
-            f"adapter with PEFT's merge_and_unload, or train without the embedding in target_modules."
-        )
+    _check_no_pairs_of_tables(folder.path / TENSORS, tensors, modules)
     check_dtypes(tensors)
     weights = {path: weight for path, weight in weights.items() if weight.tensors & tensors.keys()}
     wanted = {name: shape for name, shape in shapes_of_modules.items() if name in tensors}
@@ -92,11 +89,15 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         folder.path,
         tensors,
         wanted,
-        rule="An adapter must hold both factors of each weight that it changes, whole modules, and nothing else",
-        owner="matrix of the model's blocks",
+        rule="An adapter must hold both factors of each adapted weight, all tensors of saved modules, and nothing else",
+        verdict="is not a LoRA pair or a saved module of this model",
         source=f"the model and {settings.described}",
     )
-    check(bool(weights), f"{folder.path / TENSORS} holds no pair: there is nothing to load.", ConversionError)
+    if not wanted:
+        raise ConversionError(
+            f"{folder.path / TENSORS} holds no pair and no saved module: there is nothing to load. Save the adapter "
+            f"again after training."
+        )
     model = _with_saved_modules(model, modules, tensors, settings, folder.path / CONFIG)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
     leaves, nodes = whole_weights(model)[1], {}
@@ -108,7 +109,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         parts, scale = weight.load(tensors, settings, params)
         nodes[path] = LowRank(base=leaves[path], scale=scale, **parts)
         if settings.pissa:
-            weight.check_equal(settings, folder.path / CONFIG, tensors)
+            weight.check_same_rank(settings, folder.path / CONFIG, tensors)
     target = replaced(model, nodes)
     shardings = named_leaves(model.execution.layout.shardings(target))
     arrays = {name: leaf for name, leaf in named_leaves(target).items() if isinstance(leaf, np.ndarray)}
@@ -118,10 +119,31 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     layout = model.execution.layout
     nodes = low_rank_weights(adapted)
     present = {path: weights[path].is_present(tensors) for path in nodes}
-    return replaced(adapted, {path: _based(layout, node, settings, present[path]) for path, node in nodes.items()})
+    return replaced(
+        adapted, {path: _relative_to_base(layout, node, settings, present[path]) for path, node in nodes.items()}
+    )
 
 
-def _based(layout: Layout, node: LowRank, settings: AdapterSettings, present: np.ndarray) -> LowRank:
+def _check_no_pairs_of_tables(
+    file: Path, tensors: Mapping[str, StoredTensor], modules: Mapping[str, WeightMapping]
+) -> None:
+    """Raise ConversionError for LoRA pairs of the embedding or of the output head."""
+    heads = {name.removesuffix(_WEIGHT) for name in modules["head.kernel"].names} if "head.kernel" in modules else set()
+    for name in tensors:
+        if ".lora_embedding_" in name:
+            raise ConversionError(
+                f"{file}: {name} is a LoRA pair of an embedding, which is not supported. Merge the adapter with PEFT's "
+                f"merge_and_unload, or train without the embedding in target_modules."
+            )
+        module = re.sub(_ENDS, "", name)
+        if module in heads and re.search(r"\.lora_\w+(\.weight)?$", name):
+            raise ConversionError(
+                f"{file}: {name} is a LoRA pair of the output head, which is not supported. Merge the adapter with "
+                f"PEFT's merge_and_unload, or train without {module.rpartition('.')[2]} in target_modules."
+            )
+
+
+def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, present: np.ndarray) -> LowRank:
     """Return a loaded pair beside what remains of its weight (PiSSA), and its magnitudes as differences (DoRA).
 
     Layers that are not `present` in the adapter keep their magnitudes.
@@ -155,7 +177,9 @@ def save_peft(
     """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
     Pairs that were taken out of their weights (PiSSA) are written as what they add to these, of the double rank, as
-    PEFT converts them: `scale (a b - a_0 b_0)`.
+    PEFT converts them: `scale (a b - a_0 b_0)`. Modules in `model.saved_modules`, which `load_peft` took from an
+    adapter, are written completely, with `modules_to_save` and `bias` in `adapter_config.json`. Other weights that were
+    trained besides the pairs are not written: use `merge_lora` and `save_hf` for them.
 
     **Arguments:**
 
@@ -168,12 +192,20 @@ def save_peft(
     of them must call it; the first one writes.
     """
     nodes, weights = adapter_plan(model)
+    adapted = {module for path in nodes for module in weights[path].modules}
+    saved, saved_settings = _saved_module_plan(model, adapted)
     with exported_directory(directory) as folder:
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
             for name, part in on_originals(model.execution.layout, node).items():
                 whole = on_first_host(part)
                 tensors |= {} if whole is None else weights[path].factors[name].stored(whole)
+        for name, make in exported(named_leaves(model), saved).items():
+            whole = make()
+            module = name.removeprefix(_PREFIX).removesuffix(".bias")
+            if name.endswith(".bias") and module in adapted:
+                name = f"{_PREFIX}{module}.base_layer.bias"  # PEFT wraps adapted modules
+            tensors |= {} if whole is None else {name: whole}
         if folder is not None:
             copy_tokenizer(tokenizer, folder)
             kinds = {module: _kind(node) for path, node in nodes.items() for module in weights[path].modules}
@@ -184,7 +216,7 @@ def save_peft(
                 inputs_first=any(weights[path].inputs_first for path in nodes),
                 base_model=base_model,
             )
-            write_json(folder / CONFIG, content, sort_keys=True)
+            write_json(folder / CONFIG, content | saved_settings, sort_keys=True)
             save_tensors(tensors, folder / TENSORS)
 
 
@@ -201,7 +233,42 @@ def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_Adapta
     weights = _adaptable(replaced(model, {path: node.base for path, node in nodes.items()}), True in kinds)
     lost = sorted(nodes.keys() - weights.keys())
     check(not lost, f"save_peft: PEFT has no module for {', '.join(lost)}: merge or remove its pair.", ConversionError)
+    _saved_module_plan(model, set())
     return nodes, weights
+
+
+def _saved_module_plan(model: Decoder, adapted: Set[str]) -> tuple[dict[str, WeightMapping], dict[str, Any]]:
+    """Return the mappings of the weights that `save_peft` stores completely, and their settings.
+
+    Raises ConversionError for paths in `model.saved_modules` that are not weights of the model.
+    """
+    if not model.saved_modules:
+        return {}, {}
+    base = replaced(model, {path: node.base for path, node in low_rank_weights(model).items()})
+    family, _ = export_config(base)
+    mappings = _whole_modules(base, family)
+    missing = [path for path in model.saved_modules if path not in mappings or path not in named_leaves(base)]
+    if missing:
+        raise ConversionError(
+            f"save_peft: saved_modules={list(model.saved_modules)}, but the model has no weight {missing[0]} that "
+            f"{family.model_type} stores. Merge the adapter with merge_lora and save the model with save_hf."
+        )
+    recorded = {name for path in model.saved_modules for name in mappings[path].names}
+    modules = {name.rpartition(".")[0] for name in recorded if not name.endswith(".bias")}
+    saved = {
+        path: mapping
+        for path, mapping in mappings.items()
+        if path in named_leaves(base)
+        and any(name in recorded or name.rpartition(".")[0] in modules for name in mapping.names)
+    }
+    names = [name for mapping in saved.values() for name in mapping.names]
+    has_bias = any(name.endswith(".bias") and name.rpartition(".")[0] not in modules for name in names)
+    # complete names: PEFT compares the ends of names, and "norm" is the end of "input_layernorm", too
+    settings: dict[str, Any] = {"modules_to_save": sorted(module.removeprefix(_PREFIX) for module in modules) or None}
+    settings["bias"] = "all" if has_bias else "none"
+    if model.config.tied and "embedding.table" in saved:
+        settings["ensure_weight_tying"] = True
+    return saved, settings
 
 
 def on_originals(layout: Layout, node: LowRank) -> dict[str, jax.Array]:
@@ -324,7 +391,7 @@ class _AdaptableWeight:
             name: part.load(tensors, rank, factors.get(name, ones), dtypes.get(name, dtype)) for name, part in parts
         }, scale
 
-    def check_equal(self, settings: AdapterSettings, file: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    def check_same_rank(self, settings: AdapterSettings, file: Path, tensors: Mapping[str, StoredTensor]) -> None:
         """Raise ConversionError where layers differ in rank or scale, or some have no pair."""
         if not self.is_present(tensors).all():
             raise ConversionError(
@@ -338,27 +405,38 @@ class _AdaptableWeight:
         check(len(kinds) == 1, text, ConversionError)
 
 
-def _named_as_here(
+def _with_current_names(
     family: Family, stored: Mapping[str, StoredTensor], known: Set[str]
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return an adapter's tensors under their names in present transformers, and the former names of renamed modules.
 
-    PEFT's frozen copies of modules are left out.
+    PEFT's frozen copies of modules are left out, and so are its wrappers in names: `base_layer` of an adapted module
+    (its bias, with `bias="all"`), and `modules_to_save` with or without the adapter's name.
     """
     tensors: dict[str, StoredTensor] = {}
     modules: dict[str, str] = {}
     for name, tensor in stored.items():
         if ".original_module." in name:
             continue
-        inner = re.sub(r"\.modules_to_save(\.default)?(?=\.)", "", name).removeprefix(_PREFIX)
-        candidates = [_PREFIX + candidate for candidate in _present_names(family, inner)]
-        here = next((candidate for candidate in candidates if candidate in known), None)
-        here = name if here is None or not name.startswith(_PREFIX) else here
+        here, inner = name, name.removeprefix(_PREFIX)
+        for unwrapped in _without_wrappers(inner) if name.startswith(_PREFIX) else ():
+            candidates = [_PREFIX + candidate for candidate in _present_names(family, unwrapped)]
+            found = next((candidate for candidate in candidates if candidate in known), None)
+            if found is not None:
+                here, inner = found, unwrapped
+                break
         if here in tensors:
             raise ConversionError(f"{tensor.file}: {name} and {tensors[here].name} are the same tensor: keep one.")
         tensors[here] = tensor
         modules[re.sub(_ENDS, "", here).removeprefix(_PREFIX)] = re.sub(_ENDS, "", inner)
     return tensors, modules
+
+
+def _without_wrappers(name: str) -> Iterator[str]:
+    """Yield the names that a tensor may have without PEFT's wrappers of its module."""
+    name = re.sub(r"\.base_layer(?=\.)", "", name)
+    for wrapper in (r"\.modules_to_save\.default(?=\.)", r"\.modules_to_save(?=\.)", r"\.modules_to_save\.[^.]+(?=\.)"):
+        yield re.sub(wrapper, "", name)
 
 
 def _present_names(family: Family, name: str) -> Iterator[str]:
@@ -419,7 +497,8 @@ def _with_saved_modules(
         if lacking:
             raise ConversionError(
                 f"{file.with_name(TENSORS)} holds {len(mapping.names) - len(lacking)} of the {len(mapping.names)} "
-                f"tensors of {path}, which are one weight here: save the module of all layers, such as {lacking[0]}."
+                f"tensors of {path}. Layers are stacked: an adapter must save this module in every layer; {lacking[0]} "
+                f"is missing."
             )
     if not saved:
         return model
@@ -429,7 +508,12 @@ def _with_saved_modules(
     }
     config = model.config
     if config.tied and "head.kernel" in saved:
-        config = dataclasses.replace(config, tied=False)
+        head = tensors[saved["head.kernel"].names[0]]
+        table = None if embedding is None else tensors[embedding.names[0]]
+        if table is not None and table.shape == head.shape and equal_tables(table, head):
+            del saved["head.kernel"]
+        else:
+            config = dataclasses.replace(config, tied=False)
     elif config.tied and trained and not settings.tied:
         raise ConversionError(
             f"{file}: modules_to_save={list(settings.saved)} has the embedding of a model with a tied output head and "
@@ -445,7 +529,7 @@ def _with_saved_modules(
             arrays = {path: load_weight(leaves[path], mapping, tensors, status) for path, mapping in saved.items()}
     if config.tied != model.config.tied:
         model = dataclasses.replace(model, config=config, head=target.head)
-    return replaced(model, arrays)
+    return dataclasses.replace(replaced(model, arrays), saved_modules=tuple(sorted(saved)))
 
 
 def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[str, _AdaptableWeight]:

@@ -346,8 +346,7 @@ def _class_config(folder: Directory) -> dict[str, Any]:
 def _sources(folder: Directory | None, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Return the file that counts, and its templates by name."""
     if folder is not None:
-        more = {path.stem: path for path in sorted((folder.path / ADDITIONAL).glob("*.jinja"))}
-        named = {name: _read(Directory(folder.path / ADDITIONAL).file(path.name)) for name, path in more.items()}
+        named = {path.stem: _read(path) for path in folder.files(ADDITIONAL, ".jinja")}
         if folder.has(JINJA):
             named["default"] = _read(folder.file(JINJA))
         if named:

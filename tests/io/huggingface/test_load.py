@@ -1,11 +1,14 @@
 """Checkpoints of Hugging Face's transformers: the same logits, the same tokens, and back again without a lost bit."""
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import pathlib
 import re
 import shutil
+import sys
+import types
 
 import equinox as eqx
 import jax
@@ -17,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.io.huggingface import export
+from eqx_decoders.io.huggingface import export, hub
 from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.huggingface.verify import compare_tensors
@@ -468,3 +471,22 @@ def test_a_repository_is_downloaded(monkeypatch):
 def test_a_missing_directory_is_a_sentence():
     with pytest.raises(ed.ConversionError, match="runs/nothing/here does not exist"):
         ed.load_hf("runs/nothing/here")
+
+
+def test_named_templates_are_downloaded_and_other_subfolders_are_not(tmp_path, monkeypatch):
+    patterns = {}
+    module = types.ModuleType("huggingface_hub")
+    module.snapshot_download = lambda name, **options: patterns.update(options) or str(tmp_path)  # ty: ignore
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    hub.resolve("org/name-that-is-no-directory")
+
+    def is_downloaded(name: str) -> bool:
+        allowed, ignored = (
+            any(fnmatch.fnmatch(name, pattern) for pattern in patterns[key])
+            for key in ("allow_patterns", "ignore_patterns")
+        )
+        return allowed and not ignored
+
+    assert all(map(is_downloaded, ("config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja")))
+    others = ("onnx/config.json", "original/tokenizer.model", "a/b/c.json", "x/chat_template.jinja")
+    assert not any(map(is_downloaded, others))

@@ -181,7 +181,7 @@ case("rope without factor", rope(rope_type="linear"), "factor", "missing")
 case("rope with an unknown key", rope(rope_type="linear", factor=2.0, twist=3.0), "twist")
 case("rope a list", config(rope_parameters=[1]), "rope_parameters")
 case("rope theta negative", rope(rope_theta=-1.0), "rope_theta", "number")
-case("rope partial", config(partial_rotary_factor=0.5), "partial_rotary_factor", "not implemented")
+case("rope partial", config(partial_rotary_factor=0.5), "partial_rotary_factor", "not supported")
 case("two ropes", config(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling")
 case("layer_types short", config(layer_types=["full_attention"]), "layer_types", "3 layers", fixture="qwen2_mixed")
 case(
@@ -197,17 +197,17 @@ case("query scale", config(query_pre_attn_scalar=0), "query_pre_attn_scalar", "i
 case("soft cap", config(final_logit_softcapping=-30.0), "final_logit_softcapping", "number", fixture="gemma2_odd")
 case("heads of gpt2", config(n_head=5), "n_head", "multiple", fixture="gpt2")
 
-case("not causal", config(is_causal=False), "is_causal", "not implemented")
-case("unknown key", config(logits_scaling=2.0), "logits_scaling", "not known")
+case("not causal", config(is_causal=False), "is_causal", "not supported")
+case("unknown key", config(logits_scaling=2.0), "logits_scaling", "Unknown keys")
 case("unknown key, misspelled", config(silding_window=2), "silding_window", "sliding_window")
 case(
     "bidirectional",
     config(use_bidirectional_attention=True),
     "use_bidirectional_attention",
-    "not implemented",
+    "not supported",
     fixture="gemma2_odd",
 )
-case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config", "not known")
+case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config", "Unknown keys")
 case(
     "quantised",
     config(quantization_config={"quant_method": "hqq"}),
@@ -215,27 +215,27 @@ case(
     "hqq",
     fixture="llama_bf16",
 )
-case("remote code", remote_code, "auto_map", "not known", fixture="llama_bf16")
+case("remote code", remote_code, "auto_map", "Unknown keys", fixture="llama_bf16")
 case(
     "remote kernel",
     config(_attn_implementation_internal="evil/kernel"),
     "_attn_implementation_internal",
-    "not known",
+    "Unknown keys",
     fixture="llama_bf16",
 )
-case("trust", config(trust_remote_code=True), "trust_remote_code", "not known", fixture="llama_bf16")
+case("trust", config(trust_remote_code=True), "trust_remote_code", "Unknown keys", fixture="llama_bf16")
 case(
     "other weights",
     config(transformers_weights="../weights.safetensors"),
     "transformers_weights",
-    "not known",
+    "Unknown keys",
     fixture="llama_bf16",
 )
 case(
     "other configuration",
     config(configuration_files=["config.4.0.0.json"]),
     "configuration_files",
-    "not known",
+    "Unknown keys",
     fixture="llama_bf16",
 )
 
@@ -489,7 +489,8 @@ case("index name twice", again(INDEX, TABLE), INDEX, "twice", fixture="llama_rop
 
 # what every sentence has one of: the rule or the remedy
 RULE = re.compile(
-    r"\b(must|incomplete|more than|not implemented|download|load|convert|remove|copy|replace|keep|give|add)\b|known:",
+    r"\b(must|incomplete|more than|not implemented|supported|download|load|convert|remove|copy|replace|keep|give|add)\b"
+    r"|known:",
     re.IGNORECASE,
 )
 LONGEST = 4000

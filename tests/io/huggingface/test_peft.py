@@ -1,5 +1,6 @@
 """Adapters that PEFT wrote give PEFT's logits, are written again as they were, and all else is refused by name."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -278,7 +279,7 @@ def test_missing_settings_are_refused(llama, copy, key):
 
 
 def test_tensors_that_do_not_fit_are_all_listed(llama, copy):
-    stranger = "base_model.model.lm_head.lora_A.weight"
+    stranger = "base_model.model.model.norm.lora_A.weight"
     directory = copy(
         weights={
             Q_PROJ.format(0, "A"): None,
@@ -290,7 +291,7 @@ def test_tensors_that_do_not_fit_are_all_listed(llama, copy):
         load_peft(llama, directory)
     sentence = str(caught.value)
     assert f"{Q_PROJ.format(0, 'A')} is missing" in sentence
-    assert f"{stranger} belongs to no matrix" in sentence
+    assert f"{stranger} is not a LoRA pair or a saved module of this model" in sentence
     assert f"{Q_PROJ.format(2, 'B')} has the shape (24, 2), but (24, 3) follows from the model and r=3" in sentence
 
 
@@ -378,8 +379,14 @@ def test_every_family_finds_a_decoder_by_all_of_its_names(kind):
 
 def test_pairs_of_embeddings_are_refused(llama, copy):
     name = "base_model.model.model.embed_tokens.lora_embedding_A"
-    with pytest.raises(ConversionError, match="is a pair of an embedding"):
+    with pytest.raises(ConversionError, match="is a LoRA pair of an embedding"):
         load_peft(llama, copy(weights={name: np.zeros((3, 32), np.float32)}))
+
+
+def test_pairs_of_the_output_head_are_refused(llama, copy):
+    name = "base_model.model.lm_head.lora_A.weight"
+    with pytest.raises(ConversionError, match=r"lm_head\.lora_A\.weight is a LoRA pair of the output head"):
+        load_peft(llama, copy(weights={name: np.zeros((3, 16), np.float32)}))
 
 
 @pytest.mark.parametrize("layers", [[0], [1]])
@@ -449,6 +456,67 @@ def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_p
     assert_adapted(fixture, tmp_path, tmp_path / "peft", difference, whole=whole)
 
 
+SAVED_MODULES = {
+    "norm": ("peft_llama/base", ["model.norm.weight"], {}),
+    "head": ("mistral_window", ["lm_head.weight"], {}),
+    "head of a tied model": ("qwen2_mixed", ["lm_head.weight"], {}),
+    "tied embedding": ("qwen2_mixed", ["model.embed_tokens.weight"], {"ensure_weight_tying": True}),
+    "norms of all layers": ("llama_rope", [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)], {}),
+    "biases": ("qwen2_mixed", ["self_attn.q_proj.bias", "self_attn.k_proj.bias"], {"bias": "all"}),
+}
+
+
+@pytest.mark.parametrize("fixture, names, changed", SAVED_MODULES.values(), ids=SAVED_MODULES)
+def test_saved_modules_are_written_again(fixture, names, changed, tmp_path):
+    """Loading, saving and loading gives the same model. The names of biases are those that PEFT writes."""
+    stored, rng = stored_tensors_of(fixture), np.random.default_rng(2)
+    names = [key for key in stored if any(key.endswith(name) for name in names)] or names
+    whole = {name: rng.normal(size=stored.get(name, stored["model.embed_tokens.weight"]).shape) for name in names}
+    whole = {name.replace(".bias", ".base_layer.bias"): x.astype(np.float32) for name, x in whole.items()}
+    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    shapes = shapes_in(fixture, "q_proj.weight") | shapes_in(fixture, "k_proj.weight")
+    adapter(tmp_path / "peft", shapes, whole, modules_to_save=modules, **changed)
+    base = load_hf(FIXTURES / fixture)
+    model = load_peft(base, tmp_path / "peft")
+    save_peft(model, tmp_path / "again")
+    assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "peft").keys()
+    again = load_peft(base, tmp_path / "again")
+    assert again.config == model.config
+    got, want, before = named_leaves(again), named_leaves(model), named_leaves(base)
+    assert got.keys() == want.keys()
+    for path, leaf in want.items():
+        np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+    changed_paths = [path for path in want if path in before and not np.array_equal(want[path], before[path])]
+    assert changed_paths or "head.kernel" in want.keys() - before.keys()
+    assert merge_lora(model).saved_modules == ()
+
+
+def test_saved_modules_that_the_model_lacks_are_refused(llama, tmp_path):
+    model = dataclasses.replace(load_peft(llama, LLAMA / "adapter"), saved_modules=("made_up",))
+    with pytest.raises(ConversionError, match="made_up"):
+        save_peft(model, tmp_path / "new")
+
+
+@pytest.mark.parametrize("wrapper", ["modules_to_save", "modules_to_save.default", "modules_to_save.my_adapter"])
+def test_adapters_without_pairs_have_saved_modules(wrapper, tmp_path):
+    norm = np.random.default_rng(3).normal(size=16).astype(np.float32)
+    size = stored_tensors_of("llama_rope")["model.norm.weight"].size
+    norm = np.resize(norm, size)
+    adapter(tmp_path / "peft", {}, {f"model.norm.{wrapper}.weight": norm}, modules_to_save=["norm"])
+    model = load_peft(load_hf(FIXTURES / "llama_rope"), tmp_path / "peft")
+    np.testing.assert_array_equal(model.final_norm.scale, norm)
+
+
+@pytest.mark.parametrize("difference, tied", [(0.0, True), (1.0, False)])
+def test_an_equal_head_and_embedding_leave_the_model_tied(difference, tied, tmp_path):
+    table = stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"] + np.float32(1)
+    whole = {"model.embed_tokens.weight": table, "lm_head.weight": table + np.float32(difference)}
+    adapter(tmp_path / "peft", {}, whole, modules_to_save=["embed_tokens", "lm_head"])
+    model = load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
+    assert model.config.tied == tied
+    np.testing.assert_array_equal(model.embedding.table, table)
+
+
 def test_a_trained_table_of_a_tied_model_needs_a_head(tmp_path):
     whole = {"model.embed_tokens.weight": stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"] + 1}
     shapes = shapes_in("qwen2_mixed", "q_proj.weight")
@@ -476,7 +544,7 @@ def test_a_server_refuses_adapters_with_whole_modules(tmp_path):
 
 
 def test_adapters_of_another_model_are_refused(llama):
-    with pytest.raises(ConversionError, match=r"transformer\.h\.0\.attn\.c_attn\.lora_A\.weight belongs to no matrix"):
+    with pytest.raises(ConversionError, match=r"transformer\.h\.0\.attn\.c_attn\.lora_A\.weight is not a LoRA pair"):
         load_peft(llama, FIXTURES / "peft_gpt2" / "adapter")
 
 

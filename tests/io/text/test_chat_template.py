@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
+from eqx_decoders.io.huggingface.export_directory import copy_tokenizer
 from eqx_decoders.io.text import chat_template, chat_template_worker
 from eqx_decoders.io.text.chat_template import (
     ChatTemplate,
@@ -520,3 +521,44 @@ def test_long_conversations_are_given_and_taken_in_pieces(letters, monkeypatch):
     monkeypatch.setattr(chat_template.json, "dumps", dumped), monkeypatch.setattr(chat_template.json, "loads", loaded)
     assert template.rendered(messages, tools=tools).text == letters * 100_000
     assert 0 < most[0] <= 12 * chat_template.PIECE + 3
+
+
+def cached(folder: Path) -> Path:
+    """Return a snapshot as in huggingface_hub's cache, whose files are links to blobs of the repository."""
+    repository = folder / "models--a--b"
+    snapshot = repository / "snapshots" / "abc"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for blob, link, up in (
+        ("x", "chat_template.jinja", "../../blobs"),
+        ("y", "additional_chat_templates/tool_use.jinja", "../../../blobs"),
+        ("z", "additional_chat_templates/my tools.jinja", "../../../blobs"),
+    ):
+        (repository / "blobs" / blob).write_text(blob)
+        (snapshot / link).symlink_to(f"{up}/{blob}")
+    return snapshot
+
+
+def test_named_templates_of_a_cache_are_loaded_and_copied(tmp_path):
+    snapshot, copy = cached(tmp_path), tmp_path / "copy"
+    copy.mkdir()
+    copy_tokenizer(snapshot, copy)
+    for folder in (snapshot, copy):
+        assert [source_of(folder, name) for name in ("default", "tool_use", "my tools")] == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("link", ["folder", "file"])
+def test_named_templates_outside_of_the_directory_are_refused(link, tmp_path):
+    outside, inside, copy = (tmp_path / name for name in ("outside", "inside", "copy"))
+    for folder in (outside, inside, copy):
+        folder.mkdir()
+    (outside / "secret.jinja").write_text("secret")
+    if link == "folder":
+        (inside / "additional_chat_templates").symlink_to(outside)
+    else:
+        (inside / "additional_chat_templates").mkdir()
+        (inside / "additional_chat_templates" / "secret.jinja").symlink_to(outside / "secret.jinja")
+    with pytest.raises(ConversionError, match=r"secret\.jinja leads out of its directory"):
+        load_chat_template(inside)
+    with pytest.raises(ConversionError, match=r"secret\.jinja leads out of its directory"):
+        copy_tokenizer(inside, copy)

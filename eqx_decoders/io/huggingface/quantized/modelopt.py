@@ -15,6 +15,7 @@ from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.io.huggingface.directory import StoredTensor
 from eqx_decoders.io.huggingface.quantized.companions import (
+    CACHE_SCALES,
     FLOATS,
     Tensors,
     check_none_left,
@@ -36,7 +37,7 @@ from eqx_decoders.io.huggingface.quantized.unpack import (
 
 NVFP4_GROUP = 16
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
-_UNUSED = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".k_bias", ".v_bias")
+_UNUSED = (".input_scale", ".k_bias", ".v_bias", *CACHE_SCALES)
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
 
@@ -94,7 +95,7 @@ def read_modelopt(fields: Fields) -> Callable[[Tensors], Tensors]:
         fields.take(key, None)
     for key in ("kv_cache_quant_algo", "group_size"):  # of caches; that of weights shows in their scales
         fields.take(key, None)
-    fields.allow_only("has_zero_point", False, effect="stores zero points")
+    fields.allow_only("has_zero_point", False, effect="zero points are stored")
     fields.allow_only("pre_quant_scale", False)
     return _modelopt_tensors
 

@@ -7,14 +7,17 @@ and static scales of activations, are ignored, and the weights are the same.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar
+
+import numpy as np
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor
 from eqx_decoders.io.huggingface.quantized.bitsandbytes import read_bitsandbytes
 from eqx_decoders.io.huggingface.quantized.companions import (
+    CACHE_SCALES,
     FLOATS,
     Tensors,
     check_dtype,
@@ -47,10 +50,9 @@ from eqx_decoders.io.huggingface.quantized.unpack import (
 Scheme = Callable[[Tensors], Tensors]
 T = TypeVar("T")
 
-_OTHER_FORM = "stores weights in a format that is not read"
-# scales of activations and of caches, which are not rounded here
+_OTHER_FORM = "another format of stored weights"
+# scales of activations, which are not rounded here
 _ACTIVATION_SCALES = ".activation_scale", "_activation_scale", ".input_scale", "_input_scale", ".output_scale"
-_CACHE_SCALES = ".k_scale", ".v_scale", ".q_scale"
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in their four bytes
 
@@ -76,6 +78,7 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
         "gptq": _gptq,
         "awq": _awq,
         "auto-round": _auto_round,
+        "intel/auto-round": _auto_round,
         "modelopt": read_modelopt,
         "bitsandbytes": read_bitsandbytes,
     }
@@ -145,11 +148,14 @@ def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[
             per_row = len(scales.shape) > count and scales.shape[count] == rows
             decoded[name] = scaled(name, values, per_row_view(scales, (*lead, rows, 1), count, per_row), (1, columns))
         else:
-            blocks = "" if block is None else f" or one per block of weight_block_size={list(block)}"
+            blocks = ""
+            if block is not None:
+                grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
+                blocks = f", or {grid} for one scale per block of weight_block_size={list(block)}"
             raise ConversionError(
-                f"{scales.file}: {scales.name} is {scales.description}, but {name} of shape {values.shape} needs one "
-                f"scale per matrix or row{blocks}: {', '.join(map(str, shapes))}. Check weight_block_size in "
-                f"config.json."
+                f"{scales.file}: {scales.name} is {scales.description}, but {name} of shape {values.shape} needs "
+                f"scales of shape {', '.join(map(str, shapes))} for one scale per matrix or row{blocks}. Check "
+                f"weight_block_size in config.json."
             )
     check_none_left(decoded, "_scale_inv")
     return decoded
@@ -159,7 +165,7 @@ def _is_activation_scale(name: str, tensors: Tensors) -> bool:
     """Return whether a tensor is a scale of a cache, or of what a matrix in FP8 is multiplied by."""
     end = next((end for end in _ACTIVATION_SCALES if name.endswith(end)), None)
     weights = [] if end is None else [name.removesuffix(end), f"{name.removesuffix(end)}.weight"]
-    return name.endswith(_CACHE_SCALES) or any(
+    return name.endswith(CACHE_SCALES) or any(
         weight in tensors and tensors[weight].dtype == "F8_E4M3" for weight in weights
     )
 
@@ -215,9 +221,7 @@ _UNUSED = (
     ".input_zero_point",
     ".output_scale",
     ".output_zero_point",
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
+    *CACHE_SCALES,
     ".input_global_scale",
 )
 
@@ -225,7 +229,7 @@ _UNUSED = (
 def _compressed(fields: Fields) -> Scheme:
     fields.word("format", dict.fromkeys(_FORMATS, True), "int-quantized")
     fields.take("quantization_status", None)
-    fields.allow_only("quantization_status", "compressed", "frozen", effect="describes weights that are not quantized")
+    fields.allow_only("quantization_status", "compressed", "frozen", effect="the weights are not quantized")
     for key in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):  # tensors show it; or about caches
         fields.take(key, None)
     for key in ("sparsity_config", "transform_config"):
@@ -346,8 +350,8 @@ def _with_scales(
     if zeros is not None and not isinstance(zeros, PackedTensor):
         check_stored(zeros, ("I8",), scales.shape)
     if group_index is not None:
-        check_stored(group_index, ("I32", "I64"), (columns,))
-    return scaled(name, numbers, scales, fits[0], zeros, group_index if fits[0][1] < columns else None)
+        group_index = _checked_group_index(group_index, columns, fits[0][1], scales.shape[-1], unset=-1)
+    return scaled(name, numbers, scales, fits[0], zeros, group_index)
 
 
 # --- GPTQ and AWQ ---
@@ -355,11 +359,10 @@ def _with_scales(
 
 @dataclasses.dataclass(frozen=True)
 class _Packed:
-    """Packing of one module, or of all: bits of a number, rows of a group (0: all rows), and order of the rows."""
+    """Packing of one module, or of all: bits of a number, and rows of a quantization group (0: all rows)."""
 
     bits: int
     group: int
-    ordered: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,20 +375,23 @@ class _Dynamic:
     default: _Packed
     overrides: tuple[tuple[str, _Packed], ...]
 
-    def of(self, module: str, fits: Callable[[_Packed], bool]) -> _Packed | None:
-        """Return the packing of a module: of those that fit its tensors the first, in the order of precedence.
+    @property
+    def packings(self) -> tuple[_Packed, ...]:
+        """All packings, the default first."""
+        return tuple(dict.fromkeys((self.default, *(packing for _, packing in self.overrides))))
+
+    def of(self, module: str, fitting: Set[_Packed]) -> _Packed | None:
+        """Return the packing of a module: the first in the order of precedence of those `fitting` its tensors.
 
         Modules may have been renamed since patterns were written, so that all packings count if none matches.
         """
         matching = [packing for pattern, packing in self.overrides if re.match(pattern, module)]
-        others = (packing for _, packing in self.overrides)
-        return next((packing for packing in (*matching[:1], self.default, *others) if fits(packing)), None)
+        return next((packing for packing in (*matching[:1], *self.packings) if packing in fitting), None)
 
     @property
     def described(self) -> str:
         """The packings, for error messages."""
-        kinds = dict.fromkeys((self.default, *(packing for _, packing in self.overrides)))
-        return " or ".join(f"bits={kind.bits}, group_size={kind.group or -1}" for kind in kinds)
+        return " or ".join(f"bits={kind.bits}, group_size={kind.group or -1}" for kind in self.packings)
 
 
 # how a program quantized, packs or runs the weights; tensors are the same
@@ -405,21 +411,18 @@ def _read_packing(fields: Fields, method: str, known: Sequence[int]) -> _Dynamic
     """Read the settings that GPTQ and AWQ share in all programs: AutoGPTQ, AutoAWQ, GPTQModel and transformers."""
     for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")):
         fields.rename(old, new)
-    fields.allow_only("method", method, effect="is another quantization method")
-    fields.allow_only("pack_dtype", "int32", effect="packs numbers into another type")
+    fields.allow_only("method", method, effect="another quantization method")
     fields.allow_only("is_marlin_format", False, effect=_OTHER_FORM)
-    fields.allow_only("rotation", effect="rotates activations")
-    fields.flag("sym", True)  # zeros are stored in any case
     default = _read_packed(fields, known, None)
-    for key in _QUANTIZER_KEYS:
-        fields.take(key, None)
     return _Dynamic(default, tuple(_overrides(fields, known, default)))
 
 
 def _overrides(fields: Fields, known: Sequence[int], default: _Packed) -> Iterator[tuple[str, _Packed]]:
     table = fields.table("dynamic")
-    for pattern in () if table is None else table.content:
-        inner = table.table(pattern) if table is not None else None
+    if table is None:
+        return
+    for pattern in table.content:
+        inner = table.table(pattern)
         plain = pattern.removeprefix("+:")
         try:
             re.compile(plain.removeprefix("-:"))
@@ -428,10 +431,6 @@ def _overrides(fields: Fields, known: Sequence[int], default: _Packed) -> Iterat
         if inner is None or pattern.startswith("-:"):
             continue
         packed = _read_packed(inner, known, default)
-        inner.allow_only("rotation", effect="rotates activations")
-        inner.allow_only("pack_dtype", "int32", effect="packs numbers into another type")
-        for key in ("sym", *_QUANTIZER_KEYS):
-            inner.take(key, None)
         inner.finish()
         yield plain, packed
 
@@ -443,20 +442,21 @@ def _read_packed(fields: Fields, known: Sequence[int], default: _Packed | None) 
         raise fields.error(f"bits={bits} is not read: must be one of {', '.join(map(str, known))}.")
     if type(group) is not int or (group < 1 and group != -1):
         raise fields.error(f"group_size={str(group)[:40]} must be an integer of at least 1, or -1 for whole columns.")
-    permuted = fields.flag("desc_act", default is not None and not default.ordered)
-    return _Packed(bits, max(group, 0), not permuted)
+    fields.allow_only("pack_dtype", "int32", effect="numbers are packed into another type")
+    fields.allow_only("rotation", effect="activations are rotated")
+    fields.flag("desc_act", False)  # the stored g_idx says which row has which group
+    fields.flag("sym", True)  # zeros are stored in any case
+    for key in _QUANTIZER_KEYS:
+        fields.take(key, None)
+    return _Packed(bits, max(group, 0))
 
 
 def _read_format(fields: Fields, formats: Mapping[str, T], keys: Sequence[str], default: str) -> T:
     """Read the format of packed numbers, which programs name by different keys."""
     names = {key: str(fields.take(key)).lower() for key in keys if fields.take(key, None) is not None}
-    known = " and ".join(formats)
     for key, name in names.items():
         if name not in formats:
-            raise fields.error(
-                f"{key}={name[:40]} packs numbers in another order and is not read: only {known} are. Save the "
-                f"checkpoint in one of these formats, or load it in bfloat16."
-            )
+            raise fields.error(f"{key}={name[:40]} is not supported. Supported: {', '.join(formats)}.")
     if len({formats[name] for name in names.values()}) > 1:
         both = " and ".join(f"{key}={name}" for key, name in names.items())
         raise fields.error(f"{both} are the same setting: make them equal.")
@@ -478,15 +478,9 @@ def _gptq_tensors(tensors: Tensors, dynamic: _Dynamic, plain: bool) -> Tensors:
         words, columns = matrix_shape(packed, 2)
         check_dtype(packed, "I32")
         scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
-
-        def shapes(
-            kind: _Packed, words: int = words, columns: int = columns
-        ) -> tuple[tuple[int, int], tuple[int, int]]:
-            groups = 1 if kind.group == 0 else -(-(words * 32 // kind.bits) // kind.group)
-            return (groups, columns), (groups, -(-columns * kind.bits // 32))
-
         stored = scales.shape, zeros.shape
-        kind = dynamic.of(name.removesuffix("."), lambda kind, stored=stored: shapes(kind) == stored)
+        fitting = {kind for kind in dynamic.packings if _gptq_shapes(kind, words, columns) == stored}
+        kind = dynamic.of(name.removesuffix("."), fitting)
         if kind is None:
             raise _not_packed(packed, scales, zeros, dynamic)
         bits, group, rows, half = kind.bits, kind.group, words * 32 // kind.bits, 2 ** (kind.bits - 1)
@@ -494,17 +488,42 @@ def _gptq_tensors(tensors: Tensors, dynamic: _Dynamic, plain: bool) -> Tensors:
         check_stored(zeros, ("I32",), zeros.shape)
         group_index = decoded.pop(f"{name}g_idx", None)
         if group_index is not None:
-            check_stored(group_index, ("I32", "I64"), (rows,))
+            group_index = _checked_group_index(group_index, rows, group or rows, scales.shape[0])
         kinds = ("I4", "I8") if bits <= 4 else ("I8", "I16")
         numbers = PackedTensor(packed.file, name, (rows, columns), kinds[0], packed.offset, packed, 0, bits, half)
         minus = half - (not plain)  # older files store each zero minus one
         unpacked = PackedTensor(zeros.file, name, scales.shape, kinds[1], zeros.offset, zeros, 1, bits, minus)
-        one = kind.ordered or scales.shape[0] == 1
-        group_index = None if one else group_index  # groups of ordered rows are contiguous
         views = swapped(numbers), swapped(scales), (1, group or rows), swapped(unpacked), group_index
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros", ".g_idx")
     return decoded
+
+
+def _gptq_shapes(kind: _Packed, words: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of scales and zeros of a matrix with so many words of 32 bits along its inputs."""
+    groups = 1 if kind.group == 0 else -(-(words * 32 // kind.bits) // kind.group)
+    return (groups, columns), (groups, -(-columns * kind.bits // 32))
+
+
+def _checked_group_index(
+    group_index: StoredTensor, rows: int, group: int, groups: int, unset: int | None = None
+) -> StoredTensor | None:
+    """Return the quantization group of each row, None if each `group` rows in order share one.
+
+    An index that contains `unset` was never written, and means rows in order.
+
+    Raises ConversionError for another shape, and for an index without scales.
+    """
+    check_stored(group_index, ("I32", "I64"), (rows,))
+    indices = group_index.read_all()
+    if np.array_equal(indices, np.arange(rows) // group) or (unset is not None and unset in indices):
+        return None
+    if indices.min() < 0 or indices.max() >= groups:
+        raise ConversionError(
+            f"{group_index.file}: {group_index.name} has indices from {indices.min()} to {indices.max()}, but there "
+            f"are scales of {groups} groups: indices must be between 0 and {groups - 1}. Download the file again."
+        )
+    return group_index
 
 
 def _not_packed(packed: StoredTensor, scales: StoredTensor, zeros: StoredTensor, dynamic: _Dynamic) -> ConversionError:
@@ -522,6 +541,12 @@ def _awq(fields: Fields) -> Scheme:
     return lambda tensors: _awq_tensors(tensors, dynamic)
 
 
+def _awq_shapes(kind: _Packed, rows: int, words: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of scales and zeros of a matrix with so many words of 32 bits along its outputs."""
+    groups = 1 if kind.group == 0 else -(-rows // kind.group)
+    return (groups, 8 * words), (groups, words)
+
+
 def _awq_tensors(tensors: Tensors, dynamic: _Dynamic) -> Tensors:
     """Decode AWQ (Lin et al. 2023): numbers and zeros packed along a weight's outputs, eight of them interleaved."""
     decoded = dict(tensors)
@@ -530,14 +555,9 @@ def _awq_tensors(tensors: Tensors, dynamic: _Dynamic) -> Tensors:
         check_dtype(packed, "I32")
         rows, words = matrix_shape(packed, 2)
         scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
-
-        def fits(
-            kind: _Packed, rows: int = rows, words: int = words, stored: Any = (scales.shape, zeros.shape)
-        ) -> bool:
-            groups = 1 if kind.group == 0 else -(-rows // kind.group)
-            return stored == ((groups, 8 * words), (groups, words))
-
-        kind = dynamic.of(name.removesuffix("."), fits)
+        stored = scales.shape, zeros.shape
+        fitting = {kind for kind in dynamic.packings if _awq_shapes(kind, rows, words) == stored}
+        kind = dynamic.of(name.removesuffix("."), fitting)
         if kind is None:
             raise _not_packed(packed, scales, zeros, dynamic)
         check_stored(scales, FLOATS, scales.shape)
@@ -566,7 +586,9 @@ _AUTO_ROUND_KEYS = (  # how it was quantized
 def _auto_round(fields: Fields) -> Scheme:
     """Read AutoRound's settings, whose tensors are packed as GPTQ's or AWQ's."""
     formats = {f"auto_round:{prefix}{name}": name for name in ("gptq", "awq") for prefix in ("auto_", "")}
-    packing = _read_format(fields, formats, ("packing_format",), "auto_round:auto_gptq")
+    # without packing_format the backend says it, such as auto_round:awq:gemm
+    default = "auto_round:auto_awq" if "awq" in str(fields.take("backend", "")) else "auto_round:auto_gptq"
+    packing = _read_format(fields, formats, ("packing_format",), default)
     fields.allow_only("data_type", "int", effect=_OTHER_FORM)
     for key in _AUTO_ROUND_KEYS:
         fields.take(key, None)

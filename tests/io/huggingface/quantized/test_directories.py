@@ -143,7 +143,8 @@ def test_fp8_with_one_scale_per_matrix_or_row(number, block, end, tmp_path):
     )
     tensors = {"experts.w": stack, f"experts.w{end}": scales, "one.weight": stack[1], f"one.weight{end}": scale}
     tensors |= {"one.activation_scale": np.float32(3)[None], "one.input_scale": np.float32(3)[None]}
-    tensors |= {"experts.w_activation_scale": np.ones(2, np.float32), "attn.k_scale": np.ones(1, np.float32)}
+    caches = [f"attn.{name}_scale" for name in ("k", "v", "q", "kv", "prob")]
+    tensors |= {"experts.w_activation_scale": np.ones(2, np.float32), **dict.fromkeys(caches, np.ones(1, np.float32))}
     for scheme in ("static", "dynamic"):
         folder = tmp_path / scheme
         folder.mkdir()
@@ -247,14 +248,14 @@ BROKEN = {
     "aqlm": (0, same_tensors, dict(quant_method="aqlm", bits=4), "quant_method=aqlm is not read"),
     "no method": (0, same_tensors, dict(quant_method=...), "quant_method=None is not read"),
     "a list": (0, same_tensors, dict(quant_method=["mxfp4"]), "quant_method=['mxfp4'] is not read"),
-    "unknown key": (0, same_tensors, dict(group_size=64), "group_size: not known here"),
+    "unknown key": (0, same_tensors, dict(group_size=64), "Unknown keys: group_size"),
     "no list": (0, same_tensors, dict(modules_to_not_convert="lm_head"), "modules_to_not_convert must be a list"),
     "no scheme": (1, same_tensors, dict(activation_scheme="none"), "activation_scheme=none is not known"),
-    "e5m2": (1, same_tensors, dict(fmt="e5m2"), "fmt=e5m2 stores weights in a format"),
-    "fp4 experts": (1, same_tensors, dict(expert_dtype="fp4"), "expert_dtype=fp4 stores weights in a format"),
+    "e5m2": (1, same_tensors, dict(fmt="e5m2"), "fmt=e5m2 is not supported"),
+    "fp4 experts": (1, same_tensors, dict(expert_dtype="fp4"), "expert_dtype=fp4 is not supported"),
     "scale format": (1, same_tensors, dict(scale_fmt="e4m3"), "scale_fmt=e4m3 is not known"),
-    "no block": (1, same_tensors, dict(weight_block_size=...), "needs one scale per matrix or row"),
-    "null block": (1, same_tensors, dict(weight_block_size=None), "needs one scale per matrix or row"),
+    "no block": (1, same_tensors, dict(weight_block_size=...), "for one scale per matrix or row"),
+    "null block": (1, same_tensors, dict(weight_block_size=None), "for one scale per matrix or row"),
     "one block": (1, same_tensors, dict(weight_block_size=[16]), "weight_block_size=[16] must be two integers"),
     "zero block": (1, same_tensors, dict(weight_block_size=[16, 0]), "weight_block_size=[16, 0] must be two integers"),
     "other block": (1, same_tensors, dict(weight_block_size=[16, 16]), "Check weight_block_size"),
@@ -266,7 +267,7 @@ BROKEN = {
     "blocks of another shape": (0, change("_blocks", lambda x: x[:, :, 1:]), {}, "must be U8 of shape"),
     "without scale_inv": (1, drop("_scale_inv"), {}, "_scale_inv is missing"),
     "without weights": (1, change("proj.weight", lambda x: x.astype(np.float32)), {}, "are not in F8_E4M3"),
-    "scale_inv of another shape": (1, change("_scale_inv", lambda x: x[:1]), {}, "one per block of weight_block_size"),
+    "scale_inv of another shape": (1, change("_scale_inv", lambda x: x[:1]), {}, "per block of weight_block_size"),
     "scale_inv in bytes": (1, change("_scale_inv", lambda x: x.astype(np.uint8)), {}, "U8 of shape"),
     "a vector": (1, change("norm.weight", lambda x: x.astype(E4M3)), {}, "layernorm.weight_scale_inv is missing"),
     "input scales": (1, lambda x: x | {"model.norm.input_scale": np.ones(1, np.float32)}, {}, "belongs to no weight"),

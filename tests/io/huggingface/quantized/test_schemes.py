@@ -268,6 +268,45 @@ def test_gptq_of_all_bits(bits, group, tmp_path):
     assert np.array_equal(tensor.read((slice(3, 50), slice(37, 95))), wide[3:50, 37:95])
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(desc_act=False),
+        dict(desc_act=True),
+        dict(desc_act=None),
+        dict(desc_act=False, dynamic={"other": {"desc_act": True}}),
+        dict(desc_act=True, dynamic={"m": {"desc_act": False}}),
+    ],
+)
+def test_stored_indices_say_which_row_has_which_group(shuffled, changed, tmp_path):
+    """`desc_act` says how a module was quantized, but its pattern may not match the module's present name."""
+    stored, wide = gptq(4, 16, shuffled=shuffled)("w", np.zeros((64, 96)))
+    write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
+    config = GPTQ | dict(group_size=16) | changed
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensor = checkpoint_tensors(Directory(tmp_path))["m.weight"]
+    assert np.array_equal(tensor.read_all(), wide)
+    assert (tensor.group_index is None) == (not shuffled)
+
+
+@pytest.mark.parametrize(
+    "nulls",
+    [dict(w_bit=None), dict(q_group_size=None), dict(w_bit=4, bits=None), dict(q_group_size=8, group_size=None)],
+)
+def test_null_is_no_second_value_of_a_setting(nulls, tmp_path):
+    few, _ = quantised(tmp_path, gptq(), GPTQ | nulls)
+    ed.abstract_hf(few)
+
+
+@pytest.mark.parametrize("keys", [dict(), dict(quant_method="intel/auto-round")])
+@pytest.mark.parametrize("kind, backend", [(awq, "auto_round:awq:gemm"), (gptq(), "auto_round:gptq:exllamav2")])
+def test_autoround_reads_the_packing_from_the_backend(kind, backend, keys, tmp_path):
+    config = dict(quant_method="auto-round", bits=4, group_size=8, data_type="int", backend=backend) | keys
+    few, plain = quantised(tmp_path, kind, config)
+    assert_same(ed.load_hf(few), ed.load_hf(plain))
+
+
 OF_GPTQMODEL = {
     **dict(lm_head=False, pack_dtype="int32", act_group_aware=True, pack_impl="cpu", sym=True, mse=0.0),
     "meta": {"quantizer": ["gptqmodel:5.6.12"], "uri": "https://github.com/modelcloud/gptqmodel"},
@@ -486,33 +525,38 @@ BROKEN: dict[str, tuple[str, Callable, Callable, str]] = {
     "group 16": ("gptq", no_change, setting("group_size", 16), "is not the packing of bits=4, group_size=16"),
     "marlin": ("gptq", no_change, setting("is_marlin_format", True), "is_marlin_format=true"),
     "dynamic bits": ("gptq", no_change, setting("dynamic", {"x": {"bits": 7}}), "dynamic: x: bits=7 is not read"),
-    "dynamic key": ("gptq", no_change, setting("dynamic", {"x": {"bit": 4}}), "dynamic: x: bit: not known here"),
+    "dynamic key": ("gptq", no_change, setting("dynamic", {"x": {"bit": 4}}), "dynamic: x: Unknown keys: bit."),
     "dynamic pattern": ("gptq", no_change, setting("dynamic", {"-:(": {}}), "is not a regular expression"),
-    "format": ("gptq", no_change, setting("checkpoint_format", "x"), "checkpoint_format=x packs numbers in another"),
+    "format": ("gptq", no_change, setting("checkpoint_format", "x"), "checkpoint_format=x is not supported"),
     "two formats": (
         "gptq",
         no_change,
         lambda config: config | dict(checkpoint_format="gptq", format="gptq_v2"),
         "checkpoint_format=gptq and format=gptq_v2",
     ),
-    "two methods": ("gptq", no_change, setting("method", "awq"), "method=awq is another quantization method"),
-    "rotated": ("gptq", no_change, setting("rotation", "hadamard"), "rotation=hadamard rotates activations"),
-    "int64": ("gptq", no_change, setting("pack_dtype", "int64"), "pack_dtype=int64 packs numbers into another type"),
-    "unknown key": ("gptq", no_change, setting("group", 1), "group: not known here"),
+    "two methods": ("gptq", no_change, setting("method", "awq"), "method=awq is not supported"),
+    "rotated": ("gptq", no_change, setting("rotation", "hadamard"), "rotation=hadamard is not supported"),
+    "int64": ("gptq", no_change, setting("pack_dtype", "int64"), "pack_dtype=int64 is not supported"),
+    "unknown key": ("gptq", no_change, setting("group", 1), "Unknown keys: group."),
     "no zeros": ("gptq", drop(".qzeros"), dict, "qzeros is missing"),
     "no scales": ("gptq", drop(".scales"), dict, "scales is missing"),
     "no weights": ("gptq", drop(".qweight"), dict, "no weight belongs to them"),
+    "group of no scale": ("gptq", change(".g_idx", lambda x: x + 9), dict, "g_idx has indices from 9 to"),
+    "negative group": ("gptq", change(".g_idx", lambda x: x - 1), dict, "g_idx has indices from -1 to"),
+    "packed group of no scale": (
+        "pack in another order", change("g_idx", lambda x: x + 9), dict, "g_idx has indices from 9 to"
+    ),
     "order": ("gptq", change(".g_idx", lambda x: x[1:]), dict, "must be I32 or I64 of shape"),
     "floats": ("gptq", change(".qweight", lambda x: x.astype(np.float32)), dict, "must be I32"),
     "a bias": ("gptq", change("_proj.bias", lambda x: x + 1), dict, "belongs to no weight"),
-    "gemv": ("awq", no_change, setting("version", "gemv"), "version=gemv packs numbers in another order"),
+    "gemv": ("awq", no_change, setting("version", "gemv"), "version=gemv is not supported"),
     "awq bits": ("awq", no_change, setting("bits", 8), "bits=8 is not read: must be one of 4"),
     "awq zeros": ("awq", change("qzeros", lambda x: x[1:]), dict, "is not the packing of"),
     "auto-round": (
         "gptq",
         no_change,
         lambda config: dict(quant_method="auto-round", bits=4, packing_format="auto_round:llm_compressor"),
-        "packing_format=auto_round:llm_compressor packs numbers in another order",
+        "packing_format=auto_round:llm_compressor is not supported",
     ),
     "sparse": ("pack", no_change, setting("sparsity_config", {"format": "sparse-24"}), "sparsity_config="),
     "turned": ("pack", no_change, setting("transform_config", {"config_groups": {"a": 1}}), "transform_config="),
