@@ -319,18 +319,21 @@ def _common(request: str, *answers: str) -> str:
 
 
 def _settings_key(variables: Mapping[str, Any]) -> str:
-    return json.dumps(_settings(variables), sort_keys=True)
+    return json.dumps([_settings(variables), bool(variables.get("tools"))], sort_keys=True, default=str)
 
 
 def _settings(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables on which the header of an answer may depend."""
+    """Return the variables on which the header of an answer may depend; it may also depend on whether there are tools.
+
+    It does not depend on which tools there are, so one header serves conversations with different tools.
+    """
     return {name: value for name, value in variables.items() if name not in ("tools", "documents")}
 
 
 def _probes(variables: Mapping[str, Any]) -> list[Conversation]:
     """Return three conversations: a question, the same with a request for an answer, two questions with answers."""
     question, answer = ({"role": role, "content": ANSWER} for role in ("user", "assistant"))
-    settings = _settings(variables)
+    settings = _settings(variables) | ({"tools": variables["tools"]} if variables.get("tools") else {})
     return [
         Conversation([question], settings),
         Conversation([question], settings, add_generation_prompt=True),

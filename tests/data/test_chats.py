@@ -268,6 +268,32 @@ def test_headers_are_those_of_the_chats_own_variables():
     assert written(source, *talks) == [["assistant 1</s>"]] * 3
 
 
+TWO_SOURCES = ChatTemplate(
+    source="{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    tool_source="TOOLS{% for m in messages %}[{{ m.role }}]{{ '<think></think>' if m.role == 'assistant' }}"
+    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]<think></think>{% endif %}",
+)
+
+
+def test_chats_with_and_without_tools_use_two_processes_and_separate_headers(monkeypatch):
+    start, calls = chat_module.RenderingProcess, []
+    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
+    tools = [{"name": "f"}]
+    chats = [document("user", "assistant", **({"tools": tools} if number % 2 else {})) for number in range(40)]
+    found = list(render_documents(iter(chats), TWO_SOURCES))
+    assert len(calls) == 2
+    assert [each.text.startswith("TOOLS") for each in found] == [number % 2 == 1 for number in range(40)]
+    assert [each.text[slice(*each.spans[0])] for each in found] == ["assistant 1</s>"] * 40
+
+
+def test_an_empty_list_of_tools_is_no_tools():
+    source = "{% if tools is not none %}TOOLS{% endif %}" + TWO_SOURCES.source
+    for template in (TWO_SOURCES, ChatTemplate(source=source)):
+        (found,) = render_documents(iter([document("user", "assistant", tools=[])]), template)
+        assert found.text == "[user]user 0</s>[assistant]assistant 1</s>"
+
+
 UNSAFE = {
     "twice": LOOP + "{{ m.content }}{% endfor %}" + LOOP + "{{ m.content }}{% endfor %}",
     "the next by the turn": LOOP + "{% if m.role == 'assistant' %}{{ m.content }}{% for n in messages %}"
