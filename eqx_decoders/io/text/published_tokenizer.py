@@ -22,6 +22,7 @@ from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
 
 # transformers' names of the tokens that a template can use as variables.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+MAX_GAP = 1 << 18  # ids after the vocabulary that added tokens may have: a model has an embedding for every id
 _NEVER = -1e9  # score of a Unigram piece that no text is split into
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -287,6 +288,12 @@ def _with_ids(inner: Any, added: Mapping[int, AddedToken]) -> Any:
     size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     new: dict[int, str] = {}
     for index, token in added.items():
+        if index >= size + MAX_GAP:
+            raise DataError(
+                f"The added token {token.content!r} has the id {index} in added_tokens_decoder of "
+                f"tokenizer_config.json or in added_tokens.json, but the vocabulary has only {size} ids: an id may be "
+                f"at most {size + MAX_GAP - 1}. Download the files again, or correct the id."
+            )
         found = inner.token_to_id(token.content)
         if found is None:
             new[index] = token.content
