@@ -45,7 +45,14 @@ def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
             "the tokenizer has neither bos nor eos, and documents need a token between them: name one of them in "
             "tokenizer_config.json."
         )
-    return start_ids(tokenizer), tokenizer.eos_id
+    start = start_ids(tokenizer)
+    if not start and tokenizer.eos_id is None:
+        raise DataError(
+            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, and documents "
+            "need a token between them. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
+            "tokenizer.json."
+        )
+    return start, tokenizer.eos_id
 
 
 def is_rendered(text: str, tokenizer: JsonTokenizer) -> bool:
