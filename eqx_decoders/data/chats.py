@@ -108,7 +108,8 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None, repo
             raise DataError(f"{document.where}: {text}") from text
         assert document.chat is not None
         talk = _Talk(chat, text, document.chat.first, turns, document.chat.excluded)
-        talk.check_written(f"{document.where}: {template.where}")
+        for role in talk.check_written(f"{document.where}: {template.where}"):
+            report.notes[f"the chat template leaves out a message of the role {role!r}"] += 1
         talks.append(talk)
     spans = [
         talk.spans(headers[_settings_key(talk.chat.variables)], each.where)
@@ -178,17 +179,36 @@ class _Talk(NamedTuple):
             return _without_excluded(self, _marked(self.text, self.first, (*self.turns, *self.excluded)), where)
         return _turns(self.text, len(self.chat.messages), self.turns, header)
 
-    def check_written(self, where: str) -> None:
-        """Raise DataError where the template leaves out messages of roles that it does not know."""
+    def check_written(self, where: str) -> set[str]:
+        """Return the known roles of which the template leaves out a message. Raises DataError for an unknown role."""
+        left_out = set[str]()
         for number, message in enumerate(self.chat.messages):
-            content = message.get("content")
-            if message["role"] in KNOWN_ROLES or not isinstance(content, str):
+            if message["role"] == "assistant" or self._is_written(number):
                 continue
-            if content.strip() not in self.text.text:
+            left_out.add(message["role"])
+            if message["role"] not in KNOWN_ROLES:
                 raise DataError(
                     f"{where} leaves out messages[{number}], whose role {message['role']!r} it does not know. Rename "
                     f"the role to one of {', '.join(KNOWN_ROLES)}, or leave the message out."
                 )
+        return left_out
+
+    def _is_written(self, number: int) -> bool:
+        """Return whether the template wrote a message's text, in the message's own iteration or elsewhere."""
+        content = self.chat.messages[number].get("content")
+        if not isinstance(content, str) or not content.strip():
+            return True
+        content = content.strip()
+        own = [self.text.text[start:stop] for other, start, stop in self.text.messages if other == number]
+        if self.chat.messages[number]["role"] in KNOWN_ROLES and any(map(str.strip, own)):
+            return True  # the template may write the text in another form
+        if any(content in part for part in own):
+            return True
+        # Other messages may have the same text: it must occur for each of them.
+        texts = (message.get("content") for message in self.chat.messages)
+        expected = sum(text.count(content) for text in texts if isinstance(text, str))
+        escaped = json.dumps(content, ensure_ascii=False)[1:-1]
+        return max(self.text.text.count(content), self.text.text.count(escaped)) >= expected
 
     def check_calls(self, spans: Sequence[Span], where: str) -> None:
         """Raise DataError where the template leaves out calls of tools by the assistant."""

@@ -160,6 +160,25 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def json_value(value: Any, name: str, where: str) -> Any:
+    """Return a value of a table as a JSON value: dates, times and decimal numbers become texts.
+
+    Raises DataError for bytes.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [json_value(member, f"{name}[{number}]", where) for number, member in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {key: json_value(member, f"{name}.{key}", where) for key, member in value.items()}
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise DataError(
+            f"{where}: {name} holds {len(value)} bytes: messages are JSON values. Remove the field, or write the bytes "
+            "into a file and name the file."
+        )
+    return str(value)
+
+
 def is_chat(record: Mapping[str, Any], field: str = "text") -> bool:
     """Return whether a normalized record holds messages."""
     return any(isinstance(record.get(name), list) for name in (*MESSAGE_FIELDS, field))
@@ -262,7 +281,7 @@ def _message(value: Any, name: str, where: str) -> Any:
         value = _parse_json(value, name, where)
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {name}={str(value)[:60]} must be an object with role and content.")
-    message = without_nulls(value)
+    message = json_value(without_nulls(value), name, where)
     for ours, theirs in (ROLE_KEYS, CONTENT_KEYS):
         if theirs in message and ours not in message:
             message[ours] = message.pop(theirs)
@@ -437,7 +456,7 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
                 for number, member in enumerate(record[name])
             ]
         if name in record:
-            record[name] = without_nulls(record[name])
+            record[name] = json_value(without_nulls(record[name]), name, where)
     if isinstance(record.get("functions"), list) and not record.get("tools"):
         record["tools"] = [{"type": "function", "function": function} for function in record.pop("functions")]
 
@@ -483,7 +502,9 @@ def _conversations(record: Mapping[str, Any], field: str) -> list[str]:
         repeats = [name for name in answers if plain and split_flags(record[name])[0][: len(plain)] == plain]
         return list(dict.fromkeys([*names, *repeats]))
     pairs = [name for name in answers if name != "completion"]
-    starts = {str(message.get("role")) for name in pairs for message in record[name][:1] if isinstance(message, Mapping)}
+    starts = {
+        str(message.get("role")) for name in pairs for message in record[name][:1] if isinstance(message, Mapping)
+    }
     if pairs and "assistant" not in starts:
         return [*names, *pairs]
     return [*names, "prompt"] if isinstance(prompt, str) and answers else names

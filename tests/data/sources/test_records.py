@@ -1,6 +1,7 @@
 """One normal form of records: the same from every kind of source and for every use; nothing is dropped uncounted."""
 
 import codecs
+import datetime
 import gzip
 import json
 import random
@@ -317,6 +318,53 @@ def test_an_answer_in_json_is_a_text(tmp_path):
         assert rendered({"prompt": "Extract", "completion": answer})[0].text == "Extract" + answer
         path = write(tmp_path / "a.jsonl", {"prompt": "Q", "chosen": answer, "rejected": "no"})
         assert len(read_pairs(path, BYTES, seq_len=128).examples) == 1
+
+
+def test_null_text_is_counted_like_empty_text():
+    report = ReadReport()
+    nulls = [
+        {"text": None},
+        {"text": ""},
+        {"messages": None},
+        {"prompt": "q", "completion": None},
+        {"conversations": None},
+    ]
+    assert [each.text for each in rendered({"text": "x"}, *nulls, report=report)] == ["x"]
+    assert sum(report.dropped.values()) == len(nulls) and report.dropped["with an empty text"] == 2
+    with pytest.raises(DataError, match="has no field 'text'"):
+        rendered({"other": "x"})
+
+
+def test_dates_in_messages_are_texts_and_bytes_are_refused():
+    stamp = datetime.datetime(2024, 1, 2, 3, 4)
+    (found,) = record_documents([("x", {"messages": [{**USER, "timestamp": stamp}, ANSWER]})], "text")
+    assert found.chat is not None and found.chat.messages[0]["timestamp"] == "2024-01-02 03:04:00"
+    assert 0 <= found.draw() < 1
+    with pytest.raises(DataError, match=r"messages\[0\]\.content\[0\]\.image"):
+        rendered({"messages": [{**USER, "content": [{"type": "image", "image": b"x"}]}, ANSWER]})
+
+
+@pytest.mark.parametrize("label", [0, 1, 0.0, True, False])
+def test_labels_are_for_kto(label, tmp_path):
+    record = {"prompt": "q", "completion": "a", "label": label}
+    with pytest.raises(DataError, match=f"label={label}.*--method kto"):
+        rendered(record)
+    found = read_labelled_answers(write(tmp_path / "a.jsonl", record), BYTES, seq_len=64)
+    assert found.examples[0].label == (1 if label else -1)
+    assert rendered({**record, "label": 3})[0].text == "qa"
+
+
+def test_pairs_in_a_table_name_the_methods_for_pairs(tmp_path):
+    path = written_as("parquet", [{"prompt": "q", "chosen": "a", "rejected": "b"}], tmp_path)
+    with pytest.raises(DataError, match="--method dpo"):
+        list(read_documents(path))
+
+
+def test_an_excluded_answer_is_not_called_empty(tmp_path):
+    records = [{"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}], "rejected": [OTHER]}]
+    records.append({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]})
+    found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
+    assert found.dropped["excluded"] == 1 and found.dropped["empty"] == 0
 
 
 def test_stand_ins_for_none():
