@@ -8,8 +8,8 @@ ends, as far as it does not depend on the answer. (Where the template has no tok
 the next message, as in GLM-4, none is learned.)
 
 Where that finds no spans (a template writes the last turn outside of its loop, collects its text, or has another header
-behind the result of a tool), the conversation is rendered up to each turn as well: without it, with the request for it,
-and with it. The text behind the request, up to the end of the turn, is the assistant's.
+after the result of a tool), the conversation is rendered up to each turn as well: without it, with the request for it,
+and with it. The text after the request, up to the end of the turn, is the assistant's.
 """
 
 import itertools
@@ -32,6 +32,9 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered by one process
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
+PROMPT_DIFFERS = (
+    "the prompt before the last answer differs from what the template generates with add_generation_prompt=True"
+)
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
 Span = tuple[int, int]
@@ -107,7 +110,7 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None, repo
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
         assert document.chat is not None
-        talk = _Talk(chat, text, document.chat.first, turns, document.chat.excluded)
+        talk = _RenderedChat(chat, text, document.chat.first, turns, document.chat.excluded)
         for role in talk.check_written(f"{document.where}: {template.where}"):
             report.notes[f"the chat template leaves out a message of the role {role!r}"] += 1
         talks.append(talk)
@@ -120,7 +123,7 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None, repo
         spans[number] = turns
     for number, prompt in prompts.items():
         if spans[number] and isinstance(prompt, Rendered) and not talks[number].text.text.startswith(prompt.text):
-            report.notes["the chat template writes the prompt of the last answer differently at inference"] += 1
+            report.notes[PROMPT_DIFFERS] += 1
     for document, talk, turns, names in zip(documents, talks, spans, files, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
@@ -161,7 +164,7 @@ def render_requests(documents: Sequence[Document], template: ChatTemplate) -> li
     return texts
 
 
-class _Talk(NamedTuple):
+class _RenderedChat(NamedTuple):
     """Conversation with its rendered text, and the numbers of the assistant's messages from `first` on.
 
     `turns` are trained on, `excluded` are not.
@@ -243,7 +246,7 @@ def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...
     return spans if spans or not turns else None
 
 
-def _without_excluded(talk: _Talk, spans: tuple[Span, ...] | None, where: str) -> tuple[Span, ...] | None:
+def _without_excluded(talk: _RenderedChat, spans: tuple[Span, ...] | None, where: str) -> tuple[Span, ...] | None:
     """Return the marked spans without those of messages that are not trained on."""
     if spans is None or not talk.excluded:
         return spans
@@ -269,7 +272,7 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
         if header is None or len(written) != 1 or not next_writes:
             return None
         start, stop = written[0]
-        if turn == 0:  # the begin of every conversation may precede its header
+        if turn == 0:  # the start of every conversation may precede its header
             start = text.text.find(header, start, stop)
         others = any(start < end and begin < stop for number, begin, end in text.messages if number != turn)
         if start < 0 or others or not text.text.startswith(header, start):
@@ -278,13 +281,13 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
     return tuple(spans)
 
 
-def _requested(talks: Sequence[_Talk], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
+def _requested(talks: Sequence[_RenderedChat], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
     """Yield the assistant's spans of each conversation, rendered up to each turn; None where they are unknown."""
     for group in _grouped(talks, lambda talk: 3 * len(talk.turns) * len(talk.text.text)):
         parts = [part for talk in group for turn in talk.turns for part in _up_to(talk.chat, turn)]
         texts = iter(template.render_many(parts))
         for talk in group:
-            turns = [_behind_request(talk, turn, [next(texts) for _ in range(3)]) for turn in talk.turns]
+            turns = [_after_request(talk, turn, [next(texts) for _ in range(3)]) for turn in talk.turns]
             spans = tuple(span for span in turns if span is not None)
             disjoint = all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
             yield spans if len(spans) == len(turns) and disjoint else None
@@ -310,8 +313,8 @@ def _up_to(chat: Conversation, turn: int) -> list[Conversation]:
             chat._replace(messages=turns)]  # fmt: skip
 
 
-def _behind_request(talk: _Talk, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
-    """Return the span of a turn in the whole text: behind as much of the request for it as the text has there."""
+def _after_request(talk: _RenderedChat, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
+    """Return the span of a turn in the whole text: after as much of the request for it as the text has there."""
     text, written = talk.text.text, talk.text.messages
     own_spans = [(start, stop) for number, start, stop in written if number == turn]
     next_writes = any(number == turn + 1 for number, _, _ in written)
@@ -332,7 +335,7 @@ def _behind_request(talk: _Talk, turn: int, parts: Sequence[Rendered | Conversio
 
 
 def _common(request: str, *answers: str) -> str:
-    """Return the common begin of all texts, without a part of a token's name (`<|` of `<|user|>` and `<|end|>`)."""
+    """Return the common start of all texts, without a part of a token's name (`<|` of `<|user|>` and `<|end|>`)."""
     equal = (len(set(letters)) == 1 for letters in zip(request, *answers, strict=False))
     common = request[: sum(itertools.takewhile(bool, equal))]
     return common if common == request else re.sub(r"<[^<>\s]*\Z", "", common)
@@ -362,7 +365,7 @@ def _probes(variables: Mapping[str, Any]) -> list[Conversation]:
 
 
 def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
-    """Find the header of answers: their common begin, with which a request for an answer ends; None without one."""
+    """Find the header of answers: their common start, with which a request for an answer ends; None without one."""
     texts = [answer for answer in answers if isinstance(answer, Rendered)]
     if len(texts) < 3 or not texts[0].messages:
         return None

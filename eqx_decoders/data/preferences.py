@@ -1,7 +1,7 @@
 """Preferences as tokens: pairs of a chosen and a rejected answer, and answers that are desirable or not.
 
 A record has a `prompt` (or `messages`) with `chosen` and `rejected`, or with a `completion` and its `label`. They are
-texts, or messages that a chat template writes as it writes the conversations of `chats`: what the assistant says behind
+texts, or messages that a chat template writes as it writes the conversations of `chats`: what the assistant says after
 the prompt is the answer, with the token that ends its turn. A text gets no template: its tokens are those of the
 prompt, those of the answer, and the one that ends documents.
 
@@ -53,7 +53,7 @@ Messages = list[Any]
 
 
 class Answer(NamedTuple):
-    """Answer behind its prompt; `targets` are its tokens: what the assistant wrote, with the end of its turn."""
+    """Answer after its prompt; `targets` are its tokens: what the assistant wrote, with the end of its turn."""
 
     tokens: Int[np.ndarray, "length"]
     targets: Bool[np.ndarray, "length"]
@@ -244,11 +244,11 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
 
 
 def _shared_prompt(prompt: Any, talks: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
-    """Split talks behind the messages with which all begin; if there are none, the prompt is what the user says."""
+    """Split talks after the messages with which all begin; if there are none, the prompt is what the user says."""
     least = min(map(len, talks)) - 1  # the last message is an answer, whatever the others are
     shared = next((n for n in range(least) if any(talk[n] != talks[0][n] for talk in talks)), max(0, least))
     if len(talks) == 1 or shared == 0:
-        rule = "has no field 'prompt', and answers that do not begin with the same messages"
+        rule = "has no field 'prompt', and answers that do not start with the same messages"
         check(prompt is not None, f"{where} {rule}.", DataError)
         return [{"role": "user", "content": checked_text(prompt, "prompt", where)}], list(talks)
     return talks[0][:shared], [talk[shared:] for talk in talks]

@@ -156,7 +156,7 @@ MALFORMED = {
     "a.jsonl:2 must hold a JSON object, not list": [1],
     "a.jsonl:2 has no field 'rejected': a record needs a prompt": {"prompt": "a", "chosen": "b"},
     "a.jsonl:2 has no field 'prompt', and nothing to which": {"chosen": "b", "rejected": "c"},
-    "has no field 'prompt', and answers that do not begin with": {"chosen": [GOOD], "rejected": [BAD]},
+    "has no field 'prompt', and answers that do not start with": {"chosen": [GOOD], "rejected": [BAD]},
     "a.jsonl:2: field 'chosen' must be a text or a list of messages, not int": TEXTS | {"chosen": 3},
     "a.jsonl:2: field 'prompt' must be a text or a list of messages, not float": TEXTS | {"prompt": 0.5},
     "a.jsonl:2: 'chosen' and 'rejected' must be lists of messages, or texts": TEXTS | {"chosen": [GOOD]},

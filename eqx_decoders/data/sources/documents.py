@@ -72,7 +72,7 @@ class Document(NamedTuple):
     """Document: a text, tokens without separators, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. In the spans `literal` names of special tokens are plain letters. A conversation gets its text from a chat
+    of it. In the spans `literal` names of special tokens are plain text. A conversation gets its text from a chat
     template (see `data.chats`). `media` are references to files: relative paths begin in `folder` (None: the source is
     not on this machine). `drawn` is the document's `draw` when it was read.
     """

@@ -57,7 +57,7 @@ class Rendered(NamedTuple):
     - `generated`: parts that the template marks with `{% generation %}`; None where it has no such mark.
     - `messages`: parts that each iteration of the template's loops over the messages wrote, as (number of the message,
       start, stop).
-    - `literal`: names of special tokens that come from the messages, to be encoded as letters (see
+    - `literal`: names of special tokens that come from the messages, to be encoded as plain text (see
         `ChatTemplate.literal`).
     """
 
@@ -98,7 +98,7 @@ class RenderingProcess:
 class ChatTemplate:
     """Chat template: a Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
 
-    - `literal`: names of special tokens that are letters like others in messages, tools and documents: the template
+    - `literal`: names of special tokens that are plain text in messages, tools and documents: the template
         alone writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special
         token.
     - `tool_source`: another program for conversations with `tools`; None: `source` writes them, too.
