@@ -8,8 +8,8 @@ ends, as far as it does not depend on the answer. (Where the template has no tok
 the next message, as in GLM-4, none is learned.)
 
 Where that finds no spans (a template writes the last turn outside of its loop, collects its text, or has another header
-behind the result of a tool), the conversation is rendered up to each turn as well: without it, with the request for it,
-and with it. The text behind the request, up to the end of the turn, is the assistant's.
+after the result of a tool), the conversation is rendered up to each turn as well: without it, with the request for it,
+and with it. The text after the request, up to the end of the turn, is the assistant's.
 """
 
 import itertools
@@ -32,6 +32,9 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered by one process
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
+PROMPT_DIFFERS = (
+    "the prompt before the last answer differs from what the template generates with add_generation_prompt=True"
+)
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
 Span = tuple[int, int]
@@ -107,8 +110,9 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None, repo
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
         assert document.chat is not None
-        talk = _Talk(chat, text, document.chat.first, turns, document.chat.excluded)
-        talk.check_written(f"{document.where}: {template.where}")
+        talk = _RenderedChat(chat, text, document.chat.first, turns, document.chat.excluded)
+        for role in talk.check_written(f"{document.where}: {template.where}"):
+            report.notes[f"the chat template leaves out a message of the role {role!r}"] += 1
         talks.append(talk)
     spans = [
         talk.spans(headers[_settings_key(talk.chat.variables)], each.where)
@@ -119,7 +123,7 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None, repo
         spans[number] = turns
     for number, prompt in prompts.items():
         if spans[number] and isinstance(prompt, Rendered) and not talks[number].text.text.startswith(prompt.text):
-            report.notes["the chat template writes the prompt of the last answer differently at inference"] += 1
+            report.notes[PROMPT_DIFFERS] += 1
     for document, talk, turns, names in zip(documents, talks, spans, files, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
@@ -160,7 +164,7 @@ def render_requests(documents: Sequence[Document], template: ChatTemplate) -> li
     return texts
 
 
-class _Talk(NamedTuple):
+class _RenderedChat(NamedTuple):
     """Conversation with its rendered text, and the numbers of the assistant's messages from `first` on.
 
     `turns` are trained on, `excluded` are not.
@@ -178,17 +182,36 @@ class _Talk(NamedTuple):
             return _without_excluded(self, _marked(self.text, self.first, (*self.turns, *self.excluded)), where)
         return _turns(self.text, len(self.chat.messages), self.turns, header)
 
-    def check_written(self, where: str) -> None:
-        """Raise DataError where the template leaves out messages of roles that it does not know."""
+    def check_written(self, where: str) -> set[str]:
+        """Return the known roles of which the template leaves out a message. Raises DataError for an unknown role."""
+        left_out = set[str]()
         for number, message in enumerate(self.chat.messages):
-            content = message.get("content")
-            if message["role"] in KNOWN_ROLES or not isinstance(content, str):
+            if message["role"] == "assistant" or self._is_written(number):
                 continue
-            if content.strip() not in self.text.text:
+            left_out.add(message["role"])
+            if message["role"] not in KNOWN_ROLES:
                 raise DataError(
                     f"{where} leaves out messages[{number}], whose role {message['role']!r} it does not know. Rename "
                     f"the role to one of {', '.join(KNOWN_ROLES)}, or leave the message out."
                 )
+        return left_out
+
+    def _is_written(self, number: int) -> bool:
+        """Return whether the template wrote a message's text, in the message's own iteration or elsewhere."""
+        content = self.chat.messages[number].get("content")
+        if not isinstance(content, str) or not content.strip():
+            return True
+        content = content.strip()
+        own = [self.text.text[start:stop] for other, start, stop in self.text.messages if other == number]
+        if self.chat.messages[number]["role"] in KNOWN_ROLES and any(map(str.strip, own)):
+            return True  # the template may write the text in another form
+        if any(content in part for part in own):
+            return True
+        # Other messages may have the same text: it must occur for each of them.
+        texts = (message.get("content") for message in self.chat.messages)
+        expected = sum(text.count(content) for text in texts if isinstance(text, str))
+        escaped = json.dumps(content, ensure_ascii=False)[1:-1]
+        return max(self.text.text.count(content), self.text.text.count(escaped)) >= expected
 
     def check_calls(self, spans: Sequence[Span], where: str) -> None:
         """Raise DataError where the template leaves out calls of tools by the assistant."""
@@ -223,7 +246,7 @@ def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...
     return spans if spans or not turns else None
 
 
-def _without_excluded(talk: _Talk, spans: tuple[Span, ...] | None, where: str) -> tuple[Span, ...] | None:
+def _without_excluded(talk: _RenderedChat, spans: tuple[Span, ...] | None, where: str) -> tuple[Span, ...] | None:
     """Return the marked spans without those of messages that are not trained on."""
     if spans is None or not talk.excluded:
         return spans
@@ -249,7 +272,7 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
         if header is None or len(written) != 1 or not next_writes:
             return None
         start, stop = written[0]
-        if turn == 0:  # the begin of every conversation may precede its header
+        if turn == 0:  # the start of every conversation may precede its header
             start = text.text.find(header, start, stop)
         others = any(start < end and begin < stop for number, begin, end in text.messages if number != turn)
         if start < 0 or others or not text.text.startswith(header, start):
@@ -258,13 +281,13 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
     return tuple(spans)
 
 
-def _requested(talks: Sequence[_Talk], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
+def _requested(talks: Sequence[_RenderedChat], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
     """Yield the assistant's spans of each conversation, rendered up to each turn; None where they are unknown."""
     for group in _grouped(talks, lambda talk: 3 * len(talk.turns) * len(talk.text.text)):
         parts = [part for talk in group for turn in talk.turns for part in _up_to(talk.chat, turn)]
         texts = iter(template.render_many(parts))
         for talk in group:
-            turns = [_behind_request(talk, turn, [next(texts) for _ in range(3)]) for turn in talk.turns]
+            turns = [_after_request(talk, turn, [next(texts) for _ in range(3)]) for turn in talk.turns]
             spans = tuple(span for span in turns if span is not None)
             disjoint = all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
             yield spans if len(spans) == len(turns) and disjoint else None
@@ -290,8 +313,8 @@ def _up_to(chat: Conversation, turn: int) -> list[Conversation]:
             chat._replace(messages=turns)]  # fmt: skip
 
 
-def _behind_request(talk: _Talk, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
-    """Return the span of a turn in the whole text: behind as much of the request for it as the text has there."""
+def _after_request(talk: _RenderedChat, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
+    """Return the span of a turn in the whole text: after as much of the request for it as the text has there."""
     text, written = talk.text.text, talk.text.messages
     own_spans = [(start, stop) for number, start, stop in written if number == turn]
     next_writes = any(number == turn + 1 for number, _, _ in written)
@@ -312,25 +335,28 @@ def _behind_request(talk: _Talk, turn: int, parts: Sequence[Rendered | Conversio
 
 
 def _common(request: str, *answers: str) -> str:
-    """Return the common begin of all texts, without a part of a token's name (`<|` of `<|user|>` and `<|end|>`)."""
+    """Return the common start of all texts, without a part of a token's name (`<|` of `<|user|>` and `<|end|>`)."""
     equal = (len(set(letters)) == 1 for letters in zip(request, *answers, strict=False))
     common = request[: sum(itertools.takewhile(bool, equal))]
     return common if common == request else re.sub(r"<[^<>\s]*\Z", "", common)
 
 
 def _settings_key(variables: Mapping[str, Any]) -> str:
-    return json.dumps(_settings(variables), sort_keys=True)
+    return json.dumps([_settings(variables), bool(variables.get("tools"))], sort_keys=True, default=str)
 
 
 def _settings(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables on which the header of an answer may depend."""
+    """Return the variables on which the header of an answer may depend; it may also depend on whether there are tools.
+
+    It does not depend on which tools there are, so one header serves conversations with different tools.
+    """
     return {name: value for name, value in variables.items() if name not in ("tools", "documents")}
 
 
 def _probes(variables: Mapping[str, Any]) -> list[Conversation]:
     """Return three conversations: a question, the same with a request for an answer, two questions with answers."""
     question, answer = ({"role": role, "content": ANSWER} for role in ("user", "assistant"))
-    settings = _settings(variables)
+    settings = _settings(variables) | ({"tools": variables["tools"]} if variables.get("tools") else {})
     return [
         Conversation([question], settings),
         Conversation([question], settings, add_generation_prompt=True),
@@ -339,7 +365,7 @@ def _probes(variables: Mapping[str, Any]) -> list[Conversation]:
 
 
 def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
-    """Find the header of answers: their common begin, with which a request for an answer ends; None without one."""
+    """Find the header of answers: their common start, with which a request for an answer ends; None without one."""
     texts = [answer for answer in answers if isinstance(answer, Rendered)]
     if len(texts) < 3 or not texts[0].messages:
         return None

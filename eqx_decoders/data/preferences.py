@@ -1,7 +1,7 @@
 """Preferences as tokens: pairs of a chosen and a rejected answer, and answers that are desirable or not.
 
 A record has a `prompt` (or `messages`) with `chosen` and `rejected`, or with a `completion` and its `label`. They are
-texts, or messages that a chat template writes as it writes the conversations of `chats`: what the assistant says behind
+texts, or messages that a chat template writes as it writes the conversations of `chats`: what the assistant says after
 the prompt is the answer, with the token that ends its turn. A text gets no template: its tokens are those of the
 prompt, those of the answer, and the one that ends documents.
 
@@ -32,7 +32,7 @@ from eqx_decoders.data.sources.documents import (
     template_variables,
 )
 from eqx_decoders.data.sources.readers import read_records
-from eqx_decoders.data.sources.records import COLUMNS, normalize_record, split_flags
+from eqx_decoders.data.sources.records import COLUMNS, TRAIN, normalize_record, split_flags
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import DataError, check
@@ -42,13 +42,18 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 
 
 RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
-REASONS = {"identical": "with equal answers", "empty": "with an empty answer", "too_long": "longer than a sequence"}
+REASONS = {
+    "identical": "with equal answers",
+    "empty": "with an empty answer",
+    "excluded": "whose answer is excluded by its flags (weight, train)",
+    "too_long": "longer than a sequence",
+}
 
 Messages = list[Any]
 
 
 class Answer(NamedTuple):
-    """Answer behind its prompt; `targets` are its tokens: what the assistant wrote, with the end of its turn."""
+    """Answer after its prompt; `targets` are its tokens: what the assistant wrote, with the end of its turn."""
 
     tokens: Int[np.ndarray, "length"]
     targets: Bool[np.ndarray, "length"]
@@ -82,7 +87,7 @@ class Example(NamedTuple):
 class Preferences:
     """Examples of at most `seq_len` tokens each, all pairs or all answers with labels, in the order of their records.
 
-    `dropped` counts the records that were left out, by the reason: `identical`, `empty` and `too_long`. `notes` counts
+    `dropped` counts the records that were left out, by the reason (`REASONS`). `notes` counts
     remarks on answers.
     """
 
@@ -210,7 +215,8 @@ def _margin(record: Mapping[str, Any], where: str) -> float:
 
 def _labelled(record: Mapping[str, Any], where: str) -> _Record:
     label = record["label"]
-    check(isinstance(label, bool), f"{where}: label={str(label)[:60]!r} must be true or false.", DataError)
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        raise DataError(f"{where}: label={str(label)[:60]!r} must be true or false, 1 or 0.")
     return _with_prompt(record, where, ("completion",), 1 if label else -1)
 
 
@@ -238,11 +244,11 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
 
 
 def _shared_prompt(prompt: Any, talks: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
-    """Split talks behind the messages with which all begin; if there are none, the prompt is what the user says."""
+    """Split talks after the messages with which all begin; if there are none, the prompt is what the user says."""
     least = min(map(len, talks)) - 1  # the last message is an answer, whatever the others are
     shared = next((n for n in range(least) if any(talk[n] != talks[0][n] for talk in talks)), max(0, least))
     if len(talks) == 1 or shared == 0:
-        rule = "has no field 'prompt', and answers that do not begin with the same messages"
+        rule = "has no field 'prompt', and answers that do not start with the same messages"
         check(prompt is not None, f"{where} {rule}.", DataError)
         return [{"role": "user", "content": checked_text(prompt, "prompt", where)}], list(talks)
     return talks[0][:shared], [talk[shared:] for talk in talks]
@@ -250,9 +256,9 @@ def _shared_prompt(prompt: Any, talks: Sequence[Messages], where: str) -> tuple[
 
 def _check_turns(talk: Messages, where: str) -> None:
     """Raise DataError unless the messages of an answer begin and end with one of the assistant."""
-    for place, turn in (("begin", talk[0]), ("end", talk[-1])) if talk else (("begin", None),):
+    for place, turn in (("start", talk[0]), ("end", talk[-1])) if talk else (("start", None),):
         by_assistant = isinstance(turn, dict) and turn.get("role") == "assistant"
-        rule = f"must {place} with a message of the assistant behind the prompt, not with {str(turn)[:60]}"
+        rule = f"must {place} with an assistant message after the prompt, not with {str(turn)[:60]}"
         check(by_assistant, f"{where} {rule}.", DataError)
 
 
@@ -315,6 +321,8 @@ def _examples(
         example = Example(answers, record.label, record.margin)
         same = [answer.tokens.tolist() for answer in answers]
         reason = _reason(same, (not answer.targets.any() for answer in answers))
+        if reason == "empty" and any(map(_is_excluded, record.answers)):
+            reason = "excluded"
         yield reason or ("too_long" if example.size > seq_len else example)
 
 
@@ -323,6 +331,14 @@ def _reason(answers: Sequence[Any], empty: Iterable[bool]) -> str | None:
     if len(answers) == 2 and answers[0] == answers[1]:
         return "identical"
     return "empty" if any(empty) else None
+
+
+def _is_excluded(answer: str | Messages) -> bool:
+    """Return whether flags exclude all of the assistant's messages from training."""
+    if isinstance(answer, str):
+        return False
+    turns = [turn for turn in answer if isinstance(turn, dict) and turn.get("role") == "assistant"]
+    return bool(turns) and all(turn.get(TRAIN) is False for turn in turns)
 
 
 def _encode_chats(

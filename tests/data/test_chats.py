@@ -10,7 +10,7 @@ from eqx_decoders.data import chats as chats_module
 from eqx_decoders.data.chats import encode_spans, render_documents
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
-from eqx_decoders.data.sources.documents import ChatDocument, Document
+from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
 from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.io.text import chat_template as chat_module
@@ -266,6 +266,50 @@ def test_headers_are_those_of_the_chats_own_variables():
     source += "{% if add_generation_prompt %}<|assistant|>{{ end }}{% endif %}"
     talks = [document("user", "assistant", enable_thinking=thinks) for thinks in (True, False, True)]
     assert written(source, *talks) == [["assistant 1</s>"]] * 3
+
+
+TWO_SOURCES = ChatTemplate(
+    source="{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    tool_source="TOOLS{% for m in messages %}[{{ m.role }}]{{ '<think></think>' if m.role == 'assistant' }}"
+    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]<think></think>{% endif %}",
+)
+
+
+def test_chats_with_and_without_tools_use_two_processes_and_separate_headers(monkeypatch):
+    start, calls = chat_module.RenderingProcess, []
+    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
+    tools = [{"name": "f"}]
+    chats = [document("user", "assistant", **({"tools": tools} if number % 2 else {})) for number in range(40)]
+    found = list(render_documents(iter(chats), TWO_SOURCES))
+    assert len(calls) == 2
+    assert [each.text.startswith("TOOLS") for each in found] == [number % 2 == 1 for number in range(40)]
+    assert [each.text[slice(*each.spans[0])] for each in found] == ["assistant 1</s>"] * 40
+
+
+def test_messages_that_a_template_leaves_out_are_noted_or_refused():
+    source = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    report = ReadReport()
+    chats = [document("system", "user", "assistant"), document("user", "assistant", "tool", "assistant")]
+    assert len(list(render_documents(iter(chats), ChatTemplate(source=source), report))) == 2
+    assert sorted(report.notes.values()) == [1, 1]
+    assert all(any(role in note for note in report.notes) for role in ("'system'", "'tool'"))
+    messages = [{"role": role, "content": "Q"} for role in ("narrator", "user", "assistant")]
+    with pytest.raises(DataError, match="narrator"):
+        written(source, Document("a.jsonl:1", chat=ChatDocument(messages)))
+    merged = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ messages[0].content if loop.first }}"
+    merged += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    report = ReadReport()
+    list(render_documents(iter(chats[:1]), ChatTemplate(source=merged), report))
+    assert not [note for note in report.notes if "leaves out" in note]
+
+
+def test_an_empty_list_of_tools_is_no_tools():
+    source = "{% if tools is not none %}TOOLS{% endif %}" + TWO_SOURCES.source
+    for template in (TWO_SOURCES, ChatTemplate(source=source)):
+        (found,) = render_documents(iter([document("user", "assistant", tools=[])]), template)
+        assert found.text == "[user]user 0</s>[assistant]assistant 1</s>"
 
 
 UNSAFE = {

@@ -118,7 +118,7 @@ def test_all_spellings_of_a_pair_mean_the_same(tmp_path):
 def test_texts_get_the_begin_and_the_end_of_documents_once(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "ab ", "chosen": "c", "rejected": ""}, pair_of(random.Random(0)))
     found = read_pairs(path, BYTES, seq_len=64)
-    assert found.dropped == {"identical": 0, "empty": 1, "too_long": 0}
+    assert found.dropped == {"identical": 0, "empty": 1, "excluded": 0, "too_long": 0}
     (chosen, _), answer = found.examples[0].answers, found.examples[0].answers[0]
     assert chosen.prompt[0] == BOS and answer.tokens[-1] == EOS and answer.targets[-1]
     begin, end = (tokenizer.name_of(index) for index in (tokenizer.bos_id, tokenizer.eos_id))
@@ -148,7 +148,7 @@ def test_files_of_all_kinds_are_read(tmp_path):
     assert found.describe().startswith("8 pairs, ") and found.describe().endswith("left out: none")
 
 
-ASSISTANT = "must {} with a message of the assistant behind the prompt"
+ASSISTANT = "must {} with an assistant message after the prompt"
 TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 IMAGE = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
 MALFORMED = {
@@ -156,12 +156,12 @@ MALFORMED = {
     "a.jsonl:2 must hold a JSON object, not list": [1],
     "a.jsonl:2 has no field 'rejected': a record needs a prompt": {"prompt": "a", "chosen": "b"},
     "a.jsonl:2 has no field 'prompt', and nothing to which": {"chosen": "b", "rejected": "c"},
-    "has no field 'prompt', and answers that do not begin with": {"chosen": [GOOD], "rejected": [BAD]},
+    "has no field 'prompt', and answers that do not start with": {"chosen": [GOOD], "rejected": [BAD]},
     "a.jsonl:2: field 'chosen' must be a text or a list of messages, not int": TEXTS | {"chosen": 3},
     "a.jsonl:2: field 'prompt' must be a text or a list of messages, not float": TEXTS | {"prompt": 0.5},
     "a.jsonl:2: 'chosen' and 'rejected' must be lists of messages, or texts": TEXTS | {"chosen": [GOOD]},
     "a.jsonl:2: the prompt has no message": TEXTS | {"prompt": []},
-    f"a.jsonl:2: chosen {ASSISTANT.format('begin')}": {"prompt": [USER], "chosen": [USER, GOOD, USER], "rejected": "b"},
+    f"a.jsonl:2: chosen {ASSISTANT.format('start')}": {"prompt": [USER], "chosen": [USER, GOOD, USER], "rejected": "b"},
     f"a.jsonl:2: rejected {ASSISTANT.format('end')}": {"prompt": [USER], "chosen": "b", "rejected": [GOOD, USER]},
     "a.jsonl:2 has images: preferences are read as text alone": TEXTS | {"images": ["a.png"]},
     "a.jsonl:2 has images or other files": {"prompt": [IMAGE], "chosen": "b", "rejected": "c"},

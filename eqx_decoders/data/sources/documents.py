@@ -4,19 +4,27 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.data.sources.records import COLUMNS, VARIABLES, check_unicode, normalize_record, split_flags
+from eqx_decoders.data.sources.records import (
+    COLUMNS,
+    OPENAI_PAIRS,
+    VARIABLES,
+    check_unicode,
+    normalize_record,
+    split_flags,
+)
 from eqx_decoders.errors import DataError, check
 
 
 SET_FIELD = "Set --text-field (DataConfig.text_field)"
+PAIRS = "Preferences are trained on with --method dpo or another method for pairs"
+PAIR_FIELDS = (("chosen", "rejected"), tuple(OPENAI_PAIRS))
 NO_TEXT = "a text or a list of messages"
-
 
 LARGE_SHARE = 0.1  # of the records: if more are left out, the report begins with "warning"
 
@@ -64,7 +72,7 @@ class Document(NamedTuple):
     """Document: a text, tokens without separators, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. In the spans `literal` names of special tokens are plain letters. A conversation gets its text from a chat
+    of it. In the spans `literal` names of special tokens are plain text. A conversation gets its text from a chat
     template (see `data.chats`). `media` are references to files: relative paths begin in `folder` (None: the source is
     not on this machine). `drawn` is the document's `draw` when it was read.
     """
@@ -116,12 +124,25 @@ def record_documents(
     """
     report = ReadReport() if report is None else report
     for where, record in records:
-        document = _document(normalize_record(record, where, field), field, where)
-        reason = _reason_to_drop(document)
-        if reason is None:
+        normalized = normalize_record(record, where, field)
+        reason = _reason_for_null(record, normalized, field)
+        document = _document(normalized, field, where) if reason is None else None
+        reason = reason if document is None else _reason_to_drop(document)
+        if document is not None and reason is None:
             yield document
         else:
-            report.dropped[reason] += 1
+            report.dropped[str(reason)] += 1
+
+
+def _reason_for_null(record: Mapping[str, Any], normalized: Mapping[str, Any], field: str) -> str | None:
+    """Return why a record has nothing to learn if null is the value of the fields that documents are made of."""
+    if _has_form(list(normalized), field) or {"chosen", "rejected"} <= normalized.keys():
+        return None
+    reasons = {field: "with an empty text", "messages": "without messages", "conversations": "without messages"}
+    reasons |= {"prompt": "without a prompt", "completion": "with an empty completion"}
+    reasons |= {"instruction": "without a prompt", "output": "with an empty completion"}
+    nulls = (reason for name, reason in reasons.items() if name in record and record[name] is None)
+    return next(nulls, None)
 
 
 def _reason_to_drop(document: Document) -> str | None:
@@ -136,13 +157,18 @@ def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
     """Return the columns of a table that documents are made of. Raises DataError if it has none of them."""
     known = [name for name in dict.fromkeys((field, *COLUMNS, *FILES)) if name in columns]
     if not _has_form(known, field):
-        raise DataError(f"{where} has no column {field!r}; its columns: {', '.join(columns)}. {SET_FIELD}.")
+        remedy = PAIRS if _is_pair(columns) else SET_FIELD
+        raise DataError(f"{where} has no column {field!r}; its columns: {', '.join(columns)}. {remedy}.")
     return known
 
 
 def is_record(value: Any, field: str) -> bool:
     """Return whether a document can be made of the object."""
     return isinstance(value, dict) and _has_form([name for name in value if value[name] is not None], field)
+
+
+def _is_pair(names: Container[str]) -> bool:
+    return any(chosen in names and rejected in names for chosen, rejected in PAIR_FIELDS)
 
 
 def _has_form(names: Sequence[str], field: str) -> bool:
@@ -168,8 +194,8 @@ def _document(record: dict[str, Any], field: str, where: str) -> Document:
         document = _pair(record, where)
     else:
         remedy = SET_FIELD
-        if "chosen" in record and "rejected" in record:
-            remedy = "Preferences are trained on with --method dpo or another method for pairs"
+        if _is_pair(record):
+            remedy = PAIRS
         raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record) or 'none'}. {remedy}.")
     return document._replace(media=_files(record, where))
 
@@ -182,7 +208,7 @@ def _text_or_messages(record: dict[str, Any], field: str, where: str) -> Documen
 
 
 def _pair(record: dict[str, Any], where: str) -> Document:
-    if isinstance(record.get("label"), bool):
+    if isinstance(record.get("label"), bool | int | float) and record["label"] in (0, 1):
         raise DataError(
             f"{where}: label={record['label']} says whether the completion is desirable, which is not learned from "
             "here. Train with --method kto, or leave out the field and the undesirable completions."

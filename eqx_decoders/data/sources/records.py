@@ -34,33 +34,33 @@ TRAIN = "train"  # in normalized messages: False for messages that are not train
 
 # Flags of messages that say whether they are trained on: OpenAI, Mistral and Together (weight), axolotl (train,
 # training), ms-swift and XTuner (loss), verl (trainable, loss_mask), torchtune (masked, inverted).
-TRAIN_FLAGS = ("weight", TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask")
+# Weights other than 0 and 1 (also ms-swift's loss_scale) are not supported. Any message may have a weight.
+WEIGHTS = ("weight", "loss_scale", "loss_weight")
+TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask")
 INVERTED_FLAGS = ("masked",)
 
 # Keys of messages and records that change what is learned, and that have no counterpart here.
 UNSUPPORTED_MESSAGE_KEYS = {
     "train_detail": "flags for parts of a message",
     "training_detail": "flags for parts of a message",
-    "loss_scale": "a weight of the loss",
-    "loss_weight": "a weight of the loss",
-    "mask": "a mask of the loss",
+    "mask": "a loss mask whose polarity is ambiguous",
     "audio": "audio of an answer",
-    "refusal": "a refusal apart from the content",
+    "refusal": "a refusal separate from the content",
 }
 UNSUPPORTED_RECORD_KEYS = {
-    "input_ids": "tokens of a record",
-    "loss_mask": "a mask of tokens",
-    "assistant_masks": "a mask of tokens",
-    "completion_mask": "a mask of tokens",
-    "loss_weight": "a weight of a record",
-    "sample_weight": "a weight of a record",
+    "input_ids": "pre-tokenized records",
+    "loss_mask": "loss masks of tokens",
+    "assistant_masks": "loss masks of tokens",
+    "completion_mask": "loss masks of tokens",
+    "loss_weight": "weights of records",
+    "sample_weight": "weights of records",
 }
 # Other columns may have these names in records of plain text.
 UNSUPPORTED_CHAT_KEYS = {
-    "weight": "a weight of a record",
-    "train": "a flag of a record",
-    "training": "a flag of a record",
-    "chat_template": "a chat template of a record",
+    "weight": "weights of records",
+    "train": "flags of records",
+    "training": "flags of records",
+    "chat_template": "chat templates of records",
 }
 
 # Variables of chat templates, with the names of TRL's conversational formats.
@@ -74,6 +74,7 @@ COLUMNS = (*MESSAGE_FIELDS, "conversations", *ALPACA, *OPENAI_PAIRS, *VARIABLES,
 COLUMNS += (*UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS)
 
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
+_PYTHON_ROLE = re.compile(r"'(?:role|from)'\s*:\s*'([^']*)'")
 
 
 def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, Any]:
@@ -87,16 +88,24 @@ def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, 
     if not isinstance(record, Mapping):
         raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object in each line.")
     result = {key: value for key, value in record.items() if value is not None}
+    if field in result and field not in MESSAGE_FIELDS:
+        # a field named "text" may hold any text, also JSON
+        result[field] = _texts_or_messages(result[field], field, where, parse=field != "text")
+        if _is_plain(result, field):  # the other columns are not read
+            check_unicode(result[field], field, where)
+            _refuse_keys(result, where, field)
+            return result
     _convert_openai_pair(result, where)
     _convert_sharegpt(result, where, field)
-    for name in dict.fromkeys((*MESSAGE_FIELDS, field)):
+    for name in MESSAGE_FIELDS:
         if name in result:
-            strings = name != field or name in MESSAGE_FIELDS  # a text field that is no known one may hold any text
-            result[name] = _texts_or_messages(result[name], name, where, parse=strings or field != "text")
+            result[name] = _texts_or_messages(result[name], name, where, parse=True)
     _convert_alpaca(result, where, field)
-    _convert_variables(result, where)
+    if is_chat(result, field):
+        _convert_variables(result, where)
     _add_system(result, where, field)
-    for name in dict.fromkeys((*MESSAGE_FIELDS, *VARIABLES, field)):
+    variables = VARIABLES if is_chat(result, field) else ()
+    for name in dict.fromkeys((*MESSAGE_FIELDS, *variables, field)):
         if name in result:
             check_unicode(result[name], name, where)
     _refuse_keys(result, where, field)
@@ -151,6 +160,25 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def json_value(value: Any, name: str, where: str) -> Any:
+    """Return a value of a table as a JSON value: dates, times and decimal numbers become texts.
+
+    Raises DataError for bytes.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [json_value(member, f"{name}[{number}]", where) for number, member in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {key: json_value(member, f"{name}.{key}", where) for key, member in value.items()}
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise DataError(
+            f"{where}: {name} holds {len(value)} bytes: messages are JSON values. Remove the field, or write the bytes "
+            "into a file and name the file."
+        )
+    return str(value)
+
+
 def is_chat(record: Mapping[str, Any], field: str = "text") -> bool:
     """Return whether a normalized record holds messages."""
     return any(isinstance(record.get(name), list) for name in (*MESSAGE_FIELDS, field))
@@ -159,9 +187,9 @@ def is_chat(record: Mapping[str, Any], field: str = "text") -> bool:
 def text_of_parts(content: Any) -> Any:
     """Return the content of a message as a text if it is a list of text parts only, joined by line ends.
 
-    The server joins them in the same way. Other contents are returned unchanged.
+    An empty list is an empty text. The server joins them in the same way. Other contents are returned unchanged.
     """
-    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return "\n".join(part["text"] for part in content)
     return content
 
@@ -205,21 +233,29 @@ def _parsed_messages(text: str, name: str, where: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        if _PYTHON_MESSAGES.match(text):
+        roles = _PYTHON_ROLE.findall(text) if _PYTHON_MESSAGES.match(text) else []
+        if roles and (name in ("messages", "conversations") or all(map(_is_role, roles))):
             raise DataError(
                 f"{where}: field {name!r} holds messages as Python writes them, {text[:40]!r}, which is not JSON. "
                 "Write the column with json.dumps, or as a list."
             ) from None
         return None
     messages = [value] if isinstance(value, dict) else value
-    return messages if messages and all(map(_is_message, messages)) else None
+    any_role = name in ("messages", "conversations")  # fields that hold nothing else
+    return messages if messages and all(_is_message(message, any_role) for message in messages) else None
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: Any, any_role: bool) -> bool:
+    """Return whether a JSON value is a message. Objects with an unknown role may be an answer in JSON."""
     if not isinstance(value, Mapping):
         return False
     has_content = any(key in value for key in (*CONTENT_KEYS, "tool_calls", "function_call"))
-    return has_content and any(isinstance(value.get(key), str) for key in ROLE_KEYS)
+    roles = [value[key] for key in ROLE_KEYS if isinstance(value.get(key), str)]
+    return has_content and any(any_role or _is_role(role) for role in roles)
+
+
+def _is_role(name: str) -> bool:
+    return name.strip().lower() in ROLES
 
 
 def normalize_messages(value: Any, name: str, where: str) -> list[Any]:
@@ -245,7 +281,7 @@ def _message(value: Any, name: str, where: str) -> Any:
         value = _parse_json(value, name, where)
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: {name}={str(value)[:60]} must be an object with role and content.")
-    message = without_nulls(value)
+    message = json_value(without_nulls(value), name, where)
     for ours, theirs in (ROLE_KEYS, CONTENT_KEYS):
         if theirs in message and ours not in message:
             message[ours] = message.pop(theirs)
@@ -258,11 +294,11 @@ def _message(value: Any, name: str, where: str) -> Any:
         calls = _parse_json(content, f"{name}.content", where) if isinstance(content, str) else content
         message |= {"role": "assistant", "tool_calls": [_call(call, name, where) for call in _as_list(calls)]}
     if isinstance(message.get("content"), list):
-        message["content"] = [_part(part) for part in message["content"]]
+        message["content"] = [_part(part) for part in message["content"]] or ""
     if "tool_calls" in message and "content" not in message:
         message["content"] = None  # as the OpenAI API returns it
     for key, meaning in UNSUPPORTED_MESSAGE_KEYS.items():
-        if message.get(key):
+        if message.get(key) or (key == "mask" and key in message):
             raise DataError(
                 f"{where}: {name}.{key}={str(message[key])[:60]} is {meaning}, which is not supported. Remove the key, "
                 "or leave the record out."
@@ -287,6 +323,10 @@ def _part(part: Any) -> Any:
 
 def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
     """Convert JSON strings in `tool_calls`, and the older `function_call` of OpenAI, to a list of calls."""
+    for key in ("tool_calls", "function_call"):
+        value = message.get(key, True)
+        if not value or (isinstance(value, str) and not value.strip()):  # exports of tables write "" for null
+            del message[key]
     if isinstance(message.get("tool_calls"), str):
         message["tool_calls"] = _parse_json(message["tool_calls"], f"{name}.tool_calls", where)
     if isinstance(message.get("tool_calls"), list):
@@ -312,6 +352,11 @@ def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:
     for key in (*TRAIN_FLAGS, *INVERTED_FLAGS):
         if key in message:
             value = message.pop(key)
+            if key in WEIGHTS and isinstance(value, int | float) and value not in (0, 1):
+                raise DataError(
+                    f"{where}: {name}.{key}={value}: per-message loss weights are not supported. Use `weight: 0` to "
+                    "exclude a message."
+                )
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 raise DataError(
                     f"{where}: {name}.{key}={str(value)[:60]} must be 0, 1, true or false: a message is trained on, "
@@ -321,7 +366,7 @@ def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:
     if len(set(flags.values())) > 1:
         raise DataError(f"{where}: {name} has flags that contradict each other: {', '.join(flags)}. Keep one of them.")
     trained = next(iter(flags.values()), None)
-    others = [key for key in flags if key not in ("weight", *INVERTED_FLAGS)]
+    others = [key for key in flags if key not in (*WEIGHTS, *INVERTED_FLAGS)]
     if trained and others and message.get("role") != "assistant":
         raise DataError(
             f"{where}: {name}.{others[0]}={trained} marks a message of the role {message.get('role')!r}: only messages "
@@ -368,12 +413,17 @@ def _convert_alpaca(record: dict[str, Any], where: str, field: str) -> None:
     if not isinstance(more, str) or (output is not None and not isinstance(output, str)):
         raise DataError(f"{where}: fields 'input' and 'output' must be texts, as in Alpaca's records.")
     prompt: list[Any] = []
-    for pair in record.pop("history", None) or ():
+    history = record.pop("history", None) or ()
+    if isinstance(history, str):
+        history = _parse_json(history, "history", where) if history.strip() else ()
+    if not isinstance(history, list | tuple):
+        history = [history]
+    for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise DataError(f"{where}: field 'history' must be a list of pairs: an instruction and its answer.")
         roles = zip(("user", "assistant"), pair, strict=True)
         prompt += [{"role": role, "content": text} for role, text in roles]
-    content = f"{instruction}\n{more}" if more.strip() else instruction
+    content = "\n".join(text for text in (instruction, more) if text.strip()) or instruction
     record["prompt"] = [*prompt, {"role": "user", "content": content}]
     if output is not None:
         record["completion"] = [{"role": "assistant", "content": output}]
@@ -406,7 +456,7 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
                 for number, member in enumerate(record[name])
             ]
         if name in record:
-            record[name] = without_nulls(record[name])
+            record[name] = json_value(without_nulls(record[name]), name, where)
     if isinstance(record.get("functions"), list) and not record.get("tools"):
         record["tools"] = [{"type": "function", "function": function} for function in record.pop("functions")]
 
@@ -414,24 +464,50 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
 def _add_system(record: dict[str, Any], where: str, field: str) -> None:
     """Put the text of a column `system` before the messages."""
     system = record.get("system")
-    if not isinstance(system, str) or not system.strip() or _is_plain(record, field):
+    if not system or _is_plain(record, field):
         return
-    names = [name for name in (field, "messages", "prompt") if isinstance(record.get(name), list)]
-    if not names:
-        if "prompt" in record:
+    if not is_chat(record, field):
+        if isinstance(system, str) and system.strip() and "prompt" in record:
             raise DataError(
                 f"{where}: field 'system' belongs to a conversation, and 'prompt' is a text without a chat template. "
                 "Give 'messages', or write the system message into the prompt."
             )
         return
+    if not isinstance(system, str):
+        raise DataError(
+            f"{where}: field 'system' = {str(system)[:60]} must be a text. Put a system message into 'messages', or "
+            "rename the field if it is not a system message."
+        )
+    if not system.strip():
+        return
     message = {"role": "system", "content": system}
-    for name in names:
-        first = record[name][0] if record[name] else None
-        if isinstance(first, Mapping) and first.get("role") == "system":
-            if first.get("content") != system:
-                raise DataError(f"{where}: field 'system' and the first of {name!r} are two system messages: keep one.")
-            continue
-        record[name] = [message, *record[name]]
+    for name in _conversations(record, field):
+        messages = record[name]
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        first = messages[0] if messages else None
+        if not isinstance(first, Mapping) or first.get("role") != "system":
+            record[name] = [message, *messages]
+        elif str(text_of_parts(first.get("content"))).strip() != system.strip():
+            raise DataError(f"{where}: field 'system' and the first of {name!r} are two system messages: keep one.")
+
+
+def _conversations(record: Mapping[str, Any], field: str) -> list[str]:
+    """Return the fields that hold a conversation from its first message on; others hold the end of one."""
+    names = [name for name in dict.fromkeys((field, "messages", "prompt")) if isinstance(record.get(name), list)]
+    prompt = record.get("prompt", record.get("messages"))
+    answers = [name for name in ("completion", "chosen", "rejected") if isinstance(record.get(name), list)]
+    if isinstance(prompt, list):  # answers may repeat the prompt
+        plain = split_flags(prompt)[0]
+        repeats = [name for name in answers if plain and split_flags(record[name])[0][: len(plain)] == plain]
+        return list(dict.fromkeys([*names, *repeats]))
+    pairs = [name for name in answers if name != "completion"]
+    starts = {
+        str(message.get("role")) for name in pairs for message in record[name][:1] if isinstance(message, Mapping)
+    }
+    if pairs and "assistant" not in starts:
+        return [*names, *pairs]
+    return [*names, "prompt"] if isinstance(prompt, str) and answers else names
 
 
 def _is_plain(record: Mapping[str, Any], field: str) -> bool:
@@ -445,14 +521,24 @@ def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
     for key, meaning in refused.items():
         if key in record and record[key] is not True and record[key] != 1:
             raise DataError(
-                f"{where}: {key}={str(record[key])[:60]} is {meaning}, which is not supported. Remove the field, or "
-                "leave the record out."
+                f"{where}: {key}={str(record[key])[:60]}: {meaning} are not supported. Remove the field, or leave the "
+                "record out."
             )
-    if not chat and not is_plain and "prompt" in record and record.get("tools"):
+    if not chat and not is_plain and "prompt" in record and _has_schemas(record.get("tools")):
         raise DataError(
             f"{where}: field 'tools' belongs to a conversation, and 'prompt' is a text without a chat template. "
             "Give messages."
         )
+
+
+def _has_schemas(tools: Any) -> bool:
+    """Return whether a column `tools` holds descriptions of tools, and not other data of the same name."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(tools, list) and any(isinstance(tool, Mapping) for tool in tools)
 
 
 def _parse_json(text: Any, name: str, where: str) -> Any:

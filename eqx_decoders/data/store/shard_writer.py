@@ -26,10 +26,10 @@ IN_MEMORY = 1 << 20  # bytes of a section, beyond which it waits in a temporary 
 CHECKED = 1 << 20  # bytes of a shard up to which its content is verified when it is opened
 
 RENDERED = (
-    "text that begins with the name of a special token is read as a rendered chat: names become special tokens "
-    "(special_tokens_in_text: False keeps letters, True parses every text)"
+    "text starts with a special token and is tokenized with special tokens. Set special_tokens_in_text=False to "
+    "tokenize them as plain text"
 )
-LETTERS = "text begins with the name of a special token, which is letters with special_tokens_in_text=False"
+PLAIN = "text starts with a special token, which is tokenized as plain text with special_tokens_in_text=False"
 
 _DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
 _DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
@@ -45,7 +45,14 @@ def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
             "the tokenizer has neither bos nor eos, and documents need a token between them: name one of them in "
             "tokenizer_config.json."
         )
-    return start_ids(tokenizer), tokenizer.eos_id
+    start = start_ids(tokenizer)
+    if not start and tokenizer.eos_id is None:
+        raise DataError(
+            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, and documents "
+            "need a token between them. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
+            "tokenizer.json."
+        )
+    return start, tokenizer.eos_id
 
 
 def is_rendered(text: str, tokenizer: JsonTokenizer) -> bool:
@@ -204,7 +211,7 @@ class _Writer:
         if rendered and self._special_tokens_in_text is None:
             self._report.notes[RENDERED] += 1
         if rendered and self._special_tokens_in_text is False:
-            self._report.notes[LETTERS] += 1
+            self._report.notes[PLAIN] += 1
         parsed = rendered if self._special_tokens_in_text is None else self._special_tokens_in_text
         return "special" if parsed else "plain"
 

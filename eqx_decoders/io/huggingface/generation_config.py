@@ -65,7 +65,8 @@ def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, i
     """
     directory = Directory(folder)
     config = directory.json("config.json") if directory.has("config.json") else {}
-    published = {key: config[key] for key in tokenizer_ids if config.get(key) is not None}
+    texts = _text_config(config)
+    published = {key: value for key in tokenizer_ids if (value := config.get(key, texts.get(key))) is not None}
     found = {key: value for key, value in tokenizer_ids.items() if value is not None} | published
     name = "generation_config.json"
     if directory.has(name):
@@ -76,8 +77,18 @@ def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, i
         content = _settings_in_config(config) | found
     added = _with_stop_ids(folder / name, content, ids)
     if config:
+        if config.get("eos_token_id") is None and texts.get("eos_token_id") is not None:
+            # a multimodal model: the ids in text_config have no effect next to ids at the top
+            old = parse_token_ids(f"{folder / 'config.json'}: text_config.eos_token_id", texts["eos_token_id"])
+            config = config | {"eos_token_id": list(old)}
         _with_stop_ids(folder / "config.json", config, ids)
     return added
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a multimodal `config.json` for its language model; empty for other models."""
+    texts = config.get("text_config")
+    return texts if isinstance(texts, Mapping) else {}
 
 
 def _with_stop_ids(path: Path, content: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, ...]:

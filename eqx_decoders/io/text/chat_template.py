@@ -25,7 +25,7 @@ from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, special_tokens as special_tokens
+from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer
 
 
 JINJA = "chat_template.jinja"
@@ -57,7 +57,7 @@ class Rendered(NamedTuple):
     - `generated`: parts that the template marks with `{% generation %}`; None where it has no such mark.
     - `messages`: parts that each iteration of the template's loops over the messages wrote, as (number of the message,
       start, stop).
-    - `literal`: names of special tokens that come from the messages, to be encoded as letters (see
+    - `literal`: names of special tokens that come from the messages, to be encoded as plain text (see
         `ChatTemplate.literal`).
     """
 
@@ -98,7 +98,7 @@ class RenderingProcess:
 class ChatTemplate:
     """Chat template: a Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
 
-    - `literal`: names of special tokens that are letters like others in messages, tools and documents: the template
+    - `literal`: names of special tokens that are plain text in messages, tools and documents: the template
         alone writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special
         token.
     - `tool_source`: another program for conversations with `tools`; None: `source` writes them, too.
@@ -165,13 +165,18 @@ class ChatTemplate:
         than ten million characters together. Those of a process share the gigabyte, and may take a tenth of a second on
         average. Raises ConversionError if a process is ended.
         """
-        done: list[Rendered | ConversionError] = []
-        while len(done) < len(conversations):
-            results, error = self._run(conversations[len(done) :], process)
-            if error is not None:
-                raise error
-            done += results
-        return done
+        numbers: dict[str, list[int]] = {}
+        for number, conversation in enumerate(conversations):
+            numbers.setdefault(self._source_of(conversation), []).append(number)
+        done: dict[int, Rendered | ConversionError] = {}
+        for group in numbers.values():
+            while group:
+                results, error = self._run([conversations[number] for number in group], process)
+                if error is not None:
+                    raise error
+                done |= zip(group, results, strict=False)
+                group = group[len(results) :]
+        return [done[number] for number in range(len(conversations))]
 
     def render_some(
         self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
@@ -195,7 +200,7 @@ class ChatTemplate:
         source = self._source_of(conversations[0])
         conversations = list(itertools.takewhile(lambda each: self._source_of(each) == source, conversations))
         tasks = [
-            {"tools": None, "documents": None, **self.variables, **variables, "messages": messages}
+            {"tools": None, "documents": None, **self.variables, **_without_empty(variables), "messages": messages}
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
@@ -228,13 +233,17 @@ class ChatTemplate:
         return results, self._error(f"its process ended with {code} ({last})")
 
     def _source_of(self, conversation: Conversation) -> str:
-        has_tools = conversation.variables.get("tools") is not None
-        return self.source_with_tools if has_tools else self.source
+        return self.source_for(conversation.variables.get("tools"))
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
         sentence = f"{self.where} cannot be rendered: {' '.join(printable.split()).rstrip('.')}"
         return ConversionError(f"{sentence}. Change the messages, or give the text without the template.")
+
+
+def _without_empty(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables without an empty list of tools or documents, for which templates test `is not none`."""
+    return {name: value for name, value in variables.items() if value or name not in ("tools", "documents")}
 
 
 def _json(value: Any) -> Iterator[str]:

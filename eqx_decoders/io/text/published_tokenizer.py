@@ -22,6 +22,7 @@ from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
 
 # transformers' names of the tokens that a template can use as variables.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+MAX_GAP = 1 << 18  # ids after the vocabulary that added tokens may have: a model has an embedding for every id
 _NEVER = -1e9  # score of a Unigram piece that no text is split into
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -112,13 +113,13 @@ def read_object(folder: Directory, name: str) -> dict[str, Any]:
     return content
 
 
-def special_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, str | None]:
+def special_tokens(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str | None]:
     """Read `bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
 
     As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
     null means that there is none.
     """
-    merged = settings if "added_tokens_decoder" in settings else {**settings, **older}
+    merged = settings if "added_tokens_decoder" in settings else {**settings, **special_tokens_map}
     values = {token: merged[token] for token in NAMED_TOKENS if token in merged}
     texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
     for token, text in texts.items():
@@ -132,13 +133,13 @@ class PublishedTokenizer:
     """The settings and added tokens of a tokenizer's directory.
 
     - `settings`: `tokenizer_config.json`, or the same content from a GGUF file.
-    - `older`: `special_tokens_map.json`.
+    - `special_tokens_map`: `special_tokens_map.json`.
     - `added_ids`: `added_tokens.json`.
     - `model_config`: `config.json`; only `tokenizer_class` and `model_type` are read.
     """
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    older: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    special_tokens_map: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     added_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -165,7 +166,7 @@ class PublishedTokenizer:
     @functools.cached_property
     def named(self) -> dict[str, str | None]:
         """Named tokens that the files give; null means that there is none."""
-        return special_tokens(self.settings, self.older)
+        return special_tokens(self.settings, self.special_tokens_map)
 
     @property
     def class_tokens(self) -> dict[str, str | None]:
@@ -192,7 +193,7 @@ class PublishedTokenizer:
             check(isinstance(rows, dict), f"{where} must be an object with an added token for each id.", DataError)
             tokens = {_index(key, where): AddedToken.parse(value, f"{where}[{key}]") for key, value in rows.items()}
         else:
-            special = {token.content for token in self._without_ids()}
+            special = {token.content for token in self._named_special_tokens()}
             tokens = {
                 _index(index, f"added_tokens.json: {content!r}"): AddedToken(
                     content, special=content in special, normalized=content not in special
@@ -209,10 +210,12 @@ class PublishedTokenizer:
     def without_ids(self) -> list[AddedToken]:
         """Special tokens for which no file gives an id: they are in the vocabulary, or get the next ids."""
         known = {token.content for token in self.added.values()}
-        return [token for token in self._without_ids() if token.content not in known]
+        return [token for token in self._named_special_tokens() if token.content not in known]
 
-    def _without_ids(self) -> Iterator[AddedToken]:
-        merged = self.settings if "added_tokens_decoder" in self.settings else {**self.settings, **self.older}
+    def _named_special_tokens(self) -> Iterator[AddedToken]:
+        merged = (
+            self.settings if "added_tokens_decoder" in self.settings else {**self.settings, **self.special_tokens_map}
+        )
         for name in NAMED_TOKENS:
             if merged.get(name) is not None:
                 yield AddedToken.parse(merged[name], name, special=True)
@@ -232,7 +235,9 @@ def _index(value: Any, where: str) -> int:
     return index
 
 
-def complete(inner: Any, files: PublishedTokenizer, *, is_raw: bool = False, is_new: bool = False) -> Any:
+def complete(
+    inner: Any, files: PublishedTokenizer, *, match_raw_text: bool = False, add_class_tokens: bool = False
+) -> Any:
     """Return a tokenizer of the `tokenizers` package with the tokens of the small files, with the ids that they give.
 
     A `bos_token` or `eos_token` that no file defines is not added: the caller refuses it. Other special tokens without
@@ -240,20 +245,22 @@ def complete(inner: Any, files: PublishedTokenizer, *, is_raw: bool = False, is_
 
     **Arguments:**
 
-    - `is_raw`: search all added tokens in the text as it is written, as SentencePiece does, whatever their flags say.
-    - `is_new`: the class of the tokenizer, not a `tokenizer.json`, gives its rules: add the named tokens of the class.
+    - `match_raw_text`: search all added tokens in the text as it is written, as SentencePiece does,
+        whatever their flags say.
+    - `add_class_tokens`: the class of the tokenizer, not a `tokenizer.json`, gives its rules: add the named
+        tokens of the class.
     """
     inner = _with_ids(inner, files.added)
     present = {token.content: token for token in map(_flags_of, inner.get_added_tokens_decoder().values())}
     for token in files.added.values():
         changed = "added_tokens_decoder" not in files.settings and _is_changed(inner, token.content)
-        token = token._replace(normalized=token.normalized and not (is_raw or changed))
+        token = token._replace(normalized=token.normalized and not (match_raw_text or changed))
         if token.content and present.get(token.content) != token:
             _add(inner, token)
             present[token.content] = token
     required = {files.named.get("bos_token"), files.named.get("eos_token")}
     extra = list(files.without_ids)
-    if is_new:
+    if add_class_tokens:
         extra += [AddedToken(text, True) for text in (files.class_tokens | files.named).values() if text is not None]
     for token in extra:
         is_defined = token.content not in required or inner.token_to_id(token.content) is not None
@@ -287,6 +294,12 @@ def _with_ids(inner: Any, added: Mapping[int, AddedToken]) -> Any:
     size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     new: dict[int, str] = {}
     for index, token in added.items():
+        if index >= size + MAX_GAP:
+            raise DataError(
+                f"The added token {token.content!r} has the id {index} in added_tokens_decoder of "
+                f"tokenizer_config.json or in added_tokens.json, but the vocabulary has only {size} ids: an id may be "
+                f"at most {size + MAX_GAP - 1}. Download the files again, or correct the id."
+            )
         found = inner.token_to_id(token.content)
         if found is None:
             new[index] = token.content

@@ -181,21 +181,6 @@ class JsonTokenizer:
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def encode_spans(
-        self,
-        texts: Sequence[str],
-        spans: Sequence[Sequence[Span]],
-        literal: Sequence[Sequence[Span]] | None = None,
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encode each text with `special=True`; return its ids, and which have characters in its spans. Uses all cores.
-
-        Tokens are matched with characters as in transformers' masks of the assistant's tokens. `literal` has the spans
-        of each text in which names of special tokens are letters.
-        """
-        encodings = self.encodings(texts, [()] * len(texts) if literal is None else literal)
-        pairs = zip(encodings, spans, strict=True)
-        return [(np.asarray(encoding.ids, np.int32), token_mask(encoding, each)) for encoding, each in pairs]
-
     def encodings(self, texts: Sequence[str], literal: Sequence[Sequence[Span]]) -> list[Any]:
         """Return the encoding of each text with `special=True`, as of the `tokenizers` package. Uses all cores."""
         self._inner.encode_special_tokens = False

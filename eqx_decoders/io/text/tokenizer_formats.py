@@ -120,7 +120,7 @@ def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: Publishe
             inner, bos_names, is_sentencepiece = _sentencepiece(content, files.settings), ("<s>", "<bos>"), True
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
         raise DataError(f"tokenizer={str(path)!r} cannot be read: {type(error).__name__}: {error}.") from error
-    inner = complete(inner, files, is_raw=is_sentencepiece, is_new=is_class)
+    inner = complete(inner, files, match_raw_text=is_sentencepiece, add_class_tokens=is_class)
     _add_ends(inner, files, bos_names, by_default=is_sentencepiece or path.name == TEKKEN)
     return inner
 

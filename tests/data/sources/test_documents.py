@@ -86,7 +86,7 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
     "record, sentence",
     [
         ({"prompt": "a"}, r"a\.jsonl:1 has no field 'text'; its fields: prompt\. Set --text-field"),
-        ({"text": None}, "has no field 'text'; its fields: none"),
+        ({"other": None}, "has no field 'text'; its fields: none"),
         ({"messages": "hello"}, "field 'messages' must be a list of messages, or its JSON, not the text 'hello'"),
         ({"messages": 3}, "field 'messages' must be a text or a list of messages, not int"),
         ({"prompt": 3, "completion": 4}, "field 'prompt' must be a text or a list of messages, not int"),

@@ -1,6 +1,7 @@
 """One normal form of records: the same from every kind of source and for every use; nothing is dropped uncounted."""
 
 import codecs
+import datetime
 import gzip
 import json
 import random
@@ -249,9 +250,130 @@ def test_keys_that_are_not_supported_are_refused_by_name():
 
 def test_all_columns_may_have_any_name_in_plain_texts():
     record = {"text": "x", "weight": 70.5, "train": "a", "system": "linux", "label": 3, "tools": "{", "output": [1]}
-    with pytest.raises(DataError, match="field 'tools' is not valid JSON"):
+    record |= {"documents": "a.pdf", "functions": "main", "messages": "3", "prompt": [1, 2], "chosen": [{"x": 1}]}
+    record |= {"conversations": [{"value": 1}], "completion": "[{", "chat_template_kwargs": "{", "history": "x"}
+    assert [(each.text, each.chat) for each in rendered(record)] == [("x", None)]
+    for name, value in record.items():
+        assert rendered({"text": "x", name: value})[0].text == "x"
+
+
+def test_text_prompts_ignore_columns_of_chats(tmp_path):
+    records = [{"prompt": "Q", "documents": "wiki text"}, {"prompt": "Q", "tools": ["calculator"]}]
+    prompts = read_prompts(write(tmp_path / "a.jsonl", *records), BYTES, most_tokens=64).prompts
+    assert [len(prompt.tokens) for prompt in prompts] == [len(prompts[0].tokens)] * 2
+    for record in records:
+        assert rendered({**record, "completion": "A"})[0].text == "QA"
+
+
+@pytest.mark.parametrize("key", ["loss_scale", "loss_weight"])
+def test_loss_weights_of_messages_are_zero_or_one(key):
+    turns = [USER, {**ANSWER, key: 0.0}, {**USER, key: 1.0}, {**ANSWER, "content": "b", key: 1.0}]
+    assert trained(rendered({"messages": turns})[0]) == ["b</s>"]
+    with pytest.raises(DataError, match=rf"{key}=0.5"):
+        rendered({"messages": [USER, {**ANSWER, key: 0.5}]})
+    for mask in (0, 1, False, True):
+        with pytest.raises(DataError, match=r"messages\[1\]\.mask="):
+            rendered({"messages": [USER, {**ANSWER, "mask": mask}]})
+
+
+OTHER = {**ANSWER, "content": "b"}
+SYSTEM = {
+    "conversations": {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    "repeated prompt": {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    "answers": {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+    "text prompt": {"prompt": "q", "chosen": [ANSWER], "rejected": [OTHER]},
+    "text prompt of conversations": {"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    "text answers": {"prompt": [USER], "chosen": "a", "rejected": "b"},
+    "system message": {"prompt": [{"role": "system", "content": "S "}, USER], "chosen": "a", "rejected": "b"},
+}
+
+
+def test_the_system_column_of_pairs_comes_before_the_conversation(tmp_path):
+    records = [{"system": "S", **record} for record in SYSTEM.values()]
+    found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
+    texts = [bytes(example.answers[0].tokens[: example.answers[0].start].tolist()) for example in found.examples]
+    assert [text.replace(b"S ", b"S") for text in texts] == [b"<system>S</s><user>q</s><assistant>"] * len(SYSTEM)
+
+
+def test_the_system_column_of_conversations():
+    wanted = "<system>S</s>" + WANTED
+    parts = {"role": "system", "content": [{"type": "text", "text": "S"}]}
+    records = [
+        {"prompt": "q", "completion": [ANSWER]},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"messages": [parts, USER, ANSWER]},
+    ]
+    assert [document.text for record in records for document in rendered({**record, "system": "S"})] == [wanted] * 3
+    for system in (["S"], {"content": "S"}, 1):
+        with pytest.raises(DataError, match="field 'system'"):
+            rendered({"messages": [USER, ANSWER], "system": system})
+    with pytest.raises(DataError, match="two system messages"):
+        rendered({"messages": [parts, USER, ANSWER], "system": "T"})
+
+
+def test_an_answer_in_json_is_a_text(tmp_path):
+    answers = [json.dumps([{"from": "Berlin", "value": 12}]), json.dumps({"role": "admin", "content": "x"})]
+    answers.append("[{'from': 'Berlin', 'value': 12}]")
+    for answer in answers:
+        assert rendered({"prompt": "Extract", "completion": answer})[0].text == "Extract" + answer
+        path = write(tmp_path / "a.jsonl", {"prompt": "Q", "chosen": answer, "rejected": "no"})
+        assert len(read_pairs(path, BYTES, seq_len=128).examples) == 1
+
+
+def test_null_text_is_counted_like_empty_text():
+    report = ReadReport()
+    nulls = [
+        {"text": None},
+        {"text": ""},
+        {"messages": None},
+        {"prompt": "q", "completion": None},
+        {"conversations": None},
+    ]
+    assert [each.text for each in rendered({"text": "x"}, *nulls, report=report)] == ["x"]
+    assert sum(report.dropped.values()) == len(nulls) and report.dropped["with an empty text"] == 2
+    with pytest.raises(DataError, match="has no field 'text'"):
+        rendered({"other": "x"})
+
+
+def test_dates_in_messages_are_texts_and_bytes_are_refused():
+    stamp = datetime.datetime(2024, 1, 2, 3, 4)
+    (found,) = record_documents([("x", {"messages": [{**USER, "timestamp": stamp}, ANSWER]})], "text")
+    assert found.chat is not None and found.chat.messages[0]["timestamp"] == "2024-01-02 03:04:00"
+    assert 0 <= found.draw() < 1
+    with pytest.raises(DataError, match=r"messages\[0\]\.content\[0\]\.image"):
+        rendered({"messages": [{**USER, "content": [{"type": "image", "image": b"x"}]}, ANSWER]})
+
+
+@pytest.mark.parametrize("label", [0, 1, 0.0, True, False])
+def test_labels_are_for_kto(label, tmp_path):
+    record = {"prompt": "q", "completion": "a", "label": label}
+    with pytest.raises(DataError, match=f"label={label}.*--method kto"):
         rendered(record)
-    assert rendered(record | {"tools": "[]"})[0].text == "x"
+    found = read_labelled_answers(write(tmp_path / "a.jsonl", record), BYTES, seq_len=64)
+    assert found.examples[0].label == (1 if label else -1)
+    assert rendered({**record, "label": 3})[0].text == "qa"
+
+
+def test_pairs_in_a_table_name_the_methods_for_pairs(tmp_path):
+    path = written_as("parquet", [{"prompt": "q", "chosen": "a", "rejected": "b"}], tmp_path)
+    with pytest.raises(DataError, match="--method dpo"):
+        list(read_documents(path))
+
+
+def test_an_excluded_answer_is_not_called_empty(tmp_path):
+    records = [{"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}], "rejected": [OTHER]}]
+    records.append({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]})
+    found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
+    assert found.dropped["excluded"] == 1 and found.dropped["empty"] == 0
+
+
+def test_stand_ins_for_none():
+    assert not rendered({"messages": [USER, {**ANSWER, "content": []}]}, template=TEMPLATE)[0].text.count("[")
+    for stand_in in ({"tool_calls": ""}, {"tool_calls": []}, {"function_call": ""}, {"function_call": {}}):
+        assert rendered({"messages": [USER, {**ANSWER, **stand_in}]})[0].text == WANTED
+    for record in ({"instruction": "q", "history": "[]"}, {"instruction": "q", "history": ""}):
+        assert rendered({**record, "output": "a"})[0].text == WANTED
+    assert rendered({"instruction": "", "input": "q", "output": "a"})[0].text == WANTED
 
 
 def test_what_is_dropped_is_counted_by_reason(tmp_path):

@@ -15,7 +15,13 @@ import pytest
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import open_tokens
 from eqx_decoders.data.sources import sources
-from eqx_decoders.data.store import count_corpus as counts_module, open_store as store_module, shard_tasks, tokenization
+from eqx_decoders.data.store import (
+    count_corpus as counts_module,
+    open_store as store_module,
+    shard_tasks,
+    shard_writer,
+    tokenization,
+)
 from eqx_decoders.data.store.corpus import held_out_rule, read_documents
 from eqx_decoders.data.store.count_corpus import Gzip
 from eqx_decoders.data.store.open_store import open_store
@@ -420,6 +426,16 @@ def test_a_tokenizer_without_ends_is_refused(corpus):
 
     with pytest.raises(DataError, match="has neither bos nor eos"):
         build(corpus, tokenizer=Endless())
+
+
+def test_bos_that_the_tokenizer_does_not_write_is_no_separator(monkeypatch):
+    class Half(ByteTokenizer):
+        eos_id = None
+
+    assert shard_writer.separators(Half()) == ((256,), None)
+    monkeypatch.setattr(shard_writer, "start_ids", lambda tokenizer: ())
+    with pytest.raises(DataError, match="bos_id=256, puts no token before a text and has no eos"):
+        shard_writer.separators(Half())
 
 
 @pytest.mark.parametrize("bos, eos", [(None, 257), (256, None)])

@@ -7,7 +7,7 @@ import pytest
 
 from eqx_decoders.core.sampling import GenerationConfig, Greedy, Sample
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.io.huggingface.generation_config import parse_token_ids, read_generation_config
+from eqx_decoders.io.huggingface.generation_config import add_stop_ids, parse_token_ids, read_generation_config
 
 
 def read(folder: Path, **content) -> GenerationConfig:
@@ -76,6 +76,13 @@ def test_stop_ids(tmp_path, value, ids):
 def test_values_that_are_no_settings(tmp_path, content, says):
     with pytest.raises(ConversionError, match=says):
         read(tmp_path, **content)
+
+
+def test_stop_ids_are_added_to_those_in_text_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 1}}))
+    assert add_stop_ids(tmp_path, [106], {"bos_token_id": 2, "eos_token_id": 1}) == (106,)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / name).read_text())["eos_token_id"] == [1, 106]
 
 
 def test_what_a_person_may_not_ask_for():

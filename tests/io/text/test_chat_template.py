@@ -21,8 +21,8 @@ from eqx_decoders.io.text.chat_template import (
     Rendered,
     RenderingProcess,
     load_chat_template,
-    special_tokens,
 )
+from eqx_decoders.io.text.published_tokenizer import special_tokens
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
 
 

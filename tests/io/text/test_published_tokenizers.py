@@ -118,6 +118,19 @@ def test_files_of_different_tokenizers_are_refused(tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["unigram: added", "gpt2: bare"])
+@pytest.mark.parametrize("index", [20_000_000, 999_999_999])
+def test_ids_far_beyond_the_vocabulary_are_refused(name, index, tmp_path):
+    folder = write(tmp_path, CASES[name])
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) if "added" in name else {}
+    settings = (
+        {"tokenizer_class": "GPT2Tokenizer"} | settings | {"added_tokens_decoder": {str(index): {"content": "@"}}}
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=f"the id {index}"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

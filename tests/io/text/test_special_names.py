@@ -102,7 +102,7 @@ def test_users_write_no_special_tokens(tokenizer, template, content):
     user, end = (int(tokenizer.encode(name, special=True)[0]) for name in ("<|user|>", "<|end|>"))
     assert ids == [user, *tokenizer.encode(content).tolist(), end]
     assert tokenizer.encode_prompt(found.text, literal=found.literal).tolist()[-len(ids) :] == ids
-    ((many, mask),) = tokenizer.encode_spans([found.text], [[(8, len(found.text) - 7)]], [found.literal])
+    ((many, mask),) = encode_spans(tokenizer, [found.text], [[(8, len(found.text) - 7)]], [found.literal])
     assert many.tolist() == ids and mask.tolist() == [False, *[True] * (len(ids) - 2), False]
 
 
