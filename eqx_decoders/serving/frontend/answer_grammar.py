@@ -46,7 +46,9 @@ MAX_NESTING = 4  # of lists and objects in calls that are not written as JSON
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
-_LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|<[^<>\s\[\]]+>')
+_LARK_TOKENS = re.compile(
+    r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?|//[^\n]*|#[^\n]*|<[^<>\s\[\]]+>'
+)
 
 
 class Grammar(NamedTuple):

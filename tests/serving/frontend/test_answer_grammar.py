@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,13 @@ def test_grammars_of_clients_may_name_special_tokens():
     assert ended and control["<|user|>"] in ids and {control["<b>"], control["<s>"]}.isdisjoint(ids)
     lark = 'start: "a<b>" <b> /<b>/ <[5]> // <b>\n| "\\"<b>" <other>'
     assert with_token_ids(lark, {"<b>": 7}) == 'start: "a<b>" <[7]> /<b>/ <[5]> // <b>\n| "\\"<b>" <other>'
+
+
+def test_literals_without_end_are_read_in_linear_time():
+    start = time.process_time()
+    for lark in ('"' + '\\"' * 100_000, "/" + "\\/" * 100_000):
+        assert with_token_ids(lark, {"<b>": 7}) == lark
+    assert time.process_time() - start < 2
 
 
 # --- reasoning --------------------------------------------------------------------------------------------------------
