@@ -68,6 +68,7 @@ OBJECT_RULES = (
     "minProperties",
     "maxProperties",
 )
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 STRING_RULES = ("pattern", "format", "minLength", "maxLength", "enum", "const")
 NUMBER_RULES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
@@ -109,8 +110,8 @@ def prepare_schema(schema: Any) -> Any:
     if len(names) * len(patterns) > MAX_COMPARISONS or len(patterns) > MAX_PATTERNS:
         raise ConfigError(
             f"The JSON Schema is not supported: it has {len(patterns)} patterns in `patternProperties` and "
-            f"{len(names)} declared names. At most {MAX_PATTERNS} patterns and {MAX_COMPARISONS} pairs of a pattern and a "
-            "name are supported. Use fewer patterns."
+            f"{len(names)} declared names. At most {MAX_PATTERNS} patterns and {MAX_COMPARISONS} pairs of "
+            "a pattern and a name are supported. Use fewer patterns."
         )
     # with a composition, rules of several objects may be combined
     for inner_names, inner_patterns in [(names, patterns)] if composed else pairs:
@@ -237,6 +238,10 @@ def _check_shapes(schema: Mapping[str, Any], path: str) -> None:
         elif keyword == "required":
             good = isinstance(value, list) and all(isinstance(name, str) for name in value)
             expected = "a list of strings"
+        elif keyword == "type":
+            names = value if isinstance(value, list) else [value]
+            good = bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+            expected = f"names of types: {', '.join(sorted(TYPES))}"
         elif keyword == "enum":
             good, expected = isinstance(value, list), "a list"
         elif keyword in COUNTS:

@@ -321,7 +321,8 @@ def _first_line(text: str) -> str:
         return "of several schemas in oneOf it is not certain that they exclude each other: give anyOf"
     lines = [line.strip() for line in text.strip().split("\n")]
     error = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
-    return error.removeprefix("error: ")[:MAX_MESSAGE].rstrip(".")
+    error = error.partition("following special tokens")[0]  # names of tokens that are not a client's
+    return error.removeprefix("error: ")[:MAX_MESSAGE].rstrip(" ;,").rstrip(".")
 
 
 class _Bytes:

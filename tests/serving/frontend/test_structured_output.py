@@ -128,7 +128,7 @@ DEEP = "[" * 100_000
 BAD = {
     "not an object": (Grammar("json", "5"), "got 5"),
     "not JSON": (Grammar("json", "{bad"), "json cannot be read"),
-    "no type": (Grammar("json", '{"type": "nope"}'), "Invalid type: nope"),
+    "no type": (Grammar("json", '{"type": "nope"}'), "nope"),
     "look-ahead": (Grammar("json", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
     "elsewhere": (Grammar("json", '{"$ref": "http://127.0.0.1:1/x"}'), "json is not supported"),
     "no value": (Grammar("json", '{"enum": []}'), "Unsatisfiable"),
