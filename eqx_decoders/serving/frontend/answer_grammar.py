@@ -550,14 +550,12 @@ class _Writer:
             )
             for key, inner in arguments.properties.items()
         ]
-        additional = None
-        if arguments.additional is not False:
-            schema, names = arguments.additional, list(arguments.properties)
 
-            def additional(before: str) -> str:
-                return self._parameter(row, None, schema, root, before, names)
+        def additional(before: str) -> str:
+            return self._parameter(row, None, arguments.additional, root, before, list(arguments.properties))
 
-        return self.ordered(items, row.parameter_separator, additional)
+        is_open = arguments.additional is not False
+        return self.ordered(items, row.parameter_separator, additional if is_open else None)
 
     def members(
         self, arguments: "Arguments", quote: str, sign: str, separator: str, values: "_Values", depth: int
@@ -572,15 +570,13 @@ class _Writer:
             (lambda before, key=key, inner=inner: member(before, key, inner), key in arguments.required)
             for key, inner in arguments.properties.items()
         ]
-        additional = None
-        if arguments.additional is not False:
-            schema, names = arguments.additional, list(arguments.properties)
 
-            def additional(before: str) -> str:
-                value = values.value_rule(schema if isinstance(schema, dict) else {}, depth + 1)
-                return f"{self._other_name(before + quote, names, quote + sign, bool(quote))} {value}"
+        def additional(before: str) -> str:
+            schema = arguments.additional if isinstance(arguments.additional, dict) else {}
+            name = self._other_name(before + quote, list(arguments.properties), quote + sign, bool(quote))
+            return f"{name} {values.value_rule(schema, depth + 1)}"
 
-        return self.ordered(items, separator, additional)
+        return self.ordered(items, separator, None if arguments.additional is False else additional)
 
     def _other_name(self, before: str, names: Sequence[str], after: str, any_name: bool = False) -> str:
         """Return the elements of a name that is not declared, as one lexeme with the literals around it."""

@@ -204,7 +204,8 @@ REFUSED = {
     "in a definition": ({"$defs": {"a": {"not": {"const": 1}}}, "$ref": "#/$defs/a"}, "$.$defs.a"),
     "in anyOf": ({"anyOf": [{"type": "array", "uniqueItems": True}, NUMBER]}, "$.anyOf[0]"),
     "in items of draft 7": ({"type": "array", "items": [{"not": {"const": 1}}]}, "$.items[0]"),
-    "in additionalProperties": ({"type": "object", "additionalProperties": {"not": {"const": 1}}}, "$.additionalProperties"),
+    "in additionalProperties": (
+        {"type": "object", "additionalProperties": {"not": {"const": 1}}}, "$.additionalProperties"),
     "pattern of a property": (record({"score": NUMBER}, patternProperties={"^score$": NUMBER}), '"score"'),
     "pattern of a required name": (
         {"type": "object", "patternProperties": {"^s": NUMBER}, "required": ["s"]}, '"s"'),
