@@ -52,10 +52,18 @@ def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | No
     if isinstance(source, pillow.Image):
         with _as_data_error(where):
             limits.check_pixels(where, *source.size)
-            return _on_white(pillow, source)
+            return _on_white(pillow, source, where)
     with _opened(pillow, source, limits, where) as image:
+        has_16_bits = any(";16" in str(tile[3]) for tile in image.tile)
         image.load()
-        return _on_white(pillow, _upright(image))
+        transparent = image.info.get("transparency")
+        if image.mode == "RGB" and has_16_bits and isinstance(transparent, tuple):
+            image.info["transparency"] = tuple(level >> 8 for level in transparent)  # as Pillow reads the pixels
+        if image.mode == "I" and image.format in ("PPM", "PNG"):  # levels of 16 bits
+            levels = pillow.fromarray(np.asarray(image).clip(0, 65535).astype(np.uint16))
+            levels.info.update(image.info)
+            return _on_white(pillow, _upright(levels), where)
+        return _on_white(pillow, _upright(image), where)
 
 
 def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
@@ -112,8 +120,16 @@ def _upright(image: Any) -> Any:
     return ImageOps.exif_transpose(image)
 
 
-def _on_white(pillow: Any, image: Any) -> np.ndarray:
+def _on_white(pillow: Any, image: Any, where: str) -> np.ndarray:
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"{where} has the Pillow mode {image.mode!r}, whose range of values is unknown. Convert it to 8 or 16 bits."
+        )
     transparent = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(transparent, tuple) and max(transparent) > 255:
+        transparent = tuple(level >> 8 for level in transparent)  # 16 bits
+        image = image.copy()
+        image.info["transparency"] = transparent
     if image.mode.startswith("I;16"):  # Pillow would clip the values at 255
         levels = np.asarray(image).astype(np.uint16)
         alpha = np.where(levels == transparent, 0, 255) if isinstance(transparent, int) else np.full(levels.shape, 255)

@@ -7,7 +7,7 @@ text.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.errors import ConfigError
@@ -21,7 +21,7 @@ from eqx_decoders.io.text.answers.formats import (
     reasoning_format,
     tool_format,
 )
-from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, STRING_RULES, prepare_schema
+from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, OBJECT_RULES, STRING_RULES, prepare_schema
 
 
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -46,7 +46,7 @@ MAX_NESTING = 4  # of lists and objects in calls that are not written as JSON
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
-_LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|<[^<>\s\[\]]+>')
+_LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?|//[^\n]*|#[^\n]*|<[^<>\s\[\]]+>')
 
 
 class Grammar(NamedTuple):
@@ -84,8 +84,8 @@ def call_grammar(
 ) -> CallGrammar:
     """Return the grammar of calls of some tools.
 
-    If calls are required, arguments match the schemas of the tools. Otherwise an answer need not call a tool, and
-    arguments only have the form that calls of this format have.
+    If `required`, arguments follow each tool's schema as far as the format can express it. Otherwise only names, order
+    and types of parameters are constrained.
     """
     as_json = TOOL_CALL_FORMAT[format].syntax in ("json", "named_json", "harmony")
     schemas = dict[str, str]()
@@ -95,17 +95,31 @@ def call_grammar(
             schema = {"type": "object", "properties": {}, "additionalProperties": False}
         elif not required:
             schema = {"type": "object"} if as_json else _types_only(schema)
+        elif "type" not in schema or (isinstance(schema["type"], list) and "object" in schema["type"]):
+            schema = {**schema, "type": "object"}
         schemas[str(function["name"])] = json.dumps(schema, ensure_ascii=False)
     return CallGrammar(format, tuple(schemas.items()), required, max_calls)
 
 
 def _types_only(schema: Mapping[str, Any]) -> dict[str, Any]:
-    properties = schema.get("properties")
-    kinds = {
-        name: {"type": sorted(types_of(inner, schema))}
-        for name, inner in (properties.items() if isinstance(properties, dict) else ())
+    """Return a schema of the names and types of parameters; of any object where they cannot be determined."""
+    try:
+        alternatives = arguments_of(prepare_schema(schema), schema)
+    except ConfigError:
+        alternatives = []
+    if not alternatives:
+        return {"type": "object"}
+    types = dict[str, frozenset[str]]()
+    for arguments in alternatives:
+        for name, inner in arguments.properties.items():
+            types[name] = types.get(name, frozenset()) | types_of(inner, schema)
+    required = frozenset.intersection(*(arguments.required for arguments in alternatives))
+    return {
+        "type": "object",
+        "properties": {name: {"type": sorted(names or ALL_TYPES)} for name, names in types.items()},
+        "required": sorted(required),
+        "additionalProperties": any(arguments.additional is not False for arguments in alternatives),
     }
-    return {"type": "object", "properties": kinds, "required": schema.get("required") or []}
 
 
 class ReasoningGrammar(NamedTuple):
@@ -194,7 +208,7 @@ def simplified(grammar: AnswerGrammar, control: Mapping[str, int]) -> AnswerGram
     """Return a grammar without optional reasoning that cannot change the answer, or that the form has itself.
 
     If there is only one text that the answer may have, there is nothing to reason about, and no call in its place.
-    Texts that contain markers of the reasoning, which are no tokens of this tokenizer, are complete outputs.
+    If a choice contains a reasoning marker that is plain text in this tokenizer, the choices are the whole output.
     """
     form = grammar.form
     if form is None or not isinstance(form.content, tuple):
@@ -264,7 +278,12 @@ def _form(form: Grammar, control: Mapping[str, int]) -> list[dict[str, Any]]:
         grammars = content.get("grammars")
         if not isinstance(grammars, list) or not grammars or not all(isinstance(item, dict) for item in grammars):
             raise ConfigError("grammar cannot be read: give Lark, or an object with grammars, a list of objects.")
-        return grammars
+        return [
+            {**item, "lark_grammar": with_token_ids(item["lark_grammar"], control)}
+            if isinstance(item.get("lark_grammar"), str)
+            else item
+            for item in grammars
+        ]
     return [{"lark_grammar": with_token_ids(form.content, control)}]
 
 
@@ -281,6 +300,11 @@ def _with_options(schema: Any) -> Any:
 
 def _escaped_slashes(regex: str) -> str:
     return re.sub(r"\\.|/|\n", lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), regex, flags=re.DOTALL)
+
+
+def _regex_of(text: str) -> str:
+    """Return a regular expression of Lark that matches text."""
+    return "".join(r"\n" if letter == "\n" else _escaped_slashes(re.escape(letter)) for letter in text)
 
 
 def with_token_ids(lark: str, control: Mapping[str, int]) -> str:
@@ -305,6 +329,7 @@ class _Writer:
         names = sorted((name for name in control if name in MARKERS), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, names))) if names else None
         self._rules: dict[str, str] = {}  # bodies, with options, by name
+        self._names: dict[tuple[str, bool], str] = {}  # names of rules by their bodies
         self.grammars: list[dict[str, Any]] = []
 
     def answer(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
@@ -312,14 +337,14 @@ class _Writer:
         return "\n".join([f"start: {body}", *(f"{name}{rule}" for name, rule in self._rules.items())])
 
     def _plain(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
-        answer = self._wrapped(self._body(grammar), grammar.wrappers)
+        answer = self._wrapped(self.answer_rule(grammar), grammar.wrappers)
         reasoning = grammar.reasoning
-        if reasoning is None or self._stop_ids & set(self._pieces(reasoning.end)):
+        if reasoning is None or self._stop_ids & set(self.split_markers(reasoning.end)):
             return answer
         blanks = self.rule("blanks", r"/\n{0,2}/")
         if reasoning_ends:
             return f"{self.text(reasoning.end)} {blanks} {answer}"
-        rest = f"{self.until(reasoning.end)} {blanks}"
+        rest = f"{self.text_until(reasoning.end)} {blanks}"
         if reasoning.opened:
             return f"{rest} {answer}"
         return f"({self.text(reasoning.begin)} {rest})? {answer}"
@@ -334,18 +359,18 @@ class _Writer:
             final = "@answer" if self._add_form(grammar.form) else self._free_text()
             alternatives.append(f"{self.text(HARMONY_FINAL)} {final}")
         answer = self.rule("answer", " | ".join(alternatives))
-        if self._stop_ids & set(self._pieces(end)):  # such an answer ends with its first message
+        if self._stop_ids & set(self.split_markers(end)):  # such an answer ends with its first message
             return answer
         if reasoning_ends:
             return f"{self.text(end)} {answer}"
-        return f"({self.text(begin)} {self.until(end)})? {answer}"
+        return f"({self.text(begin)} {self.text_until(end)})? {answer}"
 
     def _wrapped(self, answer: str, wrappers: Sequence[tuple[str, str]]) -> str:
         for begin, end in wrappers:
             answer = self.rule("wrapped", f"{answer} | {self.text(begin)} /\\n?/ {answer} /\\n?/ {self.text(end)}")
         return answer
 
-    def _body(self, grammar: AnswerGrammar) -> str:
+    def answer_rule(self, grammar: AnswerGrammar) -> str:
         """Return the rule of the answer after its reasoning."""
         calls, has_form = grammar.calls, self._add_form(grammar.form)
         if calls is None:
@@ -385,11 +410,12 @@ class _Writer:
     def rule(self, name: str, body: str, options: str = "") -> str:
         """Add a rule, or find an equal one, and return its name."""
         rule = f"{options}: {body}"
-        same = next((other for other, known in self._rules.items() if known == rule), None)
-        if same is not None:
-            return same
+        known = self._names.get((rule, name.isupper()))  # terminals have names in capitals
+        if known is not None:
+            return known
         name = f"{name}_{len(self._rules)}"
         self._rules[name] = rule
+        self._names[rule, name.isupper()] = name
         return name
 
     def _terminal(self, body: str) -> str:
@@ -398,7 +424,7 @@ class _Writer:
     def _free_text(self) -> str:
         return self.rule("text", "/(?s:.*)/")
 
-    def _pieces(self, text: str) -> list[str | int]:
+    def split_markers(self, text: str) -> list[str | int]:
         """Split text into literals and the ids of markers."""
         pieces, start = list[str | int](), 0
         for match in self._marker.finditer(text) if self._marker is not None else ():
@@ -409,7 +435,7 @@ class _Writer:
     def text(self, text: str) -> str:
         """Return the elements of a rule that match text with markers. `{index}` matches any number."""
         elements = []
-        for piece in self._pieces(text):
+        for piece in self.split_markers(text):
             if isinstance(piece, int):
                 elements.append(f"<[{piece}]>")
             else:
@@ -419,9 +445,9 @@ class _Writer:
                     elements += ["/[0-9]{1,3}/", *([quoted(tail)] if tail else [])]
         return " ".join(elements)
 
-    def until(self, text: str) -> str:
+    def text_until(self, text: str) -> str:
         """Return the elements of a rule that match any text up to a marker, and the marker."""
-        pieces = self._pieces(text)
+        pieces = self.split_markers(text)
         index = next((index for index, piece in enumerate(pieces) if isinstance(piece, int)), None)
         if index is None:
             return self.rule("until", f"/(?s:.*)/ {quoted(text)}", "[lazy]")
@@ -435,7 +461,7 @@ class _Writer:
 
     def _without_stop_tokens(self, text: str) -> str:
         """Leave out the markers at the end of text that end the answer."""
-        pieces = self._pieces(text)
+        pieces = self.split_markers(text)
         while pieces and pieces[-1] in self._stop_ids:
             pieces.pop()
         return "".join(map(self._name, pieces))
@@ -456,8 +482,8 @@ class _Writer:
             return f"{self._calls(calls)} | {text}"
         others = [begin for begin in row.begins if begin != marker]
         text = self._terminal(self._without(others))
-        if any(isinstance(piece, int) for piece in self._pieces(marker)):
-            head = self.until(marker)
+        if any(isinstance(piece, int) for piece in self.split_markers(marker)):
+            head = self.text_until(marker)
         else:  # lazy: text ends where the marker does
             head = self.rule("head", f"{text} {quoted(marker)}", "[lazy]")
         return f"{text} | {head} {self._calls(calls, skip=marker)}"
@@ -467,7 +493,7 @@ class _Writer:
         excluded = "".join(
             f" & ~/(?s:.*){_escaped_slashes(re.escape(text))}(?s:.*)/"
             for text in texts
-            if all(isinstance(piece, str) for piece in self._pieces(text))
+            if all(isinstance(piece, str) for piece in self.split_markers(text))
         )
         return f"/(?s:.*)/{excluded}"
 
@@ -479,11 +505,11 @@ class _Writer:
         first = self._call(row, begin, arguments)
         elements = [self.text(row.section_begin.removeprefix(skip)), first]
         if calls.max_calls is None:
-            following = self._call(row, row.call_begin, arguments)
-            elements.append(f"({self.text(row.separator)} {following})*")
+            following = self._call(row, row.separator + row.call_begin, arguments)
+            elements.append(f"({following})*")
         elif calls.max_calls > 1:
-            following = self._call(row, row.call_begin, arguments)
-            elements.append(f"({self.text(row.separator)} {following}){{0,{calls.max_calls - 1}}}")
+            following = self._call(row, row.separator + row.call_begin, arguments)
+            elements.append(f"({following}){{0,{calls.max_calls - 1}}}")
         elements.append(self.text(self._without_stop_tokens(row.section_end)))
         return self.rule("calls", " ".join(element for element in elements if element))
 
@@ -496,49 +522,143 @@ class _Writer:
 
     def _arguments(self, row: ToolCallFormat, schema: Any) -> str:
         schema = prepare_schema(schema)
+        if not isinstance(schema, dict) or "object" not in types_of(schema, schema):
+            raise ConfigError("Invalid JSON Schema: the parameters of a tool must allow an object.")
         if row.syntax in ("json", "named_json", "harmony"):
             return f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}"
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or []
-        if row.syntax == "xml":
-            items = [(self._parameter(row, key, inner, schema), key in required) for key, inner in properties.items()]
-            separator = row.parameter_separator
-        else:
-            values = _Values(row, schema, self)
-            sign = "=" if row.syntax == "python" else ":"
-            items = [(f"{quoted(key + sign)} {values.of(inner)}", key in required) for key, inner in properties.items()]
-            separator = ", " if row.syntax == "python" else ","
-        return self.ordered(items, self.text(separator))
+        alternatives = arguments_of(schema, schema)
+        if not alternatives:
+            raise ConfigError("Invalid JSON Schema: the parameters of a tool must allow an object.")
+        values = _Values(row, schema, self)
+        bodies = [self._argument_list(row, arguments, schema, values) for arguments in alternatives]
+        return self.rule("arguments", " | ".join(dict.fromkeys(bodies)))
 
-    def ordered(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return the rule of a sequence of items, of which some are required, with separators between them."""
+    def _argument_list(self, row: ToolCallFormat, arguments: "Arguments", root: Any, values: "_Values") -> str:
+        if row.syntax != "xml":
+            return self.members(arguments, "", *(("=", ", ") if row.syntax == "python" else (":", ",")), values, 0)
+        if arguments.additional is not False and "{key}" in row.parameter_end:
+            if arguments.additional is not True:
+                raise ConfigError(
+                    f"additionalProperties={json.dumps(arguments.additional)[:80]} is not supported for tool calls in "
+                    f"the format {row.name}. Declare the parameters in `properties`."
+                )
+            arguments = arguments._replace(additional=False)
+        items = [
+            (
+                lambda before, key=key, inner=inner: self._parameter(row, key, inner, root, before),
+                key in arguments.required,
+            )
+            for key, inner in arguments.properties.items()
+        ]
+
+        def additional(before: str) -> str:
+            return self._parameter(row, None, arguments.additional, root, before, list(arguments.properties))
+
+        is_open = arguments.additional is not False
+        return self.ordered(items, row.parameter_separator, additional if is_open else None)
+
+    def members(
+        self, arguments: "Arguments", quote: str, sign: str, separator: str, values: "_Values", depth: int
+    ) -> str:
+        """Return the rule of the arguments of a call, or of the members of an object, after their names and a sign."""
+
+        def member(before: str, key: str, inner: Any) -> str:
+            name = json.dumps(key, ensure_ascii=False) if quote else key
+            return f"{quoted(before + name + sign)} {values.value_rule(inner, depth + 1)}"
+
+        items = [
+            (lambda before, key=key, inner=inner: member(before, key, inner), key in arguments.required)
+            for key, inner in arguments.properties.items()
+        ]
+
+        def additional(before: str) -> str:
+            schema = arguments.additional if isinstance(arguments.additional, dict) else {}
+            name = self._other_name(before + quote, list(arguments.properties), quote + sign, bool(quote))
+            return f"{name} {values.value_rule(schema, depth + 1)}"
+
+        return self.ordered(items, separator, None if arguments.additional is False else additional)
+
+    def _other_name(self, before: str, names: Sequence[str], after: str, any_name: bool = False) -> str:
+        """Return the elements of a name that is not declared, as one lexeme with the literals around it."""
+        head, tail = self.split_markers(before), self.split_markers(after)
+        start = head.pop() if head and isinstance(head[-1], str) else ""
+        end = tail.pop(0) if tail and isinstance(tail[0], str) else ""
+        pattern = r'[^"\\\x00-\x1F\x7F]{1,64}' if any_name else "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+        start, end = map(_regex_of, (str(start), str(end)))
+        declared = "|".join(map(_regex_of, names))
+        excluded = f" & ~/{start}({declared}){end}/" if names else ""
+        key = self._terminal(f"/{start}{pattern}{end}/{excluded}")
+        pieces = [*(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in head), key]
+        return " ".join([*pieces, *(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in tail)])
+
+    def ordered(
+        self,
+        items: Sequence[tuple[Callable[[str], str], bool]],
+        separator: str,
+        additional: Callable[[str], str] | None = None,
+    ) -> str:
+        """Return the rule of a sequence of items with separators between them.
+
+        **Arguments:**
+
+        - `items`: functions that return the elements of an item after some text, and whether the item is required.
+            A separator and the text after it are one literal: llguidance does not choose between literals of which one
+            is the start of the other.
+        - `additional`: elements of items that may follow in any number.
+        """
         first = following = '""'
+        if additional is not None:
+            following = self.rule("items", f"({additional(separator)})*")
+            first = self.rule("items", f"({additional('')} {following})?")
         for item, required in reversed(items):
             after = following
             if required:
-                following, first = f"{separator} {item} {after}", f"{item} {after}"
+                following, first = f"{item(separator)} {after}", f"{item('')} {after}"
             else:
-                following, first = f"({separator} {item})? {after}", f"({item} {after} | {first})"
+                following, first = f"({item(separator)})? {after}", f"({item('')} {after} | {first})"
             following, first = self.rule("items", following), self.rule("items", first)
         return first
 
-    def _parameter(self, row: ToolCallFormat, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-        """Return the elements of one parameter of an XML format."""
+    def _parameter(
+        self,
+        row: ToolCallFormat,
+        key: str | None,
+        schema: Any,
+        root: Mapping[str, Any],
+        before: str,
+        names: Sequence[str] = (),
+    ) -> str:
+        """Return the rule of one parameter of an XML format. If `key` is None, its name is none of `names`."""
+        schema = {} if schema is True else schema
         types = types_of(schema, root)
-        literals = _literals(schema)
-        is_text = "string" in types
-        key_end = row.key_end.replace("{string}", "true" if is_text else "false")
-        begin, end = self.text(row.parameter_begin + key + key_end), row.parameter_end.replace("{key}", key)
-        if literals is not None:
-            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in literals]
-            body = f"({' | '.join(quoted(text) for text in texts)}) {self.text(end)}"
-        elif is_text:
-            body = self.until(end)
-        else:
+        texts, literals = text_literals(schema, root), literals_of(schema, root)
+        begin, end = before + row.parameter_begin, row.parameter_end.replace("{key}", key or "")
+
+        def head(is_text: bool) -> str:
+            key_end = row.key_end.replace("{string}", "true" if is_text else "false")
+            return self._other_name(begin, names, key_end) if key is None else self.text(begin + key + key_end)
+
+        others = None
+        if types != {"string"} and literals is not None:
+            written = [json.dumps(value, ensure_ascii=False) for value in literals if not isinstance(value, str)]
+            if written:
+                others = f"({' | '.join(map(quoted, written))}) {self.text(end)}"
+        elif types != {"string"}:
             definitions = {name: root[name] for name in ("$defs", "definitions", "$schema") if name in root}
-            inner = {**definitions, **schema} if isinstance(schema, dict) else schema
-            body = f"%json {json.dumps(_with_options(inner), ensure_ascii=False)} {self.text(end)}"
-        return self.rule("parameter", f"{begin} {body}")
+            inner: dict[str, Any] = {**definitions, **schema}
+            if "string" in types:
+                inner = {**definitions, "allOf": [schema, {"type": sorted(types - {"string"})}]}
+            others = f"%json {json.dumps(_with_options(inner), ensure_ascii=False)} {self.text(end)}"
+        text = None
+        if "string" in types and texts is None:
+            text = self.text_until(end)
+            others = others if "{string}" in row.key_end else None  # text without a rule may be any other value
+        elif texts:
+            text = f"({' | '.join(map(quoted, texts))}) {self.text(end)}"
+        bodies = [f"{head(body is text)} {body}" for body in (text, others) if body is not None]
+        if not bodies:
+            raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
+        return self.rule("parameter", " | ".join(bodies))
 
 
 class _Values:
@@ -554,17 +674,23 @@ class _Values:
         self._names = ("True", "False", "None") if self._python else ("true", "false", "null")
         self._separator = quoted(", " if self._python else ",")
 
-    def of(self, schema: Any, depth: int = 0) -> str:
+    def value_rule(self, schema: Any, depth: int = 0) -> str:
         """Return the rule of the values of a schema."""
-        schema = _resolved(schema, self._root)
-        literals = _literals(schema)
+        schema = merged(schema, self._root)
+        schema = schema if isinstance(schema, dict) else {}
+        types = types_of(schema, self._root)
+        literals = literals_of(schema, self._root)
         if literals is not None:
+            literals = [value for value in literals if _type_of(value) in types]
+            if not literals:
+                raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
             return self._writer.rule("value", " | ".join(self._literal(value) for value in literals))
         true, false, null = map(quoted, self._names)
-        types = types_of(schema, self._root)
-        options = (schema.get("anyOf") or schema.get("oneOf")) if isinstance(schema, dict) else None
-        if isinstance(options, list) and options and depth < MAX_NESTING:
-            return self._writer.rule("value", " | ".join(self.of(option, depth + 1) for option in options))
+        keyword = next((keyword for keyword in ("anyOf", "oneOf") if schema.get(keyword)), None)
+        if keyword is not None and depth < MAX_NESTING:
+            base = {name: value for name, value in schema.items() if name != keyword}
+            options = [self.value_rule({"allOf": [base, option]}, depth + 1) for option in schema[keyword]]
+            return self._writer.rule("value", " | ".join(dict.fromkeys(options)))
         alternatives = []
         if "boolean" in types:
             alternatives += [true, false]
@@ -575,18 +701,24 @@ class _Values:
         if "string" in types:
             alternatives.append(self._as_json("string", STRING_RULES, schema) if self._python else self._string())
         if "array" in types or "object" in types:
-            items = schema.get("items") if isinstance(schema, dict) else None
+            items = schema.get("items", True)
+            if schema.get("prefixItems") or isinstance(items, list):
+                raise ConfigError(
+                    f"prefixItems is not supported for tool calls in the format {self._row.name}. Use `items` instead."
+                )
             simple = isinstance(items, dict) and depth < MAX_NESTING
-            item = self.of(items, depth + 1) if simple else self._any(depth)
+            item = self.value_rule(items, depth + 1) if simple else self._any(depth)
             if "array" in types:
-                alternatives.append(self._array(item, schema if isinstance(schema, dict) else {}))
+                alternatives.append('"[" "]"' if items is False else self._array(item, schema))
             if "object" in types:
-                alternatives.append(self._object(schema if isinstance(schema, dict) else {}, depth))
-        return self._writer.rule("value", " | ".join(alternatives) or null)
+                alternatives.append(self._object(schema, depth))
+        if not alternatives:
+            raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
+        return self._writer.rule("value", " | ".join(alternatives))
 
     def _as_json(self, kind: str, rules: Sequence[str], schema: Any) -> str:
         """Return the rule of numbers or texts that are written as in JSON."""
-        kept = {rule: schema[rule] for rule in rules if isinstance(schema, dict) and rule in schema}
+        kept = {rule: schema[rule] for rule in (*rules, "allOf") if rule in schema}
         return self._writer.rule(
             "value", f"%json {json.dumps(_with_options({'type': kind, **kept}), ensure_ascii=False)}"
         )
@@ -600,28 +732,27 @@ class _Values:
         return f'"[" {item} {more} "]"' if minimum else f'"[" ({item} {more})? "]"'
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        properties = schema.get("properties")
-        if isinstance(properties, dict) and properties and depth < MAX_NESTING:
-            required = schema.get("required") or ()
-            items = [
-                (f"{self._name(key)} {self.of(inner, depth + 1)}", key in required) for key, inner in properties.items()
-            ]
-            return f'"{{" {self._writer.ordered(items, self._separator)} "}}"'
-        member = f"{self._key()} {self._any(depth)}"
-        return f'"{{" ({member} ({self._separator} {member})*)? "}}"'
-
-    def _name(self, key: str) -> str:
-        return quoted(json.dumps(key, ensure_ascii=False) + ": " if self._python else f"{key}:")
+        if depth >= MAX_NESTING:
+            member = f"{self._key()} {self._any(depth)}"
+            return f'"{{" ({member} ({self._separator} {member})*)? "}}"'
+        quote, sign, separator = ('"', ": ", ", ") if self._python else ("", ":", ",")
+        bodies = [
+            self._writer.members(arguments, quote, sign, separator, self, depth)
+            for arguments in arguments_of(schema, self._root)
+        ]
+        if not bodies:
+            raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
+        return f'"{{" ({" | ".join(bodies)}) "}}"'
 
     def _any(self, depth: int) -> str:
         """Return the rule of any value, with lists and objects up to a depth."""
         types = ["string", "number", "boolean", "null", *(("array", "object") if depth < MAX_NESTING else ())]
-        return self.of({"type": types}, depth + 1)
+        return self.value_rule({"type": types}, depth + 1)
 
     def _string(self) -> str:
         if self._python:
             return r'/"([^"\\\x00-\x1F\x7F]|\\["\\nrt])*"/'
-        return f"{self._writer.text(self._row.quote)} {self._writer.until(self._row.quote)}"
+        return f"{self._writer.text(self._row.quote)} {self._writer.text_until(self._row.quote)}"
 
     def _key(self) -> str:
         return f'{self._string()} ": "' if self._python else '/[A-Za-z_][A-Za-z0-9_.-]{0,63}/ ":"'
@@ -634,8 +765,8 @@ class _Values:
             return quoted(self._names[{True: 0, False: 1, None: 2}[value]])
         if isinstance(value, list | dict) and not self._python:
             raise ConfigError(
-                f"tool_choice cannot be kept: enum and const of lists and objects are not supported for calls in the "
-                f"format {self._row.name}. Leave {json.dumps(value)[:80]} out."
+                f"enum and const of lists and objects are not supported for tool calls in the format {self._row.name}. "
+                f"Remove {json.dumps(value)[:80]}."
             )
         return quoted(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value))
 
@@ -655,12 +786,14 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     declared = schema.get("type")
     if isinstance(declared, str | list):
         names = {declared} if isinstance(declared, str) else {name for name in declared if isinstance(name, str)}
-        types = types & (names | ({"integer"} if "number" in names else set()))
+        if names <= ALL_TYPES:
+            types = types & (names | ({"integer"} if "number" in names else set()))
     for keyword in ("anyOf", "oneOf"):
         options = schema.get(keyword)
         if isinstance(options, list):
             types = types & frozenset().union(*(types_of(option, root, depth + 1) for option in options))
-    for option in schema.get("allOf") or ():
+    all_of = schema.get("allOf")
+    for option in all_of if isinstance(all_of, list) else ():
         types = types & types_of(option, root, depth + 1)
     return types
 
@@ -678,6 +811,157 @@ def _literals(schema: Any) -> list[Any] | None:
         return [schema["const"]]
     values = schema.get("enum")
     return values if isinstance(values, list) and values else None
+
+
+def literals_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
+    """Return all values of a schema if `const` and `enum` list them; otherwise None."""
+    schema = _resolved(schema, root)
+    literals = _literals(schema)
+    if literals is not None or not isinstance(schema, dict) or depth > 8:
+        return literals
+    for keyword in ("anyOf", "oneOf"):
+        options = [literals_of(option, root, depth + 1) for option in schema.get(keyword) or ()]
+        if not options and schema.get("type") == "null":
+            return [None]
+        if options and all(option is not None for option in options):
+            return [value for option in options for value in option or ()]
+    found = (literals_of(option, root, depth + 1) for option in schema.get("allOf") or ())
+    return next((option for option in found if option is not None), None)
+
+
+def text_literals(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str] | None:
+    """Return the texts that a schema allows if `const` and `enum` list them; otherwise None."""
+    schema = _resolved(schema, root)
+    if "string" not in types_of(schema, root):
+        return []
+    literals = literals_of(schema, root)
+    if literals is not None:
+        return [value for value in literals if isinstance(value, str)]
+    if not isinstance(schema, dict) or depth > 8:
+        return None
+    for keyword in ("anyOf", "oneOf"):
+        options = [text_literals(option, root, depth + 1) for option in schema.get(keyword) or ()]
+        if options and all(option is not None for option in options):
+            return [value for option in options for value in option or ()]
+    found = (text_literals(option, root, depth + 1) for option in schema.get("allOf") or ())
+    return next((option for option in found if option is not None), None)
+
+
+class Arguments(NamedTuple):
+    """Members of an object.
+
+    - `properties`: schemas of the declared members.
+    - `required`: names of the required members.
+    - `additional`: schema of the other members; False: no other members.
+    """
+
+    properties: Mapping[str, Any]
+    required: frozenset[str]
+    additional: Any
+
+
+def arguments_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Arguments]:
+    """Return the alternatives for the members of an object, for formats that do not write it as JSON.
+
+    Raises ConfigError for rules that these formats do not represent.
+    """
+    schema = merged(schema, root)
+    if not isinstance(schema, dict):
+        return [Arguments({}, frozenset(), True)] if schema else []
+    keyword = next((keyword for keyword in ("anyOf", "oneOf") if keyword in schema), None)
+    if keyword is not None:
+        if depth > MAX_NESTING:
+            raise ConfigError(f"`{keyword}` is nested more than {MAX_NESTING} times. Use fewer levels.")
+        base = {name: value for name, value in schema.items() if name != keyword}
+        options = [arguments_of({"allOf": [base, option]}, root, depth + 1) for option in schema[keyword]]
+        return [arguments for option in options for arguments in option]
+    if "object" not in types_of(schema, root):
+        return []
+    declared, required = schema.get("properties", {}), list(schema.get("required", ()))
+    additional = schema.get("additionalProperties", not declared)
+    others = {name: additional if isinstance(additional, dict) else {} for name in required if name not in declared}
+    closed = "additionalProperties" in schema and additional is False
+    if (closed and others) or any(declared.get(name) is False for name in required):
+        return []
+    properties = {name: inner for name, inner in {**declared, **others}.items() if inner is not False}
+    minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties")
+    num_allowed = len(properties) if additional is False else float("inf")
+    unsupported = "patternProperties" if schema.get("patternProperties") else None
+    unsupported = "minProperties" if minimum > len(required) else unsupported
+    unsupported = "maxProperties" if maximum is not None and maximum < num_allowed else unsupported
+    if unsupported is not None:
+        raise ConfigError(
+            f"{unsupported}={json.dumps(schema[unsupported])[:80]} is not supported for tool calls in formats without "
+            "JSON. Remove it."
+        )
+    return [Arguments(properties, frozenset(required), additional)]
+
+
+LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+SMALLEST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+MERGED_RULES = frozenset(
+    {"anyOf", "oneOf", "items", "prefixItems", *OBJECT_RULES, *STRING_RULES, *NUMBER_RULES, *LARGEST, *SMALLEST}
+)
+
+
+def merged(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """Return a schema with references followed, and with `allOf` merged.
+
+    Raises ConfigError if rules of several schemas cannot be merged.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    if depth > 8:
+        raise ConfigError("The JSON Schema is not supported: `$ref` and `allOf` have more than 8 levels. Use fewer.")
+    if "$ref" not in schema and "allOf" not in schema:
+        return schema
+    parts: list[Any] = [{name: value for name, value in schema.items() if name not in ("$ref", "allOf")}]
+    if "$ref" in schema:
+        parts.append(merged(_resolved({"$ref": schema["$ref"]}, root), root, depth + 1))
+    parts += [merged(part, root, depth + 1) for part in schema.get("allOf", ())]
+    result = dict[str, Any]()
+    for part in parts:
+        if part is False:
+            return False
+        if isinstance(part, dict):
+            result = _merge(result, part, root)
+    return result
+
+
+def _merge(first: Mapping[str, Any], second: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    for one, other in ((first, second), (second, first)):
+        names = other.get("properties", {}).keys() - one.get("properties", {}).keys()
+        if one.get("additionalProperties", True) is not True and names:
+            raise ConfigError(
+                f"The JSON Schema is not supported: `allOf` combines additionalProperties with the property "
+                f"{min(names)!r} of another schema. Declare all properties in one schema."
+            )
+    result = dict(first)
+    for keyword, value in second.items():
+        known = result.get(keyword, value)
+        if keyword not in result or known == value:
+            result[keyword] = value
+        elif keyword == "properties":
+            both = {name: {"allOf": [known[name], value[name]]} for name in known.keys() & value.keys()}
+            result[keyword] = {**known, **value, **both}
+        elif keyword == "required":
+            result[keyword] = [*known, *(name for name in value if name not in known)]
+        elif keyword == "type":
+            result[keyword] = sorted(types_of({"type": known}, root) & types_of({"type": value}, root))
+        elif keyword == "enum":
+            result[keyword] = [item for item in known if item in value]
+        elif keyword in LARGEST or keyword in SMALLEST:
+            result[keyword] = max(known, value) if keyword in LARGEST else min(known, value)
+        elif keyword == "additionalProperties" and True in (known is True, value is True):
+            result[keyword] = value if known is True else known
+        elif keyword in ("pattern", "format", "multipleOf"):
+            result["allOf"] = [*result.get("allOf", ()), {keyword: value}]
+        elif keyword in MERGED_RULES:
+            raise ConfigError(
+                f"The JSON Schema is not supported: `allOf` combines different values of `{keyword}`. "
+                f"Write one schema with one `{keyword}`."
+            )
+    return result
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:

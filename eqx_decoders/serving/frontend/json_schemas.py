@@ -4,17 +4,19 @@ llguidance refuses most keywords that it does not implement. `prepare_schema` re
 that llguidance checks less strictly than the `jsonschema` package does.
 """
 
+import functools
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eqx_decoders.errors import ConfigError
+from eqx_decoders.errors import ConfigError, need_extra
 
 
 MAX_SHOWN = 80  # characters of a value in an error message
 MAX_EXACT = 2**53  # llguidance reads numbers as 64-bit floats
 MAX_DEPTH = 200  # of nested schemas
+MAX_COMPARISONS = 20_000  # of declared names with patterns in patternProperties
+MAX_PATTERNS = 100
 
 # Keywords of any draft that restrict values and that llguidance ignores in some drafts.
 UNSUPPORTED = frozenset(
@@ -43,12 +45,12 @@ UNSUPPORTED = frozenset(
 )
 # Values of unsupported keywords that restrict nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "contentSchema": (True,),
+    "contentSchema": (True, {}),
     "dependencies": ({},),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "not": (False,),
-    "propertyNames": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
@@ -58,6 +60,16 @@ SCHEMA = ("additionalItems", "additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SCHEMA_OBJECTS = ("$defs", "definitions", "patternProperties", "properties")
 COMPOSITION = ("$ref", "allOf", "anyOf", "oneOf")
+OBJECT_RULES = (
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "required",
+    "minProperties",
+    "maxProperties",
+)
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 STRING_RULES = ("pattern", "format", "minLength", "maxLength", "enum", "const")
 NUMBER_RULES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
 
@@ -81,23 +93,29 @@ def prepare_schema(schema: Any) -> Any:
     Objects that declare properties get no others, unless `additionalProperties` allows them explicitly: a model could
     go on with properties of any names otherwise.
     """
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, dict):
-        raise ConfigError(f"json cannot be read: a JSON Schema is an object, not {_shown(schema)}.")
     prepared = _prepare(schema, "$", 0)
+    if isinstance(prepared, bool):
+        return {} if prepared else False
     names, patterns = set[str](), set[str]()
     composed = False
-    for _, inner in subschemas(prepared):
+    inner_schemas = [inner for _, inner in subschemas(prepared)]
+    pairs = list[tuple[set[str], set[str]]]()
+    for inner in inner_schemas:
         composed |= any(keyword in inner for keyword in COMPOSITION)
         inner_names = {*_strings(inner.get("properties")), *_strings(inner.get("required"))}
-        inner_patterns = _strings(inner.get("patternProperties"))
-        _check_overlap(inner_names, inner_patterns)
+        inner_patterns = set(_strings(inner.get("patternProperties")))
+        pairs.append((inner_names, inner_patterns))
         names |= inner_names
-        patterns |= set(inner_patterns)
-    if composed:  # rules of several objects may be combined
-        _check_overlap(names, patterns)
-    inner_schemas = [inner for _, inner in subschemas(prepared)]
+        patterns |= inner_patterns
+    if len(names) * len(patterns) > MAX_COMPARISONS or len(patterns) > MAX_PATTERNS:
+        raise ConfigError(
+            f"The JSON Schema is not supported: it has {len(patterns)} patterns in `patternProperties` and "
+            f"{len(names)} declared names. At most {MAX_PATTERNS} patterns and {MAX_COMPARISONS} pairs of "
+            "a pattern and a name are supported. Use fewer patterns."
+        )
+    # with a composition, rules of several objects may be combined
+    for inner_names, inner_patterns in [(names, patterns)] if composed else pairs:
+        _check_overlap(inner_names, inner_patterns)
     if not any(_combines_objects(inner) for inner in inner_schemas):
         for inner in inner_schemas:
             _close(inner)
@@ -106,10 +124,11 @@ def prepare_schema(schema: Any) -> Any:
 
 def _combines_objects(schema: Mapping[str, Any]) -> bool:
     """Return whether properties of an object may be declared in several places."""
-    if "allOf" in schema:
-        return True
-    siblings = schema.keys() - {"title", "description", "default", "examples", "$defs", "definitions", "$schema"}
-    return any(keyword in schema for keyword in COMPOSITION) and len(siblings) > 1
+    compositions = [keyword for keyword in COMPOSITION if keyword in schema]
+    if not compositions:
+        return False
+    all_of = schema.get("allOf", [])
+    return len(compositions) > 1 or len(all_of) > 1 or any(keyword in schema for keyword in OBJECT_RULES)
 
 
 def _close(schema: dict[str, Any]) -> None:
@@ -133,8 +152,10 @@ def subschemas(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, An
             pending += _inner(where, item)
 
 
-def leaf_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the inner schemas whose rules may exclude every value, which llguidance notices only when it gets there."""
+def schemas_to_check(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield inner schemas that may be unsatisfiable."""
+    if not isinstance(schema, dict):
+        return
     definitions = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
     seen = set[str]()
     for path, inner in subschemas(schema):
@@ -160,10 +181,16 @@ def _inner(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _prepare(schema: Any, path: str, depth: int) -> Any:
-    if not isinstance(schema, dict):
+    if isinstance(schema, bool):
         return schema
+    if not isinstance(schema, dict):
+        where = "" if path == "$" else f" at `{path[:MAX_SHOWN]}`"
+        raise ConfigError(f"Invalid JSON Schema: expected an object{where}, got {_shown(schema)}.")
     if depth > MAX_DEPTH:
-        raise ConfigError(f"json cannot be read: {path[:MAX_SHOWN]} is nested too deeply.")
+        raise ConfigError(f"Invalid JSON Schema: `{path[:MAX_SHOWN]}` has more than {MAX_DEPTH} levels.")
+    _check_shapes(schema, path)
+    if schema.get("not") is True or schema.get("not") == {}:
+        return False
     prepared = dict[str, Any]()
     for keyword, value in schema.items():
         if keyword in UNSUPPORTED:
@@ -174,8 +201,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
             if keyword in ("minContains", "maxContains") and "contains" not in schema:
                 continue
             raise ConfigError(
-                f"json cannot be kept: {path[:MAX_SHOWN]} has the keyword {keyword}={_shown(value)}, which constrained "
-                "answers do not support. Leave it out."
+                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `{keyword}={_shown(value)}`. Remove it."
             )
         if keyword in SCHEMA_OBJECTS and isinstance(value, dict):
             prepared[keyword] = {
@@ -202,6 +228,33 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
     return prepared
 
 
+def _check_shapes(schema: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError for keywords whose values have a wrong type."""
+    for keyword, value in schema.items():
+        if keyword in SCHEMA_OBJECTS:
+            good, expected = isinstance(value, dict), "an object"
+        elif keyword in SCHEMA_LISTS and keyword != "items":
+            good, expected = isinstance(value, list), "a list of schemas"
+        elif keyword == "required":
+            good = isinstance(value, list) and all(isinstance(name, str) for name in value)
+            expected = "a list of strings"
+        elif keyword == "type":
+            names = value if isinstance(value, list) else [value]
+            good = bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+            expected = f"names of types: {', '.join(sorted(TYPES))}"
+        elif keyword == "enum":
+            good, expected = isinstance(value, list), "a list"
+        elif keyword in COUNTS:
+            good = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value % 1 == 0
+            expected = "a non-negative integer"
+        else:
+            continue
+        if not good:
+            raise ConfigError(
+                f"Invalid JSON Schema: `{path[:MAX_SHOWN]}` has `{keyword}={_shown(value)}`, expected {expected}."
+            )
+
+
 def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
     """Refuse integers that llguidance would round."""
     values: list[Any] = [schema.get(keyword) for keyword in NUMBER_RULES]
@@ -213,8 +266,8 @@ def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
             values += value.values()
         elif isinstance(value, int) and abs(value) > MAX_EXACT:
             raise ConfigError(
-                f"json cannot be kept: {path[:MAX_SHOWN]} has the number {value}. Constrained answers support integers "
-                f"up to {MAX_EXACT}: give it as a string."
+                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has the number {_shown(value)}. The largest "
+                f"supported integer is {MAX_EXACT}. Use a string instead."
             )
 
 
@@ -224,23 +277,53 @@ def _check_min_properties(schema: Mapping[str, Any], path: str) -> None:
     num_required = len(_strings(schema.get("required")))
     if isinstance(minimum, int) and minimum > num_required + 1:
         raise ConfigError(
-            f"json cannot be kept: {path[:MAX_SHOWN]} has minProperties={minimum}, and {num_required} properties are "
-            "required. Constrained answers support at most one more: list the properties in required."
+            f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `minProperties={_shown(minimum)}` and "
+            f"{num_required} required properties. At most one more is supported. List the properties in `required`."
         )
 
 
-def _check_overlap(names: set[str], patterns: Sequence[str] | set[str]) -> None:
-    for pattern in patterns:
-        try:
-            matcher = re.compile(pattern)
-            name = next((name for name in sorted(names) if matcher.search(name)), None)
-        except (re.error, RecursionError, OverflowError):  # a rule of another dialect: it may match any name
-            name = min(names, default=None)
+def _check_overlap(names: set[str], patterns: set[str]) -> None:
+    """Raise ConfigError for a pattern that matches a declared name, or that llguidance cannot match."""
+    for pattern in sorted(patterns) if names else ():
+        name = _matching_name(sorted(names), pattern)
         if name is not None:
             raise ConfigError(
-                f"json cannot be kept: the property {_shown(name)} may match {_shown(pattern)} in patternProperties. "
-                "Constrained answers need patterns that match no name in properties and required: change the pattern."
+                f"The JSON Schema is not supported: the property {_shown(name)} may match {_shown(pattern)} in "
+                "`patternProperties`. Use patterns that match no name in `properties` and `required`."
             )
+
+
+def _matching_name(names: Sequence[str], pattern: str) -> str | None:
+    """Return a name that a pattern may match.
+
+    llguidance matches the pattern: the work for one pattern is bounded, unlike with Python's `re`.
+    """
+    if not _may_match(names, pattern):
+        return None
+    while len(names) > 1:
+        half = names[: len(names) // 2]
+        names = half if _may_match(half, pattern) else names[len(names) // 2 :]
+    return names[0]
+
+
+def _may_match(names: Sequence[str], pattern: str) -> bool:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise need_extra("llguidance", "serve") from error
+    source = json.dumps({"grammars": [{"json_schema": {"type": "string", "pattern": pattern, "enum": list(names)}}]})
+    matcher = llguidance.LLMatcher(_byte_tokenizer(), source, log_level=0)
+    if matcher.is_error():  # also an error if no name matches
+        return "Unsatisfiable" not in matcher.get_error()
+    matcher.compute_bitmask()
+    return matcher.is_error() or not matcher.is_stopped()
+
+
+@functools.cache
+def _byte_tokenizer() -> Any:
+    import llguidance
+
+    return llguidance.LLTokenizer("byte")
 
 
 def _strings(value: Any) -> list[str]:
@@ -248,5 +331,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > 10**MAX_SHOWN:  # Python refuses to print very large integers
+        return f"an integer of {value.bit_length()} bits"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

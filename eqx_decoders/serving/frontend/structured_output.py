@@ -32,7 +32,7 @@ from eqx_decoders.serving.frontend.answer_grammar import (
 )
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
-from eqx_decoders.serving.frontend.json_schemas import leaf_schemas, prepare_schema
+from eqx_decoders.serving.frontend.json_schemas import prepare_schema, schemas_to_check
 
 
 MAX_CACHED, MAX_CACHED_SECONDS = 32, 2.0  # grammars and their compilation time; a second makes some 100 MB
@@ -280,7 +280,7 @@ class GrammarCompiler:
             source = without_forcing(source)
         matcher = self._start_matcher(llguidance, source)
         if matcher.is_error():
-            raise ConfigError(f"{grammar.kind} cannot be kept: {_first_line(matcher.get_error())}.")
+            raise ConfigError(f"{grammar.kind} is not supported: {_first_line(matcher.get_error())}.")
         return matcher
 
     def _start_matcher(self, llguidance: Any, source: str) -> Any:
@@ -297,10 +297,12 @@ class GrammarCompiler:
         if isinstance(grammar, AnswerGrammar) and grammar.calls is not None:
             schemas += [prepare_schema(json.loads(schema)) for _, schema in grammar.calls.tools]
         for schema in schemas:
-            for path, leaf in leaf_schemas(schema):
+            for path, leaf in schemas_to_check(schema):
                 matcher = self._start_matcher(llguidance, json.dumps({"grammars": [{"json_schema": leaf}]}))
                 if not matcher.is_error() and matcher.is_stopped():
-                    raise ConfigError(f"json cannot be kept: no value matches all rules of {path[:MAX_MESSAGE]}.")
+                    raise ConfigError(
+                        f"Invalid JSON Schema: no value matches all rules of `{path[:MAX_MESSAGE]}`. Change the rules."
+                    )
 
 
 def reserved_tokens(max_tokens: int) -> int:
@@ -319,7 +321,8 @@ def _first_line(text: str) -> str:
         return "of several schemas in oneOf it is not certain that they exclude each other: give anyOf"
     lines = [line.strip() for line in text.strip().split("\n")]
     error = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
-    return error.removeprefix("error: ")[:MAX_MESSAGE].rstrip(".")
+    error = error.partition("following special tokens")[0]  # names of tokens that are not a client's
+    return error.removeprefix("error: ")[:MAX_MESSAGE].rstrip(" ;,").rstrip(".")
 
 
 class _Bytes:

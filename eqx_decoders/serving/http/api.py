@@ -292,7 +292,9 @@ class Api:
         if form is None and calls is None:
             return "", None
         end = decode(self.frontend.tokenizer, prompt.ids[-PROMPT_END:], special=True)
-        template = "" if self.frontend.chat is None else self.frontend.chat.source_for(request.tools)
+        template = (
+            "" if self.frontend.chat is None else self.frontend.chat.source_for(request.callable and request.tools)
+        )
         if form is None or request.allowed.required:
             field = "tool_choice" if request.allowed.restricts else "parallel_tool_calls"
         return field, chat_grammar(template, end, form, calls)

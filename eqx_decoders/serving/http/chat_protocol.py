@@ -95,6 +95,7 @@ class Message(RequestFields, forbid_unknown_fields=False):
     role: Annotated[Role, Meta(description="one of system, developer, user, assistant, tool")]
     content: Annotated[str | list[Part], Meta(description="a text or a list of parts")] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(description="objects with a function")] | None = None
+    refusal: Text | None = None
 
 
 class NamedFunction(RequestFields, forbid_unknown_fields=False):
@@ -147,7 +148,7 @@ class AllowedTools(NamedTuple):
     - `tools`: the tools.
     - `required`: the answer must call at least one of them.
     - `named`: the answer must call a single tool that the request names.
-    - `restricts`: this differs from `tool_choice="auto"`.
+    - `restricts`: whether `tool_choice` limits which tools may or must be called.
     """
 
     tools: tuple[Any, ...]
@@ -263,7 +264,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         check_conversation(self, config)
         if self.constrains_calls and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise refuse(name, getattr(self, name), "excludes constrained tool calls, which end the answer")
+            raise refuse(name, getattr(self, name), "cannot be combined with constrained tool calls")
 
 
 class TokenizeRequest(RequestBody):
@@ -348,7 +349,7 @@ def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[s
         variables["reasoning_effort"] = request.reasoning_effort
     messages = [
         {**message, "content": message.get("refusal") or ""}
-        if message.get("content") is None and message.get("tool_calls") is None
+        if message.get("content") is None and not message.get("tool_calls")
         else message
         for message in request.messages or []
     ]

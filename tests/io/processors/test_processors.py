@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import pathlib
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -275,6 +277,39 @@ def test_sizes_are_bounded_before_anything_is_decoded():
 def test_all_colours_become_three(kind):
     pixels = open_image(image(kind, 40, 30), LIMITS)
     assert pixels.shape == (30, 40, 3) and pixels.dtype == np.uint8 and pixels.std() > 10
+
+
+def test_levels_of_16_bits_are_scaled_in_every_format(tmp_path):
+    from PIL import Image
+
+    levels = np.asarray([[0, 257, 32896, 65535]], np.uint16)
+    pgm = b"P5 4 1 65535 " + levels.astype(">u2").tobytes()
+    tiff = tmp_path / "image.tif"
+    Image.fromarray(levels).save(tiff)
+    for source in (pgm, tiff):
+        assert open_image(source, LIMITS)[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+def test_images_without_a_known_range_are_refused(tmp_path):
+    from PIL import Image
+
+    for dtype, mode in ((np.int32, "I"), (np.float32, "F")):
+        picture = Image.fromarray(np.ones((2, 2), dtype))
+        picture.save(tmp_path / "image.tif")
+        for source in (picture, tmp_path / "image.tif"):
+            with pytest.raises(DataError, match=f"'{mode}'"):
+                open_image(source, LIMITS)
+
+
+def test_a_transparent_color_of_16_bits_is_white():
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    pixels = np.asarray([[5140, 5140, 5140], [0, 51400, 0]], ">u2")
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0))
+    png += chunk(b"tRNS", pixels[1].tobytes()) + chunk(b"IDAT", zlib.compress(b"\0" + pixels.tobytes()))
+    png += chunk(b"IEND", b"")
+    assert open_image(png, LIMITS).tolist() == [[[20, 20, 20], [255, 255, 255]]]
 
 
 TRANSPARENT = {

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import random
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMATS
+from eqx_decoders.io.text.answers.formats import TOOL_CALL_FORMATS, FunctionCall
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.io.text.tool_calls import parse_tool_calls
 from eqx_decoders.serving.frontend.answer_grammar import (
@@ -177,6 +178,13 @@ def test_grammars_of_clients_may_name_special_tokens():
     assert ended and control["<|user|>"] in ids and {control["<b>"], control["<s>"]}.isdisjoint(ids)
     lark = 'start: "a<b>" <b> /<b>/ <[5]> // <b>\n| "\\"<b>" <other>'
     assert with_token_ids(lark, {"<b>": 7}) == 'start: "a<b>" <[7]> /<b>/ <[5]> // <b>\n| "\\"<b>" <other>'
+
+
+def test_literals_without_end_are_read_in_linear_time():
+    start = time.process_time()
+    for lark in ('"' + '\\"' * 100_000, "/" + "\\/" * 100_000):
+        assert with_token_ids(lark, {"<b>": 7}) == lark
+    assert time.process_time() - start < 2
 
 
 # --- reasoning --------------------------------------------------------------------------------------------------------
@@ -349,7 +357,7 @@ def test_free_text_ends_with_its_first_call(name, style):
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_is_a_call_or_has_its_form(name):
     calls = call_grammar(name, TOOLS, required=False)
-    required = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=True), harmony=name == "harmony")
+    required = AnswerGrammar(None, call_grammar(name, TOOLS[2:], required=True, max_calls=1), harmony=name == "harmony")
     ids, _ = sample(PLAIN_COMPILER, required, 1, max_tokens=250)
     written = text_of(PLAIN_COMPILER, ids)
     grammar = AnswerGrammar(ANSWER, calls, harmony=name == "harmony")
@@ -377,6 +385,126 @@ def test_calls_follow_reasoning():
     assert accepts(PLAIN_COMPILER, grammar, f"why <tool_call></think>\n\n{call}")
     assert not accepts(PLAIN_COMPILER, grammar, call) and not accepts(PLAIN_COMPILER, grammar, f"why</think>a{call}")
     assert not accepts(PLAIN_COMPILER, grammar, f"why</think>{call}\n{call}")
+
+
+def tool(parameters) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def call_accepted(name: str, parameters, arguments, *, required: bool = True, count: int = 1) -> bool:
+    """Return whether an answer may have a call with some arguments, written as the format writes it."""
+    row = next(row for row in TOOL_CALL_FORMATS if row.name == name)
+    written = row.write([FunctionCall("f", arguments)] * count)
+    if row.syntax == "python":
+        written = written.replace("'", '"')
+    grammar = AnswerGrammar(None, call_grammar(name, tool(parameters), required=required), harmony=name == "harmony")
+    return accepts(PLAIN_COMPILER, grammar, written.removesuffix("<|call|>") if name == "harmony" else written)
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("harmony", "llama3_json")])
+def test_calls_as_the_format_writes_them_are_accepted(name, required):
+    properties = {"city": {"type": "string"}, "days": {"type": "integer"}, "exact": {"type": "boolean"}}
+    parameters = {"type": "object", "properties": properties, "required": ["city"]}
+    for arguments in ({"city": "P"}, {"city": "P", "days": 3}, {"city": "P", "exact": True}):
+        for count in (1, 2, 3):
+            assert call_accepted(name, parameters, arguments, required=required, count=count), (arguments, count)
+
+
+OTHER_SYNTAX = ("qwen3_coder", "deepseek_v32", "minimax_m2", "hy_v3", "lfm2", "gemma4")
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
+# Schemas of parameters, arguments that match, and arguments that do not.
+PARAMETERS = {
+    "reference": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, [{"a": 1}], [{}, {"b": "x"}]),
+    "anyOf": ({"anyOf": [A, B]}, [{"a": 1}, {"b": "x"}], [{}, {"a": 1, "b": "x"}]),
+    "anyOf next to properties": ({**A, "anyOf": [B, {}]}, [{"a": 1, "b": "x"}, {"a": 1}], [{"b": "x"}]),
+    "allOf": ({"allOf": [A, B]}, [{"a": 1, "b": "x"}], [{"a": 1}, {"b": "x"}]),
+    "open": ({"type": "object"}, [{}, {"x": 1}, {"x": "y", "z": 2}], []),
+    "empty": ({}, [{}, {"x": 1}], []),
+    "without type": ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, [{"a": 1}], [{}]),
+    "additional": (
+        {**A, "additionalProperties": {"type": "integer"}},
+        [{"a": 1}, {"a": 1, "ab": 2}, {"a": 1, "x": 2, "y": 3}],
+        [{"x": 2}, {"a": 1, "x": "t"}],
+    ),
+    "required but not declared": ({**A, "required": ["a", "c"]}, [{"a": 1, "c": 2}], [{"a": 1}]),
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", *OTHER_SYNTAX])
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_parameters_follow_schemas_with_compositions(kind, name):
+    parameters, good, bad = PARAMETERS[kind]
+    for arguments in good:
+        assert call_accepted(name, parameters, arguments), arguments
+        assert call_accepted(name, parameters, arguments, required=False), arguments
+    for arguments in bad:
+        if not (name == "hermes" and kind in ("allOf", "required but not declared", "anyOf next to properties")):
+            assert not call_accepted(name, parameters, arguments), arguments
+
+
+E = {"enum": ["x", "y"]}
+VALUES = {
+    "reference": ({"$ref": "#/$defs/E"}, ["x"], ["zzz"]),
+    "optional": ({"anyOf": [E, {"type": "null"}]}, ["x", None], ["zzz", 1]),
+    "allOf": ({"allOf": [{"$ref": "#/$defs/E"}], "description": "d"}, ["y"], ["zzz"]),
+    "literal or number": ({"anyOf": [{"const": "auto"}, {"type": "integer"}]}, ["auto", 12], ["zzz"]),
+    "typed": ({"type": ["integer", "null"]}, [1, None], ["zzz"]),
+    "nullable": ({"type": ["string", "null"]}, ["x", None], []),
+    "oneOf": ({"oneOf": [{"type": "boolean"}, {"type": "integer"}]}, [True, 5], ["zzz"]),
+    "anything": ({}, ["x", 1, None, True], []),
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", *OTHER_SYNTAX])
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_of_parameters_follow_schemas_with_compositions(kind, name):
+    schema, good, bad = VALUES[kind]
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"E": E}}
+    for value in good:
+        assert call_accepted(name, parameters, {"a": value}), value
+        assert call_accepted(name, parameters, {"a": value}, required=False), value
+    for value in bad:
+        assert not call_accepted(name, parameters, {"a": value}), value
+
+
+def test_json_arguments_are_objects():
+    for parameters in ({}, {"properties": {"a": {}}}, {"type": ["object", "null"]}):
+        grammar = AnswerGrammar(None, call_grammar("hermes", tool(parameters), required=True))
+        for written in ("5", '"x"', "null"):
+            call = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+            assert not accepts(PLAIN_COMPILER, grammar, call)
+
+
+BROKEN = [{"required": True}, {"properties": ["a"]}, {"allOf": 5}, {"type": "float"}, {"type": "string"}]
+INNER = [{"minItems": None}, {"type": "object", "required": True}, {"type": "any"}, {"anyOf": 5}]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "lfm2", "gemma4"])
+@pytest.mark.parametrize("parameters", [*BROKEN, *({"properties": {"a": inner}} for inner in INNER)])
+def test_invalid_parameters_are_refused_where_a_call_is_required_only(parameters, name):
+    prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=False)))
+    with pytest.raises(ConfigError):
+        prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4"])
+def test_tuples_are_refused_where_the_format_cannot_express_them(name):
+    parameters = {"properties": {"a": {"type": "array", "prefixItems": [{"type": "integer"}]}}}
+    with pytest.raises(ConfigError, match="prefixItems"):
+        prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
+
+
+def test_grammars_of_clients_in_json_may_name_special_tokens():
+    compiler = COMPILERS["bytes"]
+    grammars = [{"lark_grammar": 'start: <|user|> "x"'}]
+    grammar = Grammar("grammar", json.dumps({"grammars": grammars}))
+    assert accepts(compiler, grammar, names(compiler)["<|user|>"], "x")
+    grammars = [{"lark_grammar": 'start: <|unknown|> "x"'}]
+    with pytest.raises(ConfigError) as error:
+        prepare(compiler, Grammar("grammar", json.dumps({"grammars": grammars})))
+    assert "unknown" in str(error.value) and str(error.value).isascii()
 
 
 def test_types_of_schemas():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 
 import numpy as np
 import pytest
@@ -103,6 +104,7 @@ SCHEMAS = {
     "names like keywords": record({"not": NUMBER, "if": NUMBER, "uniqueItems": {"type": "boolean"}}),
     "annotations": record({"a": {**NUMBER, "title": "t", "default": 1, "x-order": 1, "examples": [9]}}),
     "neutral": record({"a": {**NUMBER, "not": False}}, uniqueItems=False, propertyNames={}, unevaluatedProperties=True),
+    "names that are strings": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": NUMBER},
     "if without then": record({"a": NUMBER}, **{"if": {"required": ["a"]}}),
     "options of llguidance": {"x-guidance": {"lenient": True, "whitespace_pattern": "x"}, **record({"a": NUMBER})},
     "no value for an optional property": {
@@ -141,11 +143,54 @@ def test_objects_with_declared_properties_have_no_others():
         assert prepare_schema(schema) == schema
 
 
+@pytest.mark.parametrize(
+    "siblings", [{"discriminator": {"propertyName": "a"}}, {"deprecated": True}, {"$id": "x"}, {"type": "object"}]
+)
+def test_siblings_of_a_composition_that_declare_no_properties_keep_objects_closed(siblings):
+    inner = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
+    for schema in ({"oneOf": [inner, NUMBER]}, {"anyOf": [inner]}, {"allOf": [inner]}):
+        (keyword,) = schema
+        assert prepare_schema({**schema, **siblings})[keyword][0]["additionalProperties"] is False
+
+
+def test_patterns_of_clients_are_matched_in_bounded_time():
+    start = time.process_time()
+    for name, pattern in (("a" * 60 + "!", "^(a+)+$"), ("a" * 60, "(a|a)*b"), ("x" * 60, "(x+x+)+y")):
+        prepare_schema({"properties": {name: {}}, "patternProperties": {pattern: {}}})
+    with pytest.raises(ConfigError, match="patterns"):
+        prepare_schema({"properties": {"a": {}}, "patternProperties": {f"^x{index}$": {} for index in range(2000)}})
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"required": True}, "required"), ({"properties": ["a"]}, "properties"), ({"allOf": 5}, "allOf"),
+        ({"type": "string", "format": "date", "pattern": "a", "allOf": 5}, "allOf"), ({"minItems": None}, "minItems"),
+        ({"properties": {"a": 5}}, "$.properties.a"), ({"items": None}, "$.items"), ({"anyOf": [[]]}, "$.anyOf[0]"),
+        ({"maximum": 10**5000}, "maximum"), ({"minLength": -1}, "minLength"), ({"enum": "x"}, "enum"),
+    ],
+)  # fmt: skip
+def test_schemas_with_values_of_a_wrong_type_are_refused(schema, named):
+    with pytest.raises(ConfigError) as error:
+        prepare_schema({"properties": {"p": schema}} if named[0] != "$" else schema)
+    assert named in str(error.value) or named == "maximum"
+    assert len(str(error.value)) < 300
+
+
+def test_schemas_without_objects():
+    assert prepare_schema(True) == {} and prepare_schema(False) is False
+    assert prepare_schema({"properties": {"a": {"not": {}}}})["properties"] == {"a": False}
+    assert allowed(constraint_of(True))
+    with pytest.raises(ConfigError):
+        constraint_of(False)
+
+
 # Schemas with a rule that cannot be represented, and what the error names.
 REFUSED = {
     "uniqueItems": ({"type": "array", "items": NUMBER, "uniqueItems": True}, "uniqueItems"),
     "contains": ({"type": "array", "items": NUMBER, "contains": {"const": 3}, "minContains": 2}, "contains"),
-    "not": (record({"a": {**NUMBER, "not": {"const": 1}}}), "$.properties.a has the keyword not"),
+    "not": (record({"a": {**NUMBER, "not": {"const": 1}}}), "`$.properties.a` has `not"),
     "if": (record({"a": NUMBER}, **{"if": {"properties": {"a": {"const": 1}}}, "then": False}), "if"),
     "else": (record({"a": NUMBER}, **{"if": {"properties": {"a": {"const": 1}}}, "else": False}), "if"),
     "dependentRequired": (record({"a": NUMBER}, dependentRequired={"a": ["b"]}), "dependentRequired"),
@@ -156,10 +201,11 @@ REFUSED = {
     "unevaluatedItems": ({"type": "array", "prefixItems": [NUMBER], "unevaluatedItems": False}, "unevaluatedItems"),
     "draft 3": ({"type": "integer", "divisibleBy": 3}, "divisibleBy"),
     "dynamic reference": ({"$dynamicRef": "#node"}, "$dynamicRef"),
-    "in a definition": ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "$.$defs.a"),
+    "in a definition": ({"$defs": {"a": {"not": {"const": 1}}}, "$ref": "#/$defs/a"}, "$.$defs.a"),
     "in anyOf": ({"anyOf": [{"type": "array", "uniqueItems": True}, NUMBER]}, "$.anyOf[0]"),
-    "in items of draft 7": ({"type": "array", "items": [{"not": {}}]}, "$.items[0]"),
-    "in additionalProperties": ({"type": "object", "additionalProperties": {"not": {}}}, "$.additionalProperties"),
+    "in items of draft 7": ({"type": "array", "items": [{"not": {"const": 1}}]}, "$.items[0]"),
+    "in additionalProperties": (
+        {"type": "object", "additionalProperties": {"not": {"const": 1}}}, "$.additionalProperties"),
     "pattern of a property": (record({"score": NUMBER}, patternProperties={"^score$": NUMBER}), '"score"'),
     "pattern of a required name": (
         {"type": "object", "patternProperties": {"^s": NUMBER}, "required": ["s"]}, '"s"'),
@@ -199,6 +245,6 @@ def test_unsupported_keywords_are_refused_by_name_at_any_depth(keyword):
         {"items": {"anyOf": [NUMBER, inner]}},
         {"$defs": {"d": {"patternProperties": {"^p": inner}}}},
     ):
-        with pytest.raises(ConfigError, match=rf"keyword {keyword.replace('$', '.')}="):
+        with pytest.raises(ConfigError, match=rf"has `{keyword.replace('$', '.')}="):
             prepare_schema(schema)
         prepare_schema({"properties": {keyword: NUMBER}, "enum": [inner], "default": inner})  # no keyword here

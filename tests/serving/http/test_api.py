@@ -396,7 +396,7 @@ def test_other_forms(server):
     "options, says",
     [
         ({"guided_regex": "(["}, "unclosed"),
-        ({"guided_json": {"type": "nope"}}, "Invalid type"),
+        ({"guided_json": {"type": "nope"}}, "nope"),
         ({"guided_json": 5}, "must be an object"),
         ({"guided_choice": []}, "at least one"),
         ({"guided_choice": ["a", ""]}, "must be a list of texts"),
@@ -544,6 +544,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + ba
         ({"role": "user", "content": 5}, "content"),
         ({"content": "a"}, "role is missing"),
         ("a", "must be an object with role and content"),
+        ({"role": "assistant", "content": None, "refusal": 5}, "refusal"),
         ({"role": "assistant", "tool_calls": [5]}, "must be objects with a function"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "an object in JSON"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.http import json_body
 from eqx_decoders.serving.http.api_config import ApiConfig
-from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest
+from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest, conversation
 from eqx_decoders.serving.http.json_body import parse, write
 from eqx_decoders.serving.http.other_fields import IGNORED, NEUTRAL, changes_nothing
 from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, read_body
@@ -120,7 +120,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 # Of each error: the type of the body, the body, and what is said.
 ERRORS = [
     (CompletionRequest, {}, "prompt is missing: it must be a text, a list of token ids, or a list of texts or"),
-    (CompletionRequest, {"prompt": "a", "temprature": 1}, "temprature=1 is not known here: leave it out."),
+    (CompletionRequest, {"prompt": "a", "temprature": 1}, "temprature=1 is an unknown field. Remove it."),
     (CompletionRequest, {"prompt": "a", "best_of": 2}, "best_of=2 is not offered: ask for n answers and choose."),
     (CompletionRequest, {"prompt": "a", "temperature": -1}, "temperature=-1 must be a number from 0 to 1000."),
     (CompletionRequest, {"prompt": "a", "n": "two"}, 'n="two" must be an integer of at least 1.'),
@@ -131,7 +131,7 @@ ERRORS = [
     (CompletionRequest, {"prompt": "a", "stop": [5]}, "stop=[5] must be a text or a list of texts."),
     (CompletionRequest, {"prompt": "a", "logprobs": 21}, "logprobs=21 must be at most 20."),
     (CompletionRequest, {"prompt": "a", "stream_options": {"usage": True}, "stream": True},
-     "stream_options.usage=true is not known here: leave it out."),
+     "stream_options.usage=true is an unknown field. Remove it."),
     (CompletionRequest, {"prompt": "a", "response_format": {"type": "xml"}},
      'response_format.type="xml" must be one of text, json_object, json_schema.'),
     (CompletionRequest, {"prompt": "a", "response_format": {}},
@@ -267,6 +267,15 @@ def test_tool_choices_that_name_no_offered_tool_are_refused(choice):
     with pytest.raises(ApiError) as error:
         chat(tool_choice=choice)
     assert error.value.status == 400 and error.value.param.startswith("tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [({"tool_calls": []}, ""), ({"refusal": "no", "tool_calls": []}, "no"), ({}, ""), ({"content": "a"}, "a")],
+)
+def test_messages_of_assistants_without_calls_have_a_text_as_content(message, content):
+    messages, _ = conversation(chat(messages=[{"role": "user", "content": "a"}, {"role": "assistant", **message}]))
+    assert messages[1]["content"] == content
 
 
 @pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}])
