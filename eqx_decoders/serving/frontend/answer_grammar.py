@@ -7,6 +7,7 @@ text.
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -42,11 +43,29 @@ MARKERS = frozenset(
         *("<|channel>", "<answer>", "</answer>"),
     }
 )
+MAX_VISITS = 50_000  # of inner schemas for one grammar
 MAX_NESTING = 4  # of lists and objects in calls that are not written as JSON
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
 _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?|//[^\n]*|#[^\n]*|<[^<>\s\[\]]+>')
+
+
+class _Work(threading.local):
+    """Number of schemas visited for the current grammar: references may repeat a schema exponentially often."""
+
+    count = 0
+
+    def add(self) -> None:
+        self.count += 1
+        if self.count > MAX_VISITS:
+            raise ConfigError(
+                f"The JSON Schema is not supported: tool calls need more than {MAX_VISITS} visits of inner schemas. "
+                "Use fewer references and compositions."
+            )
+
+
+_WORK = _Work()
 
 
 class Grammar(NamedTuple):
@@ -87,6 +106,7 @@ def call_grammar(
     If `required`, arguments follow each tool's schema as far as the format can express it. Otherwise only names, order
     and types of parameters are constrained.
     """
+    _WORK.count = 0
     as_json = TOOL_CALL_FORMAT[format].syntax in ("json", "named_json", "harmony")
     schemas = dict[str, str]()
     for function in functions_of(tools):
@@ -105,14 +125,14 @@ def _types_only(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema of the names and types of parameters; of any object where they cannot be determined."""
     try:
         alternatives = arguments_of(prepare_schema(schema), schema)
+        types = dict[str, frozenset[str]]()
+        for arguments in alternatives:
+            for name, inner in arguments.properties.items():
+                types[name] = types.get(name, frozenset()) | types_of(inner, schema)
     except ConfigError:
-        alternatives = []
+        return {"type": "object"}
     if not alternatives:
         return {"type": "object"}
-    types = dict[str, frozenset[str]]()
-    for arguments in alternatives:
-        for name, inner in arguments.properties.items():
-            types[name] = types.get(name, frozenset()) | types_of(inner, schema)
     required = frozenset.intersection(*(arguments.required for arguments in alternatives))
     return {
         "type": "object",
@@ -240,6 +260,7 @@ def to_llguidance(
 
     Raises ConfigError for schemas and calls that constrained answers do not support.
     """
+    _WORK.count = 0
     if isinstance(grammar, Grammar):
         return _dump(_form(grammar, control))
     writer = _Writer(control, stop_ids)
@@ -776,6 +797,7 @@ ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array"
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Return the names of the JSON types that a schema allows; all types if this is not known."""
+    _WORK.add()
     schema = _resolved(schema, root)
     if not isinstance(schema, dict) or depth > 8:
         return ALL_TYPES
@@ -909,6 +931,7 @@ def merged(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
 
     Raises ConfigError if rules of several schemas cannot be merged.
     """
+    _WORK.add()
     if not isinstance(schema, dict):
         return schema
     if depth > 8:

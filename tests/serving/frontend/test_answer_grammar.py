@@ -496,6 +496,18 @@ def test_tuples_are_refused_where_the_format_cannot_express_them(name):
         prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf"])
+def test_schemas_that_repeat_references_exponentially_take_bounded_time(keyword):
+    definitions: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(8)}
+    parameters = {"$defs": definitions | {"d8": A}, "type": "object", "properties": {"p": {"$ref": "#/$defs/d0"}}}
+    start = time.process_time()
+    for name in ("qwen3_coder", "lfm2"):
+        call_grammar(name, tool(parameters), required=False)
+        with pytest.raises(ConfigError):
+            prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
+    assert time.process_time() - start < 15
+
+
 def test_grammars_of_clients_in_json_may_name_special_tokens():
     compiler = COMPILERS["bytes"]
     grammars = [{"lark_grammar": 'start: <|user|> "x"'}]
