@@ -243,3 +243,23 @@ def test_text_without_a_marker_is_a_call_only_of_an_offered_tool():
         assert parse_tool_calls(text, name, TOOLS) == (text, (), (), "")
         assert [call.name for call in parse_tool_calls(text.replace("Alice", "edit"), name, TOOLS).calls] == ["edit"]
     assert json.dumps(PROPERTIES)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_arguments_can_be_written_as_json_in_utf_8(name):
+    """Unpaired surrogates are replaced; numbers that JSON does not have make a call unreadable or are text."""
+    row = ROWS[name]
+    literals = ['"\\ud83d"', '["\\ud83d"]', '{"\\ud83d": 1}', "NaN", "[NaN]", "1e999", "[-Infinity]", "[" * 900]
+    literals += ["0x" + "f" * 5000, "9" * 5000]
+    for value in literals:
+        text = row.write([FunctionCall("edit", {"extra": 12345})]).replace("12345", value)
+        for tools in (TOOLS, []):
+            for call in parse_tool_calls(text, name, tools).calls:
+                json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_unpaired_surrogates_in_arguments_are_replaced():
+    found = parse_tool_calls(
+        '<tool_call>{"name":"edit","arguments":{"text":"\\ud83d\\ude00\\ud83d"}}</tool_call>', "hermes"
+    )
+    assert found.calls == (FunctionCall("edit", {"text": "😀\ufffd"}),)

@@ -13,11 +13,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from eqx_decoders.io.text.answers.arguments import ToolSchema, literal, parse_expression, parse_json_or_python
+from eqx_decoders.io.text.answers.arguments import (
+    MAX_LEVELS,
+    SPELLINGS,
+    ToolSchema,
+    literal,
+    parse_expression,
+    parse_json,
+    parse_json_or_python,
+)
 from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, functions_of
 
 
-MAX_DEPTH = 200  # of lists and objects in arguments
 MAX_HEADER = 512  # characters from the marker of a call to its arguments
 _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
@@ -156,8 +163,8 @@ class JsonScanner:
         elif letter in "\"'" and expects not in ("comma", "colon") and self._stack:
             self._quote = letter
         elif letter in "{[" and expects in ("value", "first_value"):
-            if len(self._stack) >= MAX_DEPTH:
-                raise ValueError(f"it has more than {MAX_DEPTH} levels")
+            if len(self._stack) >= MAX_LEVELS:
+                raise ValueError(f"it has more than {MAX_LEVELS} levels")
             self._stack.append("}" if letter == "{" else "]")
             self._expects = "first_key" if letter == "{" else "first_value"
         elif expects in ("value", "first_value") and self._stack:
@@ -293,7 +300,7 @@ def call_of(name: str, arguments: Any) -> FunctionCall | str:
         if not arguments.strip():
             return FunctionCall(name, {})
         try:
-            arguments = json.loads(arguments, strict=False)
+            arguments = parse_json(arguments)
         except (ValueError, RecursionError) as error:
             return f"the arguments of {name} are no JSON: {error}"
     if arguments is None:
@@ -614,8 +621,8 @@ class BracketScanner:
             if quote:
                 self._quote, self._string_start, self.position = quote, at, at + len(quote)
             elif letter in self._PAIRS:
-                if len(self._stack) >= MAX_DEPTH:
-                    raise ValueError(f"it has more than {MAX_DEPTH} levels")
+                if len(self._stack) >= MAX_LEVELS:
+                    raise ValueError(f"it has more than {MAX_LEVELS} levels")
                 self._stack.append(self._PAIRS[letter])
                 self.position += 1
             elif letter in self._PAIRS.values():
@@ -833,9 +840,9 @@ class GemmaCall:
         match = re.compile(r"[^,\]}\[{]*").match(text, position)
         word = "" if match is None else match[0]
         try:
-            value = json.loads(word.strip(), strict=False)
+            value = parse_json(word.strip())
         except (ValueError, RecursionError):
-            value = {"True": True, "False": False, "None": None}.get(word.strip(), word.strip())
+            value = SPELLINGS[word.strip().lower()] if word.strip() in ("True", "False", "None") else word.strip()
         return value, position + len(word)
 
     def _key(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[str, int]:
