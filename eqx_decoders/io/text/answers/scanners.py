@@ -32,6 +32,7 @@ _NAME = r"[^\s<>\[\](){}\"'`=,;|｜]+"
 _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
+_KEYWORD = re.compile(r"\s*([^=()\[\]{},\"'\s][^=()\[\]{},\"'\r\n]*?)\s*=(?!=)")
 _TEXT = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
@@ -634,6 +635,26 @@ class BracketScanner:
             else:
                 self.position += 1
 
+    def argument_starts(self, text: str, opened: int) -> list[int]:
+        """Return the positions at which arguments start: after the opening bracket, and after each comma that is
+        within no string and no other bracket. A string that does not end has no arguments after it.
+        """
+        starts, depth, strings = list[int](), 0, iter(self.strings)
+        limit = self._string_start if self._quote else self.position
+        first, last, _ = next(strings, (limit, limit, ""))
+        position = opened
+        while position < limit:
+            if position == first:
+                position = last
+                first, last, _ = next(strings, (limit, limit, ""))
+                continue
+            letter = text[position]
+            position += 1
+            depth += (letter in "([{") - (letter in ")]}")
+            if depth == 1 and letter in "([{," and (letter == "," or position == opened + 1):
+                starts.append(position)
+        return starts
+
     def _skip_string(self, text: str) -> bool:
         quote = self._quote
         while True:
@@ -691,7 +712,7 @@ class PythonCalls:
             )
         if end is None:
             return None
-        part = self._call(text, opened, end, self._brackets.strings)
+        part = self._call(text, opened, end, self._brackets)
         self._brackets, self._position = None, end
         self._num_calls += 1
         return Found(end, (part,), closed=False)
@@ -732,27 +753,45 @@ class PythonCalls:
     def _may_be_name(word: str, names: frozenset[str] | None) -> bool:
         return names is None or any(name.startswith(word) for name in names)
 
-    def _call(self, text: str, start: int, end: int, strings: Sequence[tuple[int, int, str]]) -> FunctionCall | str:
-        pieces, position = [], start
-        for first, last, quote in strings:
+    def _call(self, text: str, start: int, end: int, brackets: BracketScanner) -> FunctionCall | str:
+        """Return the call with arguments from `start` to `end`.
+
+        Parameters may have names that Python does not allow, such as `from` and `my-key`.
+        """
+        replaced, keys = list[tuple[int, int, str]](), list[str]()
+        for first, last, quote in brackets.strings:
             body = text[first + len(quote) : last - len(quote)]
-            pieces += text[position:first], repr(self._context.restore(_string(body, quote)))
+            prefix = text[first - 1] if text[first - 1] in "rRuU" and not text[first - 2].isalnum() else ""
+            value = body if prefix in ("r", "R") else _string(body, quote)
+            replaced.append((first - len(prefix), last, repr(self._context.restore(value))))
+        for position in brackets.argument_starts(text, start):
+            match = _KEYWORD.match(text, position, end)
+            if match is not None:
+                replaced.append((position, match.end(), f"k{len(keys)}="))
+                keys.append(self._context.restore(match[1]))
+        pieces, position = ["f"], start
+        for first, last, piece in sorted(replaced):
+            pieces += text[position:first], piece
             position = last
-        source = "f" + "".join(pieces) + text[position:end]
+        source = "".join(pieces) + text[position:end]
         source = re.sub(r"[\r\n]+", " ", source)  # strings have none any more
         schema = self._context.schema(self._name)
         try:
             node = parse_expression(source)
             if not isinstance(node, ast.Call):
-                raise ValueError("it is no call")
+                raise ValueError("not a call")
             if len(node.args) > len(schema.names):
-                raise ValueError("its arguments have no names")
+                raise ValueError("too many positional arguments")
             values = dict(zip(schema.names, map(literal, node.args), strict=False))
+            positional = set(values)
             for keyword in node.keywords:
-                if keyword.arg is None:
-                    values |= literal(keyword.value)
-                else:
-                    values[keyword.arg] = literal(keyword.value)
+                value = literal(keyword.value)
+                if keyword.arg is None and not isinstance(value, dict):
+                    raise ValueError("`**` needs a dictionary")
+                for key, member in value.items() if keyword.arg is None else [(keys[int(keyword.arg[1:])], value)]:
+                    if key in positional:
+                        raise ValueError(f"two values for {key}")
+                    values[key] = member
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
             return f"the arguments of {self._name} cannot be read: {error}"
         return FunctionCall(self._name, {key: schema.check_text(key, value) for key, value in values.items()})
@@ -893,4 +932,4 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
             return None
         inner = next((begin for begin in row.begins if rest.startswith(begin)), "")
         return NamedJsonCall(context, position + len(inner) if inner else after)
-    return JsonCalls(context, after, is_bare=not marker)
+    return JsonCalls(context, after - marker.endswith("["), is_bare=not marker)
