@@ -347,3 +347,19 @@ def test_parameters_of_python_calls_may_have_any_name(name: Any):
         assert found.calls == (FunctionCall("get_weather", {"text": value}),)
     twice = parse_tool_calls(ROWS[name].write([WEATHER]).replace("text='a'", "'y', text='a'"), name, TOOLS)
     assert twice.calls == () and "text" in twice.malformed[0]
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOL_CALL_FORMATS if row.syntax == "xml"])
+def test_undeclared_parameters_and_tools_are_no_part_of_a_value(name: Any):
+    call = FunctionCall("edit", {"text": "a", "units": "C"})
+    for form in forms(name):
+        text = written(name, [call], form)
+        assert collected(events_of(form, text)) == ("", "", [call], "")
+        twice = text.replace("units", "text")
+        assert collected(events_of(form, twice)) == ("", "", [FunctionCall("edit", {"text": "C"})], "")
+        calls = [FunctionCall("edit", {"text": "a"}), FunctionCall("nope", {"text": "b"}), WEATHER]
+        for sequence in itertools.permutations(calls):
+            for size in (1, 1000):
+                text = written(name, sequence, form)
+                pieces = [text[at : at + size] for at in range(0, len(text), size)]
+                assert collected(events_of(form, pieces)) == ("", "", [*sequence], ""), text

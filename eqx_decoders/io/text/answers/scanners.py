@@ -375,9 +375,11 @@ class NamedJsonCall:
 class XmlCall:
     """Scanner of one call whose arguments stand between tags.
 
-    Values are not escaped. A value ends where the structure of the call goes on: before a parameter that the tool has,
-    or before the end of the call. The last of several possible ends counts: so a call ends where the next call of an
-    offered tool starts, or the answer ends, unless special tokens mark its end.
+    Values are not escaped. A value ends where the structure of the call goes on: before the next parameter, or before
+    the end of the call. A parameter that the tool does not declare, or that occurs twice, must be written as the chat
+    template writes it, with the same line breaks. The last of several possible ends counts: so a call ends where the
+    next call starts, or the answer ends, unless special tokens mark its end. Calls of tools that are not offered must
+    be written as the template writes them, too.
 
     **Arguments:**
 
@@ -402,6 +404,11 @@ class XmlCall:
         self._close = close
         ends = row.call_end.split()
         self._ends = ends
+        written_end = row.parameter_end + row.parameter_separator
+        self._written_gap = written_end[len(written_end.rstrip()) :]
+        self._written_start = re.compile(
+            re.escape(row.call_begin) + rf"{_NAME}" + re.escape(row.name_end).replace(re.escape("{index}"), "[0-9]+")
+        )
         self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
         # a marker that is a special token cannot be a part of an argument
         self._special_end = next(
@@ -479,7 +486,9 @@ class XmlCall:
         for match in self._call_start.finditer(text, position, limit):
             name = next(group for group in match.groups() if group is not None)
             may_go_on = match.end() == len(text) and not self._context.row.name_end.strip()
-            if may_go_on or (names is not None and name not in names):
+            if may_go_on:
+                continue
+            if names is not None and name not in names and not self._is_written_start(text, match):
                 continue
             ends = [closed.end() for closed in self._closed_parameter.finditer(text, self._body, match.start())]
             empty = self._closed.match(text, skip_blanks(text, self._body), match.start())
@@ -487,6 +496,11 @@ class XmlCall:
                 return ends[-1] if ends else empty.end() if empty is not None else None
         self._searched = len(text)
         return None if special < 0 else limit
+
+    def _is_written_start(self, text: str, match: re.Match[str]) -> bool:
+        """Return whether the start of a call is written as the chat template writes it."""
+        found = self._written_start.search(text, match.start())
+        return found is not None and found.start() < match.end()
 
     def _parsed(self, text: str, extent: int, start: int) -> Found | Failed | None:
         if text.startswith("{", start):
@@ -571,6 +585,9 @@ class XmlCall:
             position = after if following is None else following.end()
             opens = self._parameter.match(text, position, extent)
             if opens is not None and opens[1] not in used and (known is None or opens[1] in known):
+                return at, after
+            is_line = closes.startswith("\n") or not self._context.row.key_end.endswith(">\n")
+            if opens is not None and is_line and text[after:position] == self._written_gap:
                 return at, after
             if call_end.match(text, position, extent):
                 last = at, after
