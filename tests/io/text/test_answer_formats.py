@@ -363,3 +363,20 @@ def test_undeclared_parameters_and_tools_are_no_part_of_a_value(name: Any):
                 text = written(name, sequence, form)
                 pieces = [text[at : at + size] for at in range(0, len(text), size)]
                 assert collected(events_of(form, pieces)) == ("", "", [*sequence], ""), text
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOL_CALL_FORMATS if row.syntax in ("xml", "gemma")])
+def test_names_of_parameters_may_have_punctuation(name: Any):
+    for key in ("a/b", "a.b", "a-b", "$x"):
+        call = FunctionCall("edit", {key: "x"})
+        assert parse_tool_calls(ROWS[name].write([call]), name).calls == (call,)
+    if name == "gemma4":
+        found = parse_tool_calls('<|tool_call>call:edit{"a:b":1}<tool_call|>', name)
+        assert found.calls == (FunctionCall("edit", {"a:b": 1}),)
+
+
+def test_reasons_name_special_tokens():
+    form = AnswerFormat("hermes", None, ["<tool_call>", "</tool_call>"])
+    events = events_of(form, form.translate("<tool_call>{</tool_call>"))
+    (reason,) = [event.reason for event in events if isinstance(event, Malformed) and event.reason]
+    assert "</tool_call>" in reason

@@ -422,7 +422,7 @@ class TaggedParser:
             return self._fail(events, result)
         for part in result.parts:
             text = self._buffer[self._done : result.end]
-            events.append(Malformed(text, part) if isinstance(part, str) else Call(part))
+            events.append(Malformed(text, self._readable(part)) if isinstance(part, str) else Call(part))
         self._is_fresh = False
         self._done = result.end
         if result.closed:
@@ -451,6 +451,12 @@ class TaggedParser:
                 places = ends
         return Failed(self._done, min(places), "the call ends within its arguments") if places else None
 
+    def _readable(self, reason: str) -> str:
+        """Replace placeholders of special tokens, which `repr` has escaped, by their names."""
+        for letter, name in self._form.names.items():
+            reason = reason.replace(repr(letter)[1:-1], name)
+        return reason
+
     def _fail(self, events: list[Event], result: Failed) -> bool:
         """Make text that is no call to content, or to that of a call which cannot be read."""
         self._scanner = None
@@ -464,7 +470,7 @@ class TaggedParser:
         marker = next((text for text in self._begins if self._buffer.startswith(text)), "")
         is_xml = self._context is not None and self._context.row.syntax == "xml"
         size = result.position - start if is_xml else len(marker)  # several markers may be before the arguments
-        events.append(Malformed(self._take(size), result.reason))
+        events.append(Malformed(self._take(size), self._readable(result.reason)))
         return True
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:
@@ -667,7 +673,7 @@ class HarmonyParser:
                 self._state = "after"
                 return True
             if not rest.startswith("{"):
-                reason = f"the arguments of {self._tool} are no JSON object: {self._form.restore(rest[:80])!r}"
+                reason = f"the arguments of {self._tool} are not a JSON object: {self._form.restore(rest[:80])!r}"
                 events.append(Malformed("", reason))
                 self._state, self._kind = "body", "malformed"
                 return True
@@ -675,7 +681,7 @@ class HarmonyParser:
         try:
             end = self._value.scan(self._buffer)
         except ValueError as error:
-            events.append(Malformed("", f"the arguments of {self._tool} are no JSON: {error}"))
+            events.append(Malformed("", f"the arguments of {self._tool} are not valid JSON: {error}"))
             self._state, self._kind = "body", "malformed"
             return True
         if end is None:

@@ -165,7 +165,7 @@ class JsonScanner:
             self._quote = letter
         elif letter in "{[" and expects in ("value", "first_value"):
             if len(self._stack) >= MAX_LEVELS:
-                raise ValueError(f"it has more than {MAX_LEVELS} levels")
+                raise ValueError(f"arguments have more than {MAX_LEVELS} levels")
             self._stack.append("}" if letter == "{" else "]")
             self._expects = "first_key" if letter == "{" else "first_value"
         elif expects in ("value", "first_value") and self._stack:
@@ -217,7 +217,7 @@ class JsonCalls:
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(start, self._value.position, f"it is no JSON: {error}")
+            return Failed(start, self._value.position, f"invalid JSON in tool call: {error}")
         if end is None:
             return None
         part = self._call(text[start:end])
@@ -257,7 +257,7 @@ class JsonCalls:
             if self._in_list:
                 return Failed(position, position, f"unexpected {text[position : position + 20]!r} in a list of calls")
             return Found(self._position, (), closed=True)
-        return Failed(self._position, position, f"{text[position : position + 80]!r} is no JSON object")
+        return Failed(self._position, position, f"{text[position : position + 80]!r} is not a JSON object")
 
     def _may_be_call(self, text: str, start: int) -> bool:
         row, names = self._context.row, self._context.names
@@ -273,7 +273,7 @@ class JsonCalls:
         value = parse_json_or_python(self._context.restore(text))
         row = self._context.row
         if not isinstance(value, dict):
-            return f"{text[:80]!r} is no JSON object"
+            return f"{text[:80]!r} is not a JSON object"
         if not row.name_keys:
             if len(value) != 1:
                 return f"{json.dumps(value)[:80]} must have one key, the name of the tool"
@@ -290,7 +290,7 @@ class JsonCalls:
             if names is not None and name not in names:
                 return f"no tool of the name {name!r} is offered"
             if not value.keys() <= allowed or (names is None and not has_arguments):
-                return f"{json.dumps(value)[:80]} is no call"
+                return f"{json.dumps(value)[:80]} is not a call"
         arguments = next((value[key] for key in row.argument_keys if key in value), {})
         return call_of(name, arguments)
 
@@ -303,10 +303,12 @@ def call_of(name: str, arguments: Any) -> FunctionCall | str:
         try:
             arguments = parse_json(arguments)
         except (ValueError, RecursionError) as error:
-            return f"the arguments of {name} are no JSON: {error}"
+            return f"the arguments of {name} are not valid JSON: {error}"
     if arguments is None:
         return FunctionCall(name, {})
-    return FunctionCall(name, arguments) if isinstance(arguments, dict) else f"the arguments of {name} are no object"
+    return (
+        FunctionCall(name, arguments) if isinstance(arguments, dict) else f"the arguments of {name} are not an object"
+    )
 
 
 class NamedJsonCall:
@@ -349,7 +351,7 @@ class NamedJsonCall:
             if ends:
                 header = self._header.fullmatch(text, self._start, min(ends))
                 if header is None:
-                    return Failed(self._start, min(ends), f"{text[self._start : min(ends)][:80]!r} is no name")
+                    return Failed(self._start, min(ends), f"{text[self._start : min(ends)][:80]!r} is not a name")
                 return Found(min(ends), (FunctionCall(header[1], {}),), closed=True)
             if first < 0:
                 if len(text) - self._start >= MAX_HEADER:
@@ -357,12 +359,14 @@ class NamedJsonCall:
                 return None
             header = self._header.fullmatch(text, self._start, limit)
             if header is None:
-                return Failed(self._start, limit, f"{text[self._start : limit][:80]!r} is no name")
+                return Failed(self._start, limit, f"{text[self._start : limit][:80]!r} is not a name")
             self._name, self._value = header[1], JsonScanner(limit)
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(self._start, self._value.position, f"the arguments of {self._name} are no JSON: {error}")
+            return Failed(
+                self._start, self._value.position, f"the arguments of {self._name} are not valid JSON: {error}"
+            )
         if end is None:
             return None
         value = parse_json_or_python(self._context.restore(text[self._value.start : end]))
@@ -424,7 +428,7 @@ class XmlCall:
     @staticmethod
     def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
         is_quoted = row.parameter_begin.endswith('"')
-        key = r'"?([^"<>\n]{1,256}?)"?' if is_quoted else r"([^<>\n/]{1,256}?)"
+        key = r'"?([^"<>\n]{1,256}?)"?' if is_quoted else r"([^<>\n/][^<>\n]{0,255}?)"
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
             return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>()")
@@ -441,7 +445,7 @@ class XmlCall:
             self._schema = self._context.schema(self._name)
         start = skip_blanks(text, self._body)
         if start < len(text) and not final and text[start] != "{" and not self._may_start(text, start):
-            return Failed(self._start, start, f"{text[start : start + 80]!r} is no parameter")
+            return Failed(self._start, start, f"{text[start : start + 80]!r} is not a parameter")
         extent = self._extent(text)
         if extent is None and not final:
             return None
@@ -469,7 +473,7 @@ class XmlCall:
         match = re.compile(_NAME).match(text, position)
         tail = "" if match is None else text[match.end() :].strip()
         if rest and (match is None or (tail and not pieces.startswith(tail) and not tail.startswith(pieces))):
-            return Failed(self._start, position, f"{rest[:80]!r} is no name")
+            return Failed(self._start, position, f"{rest[:80]!r} is not a name")
         return None
 
     def _may_start(self, text: str, start: int) -> bool:
@@ -521,7 +525,7 @@ class XmlCall:
             reason = f"the parameters of {self._name} cannot be read: {text[start : start + 80]!r}"
             return Failed(self._start, start, reason)
         if start < len(text) and not self._may_start(text, start):
-            return Failed(self._start, start, f"{text[start : start + 80]!r} is no parameter")
+            return Failed(self._start, start, f"{text[start : start + 80]!r} is not a parameter")
         return None
 
     def _json_arguments(self, text: str, extent: int, start: int) -> Found | Failed | None:
@@ -529,7 +533,7 @@ class XmlCall:
         try:
             end = scanner.scan(text[:extent])
         except ValueError as error:
-            return Failed(self._start, scanner.position, f"the arguments of {self._name} are no JSON: {error}")
+            return Failed(self._start, scanner.position, f"the arguments of {self._name} are not valid JSON: {error}")
         if end is None:
             return None
         closed = re.compile(_BLANKS + self._call_end[_BLANKS].pattern).match(text, end)
@@ -640,7 +644,7 @@ class BracketScanner:
                 self._quote, self._string_start, self.position = quote, at, at + len(quote)
             elif letter in self._PAIRS:
                 if len(self._stack) >= MAX_LEVELS:
-                    raise ValueError(f"it has more than {MAX_LEVELS} levels")
+                    raise ValueError(f"arguments have more than {MAX_LEVELS} levels")
                 self._stack.append(self._PAIRS[letter])
                 self.position += 1
             elif letter in self._PAIRS.values():
@@ -747,7 +751,7 @@ class PythonCalls:
             return Found(self._position, (), closed=True) if final and self._num_calls else None
         if self._in_list and text[position] == "]":
             if self._num_calls == 0 and self._is_bare:
-                return Failed(position, position, "there is no call")
+                return Failed(position, position, "there is not a call")
             return Found(position + 1, (), closed=True)
         match = re.compile(rf"({_NAME})\s*").match(text, position)
         rest = "" if match is None else text[match.end() :]
@@ -759,7 +763,7 @@ class PythonCalls:
                 return Found(self._position, (), closed=True)
             if match is not None and not rest and not (self._is_bare and not self._num_calls):
                 return None
-            return Failed(position, position, f"{text[position : position + 80]!r} is no call")
+            return Failed(position, position, f"{text[position : position + 80]!r} is not a call")
         if self._is_bare and names is not None and match[1] not in names:
             return Failed(position, position, f"no tool of the name {match[1]!r} is offered")
         self._start, self._name, self._opened = position, match[1], match.end()
@@ -853,7 +857,7 @@ class GemmaCall:
             if match is None or not text.startswith("{", match.end()):
                 if final and match is not None and match.end() == len(text):
                     return None
-                return Failed(self._start, position, f"{rest[:80]!r} is no call:name{{…}}")
+                return Failed(self._start, position, f"{rest[:80]!r} is not call:name{{…}}")
             self._name, self._opened = match[1].rstrip(":"), match.end()
             quotes = (self._context.row.quote,)
             self._brackets = BracketScanner(match.end(), quotes, escapes=False, certain=self._is_certain)
@@ -906,8 +910,9 @@ class GemmaCall:
             key, position = self._value(text, position, strings)
             position = skip_blanks(text, position)
         else:
-            at = text.find(":", position)
-            key, position = text[position:at].strip().strip('"'), at
+            quoted = re.compile(r'"([^"\n]*)"\s*(?=:)').match(text, position)
+            at = text.find(":", position) if quoted is None else quoted.end()
+            key, position = (text[position:at].strip().strip('"') if quoted is None else quoted[1]), at
             if at < 0 or "\n" in key:
                 raise ValueError("a key has no value")
         if not text.startswith(":", position):
