@@ -380,3 +380,10 @@ def test_reasons_name_special_tokens():
     events = events_of(form, form.translate("<tool_call>{</tool_call>"))
     (reason,) = [event.reason for event in events if isinstance(event, Malformed) and event.reason]
     assert "</tool_call>" in reason
+
+
+def test_a_harmony_message_without_a_text_does_not_depend_on_the_pieces():
+    form = AnswerFormat("harmony", None)
+    call = ROWS["harmony"].write([WEATHER])
+    for text in (f"<|start|>assistant<|call|>{call}", f"<|channel|>final<|end|>{call}"):
+        assert collected(events_of(form, [text])) == collected(events_of(form, text)) == ("", "", [WEATHER], "")

@@ -604,17 +604,18 @@ class HarmonyParser:
                 return True
         place = buffer.find(self._message)
         header = buffer if place < 0 else buffer[:place]
+        ends = [at for end in self._ends if (at := header.find(end)) >= 0]
+        header = header[: min(ends)] if ends else header
         recipient = self._recipient.search(self._prefix + header)
         brace = header.find("{")
         if recipient is not None and brace >= 0:  # <|message|> is missing
             self._buffer = buffer[brace:]
             self._open(self._prefix + header[:brace])
             return True
-        if place >= 0:
+        if place >= 0 and not ends:
             self._buffer = buffer[place + len(self._message) :]
             self._open(self._prefix + header)
             return True
-        ends = [at for end in self._ends if (at := buffer.find(end)) >= 0]
         if ends:  # a message without a text
             self._buffer = (
                 buffer[min(ends) + 1 :] if self._ends[0] in self._form.names else buffer[min(ends) :].partition("|>")[2]
