@@ -58,8 +58,8 @@ def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, A
 
     - `text`: the answer, with the names of special tokens.
     - `form`: name of a row of `TOOL_CALL_FORMATS`.
-    - `tools`: descriptions of the offered tools. Arguments are converted to the types in their schemas. Calls without
-        a marker must be of one of these tools; empty: any tool.
+    - `tools`: descriptions of the offered tools. Arguments of formats without types are converted to the types in
+        their schemas. Calls without a marker must be of one of these tools; empty: any tool.
     """
     parser, spacing = text_parser(form, tools), ContentSpacing()
     content, calls, malformed, partial = list[str](), list[FunctionCall](), list[str](), ""

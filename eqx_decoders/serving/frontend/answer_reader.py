@@ -33,7 +33,8 @@ class AnswerParts(NamedTuple):
 
     - `content`, `reasoning`: text that can be shown now.
     - `calls`: tool calls that are complete, or a call that is cut off if there must be one.
-    - `was_reasoning`: all content before this was reasoning: the answer has a marker of its end, but none of its start.
+    - `was_reasoning`: all content and calls before this were reasoning: the answer has a marker of its end, but none
+        of its start.
     """
 
     content: str = ""
@@ -127,7 +128,7 @@ class AnswerReader:
                 reasoning += self._visible(event.text)
             elif isinstance(event, ContentWasReasoning):
                 reasoning, content = reasoning + content + self.stops.flush(), ""
-                was_reasoning = True
+                calls, was_reasoning = [], True
                 self._spacing = None if self._spacing is None else ContentSpacing()
             elif isinstance(event, Partial) and (call := self._cut_call(event)) is not None:
                 calls.append(call)
@@ -202,7 +203,7 @@ def create_reader(
     has_calls = bool(tools) and calls is not None
     if not form.is_harmony and form.reasoning is None and not has_calls:
         return None
-    parser = form.parser(tools, prompt=prompt_text(tokenizer, form, prompt), calls=has_calls)
+    parser = form.parser(tools, prompt=prompt_text(tokenizer, form, prompt), calls=has_calls, must_call=must_call)
     cut = None
     if must_call and calls is not None:
         cut = functools.partial(cut_call, TOOL_CALL_FORMAT[calls], tools)

@@ -63,7 +63,8 @@ class Delta:
     - `finish`: `"stop"` or `"length"` when the answer is complete.
     - `reason`: stop string, or token of `stop_token_ids`, that ended it.
     - `thoughts`: reasoning before the answer.
-    - `was_reasoning`: all text of earlier deltas was reasoning, too.
+    - `was_reasoning`: all text and calls of earlier deltas were reasoning, too.
+    - `discards_scores`: the scores of earlier deltas are of the reasoning.
     - `calls`: tool calls that are complete.
     - `first_call`: number of the first of these calls in the answer.
     - `has_called`: the answer has tool calls, in this delta or before it.
@@ -78,9 +79,14 @@ class Delta:
     reason: str | int | None = None
     thoughts: str = ""
     was_reasoning: bool = False
+    discards_scores: bool = False
     calls: list[FunctionCall | CutCall] = dataclasses.field(default_factory=list)
     first_call: int = 0
     has_called: bool = False
+
+    def clear_scores(self) -> None:
+        """Remove the scores."""
+        self.scored, self.scores, self.offsets = [], [], []
 
     @property
     def empty(self) -> bool:
@@ -98,7 +104,9 @@ class CollectedDeltas:
         """Append a delta."""
         if other.was_reasoning:
             self._thoughts += self._texts
-            self._texts = []
+            self._texts, self._delta.calls = [], []
+        if other.discards_scores:
+            self._delta.clear_scores()
         self._texts.append(other.text)
         self._thoughts.append(other.thoughts)
         if other.was_reasoning:
@@ -151,9 +159,9 @@ class Choice:
         self._stops = stops if reader is None else reader.stops
         if reader is not None:
             reader.stops = self._stops = stops
-        self._stop_tokens = stop_tokens(request, tokenizer, reader)
+        self._stop_tokens = stop_tokens(request, tokenizer)
         self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
-        self._num_calls = 0
+        self._num_calls, self._has_called = 0, False
         self._undecided = Delta()  # scores of tokens that may be the start of the reasoning
         self.count = 0  # tokens of the answer
         self.cached = 0
@@ -183,7 +191,8 @@ class Choice:
         if output.finish_reason is not None and not self.finished:  # without a token of its own
             self._finish(delta, output.finish_reason)
         self._num_calls += len(delta.calls)
-        delta.has_called = self._num_calls > 0
+        self._has_called = bool(delta.calls) or (self._has_called and not delta.was_reasoning)
+        delta.has_called = self._has_called
         return delta
 
     def _add_echo(self, delta: Delta, echo: Echo, scores: Sequence[TokenScore]) -> None:
@@ -206,14 +215,21 @@ class Choice:
         reason = self._stop_reason(token)
         if reason is not None:
             finish = "stop"
-        was_reasoning = self._reader is not None and self._reader.in_reasoning
+        started_in_reasoning = self._reader is not None and self._reader.in_reasoning
+        delta_was_reasoning, delta.was_reasoning = delta.was_reasoning, False
         offset = self._length
         if finish != "stop":
             offset += self._add_text(delta, token)
         elif self._request.include_stop_str_in_output:
             offset += self._add_text(delta, token, search=False)
+        ended_reasoning = delta.was_reasoning
+        delta.was_reasoning = delta.was_reasoning or delta_was_reasoning
         if self._request.alternatives is not None:
-            self._add_token_score(delta, token, score, offset, was_reasoning=was_reasoning)
+            if ended_reasoning and not self._request.return_token_ids:
+                delta.clear_scores()
+                delta.discards_scores, self._undecided = True, Delta()
+            is_reasoning = started_in_reasoning or (ended_reasoning and not delta.text)
+            self._add_token_score(delta, token, score, offset, is_reasoning=is_reasoning)
         if self._stops.found is not None:
             self._finish(delta, "stop", self._stops.found)
         elif finish is not None:
@@ -232,13 +248,13 @@ class Choice:
         delta.offsets.append(offset)
 
     def _add_token_score(
-        self, delta: Delta, token: int, score: TokenScore | None, offset: int, *, was_reasoning: bool
+        self, delta: Delta, token: int, score: TokenScore | None, offset: int, *, is_reasoning: bool
     ) -> None:
         """Add the score of a token: of the content, or of each token if their ids are returned, too."""
         reader = self._reader
         if reader is None or self._request.return_token_ids:
             self._add_score(delta, token, score, offset)
-        elif was_reasoning:
+        elif is_reasoning:
             return
         elif reader.is_undecided:
             self._add_score(self._undecided, token, score, offset)
@@ -267,6 +283,7 @@ class Choice:
     def _add_parts(self, delta: Delta, parts: AnswerParts) -> None:
         if parts.was_reasoning:
             delta.thoughts, delta.text, delta.was_reasoning = delta.thoughts + delta.text, "", True
+            delta.calls = []
         delta.text, delta.thoughts = delta.text + parts.content, delta.thoughts + parts.reasoning
         delta.calls += parts.calls
 
@@ -289,7 +306,7 @@ class Choice:
         delta.finish, delta.reason, self.finished = finish, reason, True
 
 
-def stop_tokens(request: GenerationRequest, tokenizer: Tokenizer, reader: AnswerReader | None) -> dict[int, str | int]:
+def stop_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> dict[int, str | int]:
     """Return the tokens that end an answer where a client asks for it, with the reason that the response tells.
 
     A stop string that is the name of a special token is this token: its name is not in the text of the answer.

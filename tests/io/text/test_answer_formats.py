@@ -243,3 +243,147 @@ def test_text_without_a_marker_is_a_call_only_of_an_offered_tool():
         assert parse_tool_calls(text, name, TOOLS) == (text, (), (), "")
         assert [call.name for call in parse_tool_calls(text.replace("Alice", "edit"), name, TOOLS).calls] == ["edit"]
     assert json.dumps(PROPERTIES)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_arguments_can_be_written_as_json_in_utf_8(name):
+    """Unpaired surrogates are replaced; numbers that JSON does not have make a call unreadable or are text."""
+    row = ROWS[name]
+    literals = ['"\\ud83d"', '["\\ud83d"]', '{"\\ud83d": 1}', "NaN", "[NaN]", "1e999", "[-Infinity]", "[" * 900]
+    literals += ["0x" + "f" * 5000, "9" * 5000]
+    for value in literals:
+        text = row.write([FunctionCall("edit", {"extra": 12345})]).replace("12345", value)
+        for tools in (TOOLS, []):
+            for call in parse_tool_calls(text, name, tools).calls:
+                json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_unpaired_surrogates_in_arguments_are_replaced():
+    found = parse_tool_calls(
+        '<tool_call>{"name":"edit","arguments":{"text":"\\ud83d\\ude00\\ud83d"}}</tool_call>', "hermes"
+    )
+    assert found.calls == (FunctionCall("edit", {"text": "😀\ufffd"}),)
+
+
+WEATHER = FunctionCall("get_weather", {"text": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "rest"),
+    [
+        ("llama3_json", '{"name": "get_weather", "parameters": {"text": "a"}}', '; {"name": }'),
+        ("mistral", '[{"name": "get_weather", "arguments": {"text": "a"}}', " and more"),
+        ("llama4_pythonic", "[get_weather(text='a')", ", nope(y=1)] <|python_start|>[edit("),
+    ],
+)
+def test_text_after_a_call_without_a_marker_is_returned_once(name: Any, call, rest):
+    for size in (1, 3, 1000):
+        text = call + rest
+        events = events_of(AnswerFormat(name, None), [text[at : at + size] for at in range(0, len(text), size)])
+        _, content, calls, other = collected(events)
+        assert calls == [WEATHER] and "text" not in content + other
+        assert (content + other).startswith(rest.lstrip()[:8])
+        assert other in ("", "<|python_start|>[edit(")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm2", '<|tool_call_start|>[edit(text="x]<|tool_call_end|>Then <|tool_call_start|>[get_weather(text="a")]'),
+        ("gemma3", "<start_function_call>call:edit{text:<escape>x}<end_function_call>Then "
+         "<start_function_call>call:get_weather{text:<escape>a<escape>}<end_function_call>"),
+        ("hermes", '<tool_call>{"name": "edit", "arguments": {"text": "x}}</tool_call>Then '
+         '<tool_call>{"name": "get_weather", "arguments": {"text": "a"}}</tool_call>'),
+    ],
+)  # fmt: skip
+def test_a_string_that_does_not_end_does_not_discard_the_next_call(name: Any, text):
+    for special in [SPECIAL[name]] if name in SPECIAL else [[], ["<tool_call>", "</tool_call>"]]:
+        form = AnswerFormat(name, None, special)
+        _, content, calls, other = collected(events_of(form, form.translate(text)))
+        assert (content, calls) == ("Then", [WEATHER]) and "x" in other
+
+
+def test_content_that_mentions_the_markers_of_the_reasoning_is_content():
+    form = AnswerFormat(None, REASONING_FORMATS[-1])
+    text = "Wrap it in `<think>` and `</think>` tags."
+    assert collected(events_of(form, text)) == ("", text, [], "")
+    assert collected(events_of(form, "Hm.</think>" + text)) == ("Hm.", text, [], "")
+
+
+def test_the_word_assistant_is_a_role_only_before_a_header():
+    form = AnswerFormat("harmony", None)
+    for text in ("assistants are nice", "assistant is a role", "assistant", "assistant to help"):
+        for pieces in ([text], [*text]):
+            assert collected(events_of(form, pieces)) == ("", text, [], "")
+    for header in ("assistant<|channel|>final", "assistant to=user<|channel|>final", "assistant <|channel|>final"):
+        assert collected(events_of(form, header + "<|message|>Yes")) == ("", "Yes", [], "")
+
+
+def test_the_word_functools_is_content():
+    form = AnswerFormat("phi4_mini", None)
+    assert collected(events_of(form, "Use functools.lru_cache here.")) == ("", "Use functools.lru_cache here.", [], "")
+    text = 'functools[{"name": "get_weather", "arguments": {"text": "a"}}, {"name": "edit", "arguments": {}}]'
+    assert collected(events_of(form, text)) == ("", "", [WEATHER, FunctionCall("edit", {})], "")
+
+
+def test_brackets_and_fences_before_the_end_of_a_call_are_no_content():
+    call = '{"name": "get_weather", "arguments": {"text": "a"}}'
+    for text in (f"```json\n{call}\n```", f"```json\n[{call}]\n```\n", f"{call}}}\n"):
+        for pieces in ([f"<tool_call>{text}</tool_call>\nDone."], [*f"<tool_call>{text}</tool_call>\nDone."]):
+            assert collected(events_of(AnswerFormat("hermes", None), pieces)) == ("", "Done.", [WEATHER], "")
+    code = "```python\nx\n```"
+    assert collected(events_of(AnswerFormat("hermes", None), f"<tool_call>{call}</tool_call>{code}"))[1] == code
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOL_CALL_FORMATS if row.syntax == "python"])
+def test_parameters_of_python_calls_may_have_any_name(name: Any):
+    for key in ("from", "class", "my-key", "None", "a.b", "my key", "k0", "é"):
+        tool = {"name": "edit", "parameters": {"properties": {key: {"type": "string"}, "x": {"type": "integer"}}}}
+        arguments = {key: "a=1, class=(b", "x": 5, "options": {"from": "b=2"}}
+        text = ROWS[name].write([FunctionCall("edit", arguments)])
+        assert parse_tool_calls(text, name, [tool]).calls == (FunctionCall("edit", arguments),)
+    for text, value in (("r'a\\d'", "a\\d"), ("'a\\\\d'", "a\\d"), ("u'a'", "a")):
+        found = parse_tool_calls(ROWS[name].write([WEATHER]).replace("'a'", text), name, TOOLS)
+        assert found.calls == (FunctionCall("get_weather", {"text": value}),)
+    twice = parse_tool_calls(ROWS[name].write([WEATHER]).replace("text='a'", "'y', text='a'"), name, TOOLS)
+    assert twice.calls == () and "text" in twice.malformed[0]
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOL_CALL_FORMATS if row.syntax == "xml"])
+def test_undeclared_parameters_and_tools_are_no_part_of_a_value(name: Any):
+    call = FunctionCall("edit", {"text": "a", "units": "C"})
+    for form in forms(name):
+        text = written(name, [call], form)
+        assert collected(events_of(form, text)) == ("", "", [call], "")
+        twice = text.replace("units", "text")
+        assert collected(events_of(form, twice)) == ("", "", [FunctionCall("edit", {"text": "C"})], "")
+        calls = [FunctionCall("edit", {"text": "a"}), FunctionCall("nope", {"text": "b"}), WEATHER]
+        for sequence in itertools.permutations(calls):
+            for size in (1, 1000):
+                text = written(name, sequence, form)
+                pieces = [text[at : at + size] for at in range(0, len(text), size)]
+                assert collected(events_of(form, pieces)) == ("", "", [*sequence], ""), text
+
+
+@pytest.mark.parametrize("name", [row.name for row in TOOL_CALL_FORMATS if row.syntax in ("xml", "gemma")])
+def test_names_of_parameters_may_have_punctuation(name: Any):
+    for key in ("a/b", "a.b", "a-b", "$x"):
+        call = FunctionCall("edit", {key: "x"})
+        assert parse_tool_calls(ROWS[name].write([call]), name).calls == (call,)
+    if name == "gemma4":
+        found = parse_tool_calls('<|tool_call>call:edit{"a:b":1}<tool_call|>', name)
+        assert found.calls == (FunctionCall("edit", {"a:b": 1}),)
+
+
+def test_reasons_name_special_tokens():
+    form = AnswerFormat("hermes", None, ["<tool_call>", "</tool_call>"])
+    events = events_of(form, form.translate("<tool_call>{</tool_call>"))
+    (reason,) = [event.reason for event in events if isinstance(event, Malformed) and event.reason]
+    assert "</tool_call>" in reason
+
+
+def test_a_harmony_message_without_a_text_does_not_depend_on_the_pieces():
+    form = AnswerFormat("harmony", None)
+    call = ROWS["harmony"].write([WEATHER])
+    for text in (f"<|start|>assistant<|call|>{call}", f"<|channel|>final<|end|>{call}"):
+        assert collected(events_of(form, [text])) == collected(events_of(form, text)) == ("", "", [WEATHER], "")

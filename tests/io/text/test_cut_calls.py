@@ -30,6 +30,8 @@ def test_the_name_of_a_cut_call_is_known_as_soon_as_it_is_complete(row):
         assert all(complete.startswith(text) for text in arguments) and arguments[-1] == complete
     else:
         assert all(json.loads(text).items() <= CALL.arguments.items() for text in arguments)
+        before_days = arguments[written.index("days") - len(head)]
+        assert json.loads(before_days) == {"city": "Paris"}
 
 
 def test_text_of_other_tools_is_no_call():

@@ -105,3 +105,28 @@ def test_references_may_form_cycles():
     nodes = {f"n{at}": {"allOf": [{"$ref": f"#/$defs/n{other}"} for other in range(8)]} for at in range(8)}
     assert convert({"$ref": "#/$defs/n0"}, "5", **{"$defs": nodes}) == 5
     assert convert({"$ref": "#/properties/x"}, "5") == 5
+
+
+@pytest.mark.parametrize(
+    ("types", "text", "value"),
+    [
+        (["string", "integer"], "02134", "02134"),
+        (["string", "number"], "+4912345", "+4912345"),
+        (["string", "number"], "1.50", "1.50"),
+        (["string", "integer"], "140.0", "140.0"),
+        (["string", "null"], "none", "none"),
+        (["string", "number"], "2.5", 2.5),
+        (["string", "integer"], "-7", -7),
+        (["integer", "null"], "007", 7),
+    ],
+)
+def test_strings_are_converted_only_without_loss_if_the_schema_allows_them(types, text, value):
+    for schema in ({"type": types}, {"anyOf": [{"type": word} for word in types]}):
+        found = convert(schema, text)
+        assert found == value and type(found) is type(value)
+
+
+def test_patterns_of_property_names_are_not_evaluated():
+    parameters = {"patternProperties": {"(a+)+$": {"type": "string"}}}
+    schema = ToolSchema([{"name": "f", "parameters": parameters}], "f")
+    assert schema.convert("a" * 40 + "!", "5") == 5

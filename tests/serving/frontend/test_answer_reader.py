@@ -219,3 +219,30 @@ def test_content_before_an_end_marker_was_reasoning():
     whole, deltas = take(choice_of(QWEN, "x"), ids_of("plan \n</think>\nYes"))
     assert (whole.thoughts, whole.text) == ("plan", "Yes")
     assert any(delta.was_reasoning for delta in deltas)
+
+
+def test_calls_and_log_probs_before_an_end_marker_are_discarded():
+    call = f"I could <tool_call>{JSON}</tool_call> but no.</think>Yes"
+    for size in (1, 3, 1000):
+        whole, _ = take(choice_of(QWEN, "x", logprobs=True), ids_of(call), size)
+        assert (whole.text, whole.calls, whole.has_called) == ("Yes", [], False)
+        assert TOKENIZER.decode(whole.scored) == "Yes"
+        whole, _ = take(choice_of(QWEN, "x", logprobs=True, return_token_ids=True), ids_of(call), size)
+        assert whole.scored == whole.tokens == ids_of(call)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "arguments"),
+    [
+        (LLAMA, '{"name": "find", "parameters": {"what": "Par', '{"what": "Par'),
+        ("<|python_start|>", "[find(what='a', n=", '{"what": "a"}'),
+    ],
+)
+def test_a_cut_call_without_a_marker_is_returned_if_the_answer_must_be_a_call(source, text, arguments):
+    form: Any = find_tool_format(source)
+    for must_call in (True, False):
+        reader: Any = create_reader(TOKENIZER, source, form, TOOLS, ids_of("x"), special=False, must_call=must_call)
+        parts = [*map(reader.push, ids_of(text)), reader.flush()]
+        calls = [call for part in parts for call in part.calls]
+        content = "".join(part.content for part in parts)
+        assert (calls, content) == (([("find", arguments)], "") if must_call else ([], text))

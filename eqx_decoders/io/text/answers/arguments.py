@@ -18,18 +18,21 @@ from eqx_decoders.io.text.answers.formats import functions_of
 MAX_DEPTH = 32  # of references and combined schemas
 MAX_SCHEMAS = 2000  # that are read for one argument: references may make a small schema large
 MAX_DIGITS = 4000  # of integers: Python refuses to convert longer texts
+MAX_LEVELS = 200  # of nested lists and objects in arguments
 _TYPES = {
     "string": "string", "str": "string", "text": "string", "integer": "integer", "int": "integer", "number": "number",
     "float": "number", "double": "number", "boolean": "boolean", "bool": "boolean", "null": "null", "none": "null",
     "array": "array", "list": "array", "tuple": "array", "object": "object", "dict": "object", "map": "object",
 }  # fmt: skip
-_SPELLINGS = {"true": True, "false": False, "null": None, "none": None}
+SPELLINGS = {"true": True, "false": False, "null": None, "none": None}
+_MAX_INTEGER = 10**MAX_DIGITS
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 class ToolSchema:
-    """Parameters of the tool of a name, from the tools that a request offers.
+    """Parameters of an offered tool.
 
     **Arguments:**
 
@@ -55,16 +58,20 @@ class ToolSchema:
         return None if self._open or not self._named else frozenset(self._named)
 
     def convert(self, key: str, text: str) -> Any:
-        """Return the value of an argument that is written as `text`.
+        """Convert the text of an argument to the first type that its schema allows: null, integer, number, boolean,
+        object or list (in JSON or Python), string.
 
-        The first of these that the schema allows: null, an integer, a number, a boolean, an object or a list (in JSON
-        or Python), and the text itself.
+        If the schema allows this string, too, only the canonical JSON of null and of numbers is converted: "02134" and
+        "none" remain strings.
         """
         schema = self._schema_of(key)
         if self._accepts_all(schema):
             return _untyped(text)
         candidates = [*_candidates(text)]
+        accepts_text = self._accepts(schema, text, MAX_DEPTH)
         for value in candidates:
+            if accepts_text and not _is_canonical(value, text):
+                continue
             if self._accepts(schema, value, MAX_DEPTH):
                 return int(value) if isinstance(value, _IntegralFloat) else value
         if self._accepts_any(schema, ("", "x")) or len(candidates) == 1:
@@ -72,7 +79,7 @@ class ToolSchema:
         return int(candidates[0]) if isinstance(candidates[0], _IntegralFloat) else candidates[0]
 
     def check_text(self, key: str, value: Any) -> Any:
-        """Return an argument of a format that has types, converted if it is a text and the schema allows no text."""
+        """Convert a string argument if its schema does not allow strings."""
         if not isinstance(value, str):
             return value
         schema = self._schema_of(key)
@@ -82,7 +89,7 @@ class ToolSchema:
 
     def _schema_of(self, key: str) -> Any:
         self._num_read = 0
-        schemas = self._named.get(key) or self._patterns(self._root, key, MAX_DEPTH)
+        schemas = self._named.get(key) or self._additional(self._root)
         return True if not schemas else schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
     def _collect(self, schema: Any, depth: int) -> None:
@@ -95,19 +102,15 @@ class ToolSchema:
             if part.get("additionalProperties", False) is not False or part.get("patternProperties"):
                 self._open = True
 
-    def _patterns(self, schema: Any, key: str, depth: int) -> list[Any]:
-        """Return the schemas of a property that is declared by a pattern, or as an additional property."""
-        found = []
-        for part in self._parts(schema, depth):
-            patterns = part.get("patternProperties")
-            for pattern, value in patterns.items() if isinstance(patterns, Mapping) else ():
-                try:
-                    found += [value] if re.search(pattern, key) else []
-                except (re.error, TypeError):
-                    continue
-            if not found and isinstance(part.get("additionalProperties"), Mapping):
-                found.append(part["additionalProperties"])
-        return found
+    def _additional(self, schema: Any) -> list[Any]:
+        """Return the schemas of undeclared properties. Patterns are not evaluated: a regular expression of a client may
+        take exponential time.
+        """
+        parts = [*self._parts(schema, MAX_DEPTH)]
+        if any(part.get("patternProperties") for part in parts):
+            return []
+        additional = [part.get("additionalProperties") for part in parts]
+        return [value for value in additional if isinstance(value, Mapping)]
 
     def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         """Yield a schema, and the schemas that it refers to or combines."""
@@ -197,8 +200,17 @@ def _candidates(text: str) -> Iterator[Any]:
     yield text
 
 
+def _is_canonical(value: Any, text: str) -> bool:
+    """Return whether a text is the canonical JSON of a value, if the value is null or a number."""
+    if isinstance(value, bool | str | list | dict):
+        return True
+    return not isinstance(value, _IntegralFloat) and json.dumps(value) == text.strip()
+
+
 class _IntegralFloat(int):
-    """Integer that is written as a number with a fraction, such as 140.0. It is no value where numbers are allowed."""
+    """Integer that is written with a fraction, such as 140.0. Counts as an integer only; `_candidates` yields the float
+    separately.
+    """
 
     def __new__(cls, number: float):
         return super().__new__(cls, int(number))
@@ -208,16 +220,47 @@ def _untyped(text: str) -> Any:
     """Return the value of an argument without a schema: JSON, a list or an object of Python, or the text."""
     word = text.strip()
     if word in ("True", "False", "None"):
-        return _SPELLINGS[word.lower()]
+        return SPELLINGS[word.lower()]
     if len(word) > MAX_DIGITS and word[:1] not in ("{", "[", '"'):
         return text
     if word[:1] in ("{", "["):
         value = parse_json_or_python(word)
         return value if isinstance(value, dict | list) else text
     try:
-        return json.loads(word)
+        return parse_json(word)
     except (ValueError, RecursionError):
         return text
+
+
+def json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
+    """Return a value that a parser of JSON or Python returned as a value that can be written as JSON in UTF-8.
+
+    Unpaired surrogates in strings are replaced by U+FFFD. Raises ValueError for numbers that are not finite, integers
+    of more than `MAX_DIGITS` digits and more than `max_levels` levels of lists and objects.
+    """
+    if isinstance(value, str):
+        if not _SURROGATE.search(value):
+            return value
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("numbers must be finite")
+    if isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+        raise ValueError(f"integers must have at most {MAX_DIGITS} digits")
+    if isinstance(value, list | dict):
+        if max_levels == 0:
+            raise ValueError(f"more than {MAX_LEVELS} levels of lists and objects")
+        if isinstance(value, list):
+            return [json_value(member, max_levels - 1) for member in value]
+        return {json_value(key): json_value(member, max_levels - 1) for key, member in value.items()}
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a text in JSON; strings may have line breaks. See `json_value` for what is changed.
+
+    Raises ValueError, or RecursionError.
+    """
+    return json_value(json.loads(text, strict=False))
 
 
 def parse_json_or_python(text: str) -> Any:
@@ -225,11 +268,11 @@ def parse_json_or_python(text: str) -> Any:
     a text that is neither is returned as it is.
     """
     try:
-        return json.loads(text, strict=False)
+        return parse_json(text)
     except (ValueError, RecursionError):
         pass
     try:
-        return literal(parse_expression(text.strip()))
+        return json_value(literal(parse_expression(text.strip())))
     except (ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
         return text
 
@@ -248,14 +291,10 @@ def literal(node: ast.expr) -> Any:
     Raises ValueError for other expressions.
     """
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | bool | int | float)):
-        value = node.value
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError("numbers must be finite")
-        # "\ud83d\ude00" in Python's syntax are two halves of a pair
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value
-    if isinstance(node, ast.Name) and node.id in _SPELLINGS:
-        return _SPELLINGS[node.id]
-    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return json_value(node.value)  # "\ud83d\ude00" in Python's syntax are two halves of a pair
+    if isinstance(node, ast.Name) and node.id in SPELLINGS:
+        return SPELLINGS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
         return [literal(member) for member in node.elts]
     if isinstance(node, ast.Dict):
         keys = [None if key is None else literal(key) for key in node.keys]
@@ -271,7 +310,7 @@ def literal(node: ast.expr) -> Any:
         left, right = literal(node.left), literal(node.right)
         if isinstance(left, str) and isinstance(right, str):
             return left + right
-    raise ValueError(f"{ast.unparse(node)[:60]} is no literal")
+    raise ValueError(f"{ast.unparse(node)[:60]} is not a literal")
 
 
 def _has_type(value: Any, word: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eqx_decoders.io.text.answers.formats import ToolCallFormat, functions_of
+from eqx_decoders.io.text.answers.scanners import BracketScanner
 from eqx_decoders.io.text.tool_calls import parse_tool_calls
 
 
@@ -45,10 +46,14 @@ def cut_call(row: ToolCallFormat, tools: Sequence[Mapping[str, Any]], text: str,
     name, rest = found[1], text[found.end() :].lstrip()
     if row.syntax in ("json", "named_json", "harmony"):
         return CutCall(name, _json_prefix(rest))
-    complete = rest.rfind(row.parameter_end.strip()) if row.syntax == "xml" and "{key}" not in row.parameter_end else -1
+    if row.syntax == "xml":
+        tag = "[^<>]*".join(map(re.escape, row.parameter_end.strip().split("{key}")))
+        complete = max((match.end() for match in re.finditer(tag, rest)), default=-1)
+    else:
+        complete = _last_comma(row, rest)
     if complete < 0:
         return CutCall(name, "{}")
-    closed = rest[: complete + len(row.parameter_end.strip())]
+    closed = rest[:complete]
     whole = row.section_begin + row.call_begin + name + row.name_end + closed + row.call_end + row.section_end
     calls = parse_tool_calls(whole, row.name, tools).calls
     return CutCall(name, json.dumps(calls[0].arguments, ensure_ascii=False) if calls else "{}")
@@ -61,3 +66,20 @@ def _json_prefix(text: str) -> str:
     except ValueError:
         return text
     return text[:end]
+
+
+def _last_comma(row: ToolCallFormat, text: str) -> int:
+    """Return the position of the comma after the last complete argument of a call in the syntax of Python or Gemma; -1
+    if there is none.
+    """
+    is_python = row.syntax == "python"
+    brackets = BracketScanner(0, ("'", '"', "'''", '"""') if is_python else (row.quote,), escapes=is_python)
+    source = ("(" if is_python else "{") + text
+    try:
+        end = brackets.scan(source)
+    except ValueError:
+        return -1
+    if end is not None:
+        return end - 2
+    starts = brackets.argument_starts(source, 0)
+    return starts[-1] - 2 if len(starts) > 1 else -1

@@ -81,7 +81,6 @@ class ToolCallFormat:
     - `name_keys`, `argument_keys`: keys of the name and of the arguments in JSON objects. Without `name_keys`, an
         object has one key, which is the name.
     - `bare`: calls need no marker. A text without one is a call only if a tool of that name was offered.
-    - `index_start`: number of the first call.
     """
 
     name: ToolFormat
@@ -389,7 +388,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="phi4_mini",
         selectors=(("<|/tool_call|>",), ("functools[",)),
-        begins=("<|tool_call|>", "functools"),
+        begins=("<|tool_call|>", "functools["),
         ends=("<|/tool_call|>",),
         **_json_list("<|tool_call|>", "<|/tool_call|>"),
     ),

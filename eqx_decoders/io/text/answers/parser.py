@@ -30,6 +30,7 @@ from eqx_decoders.io.text.answers.scanners import (
     CallScanner,
     Context,
     Failed,
+    Found,
     JsonScanner,
     call_of,
     parse_json_or_python,
@@ -166,7 +167,14 @@ class AnswerFormat:
         """Leave out placeholders."""
         return "".join(letter for letter in text if letter not in self.names) if self.names else text
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", calls: bool = True) -> AnswerParser:
+    def parser(
+        self,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        prompt: str = "",
+        calls: bool = True,
+        must_call: bool = False,
+    ) -> AnswerParser:
         """Create the parser of one answer.
 
         **Arguments:**
@@ -174,10 +182,11 @@ class AnswerFormat:
         - `tools`: descriptions of the offered tools; empty: any tool may be called.
         - `prompt`: the end of the prompt, with placeholders. It may start the reasoning, or end it.
         - `calls`: parse tool calls; False: they are content.
+        - `must_call`: the answer must be a tool call. If a call without a marker is cut off, it is not content.
         """
         if self.is_harmony:
             return HarmonyParser(self, tools, prompt, calls=calls)
-        return TaggedParser(self, tools, prompt, calls=calls)
+        return TaggedParser(self, tools, prompt, calls=calls, must_call=must_call)
 
     def _translated(self, row: ToolCallFormat) -> ToolCallFormat:
         values: dict[str, Any] = {}
@@ -193,8 +202,10 @@ class AnswerFormat:
 class TaggedParser:
     """Parser of answers with reasoning between markers, then content and calls."""
 
-    def __init__(self, form: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
-        self._form, self._reasoning = form, form.reasoning
+    def __init__(
+        self, form: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool, must_call: bool
+    ):
+        self._form, self._reasoning, self._must_call = form, form.reasoning, must_call
         row = form.row if calls else None
         self._context = None if row is None else Context(row, tools, form.names)
         self._begins = () if row is None else row.begins
@@ -207,6 +218,7 @@ class TaggedParser:
         self._buffer = ""
         self._scanner: CallScanner | None = None
         self._done = 0  # characters at the start of the buffer whose calls were returned
+        self._searched = 0  # characters at the start of the buffer without a special token that ends a call
         self._consumed = 0  # characters of the answer that left the buffer
         self.reasoning_end = 0
         """Position in the text of the answer after which its reasoning has ended."""
@@ -265,6 +277,7 @@ class TaggedParser:
     def _take(self, size: int) -> str:
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         self._consumed += len(text)
+        self._searched = 0
         return text
 
     def _start(self, events: list[Event], *, final: bool) -> bool:
@@ -320,7 +333,7 @@ class TaggedParser:
         markers = [*self._begins]
         if self._reasoning is not None:
             if self._watches_end:
-                markers.append(self._reasoning.end)
+                markers += [self._reasoning.end, self._reasoning.begin]
             elif self._reasoning.begin[:1] in self._form.names:
                 markers.append(self._reasoning.begin)  # a special token: the model reasons once more
             for begin, end in self._reasoning.wrappers:
@@ -367,8 +380,12 @@ class TaggedParser:
             self.reasoning_end = self._consumed
             self._watches_end, self._is_fresh, self._strips = False, True, True
         elif self._reasoning is not None and marker == self._reasoning.begin:
-            self._take(len(marker))
-            self._state, self._strips = "reasoning", True
+            self._watches_end = False
+            if marker[:1] in self._form.names:
+                self._take(len(marker))
+                self._state, self._strips = "reasoning", True
+            else:  # the content mentions the markers
+                self._content(events, self._take(len(marker)))
         else:
             self._take(len(marker))
             pairs = {} if self._reasoning is None else dict(self._reasoning.wrappers)
@@ -391,9 +408,12 @@ class TaggedParser:
                     self._add(events, Partial, self._take(len(self._buffer)))
                 return False
         result = self._scanner.scan(self._buffer, final=final)
+        if result is None or isinstance(result, Found):
+            result = self._missed_end(result, final=final) or result
         if result is None:
             if final:
-                is_text = not self._done and not any(self._buffer.startswith(text) for text in self._begins)
+                has_marker = any(self._buffer.startswith(text) for text in self._begins)
+                is_text = not self._done and not has_marker and not self._must_call
                 self._take(self._done)
                 self._add(events, Content if is_text else Partial, self._take(len(self._buffer)))
                 self._state, self._scanner, self._done = "content", None, 0
@@ -402,7 +422,7 @@ class TaggedParser:
             return self._fail(events, result)
         for part in result.parts:
             text = self._buffer[self._done : result.end]
-            events.append(Malformed(text, part) if isinstance(part, str) else Call(part))
+            events.append(Malformed(text, self._readable(part)) if isinstance(part, str) else Call(part))
         self._is_fresh = False
         self._done = result.end
         if result.closed:
@@ -410,11 +430,39 @@ class TaggedParser:
             self._state, self._scanner = "after", None
         return True
 
+    def _missed_end(self, result: Found | None, *, final: bool) -> Failed | None:
+        """Return the failure of a call that has an end marker within an argument that does not end.
+
+        End markers that are special tokens cannot be part of an argument. Others can, unless another call follows.
+        """
+        assert self._context is not None
+        if self._context.row.syntax == "xml":  # its scanner knows the special tokens
+            return None
+        special = [text for text in self._ends if any(letter in self._form.names for letter in text)]
+        start = max(self._done, self._searched - max(map(len, self._ends), default=0))
+        places = [place for text in special if (place := self._buffer.find(text, start)) >= 0]
+        if result is not None:
+            places = [place for place in places if place < result.end]
+        else:
+            self._searched = len(self._buffer)
+        if result is None and not places and final:
+            ends = [place + len(text) for text in self._ends if (place := self._buffer.find(text, self._done)) >= 0]
+            if ends and any(self._buffer.find(text, min(ends)) >= 0 for text in self._begins):
+                places = ends
+        return Failed(self._done, min(places), "the call ends within its arguments") if places else None
+
+    def _readable(self, reason: str) -> str:
+        """Replace placeholders of special tokens, which `repr` has escaped, by their names."""
+        for letter, name in self._form.names.items():
+            reason = reason.replace(repr(letter)[1:-1], name)
+        return reason
+
     def _fail(self, events: list[Event], result: Failed) -> bool:
         """Make text that is no call to content, or to that of a call which cannot be read."""
         self._scanner = None
         if not any(self._buffer.startswith(text) for text in self._begins):  # a call without a marker: it is text
-            self._state = "content"
+            self._take(self._done)  # the text of calls that were returned
+            self._state, self._done = "content", 0
             return True
         start, self._done = self._done, 0
         self._take(start)
@@ -422,7 +470,7 @@ class TaggedParser:
         marker = next((text for text in self._begins if self._buffer.startswith(text)), "")
         is_xml = self._context is not None and self._context.row.syntax == "xml"
         size = result.position - start if is_xml else len(marker)  # several markers may be before the arguments
-        events.append(Malformed(self._take(size), result.reason))
+        events.append(Malformed(self._take(size), self._readable(result.reason)))
         return True
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:
@@ -441,9 +489,15 @@ class TaggedParser:
 
     def _read_after(self, events: list[Event], *, final: bool) -> bool:
         """Leave out blanks and markers after a call."""
+        self._done = 0
+        position = _skip_brackets(self._buffer)
+        rest = self._buffer[position:]
+        if not final and self._ends and (not rest or any(text.startswith(rest) for text in self._ends)):
+            return False
+        if any(rest.startswith(text) for text in self._ends):
+            self._take(position)
         position = skip_blanks(self._buffer, 0)
         rest = self._buffer[position:]
-        self._done = 0
         end = next((text for text in self._closings if rest.startswith(text)), None)
         if end is not None:
             self._take(position + len(end))
@@ -453,6 +507,11 @@ class TaggedParser:
         self._take(position)
         self._state = "content"
         return True
+
+
+def _skip_brackets(text: str) -> int:
+    """Return the position after blanks, superfluous brackets and the end of a code block."""
+    return len(text) - len(text.lstrip("}]` \t\r\n"))
 
 
 class HarmonyParser:
@@ -534,23 +593,29 @@ class HarmonyParser:
         buffer = self._buffer
         if self._is_first and not self._prefix_is_open():
             rest = buffer.lstrip()
-            starts = [*self._header_marks, "to=", "assistant"]
+            starts = [*self._header_marks, "to="]
+            if rest.startswith("assistant"):  # the role, if a header follows
+                rest = rest.removeprefix("assistant")
+                rest = rest.lstrip() if rest[:1].isspace() or rest[:1] in self._form.names else rest
+            else:
+                starts.append("assistant")
             if rest and not any(rest.startswith(text) or (text.startswith(rest) and not final) for text in starts):
                 self._state, self._kind, self._is_first = "body", "content", False  # text without a header
                 return True
         place = buffer.find(self._message)
         header = buffer if place < 0 else buffer[:place]
+        ends = [at for end in self._ends if (at := header.find(end)) >= 0]
+        header = header[: min(ends)] if ends else header
         recipient = self._recipient.search(self._prefix + header)
         brace = header.find("{")
         if recipient is not None and brace >= 0:  # <|message|> is missing
             self._buffer = buffer[brace:]
             self._open(self._prefix + header[:brace])
             return True
-        if place >= 0:
+        if place >= 0 and not ends:
             self._buffer = buffer[place + len(self._message) :]
             self._open(self._prefix + header)
             return True
-        ends = [at for end in self._ends if (at := buffer.find(end)) >= 0]
         if ends:  # a message without a text
             self._buffer = (
                 buffer[min(ends) + 1 :] if self._ends[0] in self._form.names else buffer[min(ends) :].partition("|>")[2]
@@ -558,9 +623,9 @@ class HarmonyParser:
             self._prefix = ""
             return True
         if final and buffer.strip():
-            is_text = not any(mark in buffer for mark in self._header_marks) and not buffer.lstrip().startswith(
-                ("assistant", "<|")
-            )
+            words = buffer.split()
+            is_role = words[0] == "assistant" and (not self._is_first or (words[1:2] and words[1].startswith("to=")))
+            is_text = not (is_role or any(mark in buffer for mark in self._header_marks) or words[0].startswith("<|"))
             self._add(events, "content", buffer if is_text else "")
         if final:
             self._buffer = ""
@@ -609,7 +674,7 @@ class HarmonyParser:
                 self._state = "after"
                 return True
             if not rest.startswith("{"):
-                reason = f"the arguments of {self._tool} are no JSON object: {self._form.restore(rest[:80])!r}"
+                reason = f"the arguments of {self._tool} are not a JSON object: {self._form.restore(rest[:80])!r}"
                 events.append(Malformed("", reason))
                 self._state, self._kind = "body", "malformed"
                 return True
@@ -617,7 +682,7 @@ class HarmonyParser:
         try:
             end = self._value.scan(self._buffer)
         except ValueError as error:
-            events.append(Malformed("", f"the arguments of {self._tool} are no JSON: {error}"))
+            events.append(Malformed("", f"the arguments of {self._tool} are not valid JSON: {error}"))
             self._state, self._kind = "body", "malformed"
             return True
         if end is None:

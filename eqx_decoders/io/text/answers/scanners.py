@@ -13,11 +13,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from eqx_decoders.io.text.answers.arguments import ToolSchema, literal, parse_expression, parse_json_or_python
+from eqx_decoders.io.text.answers.arguments import (
+    MAX_LEVELS,
+    SPELLINGS,
+    ToolSchema,
+    literal,
+    parse_expression,
+    parse_json,
+    parse_json_or_python,
+)
 from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, functions_of
 
 
-MAX_DEPTH = 200  # of lists and objects in arguments
 MAX_HEADER = 512  # characters from the marker of a call to its arguments
 _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
@@ -25,6 +32,7 @@ _NAME = r"[^\s<>\[\](){}\"'`=,;|｜]+"
 _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
+_KEYWORD = re.compile(r"\s*([^=()\[\]{},\"'\s][^=()\[\]{},\"'\r\n]*?)\s*=(?!=)")
 _TEXT = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
@@ -156,8 +164,8 @@ class JsonScanner:
         elif letter in "\"'" and expects not in ("comma", "colon") and self._stack:
             self._quote = letter
         elif letter in "{[" and expects in ("value", "first_value"):
-            if len(self._stack) >= MAX_DEPTH:
-                raise ValueError(f"it has more than {MAX_DEPTH} levels")
+            if len(self._stack) >= MAX_LEVELS:
+                raise ValueError(f"arguments have more than {MAX_LEVELS} levels")
             self._stack.append("}" if letter == "{" else "]")
             self._expects = "first_key" if letter == "{" else "first_value"
         elif expects in ("value", "first_value") and self._stack:
@@ -209,7 +217,7 @@ class JsonCalls:
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(start, self._value.position, f"it is no JSON: {error}")
+            return Failed(start, self._value.position, f"invalid JSON in tool call: {error}")
         if end is None:
             return None
         part = self._call(text[start:end])
@@ -249,7 +257,7 @@ class JsonCalls:
             if self._in_list:
                 return Failed(position, position, f"unexpected {text[position : position + 20]!r} in a list of calls")
             return Found(self._position, (), closed=True)
-        return Failed(self._position, position, f"{text[position : position + 80]!r} is no JSON object")
+        return Failed(self._position, position, f"{text[position : position + 80]!r} is not a JSON object")
 
     def _may_be_call(self, text: str, start: int) -> bool:
         row, names = self._context.row, self._context.names
@@ -265,7 +273,7 @@ class JsonCalls:
         value = parse_json_or_python(self._context.restore(text))
         row = self._context.row
         if not isinstance(value, dict):
-            return f"{text[:80]!r} is no JSON object"
+            return f"{text[:80]!r} is not a JSON object"
         if not row.name_keys:
             if len(value) != 1:
                 return f"{json.dumps(value)[:80]} must have one key, the name of the tool"
@@ -282,7 +290,7 @@ class JsonCalls:
             if names is not None and name not in names:
                 return f"no tool of the name {name!r} is offered"
             if not value.keys() <= allowed or (names is None and not has_arguments):
-                return f"{json.dumps(value)[:80]} is no call"
+                return f"{json.dumps(value)[:80]} is not a call"
         arguments = next((value[key] for key in row.argument_keys if key in value), {})
         return call_of(name, arguments)
 
@@ -293,12 +301,14 @@ def call_of(name: str, arguments: Any) -> FunctionCall | str:
         if not arguments.strip():
             return FunctionCall(name, {})
         try:
-            arguments = json.loads(arguments, strict=False)
+            arguments = parse_json(arguments)
         except (ValueError, RecursionError) as error:
-            return f"the arguments of {name} are no JSON: {error}"
+            return f"the arguments of {name} are not valid JSON: {error}"
     if arguments is None:
         return FunctionCall(name, {})
-    return FunctionCall(name, arguments) if isinstance(arguments, dict) else f"the arguments of {name} are no object"
+    return (
+        FunctionCall(name, arguments) if isinstance(arguments, dict) else f"the arguments of {name} are not an object"
+    )
 
 
 class NamedJsonCall:
@@ -341,7 +351,7 @@ class NamedJsonCall:
             if ends:
                 header = self._header.fullmatch(text, self._start, min(ends))
                 if header is None:
-                    return Failed(self._start, min(ends), f"{text[self._start : min(ends)][:80]!r} is no name")
+                    return Failed(self._start, min(ends), f"{text[self._start : min(ends)][:80]!r} is not a name")
                 return Found(min(ends), (FunctionCall(header[1], {}),), closed=True)
             if first < 0:
                 if len(text) - self._start >= MAX_HEADER:
@@ -349,12 +359,14 @@ class NamedJsonCall:
                 return None
             header = self._header.fullmatch(text, self._start, limit)
             if header is None:
-                return Failed(self._start, limit, f"{text[self._start : limit][:80]!r} is no name")
+                return Failed(self._start, limit, f"{text[self._start : limit][:80]!r} is not a name")
             self._name, self._value = header[1], JsonScanner(limit)
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(self._start, self._value.position, f"the arguments of {self._name} are no JSON: {error}")
+            return Failed(
+                self._start, self._value.position, f"the arguments of {self._name} are not valid JSON: {error}"
+            )
         if end is None:
             return None
         value = parse_json_or_python(self._context.restore(text[self._value.start : end]))
@@ -367,9 +379,11 @@ class NamedJsonCall:
 class XmlCall:
     """Scanner of one call whose arguments stand between tags.
 
-    Values are not escaped. A value ends where the structure of the call goes on: before a parameter that the tool has,
-    or before the end of the call. The last of several possible ends counts: so a call ends where the next call of an
-    offered tool starts, or the answer ends, unless special tokens mark its end.
+    Values are not escaped. A value ends where the structure of the call goes on: before the next parameter, or before
+    the end of the call. A parameter that the tool does not declare, or that occurs twice, must be written as the chat
+    template writes it, with the same line breaks. The last of several possible ends counts: so a call ends where the
+    next call starts, or the answer ends, unless special tokens mark its end. Calls of tools that are not offered must
+    be written as the template writes them, too.
 
     **Arguments:**
 
@@ -394,6 +408,11 @@ class XmlCall:
         self._close = close
         ends = row.call_end.split()
         self._ends = ends
+        written_end = row.parameter_end + row.parameter_separator
+        self._written_gap = written_end[len(written_end.rstrip()) :]
+        self._written_start = re.compile(
+            re.escape(row.call_begin) + rf"{_NAME}" + re.escape(row.name_end).replace(re.escape("{index}"), "[0-9]+")
+        )
         self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
         # a marker that is a special token cannot be a part of an argument
         self._special_end = next(
@@ -409,7 +428,7 @@ class XmlCall:
     @staticmethod
     def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
         is_quoted = row.parameter_begin.endswith('"')
-        key = r'"?([^"<>\n]{1,256}?)"?' if is_quoted else r"([^<>\n/]{1,256}?)"
+        key = r'"?([^"<>\n]{1,256}?)"?' if is_quoted else r"([^<>\n/][^<>\n]{0,255}?)"
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
             return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>()")
@@ -426,7 +445,7 @@ class XmlCall:
             self._schema = self._context.schema(self._name)
         start = skip_blanks(text, self._body)
         if start < len(text) and not final and text[start] != "{" and not self._may_start(text, start):
-            return Failed(self._start, start, f"{text[start : start + 80]!r} is no parameter")
+            return Failed(self._start, start, f"{text[start : start + 80]!r} is not a parameter")
         extent = self._extent(text)
         if extent is None and not final:
             return None
@@ -454,7 +473,7 @@ class XmlCall:
         match = re.compile(_NAME).match(text, position)
         tail = "" if match is None else text[match.end() :].strip()
         if rest and (match is None or (tail and not pieces.startswith(tail) and not tail.startswith(pieces))):
-            return Failed(self._start, position, f"{rest[:80]!r} is no name")
+            return Failed(self._start, position, f"{rest[:80]!r} is not a name")
         return None
 
     def _may_start(self, text: str, start: int) -> bool:
@@ -471,7 +490,9 @@ class XmlCall:
         for match in self._call_start.finditer(text, position, limit):
             name = next(group for group in match.groups() if group is not None)
             may_go_on = match.end() == len(text) and not self._context.row.name_end.strip()
-            if may_go_on or (names is not None and name not in names):
+            if may_go_on:
+                continue
+            if names is not None and name not in names and not self._is_written_start(text, match):
                 continue
             ends = [closed.end() for closed in self._closed_parameter.finditer(text, self._body, match.start())]
             empty = self._closed.match(text, skip_blanks(text, self._body), match.start())
@@ -479,6 +500,11 @@ class XmlCall:
                 return ends[-1] if ends else empty.end() if empty is not None else None
         self._searched = len(text)
         return None if special < 0 else limit
+
+    def _is_written_start(self, text: str, match: re.Match[str]) -> bool:
+        """Return whether the start of a call is written as the chat template writes it."""
+        found = self._written_start.search(text, match.start())
+        return found is not None and found.start() < match.end()
 
     def _parsed(self, text: str, extent: int, start: int) -> Found | Failed | None:
         if text.startswith("{", start):
@@ -499,7 +525,7 @@ class XmlCall:
             reason = f"the parameters of {self._name} cannot be read: {text[start : start + 80]!r}"
             return Failed(self._start, start, reason)
         if start < len(text) and not self._may_start(text, start):
-            return Failed(self._start, start, f"{text[start : start + 80]!r} is no parameter")
+            return Failed(self._start, start, f"{text[start : start + 80]!r} is not a parameter")
         return None
 
     def _json_arguments(self, text: str, extent: int, start: int) -> Found | Failed | None:
@@ -507,7 +533,7 @@ class XmlCall:
         try:
             end = scanner.scan(text[:extent])
         except ValueError as error:
-            return Failed(self._start, scanner.position, f"the arguments of {self._name} are no JSON: {error}")
+            return Failed(self._start, scanner.position, f"the arguments of {self._name} are not valid JSON: {error}")
         if end is None:
             return None
         closed = re.compile(_BLANKS + self._call_end[_BLANKS].pattern).match(text, end)
@@ -564,6 +590,9 @@ class XmlCall:
             opens = self._parameter.match(text, position, extent)
             if opens is not None and opens[1] not in used and (known is None or opens[1] in known):
                 return at, after
+            is_line = closes.startswith("\n") or not self._context.row.key_end.endswith(">\n")
+            if opens is not None and is_line and text[after:position] == self._written_gap:
+                return at, after
             if call_end.match(text, position, extent):
                 last = at, after
             at = text.find(closes, at + 1, extent)
@@ -614,8 +643,8 @@ class BracketScanner:
             if quote:
                 self._quote, self._string_start, self.position = quote, at, at + len(quote)
             elif letter in self._PAIRS:
-                if len(self._stack) >= MAX_DEPTH:
-                    raise ValueError(f"it has more than {MAX_DEPTH} levels")
+                if len(self._stack) >= MAX_LEVELS:
+                    raise ValueError(f"arguments have more than {MAX_LEVELS} levels")
                 self._stack.append(self._PAIRS[letter])
                 self.position += 1
             elif letter in self._PAIRS.values():
@@ -626,6 +655,26 @@ class BracketScanner:
                     return self.position
             else:
                 self.position += 1
+
+    def argument_starts(self, text: str, opened: int) -> list[int]:
+        """Return the positions at which arguments start: after the opening bracket, and after each comma that is
+        within no string and no other bracket. A string that does not end has no arguments after it.
+        """
+        starts, depth, strings = list[int](), 0, iter(self.strings)
+        limit = self._string_start if self._quote else self.position
+        first, last, _ = next(strings, (limit, limit, ""))
+        position = opened
+        while position < limit:
+            if position == first:
+                position = last
+                first, last, _ = next(strings, (limit, limit, ""))
+                continue
+            letter = text[position]
+            position += 1
+            depth += (letter in "([{") - (letter in ")]}")
+            if depth == 1 and letter in "([{," and (letter == "," or position == opened + 1):
+                starts.append(position)
+        return starts
 
     def _skip_string(self, text: str) -> bool:
         quote = self._quote
@@ -684,7 +733,7 @@ class PythonCalls:
             )
         if end is None:
             return None
-        part = self._call(text, opened, end, self._brackets.strings)
+        part = self._call(text, opened, end, self._brackets)
         self._brackets, self._position = None, end
         self._num_calls += 1
         return Found(end, (part,), closed=False)
@@ -702,7 +751,7 @@ class PythonCalls:
             return Found(self._position, (), closed=True) if final and self._num_calls else None
         if self._in_list and text[position] == "]":
             if self._num_calls == 0 and self._is_bare:
-                return Failed(position, position, "there is no call")
+                return Failed(position, position, "there is not a call")
             return Found(position + 1, (), closed=True)
         match = re.compile(rf"({_NAME})\s*").match(text, position)
         rest = "" if match is None else text[match.end() :]
@@ -714,7 +763,7 @@ class PythonCalls:
                 return Found(self._position, (), closed=True)
             if match is not None and not rest and not (self._is_bare and not self._num_calls):
                 return None
-            return Failed(position, position, f"{text[position : position + 80]!r} is no call")
+            return Failed(position, position, f"{text[position : position + 80]!r} is not a call")
         if self._is_bare and names is not None and match[1] not in names:
             return Failed(position, position, f"no tool of the name {match[1]!r} is offered")
         self._start, self._name, self._opened = position, match[1], match.end()
@@ -725,27 +774,45 @@ class PythonCalls:
     def _may_be_name(word: str, names: frozenset[str] | None) -> bool:
         return names is None or any(name.startswith(word) for name in names)
 
-    def _call(self, text: str, start: int, end: int, strings: Sequence[tuple[int, int, str]]) -> FunctionCall | str:
-        pieces, position = [], start
-        for first, last, quote in strings:
+    def _call(self, text: str, start: int, end: int, brackets: BracketScanner) -> FunctionCall | str:
+        """Return the call with arguments from `start` to `end`.
+
+        Parameters may have names that Python does not allow, such as `from` and `my-key`.
+        """
+        replaced, keys = list[tuple[int, int, str]](), list[str]()
+        for first, last, quote in brackets.strings:
             body = text[first + len(quote) : last - len(quote)]
-            pieces += text[position:first], repr(self._context.restore(_string(body, quote)))
+            prefix = text[first - 1] if text[first - 1] in "rRuU" and not text[first - 2].isalnum() else ""
+            value = body if prefix in ("r", "R") else _string(body, quote)
+            replaced.append((first - len(prefix), last, repr(self._context.restore(value))))
+        for position in brackets.argument_starts(text, start):
+            match = _KEYWORD.match(text, position, end)
+            if match is not None:
+                replaced.append((position, match.end(), f"k{len(keys)}="))
+                keys.append(self._context.restore(match[1]))
+        pieces, position = ["f"], start
+        for first, last, piece in sorted(replaced):
+            pieces += text[position:first], piece
             position = last
-        source = "f" + "".join(pieces) + text[position:end]
+        source = "".join(pieces) + text[position:end]
         source = re.sub(r"[\r\n]+", " ", source)  # strings have none any more
         schema = self._context.schema(self._name)
         try:
             node = parse_expression(source)
             if not isinstance(node, ast.Call):
-                raise ValueError("it is no call")
+                raise ValueError("not a call")
             if len(node.args) > len(schema.names):
-                raise ValueError("its arguments have no names")
+                raise ValueError("too many positional arguments")
             values = dict(zip(schema.names, map(literal, node.args), strict=False))
+            positional = set(values)
             for keyword in node.keywords:
-                if keyword.arg is None:
-                    values |= literal(keyword.value)
-                else:
-                    values[keyword.arg] = literal(keyword.value)
+                value = literal(keyword.value)
+                if keyword.arg is None and not isinstance(value, dict):
+                    raise ValueError("`**` needs a dictionary")
+                for key, member in value.items() if keyword.arg is None else [(keys[int(keyword.arg[1:])], value)]:
+                    if key in positional:
+                        raise ValueError(f"two values for {key}")
+                    values[key] = member
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
             return f"the arguments of {self._name} cannot be read: {error}"
         return FunctionCall(self._name, {key: schema.check_text(key, value) for key, value in values.items()})
@@ -790,7 +857,7 @@ class GemmaCall:
             if match is None or not text.startswith("{", match.end()):
                 if final and match is not None and match.end() == len(text):
                     return None
-                return Failed(self._start, position, f"{rest[:80]!r} is no call:name{{…}}")
+                return Failed(self._start, position, f"{rest[:80]!r} is not call:name{{…}}")
             self._name, self._opened = match[1].rstrip(":"), match.end()
             quotes = (self._context.row.quote,)
             self._brackets = BracketScanner(match.end(), quotes, escapes=False, certain=self._is_certain)
@@ -833,9 +900,9 @@ class GemmaCall:
         match = re.compile(r"[^,\]}\[{]*").match(text, position)
         word = "" if match is None else match[0]
         try:
-            value = json.loads(word.strip(), strict=False)
+            value = parse_json(word.strip())
         except (ValueError, RecursionError):
-            value = {"True": True, "False": False, "None": None}.get(word.strip(), word.strip())
+            value = SPELLINGS[word.strip().lower()] if word.strip() in ("True", "False", "None") else word.strip()
         return value, position + len(word)
 
     def _key(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[str, int]:
@@ -843,8 +910,9 @@ class GemmaCall:
             key, position = self._value(text, position, strings)
             position = skip_blanks(text, position)
         else:
-            at = text.find(":", position)
-            key, position = text[position:at].strip().strip('"'), at
+            quoted = re.compile(r'"([^"\n]*)"\s*(?=:)').match(text, position)
+            at = text.find(":", position) if quoted is None else quoted.end()
+            key, position = (text[position:at].strip().strip('"') if quoted is None else quoted[1]), at
             if at < 0 or "\n" in key:
                 raise ValueError("a key has no value")
         if not text.startswith(":", position):
@@ -886,4 +954,4 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
             return None
         inner = next((begin for begin in row.begins if rest.startswith(begin)), "")
         return NamedJsonCall(context, position + len(inner) if inner else after)
-    return JsonCalls(context, after, is_bare=not marker)
+    return JsonCalls(context, after - marker.endswith("["), is_bare=not marker)
