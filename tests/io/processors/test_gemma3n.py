@@ -52,7 +52,7 @@ def test_what_is_refused(tmp_path):
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | dict(padding_side="left")))
     family, settings = read_settings(Directory(folder))
     assert family.audio is not None
-    with pytest.raises(ConversionError, match=r'padding_side=left .*only "right" is'):
+    with pytest.raises(ConversionError, match=r'padding_side=left .*"right"'):
         family.audio(settings)
 
 

@@ -65,8 +65,8 @@ def test_audio_that_are_refused():
 
 
 BAD = [
-    (dict(dither=0.1), "dither=0.1 changes"),
-    (dict(padding_value=1.0), "padding_value=1.0 changes"),
+    (dict(dither=0.1), "dither=0.1"),
+    (dict(padding_value=1.0), "padding_value=1.0"),
     (dict(padding_side="top"), "padding_side=top is not known"),
     (dict(preemphasis=-1), "preemphasis=-1 must be a finite number of at least 0"),
     (dict(per_bin_mean=[1, "a"]), "per_bin_mean=.* must be a list of finite numbers"),
