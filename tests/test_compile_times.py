@@ -17,6 +17,8 @@ from tests.commands import ENVIRONMENT, ROOT
 
 pytestmark = pytest.mark.slow
 
+MAX_SECONDS = 120
+
 INIT = """
 import json, sys, time
 import equinox as eqx, jax
@@ -84,14 +86,14 @@ def test_init_of_the_smallest_model_of_each_family(part):
     times = dict(json.loads(line) for line in run(INIT, *names))
     assert times.keys() == set(names)
     print(times)
-    assert {name: seconds for name, seconds in times.items() if seconds > 60} == {}
+    assert {name: seconds for name, seconds in times.items() if seconds > MAX_SECONDS} == {}
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-vision"])
 def test_first_day(name):
     times = json.loads(run(FIRST_DAY, name)[-1])
     print(times)
-    assert {step: seconds for step, seconds in times.items() if seconds > 60} == {}
+    assert {step: seconds for step, seconds in times.items() if seconds > MAX_SECONDS} == {}
 
 
 def test_nested_splits_of_keys_in_a_user_layer():
