@@ -5,10 +5,11 @@ by id. All other text of a grammar, such as a literal that contains the name of 
 text.
 """
 
+import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.errors import ConfigError
@@ -22,10 +23,17 @@ from eqx_decoders.io.text.answers.formats import (
     reasoning_format,
     tool_format,
 )
+from eqx_decoders.serving.frontend.api_errors import shown
 from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, OBJECT_RULES, STRING_RULES, prepare_schema
 
 
 Kind = Literal["json", "regex", "choice", "grammar"]
+LABELS: Mapping[Kind, str] = {
+    "json": "The JSON Schema",
+    "regex": "The regular expression",
+    "choice": "The choice",
+    "grammar": "The grammar",
+}
 
 # Between the parts of JSON: nothing, a space, or a new line with indentation. Without a limit, a model may write blanks
 # forever.
@@ -78,6 +86,11 @@ class Grammar(NamedTuple):
 
     kind: Kind
     content: str | tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Name of the grammar in error messages."""
+        return LABELS[self.kind]
 
 
 ANY_OBJECT = Grammar("json", '{"type": "object"}')
@@ -171,9 +184,21 @@ class AnswerGrammar(NamedTuple):
     harmony: bool = False
 
     @property
-    def kind(self) -> str:
-        """Name of the constraint in error messages."""
-        return "tool_choice" if self.form is None else self.form.kind
+    def label(self) -> str:
+        """Name of the grammar in error messages."""
+        if self.form is None:
+            return "The grammar of tool calls"
+        return self.form.label if self.calls is None else f"{self.form.label} with tool calls"
+
+    @property
+    def schemas(self) -> list[tuple[str | None, Any]]:
+        """JSON Schemas of the form (with the name None) and of the arguments of each tool (with the tool's name)."""
+        schemas = list[tuple[str | None, Any]]()
+        if self.form is not None and self.form.kind == "json":
+            schemas.append((None, json.loads(str(self.form.content))))
+        if self.calls is not None:
+            schemas += [(name, json.loads(schema)) for name, schema in self.calls.tools]
+        return schemas
 
     @property
     def size(self) -> int:
@@ -243,8 +268,36 @@ def simplified(grammar: AnswerGrammar, control: Mapping[str, int]) -> AnswerGram
     return grammar
 
 
+@contextlib.contextmanager
+def errors_of_tool(name: str | None) -> Iterator[None]:
+    """Add the name of a tool to errors about the JSON Schema of its parameters. If `name` is None, add nothing."""
+    try:
+        yield
+    except ConfigError as error:
+        if name is None:
+            raise
+        raise ConfigError(f"Parameters of the function {shown(name)}: {error}") from error
+
+
+def with_prepared_schemas(grammar: AnswerGrammar) -> AnswerGrammar:
+    """Return a grammar whose JSON Schemas are prepared for llguidance (see `prepare_schema`).
+
+    Raises ConfigError for schemas that are invalid or not supported.
+    """
+    form, calls = grammar.form, grammar.calls
+    if form is not None and form.kind == "json":
+        form = form._replace(content=json.dumps(prepare_schema(_parse(str(form.content), form.label))))
+    if calls is not None:
+        tools = list[tuple[str, str]]()
+        for name, schema in calls.tools:
+            with errors_of_tool(name):
+                tools.append((name, json.dumps(prepare_schema(json.loads(schema)))))
+        calls = calls._replace(tools=tuple(tools))
+    return grammar._replace(form=form, calls=calls)
+
+
 def to_llguidance(
-    grammar: "Grammar | AnswerGrammar",
+    grammar: AnswerGrammar,
     control: Mapping[str, int],
     stop_ids: Sequence[int] = (),
     *,
@@ -254,6 +307,7 @@ def to_llguidance(
 
     **Arguments:**
 
+    - `grammar`: grammar with prepared JSON Schemas (see `with_prepared_schemas`).
     - `control`: ids of the tokens that are matched by id, by their names.
     - `stop_ids`: ids that end an answer: they are left out at the end of a call.
     - `reasoning_ends`: start with the end of the reasoning in place of the reasoning.
@@ -261,8 +315,8 @@ def to_llguidance(
     Raises ConfigError for schemas and calls that constrained answers do not support.
     """
     _WORK.count = 0
-    if isinstance(grammar, Grammar):
-        return _dump(_form(grammar, control))
+    if grammar.form is not None and grammar == AnswerGrammar(grammar.form):
+        return _dump(_form(grammar.form, control))
     writer = _Writer(control, stop_ids)
     return _dump([{"lark_grammar": writer.answer(grammar, reasoning_ends)}, *writer.grammars])
 
@@ -291,14 +345,14 @@ def _form(form: Grammar, control: Mapping[str, int]) -> list[dict[str, Any]]:
     if isinstance(form.content, tuple):
         return [{"lark_grammar": "start: " + " | ".join(quoted(text) for text in form.content)}]
     if form.kind == "json":
-        return [{"json_schema": _with_options(prepare_schema(_parse(form.content)))}]
+        return [{"json_schema": _with_options(json.loads(form.content))}]
     if form.kind == "regex":
         return [{"lark_grammar": f"start: /{_escaped_slashes(form.content)}/"}]
     if form.content.lstrip().startswith("{"):  # several grammars, in llguidance's JSON
-        content = _parse(form.content, form.kind)
+        content = _parse(form.content, form.label)
         grammars = content.get("grammars")
         if not isinstance(grammars, list) or not grammars or not all(isinstance(item, dict) for item in grammars):
-            raise ConfigError("grammar cannot be read: give Lark, or an object with grammars, a list of objects.")
+            raise ConfigError("Invalid grammar: expected Lark, or a JSON object with `grammars`, a list of objects.")
         return [
             {**item, "lark_grammar": with_token_ids(item["lark_grammar"], control)}
             if isinstance(item.get("lark_grammar"), str)
@@ -308,11 +362,11 @@ def _form(form: Grammar, control: Mapping[str, int]) -> list[dict[str, Any]]:
     return [{"lark_grammar": with_token_ids(form.content, control)}]
 
 
-def _parse(text: str, kind: str = "json") -> Any:
+def _parse(text: str, label: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{kind} cannot be read: {error}.") from error
+        raise ConfigError(f"{label} is not valid JSON: {error}.") from error
 
 
 def _with_options(schema: Any) -> Any:
@@ -415,7 +469,7 @@ class _Writer:
         # llguidance can choose between several JSON Schemas, but not between a schema and a literal of JSON
         schemas = []
         for name, text in calls.tools:
-            properties = {row.name_keys[0]: {"const": name}, row.argument_keys[-1]: prepare_schema(_parse(text))}
+            properties = {row.name_keys[0]: {"const": name}, row.argument_keys[-1]: json.loads(text)}
             schemas.append({"type": "object", "properties": properties, "required": list(properties)})
         schemas = [{**schema, "additionalProperties": False} for schema in schemas]
         return " | ".join(f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}" for schema in schemas)
@@ -521,7 +575,10 @@ class _Writer:
     def _calls(self, calls: CallGrammar, skip: str = "") -> str:
         """Return the rule of a list of calls. `skip`: start of the text, which is already matched."""
         row = TOOL_CALL_FORMAT[calls.format]
-        arguments = [(name, self._arguments(row, _parse(schema))) for name, schema in calls.tools]
+        arguments = list[tuple[str, str]]()
+        for name, schema in calls.tools:
+            with errors_of_tool(name):
+                arguments.append((name, self._arguments(row, json.loads(schema))))
         begin = row.call_begin if row.section_begin else row.call_begin.removeprefix(skip)
         first = self._call(row, begin, arguments)
         elements = [self.text(row.section_begin.removeprefix(skip)), first]
@@ -542,7 +599,6 @@ class _Writer:
         return self.rule("call", " | ".join(alternatives))
 
     def _arguments(self, row: ToolCallFormat, schema: Any) -> str:
-        schema = prepare_schema(schema)
         if not isinstance(schema, dict) or "object" not in types_of(schema, schema):
             raise ConfigError("Invalid JSON Schema: the parameters of a tool must allow an object.")
         if row.syntax in ("json", "named_json", "harmony"):
@@ -560,7 +616,7 @@ class _Writer:
         if arguments.additional is not False and "{key}" in row.parameter_end:
             if arguments.additional is not True:
                 raise ConfigError(
-                    f"additionalProperties={json.dumps(arguments.additional)[:80]} is not supported for tool calls in "
+                    f"additionalProperties={shown(arguments.additional)} is not supported for tool calls in "
                     f"the format {row.name}. Declare the parameters in `properties`."
                 )
             arguments = arguments._replace(additional=False)
@@ -678,7 +734,7 @@ class _Writer:
             text = f"({' | '.join(map(quoted, texts))}) {self.text(end)}"
         bodies = [f"{head(body is text)} {body}" for body in (text, others) if body is not None]
         if not bodies:
-            raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
+            raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
         return self.rule("parameter", " | ".join(bodies))
 
 
@@ -704,7 +760,7 @@ class _Values:
         if literals is not None:
             literals = [value for value in literals if _type_of(value) in types]
             if not literals:
-                raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
+                raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
             return self._writer.rule("value", " | ".join(self._literal(value) for value in literals))
         true, false, null = map(quoted, self._names)
         keyword = next((keyword for keyword in ("anyOf", "oneOf") if schema.get(keyword)), None)
@@ -734,7 +790,7 @@ class _Values:
             if "object" in types:
                 alternatives.append(self._object(schema, depth))
         if not alternatives:
-            raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
+            raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
         return self._writer.rule("value", " | ".join(alternatives))
 
     def _as_json(self, kind: str, rules: Sequence[str], schema: Any) -> str:
@@ -762,7 +818,7 @@ class _Values:
             for arguments in arguments_of(schema, self._root)
         ]
         if not bodies:
-            raise ConfigError(f"Invalid JSON Schema: no value matches {json.dumps(schema)[:80]}.")
+            raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
         return f'"{{" ({" | ".join(bodies)}) "}}"'
 
     def _any(self, depth: int) -> str:
@@ -787,7 +843,7 @@ class _Values:
         if isinstance(value, list | dict) and not self._python:
             raise ConfigError(
                 f"enum and const of lists and objects are not supported for tool calls in the format {self._row.name}. "
-                f"Remove {json.dumps(value)[:80]}."
+                f"Remove {shown(value)}."
             )
         return quoted(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value))
 
@@ -913,7 +969,7 @@ def arguments_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[A
     unsupported = "maxProperties" if maximum is not None and maximum < num_allowed else unsupported
     if unsupported is not None:
         raise ConfigError(
-            f"{unsupported}={json.dumps(schema[unsupported])[:80]} is not supported for tool calls in formats without "
+            f"{unsupported}={shown(schema[unsupported])} is not supported for tool calls in formats without "
             "JSON. Remove it."
         )
     return [Arguments(properties, frozenset(required), additional)]

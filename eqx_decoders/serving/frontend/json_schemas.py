@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eqx_decoders.errors import ConfigError, need_extra
+from eqx_decoders.serving.frontend.api_errors import shown
 
 
-MAX_SHOWN = 80  # characters of a value in an error message
+MAX_SHOWN = 80  # characters of a path in an error message
 MAX_EXACT = 2**53  # llguidance reads numbers as 64-bit floats
 MAX_DEPTH = 200  # of nested schemas
 MAX_COMPARISONS = 20_000  # of declared names with patterns in patternProperties
@@ -185,7 +186,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
         return schema
     if not isinstance(schema, dict):
         where = "" if path == "$" else f" at `{path[:MAX_SHOWN]}`"
-        raise ConfigError(f"Invalid JSON Schema: expected an object{where}, got {_shown(schema)}.")
+        raise ConfigError(f"Invalid JSON Schema: expected an object{where}, got {shown(schema)}.")
     if depth > MAX_DEPTH:
         raise ConfigError(f"Invalid JSON Schema: `{path[:MAX_SHOWN]}` has more than {MAX_DEPTH} levels.")
     _check_shapes(schema, path)
@@ -201,7 +202,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
             if keyword in ("minContains", "maxContains") and "contains" not in schema:
                 continue
             raise ConfigError(
-                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `{keyword}={_shown(value)}`. Remove it."
+                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `{keyword}={shown(value)}`. Remove it."
             )
         if keyword in SCHEMA_OBJECTS and isinstance(value, dict):
             prepared[keyword] = {
@@ -251,7 +252,7 @@ def _check_shapes(schema: Mapping[str, Any], path: str) -> None:
             continue
         if not good:
             raise ConfigError(
-                f"Invalid JSON Schema: `{path[:MAX_SHOWN]}` has `{keyword}={_shown(value)}`, expected {expected}."
+                f"Invalid JSON Schema: `{path[:MAX_SHOWN]}` has `{keyword}={shown(value)}`, expected {expected}."
             )
 
 
@@ -266,7 +267,7 @@ def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
             values += value.values()
         elif isinstance(value, int) and abs(value) > MAX_EXACT:
             raise ConfigError(
-                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has the number {_shown(value)}. The largest "
+                f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has the number {shown(value)}. The largest "
                 f"supported integer is {MAX_EXACT}. Use a string instead."
             )
 
@@ -277,7 +278,7 @@ def _check_min_properties(schema: Mapping[str, Any], path: str) -> None:
     num_required = len(_strings(schema.get("required")))
     if isinstance(minimum, int) and minimum > num_required + 1:
         raise ConfigError(
-            f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `minProperties={_shown(minimum)}` and "
+            f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `minProperties={shown(minimum)}` and "
             f"{num_required} required properties. At most one more is supported. List the properties in `required`."
         )
 
@@ -288,7 +289,7 @@ def _check_overlap(names: set[str], patterns: set[str]) -> None:
         name = _matching_name(sorted(names), pattern)
         if name is not None:
             raise ConfigError(
-                f"The JSON Schema is not supported: the property {_shown(name)} may match {_shown(pattern)} in "
+                f"The JSON Schema is not supported: the property {shown(name)} may match {shown(pattern)} in "
                 "`patternProperties`. Use patterns that match no name in `properties` and `required`."
             )
 
@@ -328,10 +329,3 @@ def _byte_tokenizer() -> Any:
 
 def _strings(value: Any) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, dict | list) else []
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and abs(value) > 10**MAX_SHOWN:  # Python refuses to print very large integers
-        return f"an integer of {value.bit_length()} bits"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -26,13 +26,15 @@ from eqx_decoders.serving.frontend.answer_grammar import (
     AnswerGrammar,
     Grammar,
     Kind as Kind,
+    errors_of_tool,
     simplified,
     to_llguidance,
+    with_prepared_schemas,
     without_forcing,
 )
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
-from eqx_decoders.serving.frontend.json_schemas import prepare_schema, schemas_to_check
+from eqx_decoders.serving.frontend.json_schemas import schemas_to_check
 
 
 MAX_CACHED, MAX_CACHED_SECONDS = 32, 2.0  # grammars and their compilation time; a second makes some 100 MB
@@ -251,37 +253,48 @@ class GrammarCompiler:
             import llguidance
         except ImportError as error:
             raise need_extra("llguidance", "serve") from error
-        check(len(self._stop_ids) > 0, f"{grammar.kind} needs a model with a token that ends its answers.")
+        check(len(self._stop_ids) > 0, f"{grammar.label} needs a model with a token that ends its answers.")
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary, self._control = _vocabulary(
                     llguidance, self._tokenizer, self._vocab_size, self._stop_ids
                 )
-        if isinstance(grammar, AnswerGrammar):
-            grammar = simplified(grammar, self._control)
-        end = grammar.end_marker if isinstance(grammar, AnswerGrammar) else ""
-        matchers = [self._matcher(llguidance, grammar, ending) for ending in ((False, True) if end else (False,))]
-        self._check_leaves(llguidance, grammar)
-        if not end:
-            return CompiledGrammar(matchers[0])
-        assert isinstance(grammar, AnswerGrammar)
+        if isinstance(grammar, Grammar):
+            grammar = AnswerGrammar(grammar)
+        grammar = with_prepared_schemas(simplified(grammar, self._control))
+        matcher = self._matcher(llguidance, grammar, reasoning_ends=False)
+        self._check_inner_schemas(llguidance, grammar)
+        if not grammar.end_marker:
+            return CompiledGrammar(matcher)
+        ending = self._matcher(llguidance, grammar, reasoning_ends=True)
         names = {token: name.encode() for name, token in self._control.items()}
         vocabulary = self._vocabulary
 
         def token_bytes(token: int) -> bytes:
             return names[token] if token in names else vocabulary.decode_bytes([token])
 
-        matcher, ending = matchers
-        return CompiledGrammar(matcher, ending, grammar.begin_marker.encode(), end.encode(), token_bytes)
+        begin, end = grammar.begin_marker.encode(), grammar.end_marker.encode()
+        return CompiledGrammar(matcher, ending, begin, end, token_bytes)
 
-    def _matcher(self, llguidance: Any, grammar: AnyGrammar, reasoning_ends: bool) -> Any:
+    def _matcher(self, llguidance: Any, grammar: AnswerGrammar, reasoning_ends: bool) -> Any:
         source = to_llguidance(grammar, self._control, self._stop_ids, reasoning_ends=reasoning_ends)
         if self._vocabulary.decode_str(self._vocabulary.tokenize_str(source)) != source:
             source = without_forcing(source)
         matcher = self._start_matcher(llguidance, source)
         if matcher.is_error():
-            raise ConfigError(f"{grammar.kind} is not supported: {_first_line(matcher.get_error())}.")
+            self._check_tools(llguidance, grammar)
+            raise ConfigError(f"{grammar.label} is not supported: {_first_line(matcher.get_error())}.")
         return matcher
+
+    def _check_tools(self, llguidance: Any, grammar: AnswerGrammar) -> None:
+        """Raise ConfigError for a tool whose JSON Schema llguidance does not support."""
+        for name, schema in grammar.schemas:
+            if name is None:
+                continue
+            matcher = self._start_matcher(llguidance, _source_of(schema))
+            if matcher.is_error():
+                with errors_of_tool(name):
+                    raise ConfigError(f"The JSON Schema is not supported: {_first_line(matcher.get_error())}.")
 
     def _start_matcher(self, llguidance: Any, source: str) -> Any:
         limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
@@ -290,19 +303,22 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # what is too large for its lexer shows here
         return matcher
 
-    def _check_leaves(self, llguidance: Any, grammar: AnyGrammar) -> None:
+    def _check_inner_schemas(self, llguidance: Any, grammar: AnswerGrammar) -> None:
         """Raise ConfigError for an inner schema that no value matches: an answer that gets there could not continue."""
-        form = grammar if isinstance(grammar, Grammar) else grammar.form
-        schemas = [] if form is None or form.kind != "json" else [prepare_schema(json.loads(str(form.content)))]
-        if isinstance(grammar, AnswerGrammar) and grammar.calls is not None:
-            schemas += [prepare_schema(json.loads(schema)) for _, schema in grammar.calls.tools]
-        for schema in schemas:
-            for path, leaf in schemas_to_check(schema):
-                matcher = self._start_matcher(llguidance, json.dumps({"grammars": [{"json_schema": leaf}]}))
+        for name, schema in grammar.schemas:
+            for path, inner in schemas_to_check(schema):
+                matcher = self._start_matcher(llguidance, _source_of(inner))
                 if not matcher.is_error() and matcher.is_stopped():
-                    raise ConfigError(
-                        f"Invalid JSON Schema: no value matches all rules of `{path[:MAX_MESSAGE]}`. Change the rules."
-                    )
+                    with errors_of_tool(name):
+                        raise ConfigError(
+                            f"Invalid JSON Schema: no value matches all rules of `{path[:MAX_MESSAGE]}`. "
+                            "Change the rules."
+                        )
+
+
+def _source_of(schema: Any) -> str:
+    """Return the grammar of llguidance for a JSON Schema."""
+    return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
 def reserved_tokens(max_tokens: int) -> int:
@@ -312,13 +328,16 @@ def reserved_tokens(max_tokens: int) -> int:
 
 def _check_size(grammar: AnyGrammar) -> None:
     length = sum(map(len, grammar.content)) if isinstance(grammar, Grammar) else grammar.size
-    check(length <= MAX_CHARACTERS, f"{grammar.kind} has {length:,} characters: at most {MAX_CHARACTERS:,} are taken.")
+    check(
+        length <= MAX_CHARACTERS,
+        f"{grammar.label} has {length:,} characters. At most {MAX_CHARACTERS:,} are supported. Make it shorter.",
+    )
 
 
 def _first_line(text: str) -> str:
     """Return the first line of the library's error; the grammar comes after it."""
     if "coerce_one_of" in text:  # an option of the library, which clients can't set
-        return "of several schemas in oneOf it is not certain that they exclude each other: give anyOf"
+        return "the schemas of `oneOf` may overlap. Use `anyOf` instead"
     lines = [line.strip() for line in text.strip().split("\n")]
     error = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
     error = error.partition("following special tokens")[0]  # names of tokens that are not a client's

@@ -489,6 +489,25 @@ def test_invalid_parameters_are_refused_where_a_call_is_required_only(parameters
         prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
+WRONG = [
+    {"uniqueItems": True},
+    {"type": "float"},
+    {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6},
+    {"type": "string", "pattern": "(?=a)b"},
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "lfm2", "gemma4"])
+@pytest.mark.parametrize("inner", WRONG)
+def test_errors_about_parameters_name_the_tool(inner, name):
+    if "pattern" in inner and name in ("qwen3_coder", "gemma4"):
+        pytest.skip("this format does not constrain the pattern of a string")
+    tools = [*TOOLS, *tool({"properties": {"a": inner}, "required": ["a"]})]
+    for form in (None, ANSWER):
+        with pytest.raises(ConfigError, match='Parameters of the function "f": '):
+            prepare(PLAIN_COMPILER, AnswerGrammar(form, call_grammar(name, tools, required=True)))
+
+
 @pytest.mark.parametrize("name", ["lfm2", "gemma4"])
 def test_tuples_are_refused_where_the_format_cannot_express_them(name):
     parameters = {"properties": {"a": {"type": "array", "prefixItems": [{"type": "integer"}]}}}

@@ -127,15 +127,15 @@ def test_of_costly_forms_few_are_kept(monkeypatch):
 DEEP = "[" * 100_000
 BAD = {
     "not an object": (Grammar("json", "5"), "got 5"),
-    "not JSON": (Grammar("json", "{bad"), "json cannot be read"),
+    "not JSON": (Grammar("json", "{bad"), "JSON Schema is not valid JSON"),
     "no type": (Grammar("json", '{"type": "nope"}'), "nope"),
     "look-ahead": (Grammar("json", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
-    "elsewhere": (Grammar("json", '{"$ref": "http://127.0.0.1:1/x"}'), "json is not supported"),
+    "elsewhere": (Grammar("json", '{"$ref": "http://127.0.0.1:1/x"}'), "JSON Schema is not supported"),
     "no value": (Grammar("json", '{"enum": []}'), "Unsatisfiable"),
-    "itself": (Grammar("json", '{"$ref": "#"}'), "json is not supported"),
+    "itself": (Grammar("json", '{"$ref": "#"}'), "JSON Schema is not supported"),
     "deep": (Grammar("json", DEEP), "recursion"),
     "open class": (Grammar("regex", "(["), "unclosed character class"),
-    "deep regex": (Grammar("regex", "(" * 100_000), "regex is not supported"),
+    "deep regex": (Grammar("regex", "(" * 100_000), "regular expression is not supported"),
     "no rule": (Grammar("grammar", "start: x"), "unknown name"),
     "no start": (Grammar("grammar", ""), "grammar is not supported"),
     "endless": (Grammar("grammar", 'start: start "a"'), "grammar is not supported"),
@@ -175,7 +175,7 @@ def test_texts_with_letters_that_the_library_wants_escaped(forms):
 
 def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
     kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
-    with pytest.raises(ConfigError, match=r"oneOf .* give anyOf"):
+    with pytest.raises(ConfigError, match=r"oneOf.* Use `anyOf`"):
         one_of(forms, Grammar("json", json.dumps({"oneOf": kinds})))
 
 
