@@ -1,7 +1,7 @@
 """Images from files: decoded with Pillow, with bounds, as arrays of red, green and blue.
 
-Transparent pixels are composited on white, whether an image is a file, bytes, a `PIL.Image` or an array: encoders get
-what a person sees on a white page. A file is turned upright by its EXIF data; a `PIL.Image` or an array is not.
+Images with transparency are composited on white, whether the source is a file, bytes, a `PIL.Image` or an array. The
+EXIF orientation of a file is applied; a `PIL.Image` or an array is not rotated.
 """
 
 import functools
@@ -52,18 +52,15 @@ def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | No
     if isinstance(source, pillow.Image):
         with _as_data_error(where):
             limits.check_pixels(where, *source.size)
-            return _on_white(pillow, source, where)
+            return _to_rgb(pillow, source, where)
     with _opened(pillow, source, limits, where) as image:
         has_16_bits = any(";16" in str(tile[3]) for tile in image.tile)
         image.load()
-        transparent = image.info.get("transparency")
-        if image.mode == "RGB" and has_16_bits and isinstance(transparent, tuple):
-            image.info["transparency"] = tuple(level >> 8 for level in transparent)  # as Pillow reads the pixels
-        if image.mode == "I" and image.format in ("PPM", "PNG"):  # levels of 16 bits
+        if image.mode == "I" and image.format in ("PPM", "PNG"):  # gray levels of 16 bits
             levels = pillow.fromarray(np.asarray(image).clip(0, 65535).astype(np.uint16))
             levels.info.update(image.info)
-            return _on_white(pillow, _upright(levels), where)
-        return _on_white(pillow, _upright(image), where)
+            return _to_rgb(pillow, _upright(levels), where)
+        return _to_rgb(pillow, _upright(image), where, has_16_bits)
 
 
 def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
@@ -120,14 +117,15 @@ def _upright(image: Any) -> Any:
     return ImageOps.exif_transpose(image)
 
 
-def _on_white(pillow: Any, image: Any, where: str) -> np.ndarray:
+def _to_rgb(pillow: Any, image: Any, where: str, has_16_bits: bool = False) -> np.ndarray:
+    """Return the colors of an image, composited on white. `has_16_bits`: the file has 16 bits per color."""
     if image.mode in ("I", "F"):
         raise DataError(
             f"{where} has the Pillow mode {image.mode!r}, whose range of values is unknown. Convert it to 8 or 16 bits."
         )
     transparent = image.info.get("transparency")
-    if image.mode == "RGB" and isinstance(transparent, tuple) and max(transparent) > 255:
-        transparent = tuple(level >> 8 for level in transparent)  # 16 bits
+    if image.mode == "RGB" and isinstance(transparent, tuple) and (has_16_bits or max(transparent) > 255):
+        transparent = tuple(level >> 8 for level in transparent)  # Pillow reduces only the pixels to 8 bits
         image = image.copy()
         image.info["transparency"] = transparent
     if image.mode.startswith("I;16"):  # Pillow would clip the values at 255
@@ -143,7 +141,7 @@ def _on_white(pillow: Any, image: Any, where: str) -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
-def on_white(pixels: np.ndarray) -> np.ndarray:
+def composite_on_white(pixels: np.ndarray) -> np.ndarray:
     """Composite pixels with an alpha channel, `[height, width, 4]`, on white."""
     alpha = pixels[:, :, 3:] / 255
     return np.round(alpha * pixels[:, :, :3] + (1 - alpha) * 255).astype(np.uint8)
@@ -161,5 +159,5 @@ def _from_array(pixels: np.ndarray, limits: MediaLimits, where: str) -> np.ndarr
     height, width, channels = pixels.shape
     limits.check_pixels(where, width, height)
     if channels == 4:
-        pixels = on_white(pixels)
+        pixels = composite_on_white(pixels)
     return np.ascontiguousarray(np.broadcast_to(pixels, (height, width, 3)))

@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 
 from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, check, need_extra
 from eqx_decoders.io.processors.files import as_data_error, check_file
-from eqx_decoders.io.processors.images import name_of, on_white, open_image
+from eqx_decoders.io.processors.images import composite_on_white, name_of, open_image
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
@@ -194,8 +194,9 @@ def _from_file(source: str | Path | bytes, limits: MediaLimits, where: str) -> C
     def pixels(frame: Any) -> UInt8[np.ndarray, "height width 3"]:
         with _as_data_error(where):
             colors = frame.to_ndarray(format="rgb24")
-            if any(component.is_alpha for component in frame.format.components) or frame.format.name == "pal8":
-                colors = on_white(frame.to_ndarray(format="rgba"))
+            has_alpha = any(component.is_alpha for component in frame.format.components)
+            if has_alpha or frame.format.name == "pal8":  # a palette may contain transparent colors
+                colors = composite_on_white(frame.to_ndarray(format="rgba"))
             return np.ascontiguousarray(np.rot90(colors, _turns(frame)))
 
     def frames() -> Iterator[Any]:

@@ -279,7 +279,7 @@ def test_all_colours_become_three(kind):
     assert pixels.shape == (30, 40, 3) and pixels.dtype == np.uint8 and pixels.std() > 10
 
 
-def test_levels_of_16_bits_are_scaled_in_every_format(tmp_path):
+def test_16_bit_grayscale_files_are_scaled_to_8_bits(tmp_path):
     from PIL import Image
 
     levels = np.asarray([[0, 257, 32896, 65535]], np.uint16)
@@ -290,7 +290,7 @@ def test_levels_of_16_bits_are_scaled_in_every_format(tmp_path):
         assert open_image(source, LIMITS)[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
-def test_images_without_a_known_range_are_refused(tmp_path):
+def test_images_with_an_unknown_range_of_values_are_refused(tmp_path):
     from PIL import Image
 
     for dtype, mode in ((np.int32, "I"), (np.float32, "F")):
@@ -301,7 +301,7 @@ def test_images_without_a_known_range_are_refused(tmp_path):
                 open_image(source, LIMITS)
 
 
-def test_a_transparent_color_of_16_bits_is_white():
+def test_16_bit_transparent_color_becomes_white():
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
@@ -324,7 +324,7 @@ TRANSPARENT = {
 
 
 def half_transparent(mode: str) -> Any:
-    """An image whose left half is opaque and dark, and whose right half is transparent."""
+    """Return an image with an opaque dark left half and a transparent right half."""
     from PIL import Image
 
     if mode == "I;16":
@@ -340,7 +340,7 @@ def half_transparent(mode: str) -> Any:
 
 
 @pytest.mark.parametrize("name", TRANSPARENT)
-def test_transparent_pixels_are_white(name, tmp_path):
+def test_transparent_pixels_of_files_become_white(name, tmp_path):
     mode, formats = TRANSPARENT[name]
     picture = half_transparent(mode)
     for kind, options in formats.items():
@@ -352,7 +352,7 @@ def test_transparent_pixels_are_white(name, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "La", "RGBa", "PA"])
-def test_transparent_pixels_of_images_in_memory_are_white(mode):
+def test_transparent_pixels_of_images_in_memory_become_white(mode):
     picture = half_transparent("LA" if mode in ("LA", "La") else "RGBA")
     if mode == "PA":
         alpha = picture.getchannel("A")
@@ -362,7 +362,7 @@ def test_transparent_pixels_of_images_in_memory_are_white(mode):
     assert (abs(pixels[:, :3].astype(int) - 20) < 40).all() and (pixels[:, 3:] == 255).all()
 
 
-def test_transparent_pixels_of_arrays_and_frames_are_white():
+def test_transparent_pixels_of_arrays_and_frames_become_white():
     pixels = np.asarray(half_transparent("RGBA"))
     for array in (pixels, np.moveaxis(pixels, -1, 0)):
         assert open_image(array, LIMITS)[0].tolist() == [[20] * 3] * 3 + [[255] * 3] * 3
@@ -371,7 +371,7 @@ def test_transparent_pixels_of_arrays_and_frames_are_white():
     assert all(frame[0].tolist() == [[20] * 3] * 3 + [[255] * 3] * 3 for frame in frames)
 
 
-def test_transparent_pixels_of_video_files_are_white(tmp_path):
+def test_transparent_pixels_of_video_files_become_white(tmp_path):
     av = pytest.importorskip("av")
     path = tmp_path / "clip.mov"
     pixels = np.asarray(half_transparent("RGBA").resize((12, 8)))
@@ -386,7 +386,7 @@ def test_transparent_pixels_of_video_files_are_white(tmp_path):
     assert (frame[:, 0] == 20).all() and (frame[:, -1] == 255).all()
 
 
-def test_gray_levels_of_16_bits_are_scaled():
+def test_16_bit_grayscale_images_in_memory_are_scaled_to_8_bits():
     from PIL import Image
 
     levels = np.asarray([[0, 257, 32896, 65535]], np.uint16)
