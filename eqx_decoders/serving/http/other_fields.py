@@ -1,26 +1,28 @@
-"""Fields of other servers, which no declared type has: values that change no answer, and what to send instead.
+"""Fields of other servers that this server does not have: values that are accepted, and what to send instead.
 
 Clients and proxies send all fields of the server for which they were written (OpenAI, vLLM, SGLang, llama.cpp, Ollama,
-OpenRouter, Mistral), most of them with values that change nothing.
+OpenRouter, Mistral). Most of these fields have values that do not change the answer, such as a sampler that is off.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def _each(value: Any, *names: str) -> dict[str, Sequence[Any]]:
+def _fields(value: Any, *names: str) -> dict[str, Sequence[Any]]:
     return dict.fromkeys(names, (value,))
 
 
-# Values that change no answer here. Other values are refused: a client that sends them expects another answer.
-# Numbers are compared by value: 1 is 1.0.
+# Values that do not change the answer. Other values are refused, because a client that sends them expects another
+# answer.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
-    # samplers that are off, or filter nothing
-    **_each(1, "best_of", "length_penalty", "typical_p", "typical", "tfs_z", "tfs"),
-    **_each(1, "repeat_penalty", "dynatemp_exponent", "smoothing_curve"),
-    **_each(0, "mirostat", "mirostat_mode", "xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"),
-    **_each(0, "top_a", "eta_cutoff", "epsilon_cutoff", "no_repeat_ngram_size", "min_keep", "num_beam_groups"),
-    **_each(0, "n_probs", "top_logprobs", "t_max_predict_ms", "n_discard", "n_indent", "diversity_penalty"),
+    # samplers that are off, or that filter no tokens
+    **_fields(1, "best_of", "length_penalty", "typical_p", "typical", "tfs_z", "tfs"),
+    **_fields(1, "repeat_penalty", "dynatemp_exponent", "smoothing_curve"),
+    **_fields(
+        0, "mirostat", "mirostat_mode", "xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"
+    ),
+    **_fields(0, "top_a", "eta_cutoff", "epsilon_cutoff", "no_repeat_ngram_size", "min_keep", "num_beam_groups"),
+    **_fields(0, "n_probs", "top_logprobs", "n_discard", "diversity_penalty", "smoothing_factor"),
     "num_beams": (1,),
     "top_n_sigma": (-1, 0),
     "n_predict": (-1,),
@@ -29,23 +31,23 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (0,),
     "thinking_token_budget": (-1,),
     # switches
-    **_each(True, "parallel_tool_calls", "spaces_between_special_tokens", "cache_prompt", "detokenize", "do_sample"),
-    **_each(True, "include_reasoning", "separate_reasoning", "stream_reasoning", "parse_tool_calls"),
-    **_each(False, "use_beam_search", "early_stopping", "continue_final_message", "echo", "store", "no_stop_trim"),
-    **_each(False, "prompt_logprobs", "return_tokens_as_token_ids", "add_special_tokens", "logprobs", "raw"),
-    **_each(False, "continuous_usage_stats", "return_token_strs", "disable_fallback", "return_hidden_states"),
-    **_each(False, "disable_any_whitespace", "disable_additional_properties", "return_tokens", "return_progress"),
-    **_each(False, "timings_per_token", "post_sampling_probs", "return_full_text", "safe_prompt", "watermark"),
-    **_each(False, "return_routed_experts", "return_cached_tokens_details", "return_meta_info", "return_logprob"),
-    **_each(False, "thinking_forced_open", "use_audio_in_video", "return_prompt_text", "details", "background"),
-    # empty lists, objects and texts
-    **_each([], "functions", "allowed_token_ids", "bad_words", "documents", "tools", "transforms", "plugins", "lora"),
-    **_each([], "logits_processors", "data_sources", "models", "image_data", "logprob_token_ids", "stop_regex"),
-    **_each([], "bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens"),
-    **_each({}, "mm_processor_kwargs", "vllm_xargs", "custom_params", "options", "provider", "chat_template_kwargs"),
-    **_each({}, "reasoning", "kv_transfer_params", "usage"),
-    **_each("", "suffix", "grammar", "guided_whitespace_pattern", "format", "chat_template", "lora_path"),
-    # words
+    **_fields(True, "parallel_tool_calls", "spaces_between_special_tokens", "cache_prompt", "detokenize", "do_sample"),
+    **_fields(True, "include_reasoning", "separate_reasoning", "stream_reasoning", "parse_tool_calls"),
+    **_fields(False, "use_beam_search", "early_stopping", "continue_final_message", "echo", "store", "no_stop_trim"),
+    **_fields(False, "prompt_logprobs", "return_tokens_as_token_ids", "add_special_tokens", "logprobs", "raw"),
+    **_fields(False, "continuous_usage_stats", "return_token_strs", "disable_fallback", "return_hidden_states"),
+    **_fields(False, "disable_any_whitespace", "disable_additional_properties", "return_tokens", "return_progress"),
+    **_fields(False, "timings_per_token", "post_sampling_probs", "return_full_text", "safe_prompt"),
+    **_fields(False, "return_routed_experts", "return_cached_tokens_details", "return_meta_info", "return_logprob"),
+    **_fields(False, "thinking_forced_open", "use_audio_in_video", "return_prompt_text", "background"),
+    # empty lists, objects and strings
+    **_fields([], "functions", "allowed_token_ids", "bad_words", "documents", "tools", "transforms", "plugins", "lora"),
+    **_fields([], "logits_processors", "data_sources", "models", "image_data", "logprob_token_ids", "stop_regex"),
+    **_fields([], "bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    **_fields({}, "mm_processor_kwargs", "vllm_xargs", "custom_params", "options", "provider", "chat_template_kwargs"),
+    **_fields({}, "reasoning", "kv_transfer_params", "usage"),
+    **_fields("", "suffix", "grammar", "guided_whitespace_pattern", "format", "chat_template", "lora_path"),
+    # strings
     "verbosity": ("medium",),
     "function_call": ("none", "auto"),
     "tool_choice": ("none", "auto"),
@@ -56,7 +58,8 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "truncation": ("disabled",),
     "context_length_exceeded_behavior": ("error",),
 }
-# Settings of samplers that are off, and names under which other servers file a request.
+# Fields that are ignored with any value: parameters of samplers that are off, ids of requests, and the time for which
+# Ollama keeps a model in memory.
 IGNORED = frozenset(
     {
         "mirostat_tau",
@@ -105,11 +108,12 @@ ADVICE: Mapping[str, str] = {
 
 
 def changes_nothing(name: str, value: Any) -> bool:
-    """Return whether a field of another server has a value that changes no answer."""
+    """Return whether a field of another server has a value that does not change the answer."""
     return name in IGNORED or any(_equal(value, neutral) for neutral in NEUTRAL.get(name, ()))
 
 
 def _equal(value: Any, neutral: Any) -> bool:
+    """Compare values as JSON does: 1 equals 1.0, but not true."""
     numbers = (int, float)
     if isinstance(value, bool) or isinstance(neutral, bool):
         return value is neutral

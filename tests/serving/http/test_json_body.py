@@ -172,25 +172,25 @@ def test_whole_numbers_and_null():
 # --- fields of other servers ------------------------------------------------------------------------------------------
 
 
-def number_of(value):
-    """The same value as JSON may write it."""
+def other_number(value):
+    """Return an integer as a float, and a float with an integral value as an integer: JSON clients send either."""
     return float(value) if type(value) is int else int(value) if type(value) is float and value.is_integer() else value
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_neutral_values_of_other_servers_change_nothing(kind):
+def test_neutral_values_of_unknown_fields_are_accepted(kind):
     plain = {"prompt": "a"} if kind is CompletionRequest else CHAT
     known = json_body.fields_of(kind)
     for name, values in NEUTRAL.items():
         for value in values if name not in known else ():
-            for written in (value, number_of(value), None):
+            for written in (value, other_number(value), None):
                 assert read_body(kind, write(plain | {name: written}), CONFIG) == read_body(kind, write(plain), CONFIG)
     for name in IGNORED:
         read_body(kind, write(plain | {name: 5}), CONFIG)
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_other_values_of_other_servers_are_refused_by_name(kind):
+def test_other_values_of_unknown_fields_are_refused(kind):
     plain = {"prompt": "a"} if kind is CompletionRequest else CHAT
     known = json_body.fields_of(kind)
     for name in sorted(NEUTRAL.keys() - known.keys()):
@@ -200,7 +200,7 @@ def test_other_values_of_other_servers_are_refused_by_name(kind):
             assert error.value.param == name and error.value.code == "unsupported_parameter"
 
 
-def test_booleans_are_no_numbers():
+def test_booleans_do_not_equal_numbers():
     assert changes_nothing("typical_p", 1) and changes_nothing("typical_p", 1.0)
     assert not changes_nothing("typical_p", True) and not changes_nothing("use_beam_search", 0)
     assert not changes_nothing("mirostat", False) and not changes_nothing("anything", None)
@@ -241,11 +241,11 @@ def test_tool_choice_becomes_a_grammar_of_calls(name):
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True},
                                     {"tool_choice": "none", "parallel_tool_calls": False}, {"tool_choice": None},
                                     {"tools": [], "parallel_tool_calls": False}])  # fmt: skip
-def test_free_calls_have_no_grammar(fields):
+def test_unconstrained_calls_have_no_grammar(fields):
     assert chat(**fields).calls("hermes") is None
 
 
-def test_calls_of_an_unknown_format_are_not_constrained():
+def test_constraints_on_calls_need_a_known_format():
     for fields, param in (
         ({"tool_choice": "required"}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
@@ -253,7 +253,7 @@ def test_calls_of_an_unknown_format_are_not_constrained():
         with pytest.raises(ApiError) as error:
             chat(**fields).calls(None)
         assert error.value.status == 400 and error.value.param == param
-    assert chat(response_format={"type": "json_object"}).calls(None) is None  # calls are text: the answer has the form
+    assert chat(response_format={"type": "json_object"}).calls(None) is None  # only the final answer is constrained
 
 
 @pytest.mark.parametrize("choice", [
@@ -263,7 +263,7 @@ def test_calls_of_an_unknown_format_are_not_constrained():
     {"type": "allowed_tools", "allowed_tools": 5},
     {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "function": {"name": "h"}}]}},
 ])  # fmt: skip
-def test_tool_choices_that_name_no_offered_tool_are_refused(choice):
+def test_invalid_tool_choices_are_refused(choice):
     with pytest.raises(ApiError) as error:
         chat(tool_choice=choice)
     assert error.value.status == 400 and error.value.param.startswith("tool_choice")
@@ -273,13 +273,13 @@ def test_tool_choices_that_name_no_offered_tool_are_refused(choice):
     ("message", "content"),
     [({"tool_calls": []}, ""), ({"refusal": "no", "tool_calls": []}, "no"), ({}, ""), ({"content": "a"}, "a")],
 )
-def test_messages_of_assistants_without_calls_have_a_text_as_content(message, content):
+def test_assistant_messages_without_tool_calls_have_text_content(message, content):
     messages, _ = conversation(chat(messages=[{"role": "user", "content": "a"}, {"role": "assistant", **message}]))
     assert messages[1]["content"] == content
 
 
 @pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}])
-def test_constrained_calls_end_the_answer(field):
+def test_constrained_calls_exclude_ignore_eos_and_min_tokens(field):
     with pytest.raises(ApiError) as error:
         chat(tool_choice="required", **field)
     assert error.value.param in field
