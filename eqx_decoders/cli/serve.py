@@ -114,7 +114,7 @@ class ServeConfig(ModelSource, EngineLimits):
     max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
     """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
     tool_call_parser: Literal["auto", "none"] | ToolFormat = "auto"
-    """Format in which the model calls tools. auto: the format of its chat template; none: calls are text."""
+    """Tool-call format of the model. auto: detected from the chat template; none: tool calls are returned as text."""
     special_tokens_in_content: bool = False
     """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     api_key: tuple[str, ...] = ()
@@ -210,7 +210,10 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def exit_code_of(ended: bool) -> int:
-    """Return 0. If the engine's last step has not `ended`, exit with 1: Python would wait for the step's thread."""
+    """Return the exit code 0 if the engine's last step has ended.
+
+    Otherwise, terminate the process with the exit code 1: a regular exit would wait for the thread of the step.
+    """
     if not ended:
         print("error: the last engine step is still running; exiting without waiting for it", file=sys.stderr)
         sys.stderr.flush()
@@ -261,17 +264,18 @@ def load(config: ServeConfig) -> TextModel:
 def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
     """Read an adapter of PEFT for a model; one with lengths or singular values needs its arrays, not its shapes.
 
-    Raises ConfigError for an adapter that replaces whole weights, which all requests share.
+    Raises ConfigError for an adapter that replaces weights of the model: requests with different adapters share them.
     """
     adapted = load_peft(base, directory)
-    pairs, known = low_rank_weights(adapted), named_leaves(base)
+    adapted_weights = low_rank_weights(adapted)
+    base_leaves = named_leaves(base)
     for path, leaf in named_leaves(adapted).items():
-        inside = any(path.startswith(f"{pair}.") for pair in pairs)
-        if not inside and known.get(path) is not leaf:
+        is_low_rank = any(path.startswith(f"{weight}.") for weight in adapted_weights)
+        if not is_low_rank and base_leaves.get(path) is not leaf:
             raise ConfigError(
-                f"adapter={directory!r} replaces the weight {path} as a whole (modules_to_save or bias of its "
-                f"adapter_config.json), and a server shares all weights but pairs between requests: merge the adapter "
-                f"into the model, and serve that."
+                f"adapter={directory!r} replaces the weight {path} (modules_to_save or bias in adapter_config.json). "
+                "The server supports only low-rank updates of weights in adapters. Merge the adapter into the model "
+                "and serve the merged model."
             )
     return adapter_parts(adapted)
 
@@ -319,7 +323,10 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
 
 
 def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
-    """Return the format of tool calls that a setting names. Logs a warning if the chat template's is unknown."""
+    """Return the tool-call format for `--tool-call-parser`; None: tool calls are returned as text.
+
+    Logs a warning if the chat template takes tools and its tool-call format is unknown.
+    """
     if parser != "auto":
         return None if parser == "none" else parser
     if chat is None or "tools" not in chat.source_with_tools:
@@ -327,8 +334,8 @@ def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
     found = find_tool_format(chat.source_with_tools)
     if found is None:
         logging.getLogger("eqx_decoders.serving").warning(
-            "%s: the chat template takes tools, but its format of tool calls is unknown. Tool calls are read in the"
-            " format 'hermes'. Choose the format with --tool-call-parser.",
+            "%s: the chat template takes tools, but its tool-call format is unknown. Tool calls are parsed in the"
+            " format 'hermes'. Select the format with --tool-call-parser.",
             chat.where,
         )
     return found or "hermes"

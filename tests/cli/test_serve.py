@@ -247,7 +247,7 @@ def test_mistakes_of_serve(arguments, code, says):
     assert left == code and says in " ".join(err.replace("│", "").split())
 
 
-def test_a_step_that_hangs_is_an_error_for_supervisors(monkeypatch, capsys):
+def test_exit_code_is_1_if_the_last_engine_step_hangs(monkeypatch, capsys):
     def end(code):
         raise SystemExit(code)
 
@@ -273,7 +273,7 @@ def test_what_it_needs_is_an_extra(monkeypatch, package):
     assert "pip install 'eqx_decoders[serve]'" in err
 
 
-def test_an_unknown_format_of_tool_calls_is_logged(caplog):
+def test_logs_a_warning_for_an_unknown_tool_call_format(caplog):
     def call_format(parser, source):
         return serve._call_format(parser, ChatTemplate(source=source))
 

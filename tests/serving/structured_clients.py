@@ -1,6 +1,7 @@
-"""Structured answers by LangChain, instructor, Pydantic AI and OpenAI's client: prints one JSON object for each call.
+"""Request structured answers with LangChain, instructor, Pydantic AI and OpenAI's client.
 
-Runs in the environment of these clients, with the address of a server as its argument.
+Prints one JSON object per request. The script runs in the environment of these clients; its argument is the URL of a
+server.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Structured answers as LangChain, instructor, Pydantic AI and OpenAI's client ask for them."""
+"""Structured answers that are requested with LangChain, instructor, Pydantic AI and OpenAI's client."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.serving.servers import CHAT
 
 PROGRAM = Path(__file__).with_name("structured_clients.py")
 TEMPLATES = Path(__file__).parents[1] / "fixtures" / "chats"
-# Their versions of packages differ from this library's: they are in an environment of their own (see the Makefile).
+# The clients need other package versions than this library, and are installed in a separate environment (see Makefile).
 PYTHON = Path(os.environ.get("STRUCTURED_CLIENTS_PYTHON", Path(sys.prefix) / "structured" / "bin" / "python"))
 
 

@@ -1,8 +1,8 @@
 """Grammars of constrained answers: optional reasoning, then an answer of a given form or tool calls.
 
-A grammar is written in llguidance's dialect of Lark. Markers that are tokens of the tokenizer (`control`) are matched
-by id. All other text of a grammar, such as a literal that contains the name of a special token, is matched as ordinary
-text.
+Grammars are written in llguidance's dialect of Lark. A marker that is a single token of the tokenizer (a control token)
+is matched by its id. All other text of a grammar, such as a literal that contains the name of a special token, is
+matched as ordinary text.
 """
 
 import contextlib
@@ -35,24 +35,25 @@ LABELS: Mapping[Kind, str] = {
     "grammar": "The grammar",
 }
 
-# Between the parts of JSON: nothing, a space, or a new line with indentation. Without a limit, a model may write blanks
-# forever.
-BLANKS = r"\x20?|\x0D?\x0A[\x20\x09]{0,20}"
-OPTIONS = {"whitespace_pattern": BLANKS}
+# Whitespace between JSON tokens: nothing, one space, or a line break with indentation. Without a limit, a model could
+# generate whitespace forever.
+WHITESPACE = r"\x20?|\x0D?\x0A[\x20\x09]{0,20}"
+OPTIONS = {"whitespace_pattern": WHITESPACE}
 
-# Names of added tokens that are matched by id where a grammar has them as markers, also if they are not special tokens.
+# Markers that are matched by id if the tokenizer has a token of this name, special or not.
 MARKERS = frozenset(
     {
         *(marker for row in TOOL_CALL_FORMATS for marker in row.markers),
         *(text for row in REASONING_FORMATS for text in (row.begin, row.end)),
         *(text for row in REASONING_FORMATS for pair in row.wrappers for text in pair),
-        # gpt-oss writes its reasoning in messages of the same format as its calls
+        # gpt-oss writes its reasoning and its tool calls as messages of the same format
         *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
         *("<|channel>", "<answer>", "</answer>"),
     }
 )
-MAX_VISITS = 50_000  # of inner schemas for one grammar
-MAX_NESTING = 4  # of lists and objects in calls that are not written as JSON
+MAX_VISITS = 50_000  # visited subschemas for one grammar
+MAX_NESTING = 4  # levels of lists and objects in tool calls that are not written as JSON
+MAX_REFERENCES = 8  # levels of nested references and compositions
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
@@ -60,7 +61,10 @@ _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?|//[^\n]*
 
 
 class _Work(threading.local):
-    """Number of schemas visited for the current grammar: references may repeat a schema exponentially often."""
+    """Counter of the schemas that are visited for the current grammar.
+
+    Nested references can repeat a schema exponentially often.
+    """
 
     count = 0
 
@@ -68,8 +72,8 @@ class _Work(threading.local):
         self.count += 1
         if self.count > MAX_VISITS:
             raise ConfigError(
-                f"The JSON Schema is not supported: tool calls need more than {MAX_VISITS} visits of inner schemas. "
-                "Use fewer references and compositions."
+                f"The JSON Schema is not supported: its references and compositions expand to more than {MAX_VISITS:,} "
+                "schemas. Use fewer references and compositions."
             )
 
 
@@ -77,7 +81,7 @@ _WORK = _Work()
 
 
 class Grammar(NamedTuple):
-    """Form of an answer.
+    """Required form of an answer.
 
     - `kind`: `"json"`, `"regex"`, `"choice"` or `"grammar"`.
     - `content`: the JSON Schema as text, the regular expression (of Rust's crate `regex`, without look-around), the
@@ -97,11 +101,11 @@ ANY_OBJECT = Grammar("json", '{"type": "object"}')
 
 
 class CallGrammar(NamedTuple):
-    """Tool calls that an answer may or must have.
+    """Tool calls that an answer may or must contain.
 
-    - `format`: row of the table of formats.
-    - `tools`: name, and JSON Schema of the arguments as text, of each tool that may be called.
-    - `required`: the answer must be a call.
+    - `format`: name of the tool-call format (see `TOOL_CALL_FORMATS`).
+    - `tools`: for each tool that may be called, its name and the JSON Schema of its arguments as text.
+    - `required`: the answer must consist of at least one call.
     - `max_calls`: maximum number of calls; None: unlimited.
     """
 
@@ -114,10 +118,10 @@ class CallGrammar(NamedTuple):
 def call_grammar(
     format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, required: bool, max_calls: int | None = None
 ) -> CallGrammar:
-    """Return the grammar of calls of some tools.
+    """Return the grammar of calls to the given tools.
 
-    If `required`, arguments follow each tool's schema as far as the format can express it. Otherwise only names, order
-    and types of parameters are constrained.
+    If `required`, the arguments follow each tool's schema as far as the format can express it. Otherwise, formats with
+    JSON arguments accept any object, and the other formats constrain only the names, order and types of parameters.
     """
     _WORK.count = 0
     as_json = TOOL_CALL_FORMAT[format].syntax in ("json", "named_json", "harmony")
@@ -135,7 +139,7 @@ def call_grammar(
 
 
 def _types_only(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of the names and types of parameters; of any object where they cannot be determined."""
+    """Return a schema with the names and types of the parameters; `{"type": "object"}` if they cannot be determined."""
     try:
         alternatives = arguments_of(prepare_schema(schema), schema)
         types = dict[str, frozenset[str]]()
@@ -159,7 +163,8 @@ class ReasoningGrammar(NamedTuple):
     """Reasoning before an answer.
 
     - `begin`, `end`: markers around the reasoning.
-    - `opened`: the prompt ends with `begin`. Otherwise the reasoning is optional.
+    - `opened`: the prompt ends with `begin`, so the answer starts inside the reasoning. Otherwise the reasoning is
+        optional.
     """
 
     begin: str
@@ -168,13 +173,13 @@ class ReasoningGrammar(NamedTuple):
 
 
 class AnswerGrammar(NamedTuple):
-    """Grammar of an answer of a chat.
+    """Grammar of the answer to a conversation.
 
-    - `form`: form of the final answer; None: free text, unless calls are required.
-    - `calls`: tool calls that the answer may have in place of its form, or after free text; None: no calls.
+    - `form`: required form of the final answer; None: free text, unless tool calls are required.
+    - `calls`: tool calls that may replace the form, or follow free text; None: no tool calls.
     - `reasoning`: reasoning before the answer; None: no reasoning.
     - `wrappers`: pairs of optional markers around the answer.
-    - `harmony`: the answer consists of the messages of gpt-oss.
+    - `harmony`: the answer consists of messages in the format of gpt-oss.
     """
 
     form: Grammar | None = None
@@ -192,7 +197,7 @@ class AnswerGrammar(NamedTuple):
 
     @property
     def schemas(self) -> list[tuple[str | None, Any]]:
-        """JSON Schemas of the form (with the name None) and of the arguments of each tool (with the tool's name)."""
+        """JSON Schemas of the form, with the name None, and of the arguments of each tool, with the tool's name."""
         schemas = list[tuple[str | None, Any]]()
         if self.form is not None and self.form.kind == "json":
             schemas.append((None, json.loads(str(self.form.content))))
@@ -202,21 +207,21 @@ class AnswerGrammar(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of characters that a client has sent."""
+        """Number of characters in the form and in the tools, which are sent by clients."""
         length = 0 if self.form is None else sum(map(len, self.form.content))
         tools = () if self.calls is None else self.calls.tools
         return length + sum(len(name) + len(schema) for name, schema in tools)
 
     @property
     def end_marker(self) -> str:
-        """Marker that ends the reasoning; empty without reasoning."""
+        """Marker that ends the reasoning; empty if there is no reasoning."""
         if self.harmony:
             return HARMONY_REASONING[1]
         return "" if self.reasoning is None else self.reasoning.end
 
     @property
     def begin_marker(self) -> str:
-        """Marker that starts the reasoning; empty if the prompt has it."""
+        """Marker that starts the reasoning; empty if there is no reasoning, or if the prompt ends with the marker."""
         if self.harmony:
             return HARMONY_REASONING[0]
         return "" if self.reasoning is None or self.reasoning.opened else self.reasoning.begin
@@ -225,14 +230,14 @@ class AnswerGrammar(NamedTuple):
 def chat_grammar(
     template: str, prompt_end: str, form: Grammar | None, calls: CallGrammar | None
 ) -> AnswerGrammar | Grammar | None:
-    """Return the grammar of the answer to a conversation; None for free text.
+    """Return the grammar of the answer to a conversation; None for an answer without constraints.
 
     **Arguments:**
 
-    - `template`: source of the chat template, which tells the markers of reasoning.
-    - `prompt_end`: end of the prompt, which may start the reasoning or exclude it.
-    - `form`: form of the final answer, after any reasoning.
-    - `calls`: tool calls that are constrained.
+    - `template`: source of the chat template, which determines the reasoning markers.
+    - `prompt_end`: last characters of the prompt. They show whether the prompt opens the reasoning, or closes it.
+    - `form`: required form of the final answer, after any reasoning.
+    - `calls`: constrained tool calls.
     """
     if form is None and calls is None:
         return None
@@ -249,11 +254,14 @@ def chat_grammar(
     return AnswerGrammar(form, calls, reasoning, tuple(row.wrappers))
 
 
-def simplified(grammar: AnswerGrammar, control: Mapping[str, int]) -> AnswerGrammar:
-    """Return a grammar without optional reasoning that cannot change the answer, or that the form has itself.
+def simplify_choice(grammar: AnswerGrammar, control: Mapping[str, int]) -> AnswerGrammar:
+    """Remove reasoning and tool calls from the grammar of a choice if they are pointless or ambiguous.
 
-    If there is only one text that the answer may have, there is nothing to reason about, and no call in its place.
-    If a choice contains a reasoning marker that is plain text in this tokenizer, the choices are the whole output.
+    - With a single allowed text, reasoning cannot change the answer: optional reasoning and calls are removed.
+    - If an allowed text contains a reasoning marker that is not a token of the tokenizer, the texts are complete
+        outputs, which may include reasoning: reasoning and calls are removed.
+
+    Other grammars are returned unchanged. `control`: ids of the control tokens by name.
     """
     form = grammar.form
     if form is None or not isinstance(form.content, tuple):
@@ -303,16 +311,16 @@ def to_llguidance(
     *,
     reasoning_ends: bool = False,
 ) -> str:
-    """Write a grammar for llguidance.
+    """Return a grammar in llguidance's JSON format.
 
     **Arguments:**
 
     - `grammar`: grammar with prepared JSON Schemas (see `with_prepared_schemas`).
-    - `control`: ids of the tokens that are matched by id, by their names.
-    - `stop_ids`: ids that end an answer: they are left out at the end of a call.
-    - `reasoning_ends`: start with the end of the reasoning in place of the reasoning.
+    - `control`: ids of the control tokens by name.
+    - `stop_ids`: ids of the tokens that end the answer. The grammar omits them at the end of a call.
+    - `reasoning_ends`: start with the end marker of the reasoning instead of the reasoning.
 
-    Raises ConfigError for schemas and calls that constrained answers do not support.
+    Raises ConfigError for schemas that the format of the tool calls cannot express.
     """
     _WORK.count = 0
     if grammar.form is not None and grammar == AnswerGrammar(grammar.form):
@@ -324,8 +332,8 @@ def to_llguidance(
 def without_forcing(source: str) -> str:
     """Return a grammar that llguidance matches token by token.
 
-    Otherwise llguidance encodes text that the grammar forces, and fails if the tokenizer changes that text (for example
-    a normalizer, or SentencePiece for the character U+2581).
+    By default, llguidance tokenizes text that the grammar forces. This fails if the tokenizer changes the text: a
+    normalizer may change any text, and SentencePiece changes the character U+2581.
     """
     first, *others = json.loads(source)["grammars"]
     header = '%llguidance {"no_forcing": true}\n'
@@ -341,7 +349,7 @@ def _dump(grammars: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _form(form: Grammar, control: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Write the form of an answer as a grammar of llguidance, which may use others."""
+    """Return a form as llguidance grammars. The first grammar is the start grammar, and may refer to the others."""
     if isinstance(form.content, tuple):
         return [{"lark_grammar": "start: " + " | ".join(quoted(text) for text in form.content)}]
     if form.kind == "json":
@@ -378,12 +386,15 @@ def _escaped_slashes(regex: str) -> str:
 
 
 def _regex_of(text: str) -> str:
-    """Return a regular expression of Lark that matches text."""
-    return "".join(r"\n" if letter == "\n" else _escaped_slashes(re.escape(letter)) for letter in text)
+    """Return a regular expression in Lark syntax that matches exactly this text."""
+    return "".join(r"\n" if char == "\n" else _escaped_slashes(re.escape(char)) for char in text)
 
 
 def with_token_ids(lark: str, control: Mapping[str, int]) -> str:
-    """Replace the names of tokens in a grammar, `<name>`, by their ids, `<[id]>`; not in literals and comments."""
+    """Replace the names of control tokens, `<name>`, in a Lark grammar by their ids, `<[id]>`.
+
+    Literals, regular expressions and comments are not changed.
+    """
 
     def replace(match: re.Match[str]) -> str:
         return f"<[{control[match[0]]}]>" if match[0] in control else match[0]
@@ -392,19 +403,19 @@ def with_token_ids(lark: str, control: Mapping[str, int]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Write text as a literal of Lark."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # llguidance wants it escaped
+    """Return text as a Lark string literal."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # llguidance requires this escape
 
 
 class _Writer:
-    """Writer of the rules of one answer."""
+    """Writer of the Lark rules of one answer."""
 
     def __init__(self, control: Mapping[str, int], stop_ids: Sequence[int]):
         self._control, self._stop_ids = control, frozenset(stop_ids)
         names = sorted((name for name in control if name in MARKERS), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, names))) if names else None
-        self._rules: dict[str, str] = {}  # bodies, with options, by name
-        self._names: dict[tuple[str, bool], str] = {}  # names of rules by their bodies
+        self._rules: dict[str, str] = {}  # options and body of each rule, by the rule's name
+        self._names: dict[tuple[str, bool], str] = {}  # name of each rule, by its body and whether it is a terminal
         self.grammars: list[dict[str, Any]] = []
 
     def answer(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
@@ -416,10 +427,10 @@ class _Writer:
         reasoning = grammar.reasoning
         if reasoning is None or self._stop_ids & set(self.split_markers(reasoning.end)):
             return answer
-        blanks = self.rule("blanks", r"/\n{0,2}/")
+        newlines = self.rule("newlines", r"/\n{0,2}/")
         if reasoning_ends:
-            return f"{self.text(reasoning.end)} {blanks} {answer}"
-        rest = f"{self.text_until(reasoning.end)} {blanks}"
+            return f"{self.text(reasoning.end)} {newlines} {answer}"
+        rest = f"{self.text_until(reasoning.end)} {newlines}"
         if reasoning.opened:
             return f"{rest} {answer}"
         return f"({self.text(reasoning.begin)} {rest})? {answer}"
@@ -434,7 +445,7 @@ class _Writer:
             final = "@answer" if self._add_form(grammar.form) else self._free_text()
             alternatives.append(f"{self.text(HARMONY_FINAL)} {final}")
         answer = self.rule("answer", " | ".join(alternatives))
-        if self._stop_ids & set(self.split_markers(end)):  # such an answer ends with its first message
+        if self._stop_ids & set(self.split_markers(end)):  # the end of the reasoning would end the answer
             return answer
         if reasoning_ends:
             return f"{self.text(end)} {answer}"
@@ -454,19 +465,22 @@ class _Writer:
         if calls.required:
             return self._calls(calls)
         if has_form and grammar.form is not None:
-            alternatives = [self._calls_next_to(row, calls, grammar.form), "@answer"]
+            alternatives = [self._calls_instead_of(grammar.form, row, calls), "@answer"]
             return self.rule("answer", " | ".join(alternatives))
         return self.rule("answer", self._text_or_calls(row, calls))
 
-    def _calls_next_to(self, row: ToolCallFormat, calls: CallGrammar, form: Grammar) -> str:
-        """Return the rule of calls in place of a form. Their starts must differ where calls have no marker."""
-        if not row.bare or self._begins(row):
+    def _calls_instead_of(self, form: Grammar, row: ToolCallFormat, calls: CallGrammar) -> str:
+        """Return the rule of tool calls that are an alternative to a form.
+
+        If the calls have no start marker, the rule is written so that llguidance can distinguish them from the form.
+        """
+        if not row.bare or self._start_marker(row):
             return self._calls(calls)
         if form.kind != "json":
             return f"{self.text(row.begins[0])} {self._calls(calls)}"
         if row.syntax != "json":
             return self._calls(calls)
-        # llguidance can choose between several JSON Schemas, but not between a schema and a literal of JSON
+        # llguidance can choose between several JSON Schemas, but not between a JSON Schema and a literal
         schemas = []
         for name, text in calls.tools:
             properties = {row.name_keys[0]: {"const": name}, row.argument_keys[-1]: json.loads(text)}
@@ -475,6 +489,7 @@ class _Writer:
         return " | ".join(f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}" for schema in schemas)
 
     def _add_form(self, form: Grammar | None) -> bool:
+        """Add the grammars of a form, with the name `answer`. Returns whether there is a form."""
         if form is not None:
             first, *others = _form(form, self._control)
             self.grammars += [{**first, "name": "answer"}, *others]
@@ -483,9 +498,9 @@ class _Writer:
     # --- text ---------------------------------------------------------------------------------------------------------
 
     def rule(self, name: str, body: str, options: str = "") -> str:
-        """Add a rule, or find an equal one, and return its name."""
+        """Return the name of a rule. The rule is added unless an equal rule exists."""
         rule = f"{options}: {body}"
-        known = self._names.get((rule, name.isupper()))  # terminals have names in capitals
+        known = self._names.get((rule, name.isupper()))  # names of terminals are in upper case
         if known is not None:
             return known
         name = f"{name}_{len(self._rules)}"
@@ -500,7 +515,7 @@ class _Writer:
         return self.rule("text", "/(?s:.*)/")
 
     def split_markers(self, text: str) -> list[str | int]:
-        """Split text into literals and the ids of markers."""
+        """Split text into literals and the ids of control tokens."""
         pieces, start = list[str | int](), 0
         for match in self._marker.finditer(text) if self._marker is not None else ():
             pieces += [text[start : match.start()], self._control[match[0]]]
@@ -508,7 +523,7 @@ class _Writer:
         return [piece for piece in (*pieces, text[start:]) if piece != ""]
 
     def text(self, text: str) -> str:
-        """Return the elements of a rule that match text with markers. `{index}` matches any number."""
+        """Return the elements of a rule that match a text with markers. `{index}` matches a number of 1 to 3 digits."""
         elements = []
         for piece in self.split_markers(text):
             if isinstance(piece, int):
@@ -520,51 +535,53 @@ class _Writer:
                     elements += ["/[0-9]{1,3}/", *([quoted(tail)] if tail else [])]
         return " ".join(elements)
 
-    def text_until(self, text: str) -> str:
-        """Return the elements of a rule that match any text up to a marker, and the marker."""
-        pieces = self.split_markers(text)
+    def text_until(self, end: str) -> str:
+        """Return the elements of a rule that match any text up to the first `end`, and the `end`."""
+        pieces = self.split_markers(end)
         index = next((index for index, piece in enumerate(pieces) if isinstance(piece, int)), None)
         if index is None:
-            return self.rule("until", f"/(?s:.*)/ {quoted(text)}", "[lazy]")
+            return self.rule("until", f"/(?s:.*)/ {quoted(end)}", "[lazy]")
         literals = "".join(str(piece) for piece in pieces[:index])
         before = f"/(?s:.*)/ {quoted(literals)}" if literals else "/(?s:.*)/"
-        rest = "".join(self._name(piece) for piece in pieces[index:])
+        rest = "".join(self._text_of(piece) for piece in pieces[index:])
         return f"{self._terminal(before)} {self.text(rest)}"
 
-    def _name(self, piece: str | int) -> str:
-        return piece if isinstance(piece, str) else next(n for n, token in self._control.items() if token == piece)
+    def _text_of(self, piece: str | int) -> str:
+        if isinstance(piece, str):
+            return piece
+        return next(name for name, token in self._control.items() if token == piece)
 
     def _without_stop_tokens(self, text: str) -> str:
-        """Leave out the markers at the end of text that end the answer."""
+        """Remove the stop tokens at the end of a text with markers."""
         pieces = self.split_markers(text)
         while pieces and pieces[-1] in self._stop_ids:
             pieces.pop()
-        return "".join(map(self._name, pieces))
+        return "".join(map(self._text_of, pieces))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def _begins(self, row: ToolCallFormat) -> str:
-        """Return the marker with which calls as `row` writes them start; empty if they start without a marker."""
+    def _start_marker(self, row: ToolCallFormat) -> str:
+        """Return the marker that starts the calls of a format; empty if the calls have no start marker."""
         written = row.section_begin + row.call_begin
         return next((marker for marker in row.begins if written.startswith(marker)), "")
 
     def _text_or_calls(self, row: ToolCallFormat, calls: CallGrammar) -> str:
-        """Return free text without the start of a call, or text and calls."""
-        marker = self._begins(row)
+        """Return the body of a rule: free text that contains no start of a call, or text followed by calls."""
+        marker = self._start_marker(row)
         if not marker:  # calls without a marker are a complete answer
             first = (row.section_begin + row.call_begin)[:1]
-            text = self._terminal(f'/[^{re.escape(first)}](?s:.*)/ & {self._without(row.begins)} | ""')
+            text = self._terminal(f'/[^{re.escape(first)}](?s:.*)/ & {self._text_without(row.begins)} | ""')
             return f"{self._calls(calls)} | {text}"
-        others = [begin for begin in row.begins if begin != marker]
-        text = self._terminal(self._without(others))
+        other_markers = [begin for begin in row.begins if begin != marker]
+        text = self._terminal(self._text_without(other_markers))
         if any(isinstance(piece, int) for piece in self.split_markers(marker)):
             head = self.text_until(marker)
-        else:  # lazy: text ends where the marker does
+        else:  # lazy: the text ends with the first marker
             head = self.rule("head", f"{text} {quoted(marker)}", "[lazy]")
         return f"{text} | {head} {self._calls(calls, skip=marker)}"
 
-    def _without(self, texts: Sequence[str]) -> str:
-        """Return a terminal of all texts that contain none of some texts."""
+    def _text_without(self, texts: Sequence[str]) -> str:
+        """Return the body of a terminal that matches any text in which none of `texts` occurs."""
         excluded = "".join(
             f" & ~/(?s:.*){_escaped_slashes(re.escape(text))}(?s:.*)/"
             for text in texts
@@ -573,7 +590,7 @@ class _Writer:
         return f"/(?s:.*)/{excluded}"
 
     def _calls(self, calls: CallGrammar, skip: str = "") -> str:
-        """Return the rule of a list of calls. `skip`: start of the text, which is already matched."""
+        """Return the rule of a list of calls. `skip`: start marker that is matched before this rule."""
         row = TOOL_CALL_FORMAT[calls.format]
         arguments = list[tuple[str, str]]()
         for name, schema in calls.tools:
@@ -599,13 +616,12 @@ class _Writer:
         return self.rule("call", " | ".join(alternatives))
 
     def _arguments(self, row: ToolCallFormat, schema: Any) -> str:
-        if not isinstance(schema, dict) or "object" not in types_of(schema, schema):
-            raise ConfigError("Invalid JSON Schema: the parameters of a tool must allow an object.")
-        if row.syntax in ("json", "named_json", "harmony"):
+        allows_object = isinstance(schema, dict) and "object" in types_of(schema, schema)
+        if allows_object and row.syntax in ("json", "named_json", "harmony"):
             return f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}"
-        alternatives = arguments_of(schema, schema)
+        alternatives = arguments_of(schema, schema) if allows_object else []
         if not alternatives:
-            raise ConfigError("Invalid JSON Schema: the parameters of a tool must allow an object.")
+            raise ConfigError("Invalid JSON Schema: the schema must allow an object. Set `type` to `object`.")
         values = _Values(row, schema, self)
         bodies = [self._argument_list(row, arguments, schema, values) for arguments in alternatives]
         return self.rule("arguments", " | ".join(dict.fromkeys(bodies)))
@@ -635,13 +651,22 @@ class _Writer:
         return self.ordered(items, row.parameter_separator, additional if is_open else None)
 
     def members(
-        self, arguments: "Arguments", quote: str, sign: str, separator: str, values: "_Values", depth: int
+        self, arguments: "Arguments", quote: str, key_end: str, separator: str, values: "_Values", depth: int
     ) -> str:
-        """Return the rule of the arguments of a call, or of the members of an object, after their names and a sign."""
+        """Return the rule of the keys and values in a call, or in an object.
+
+        **Arguments:**
+
+        - `quote`: quotation mark around keys; empty: keys are not quoted.
+        - `key_end`: text between a key and its value.
+        - `separator`: text between a value and the next key.
+        - `values`: writer of the values.
+        - `depth`: number of objects and lists around the members.
+        """
 
         def member(before: str, key: str, inner: Any) -> str:
             name = json.dumps(key, ensure_ascii=False) if quote else key
-            return f"{quoted(before + name + sign)} {values.value_rule(inner, depth + 1)}"
+            return f"{quoted(before + name + key_end)} {values.value_rule(inner, depth + 1)}"
 
         items = [
             (lambda before, key=key, inner=inner: member(before, key, inner), key in arguments.required)
@@ -650,20 +675,23 @@ class _Writer:
 
         def additional(before: str) -> str:
             schema = arguments.additional if isinstance(arguments.additional, dict) else {}
-            name = self._other_name(before + quote, list(arguments.properties), quote + sign, bool(quote))
+            name = self._undeclared_name(before + quote, list(arguments.properties), quote + key_end, bool(quote))
             return f"{name} {values.value_rule(schema, depth + 1)}"
 
         return self.ordered(items, separator, None if arguments.additional is False else additional)
 
-    def _other_name(self, before: str, names: Sequence[str], after: str, any_name: bool = False) -> str:
-        """Return the elements of a name that is not declared, as one lexeme with the literals around it."""
+    def _undeclared_name(self, before: str, declared: Sequence[str], after: str, any_name: bool = False) -> str:
+        """Return the elements of a rule that match `before`, a name that is not in `declared`, and `after`.
+
+        The name and the literals next to it are one terminal. `any_name`: the name need not be an identifier.
+        """
         head, tail = self.split_markers(before), self.split_markers(after)
         start = head.pop() if head and isinstance(head[-1], str) else ""
         end = tail.pop(0) if tail and isinstance(tail[0], str) else ""
         pattern = r'[^"\\\x00-\x1F\x7F]{1,64}' if any_name else "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
         start, end = map(_regex_of, (str(start), str(end)))
-        declared = "|".join(map(_regex_of, names))
-        excluded = f" & ~/{start}({declared}){end}/" if names else ""
+        names = "|".join(map(_regex_of, declared))
+        excluded = f" & ~/{start}({names}){end}/" if declared else ""
         key = self._terminal(f"/{start}{pattern}{end}/{excluded}")
         pieces = [*(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in head), key]
         return " ".join([*pieces, *(f"<[{piece}]>" if isinstance(piece, int) else quoted(piece) for piece in tail)])
@@ -678,10 +706,11 @@ class _Writer:
 
         **Arguments:**
 
-        - `items`: functions that return the elements of an item after some text, and whether the item is required.
-            A separator and the text after it are one literal: llguidance does not choose between literals of which one
-            is the start of the other.
-        - `additional`: elements of items that may follow in any number.
+        - `items`: for each item, a function from the text before the item to the elements of a rule, and whether the
+            item is required. The text before the item and the start of the item become one literal, because llguidance
+            cannot choose between two literals if one literal is a prefix of the other.
+        - `additional`: the same function for additional items, which may follow in any number; None: no additional
+            items.
         """
         first = following = '""'
         if additional is not None:
@@ -703,9 +732,16 @@ class _Writer:
         schema: Any,
         root: Mapping[str, Any],
         before: str,
-        names: Sequence[str] = (),
+        declared: Sequence[str] = (),
     ) -> str:
-        """Return the rule of one parameter of an XML format. If `key` is None, its name is none of `names`."""
+        """Return the rule of one parameter in an XML format.
+
+        **Arguments:**
+
+        - `key`: name of the parameter; None: any name that is not in `declared`.
+        - `schema`: JSON Schema of the value. `root`: the JSON Schema that contains `schema`, for references.
+        - `before`: text before the parameter.
+        """
         schema = {} if schema is True else schema
         types = types_of(schema, root)
         texts, literals = text_literals(schema, root), literals_of(schema, root)
@@ -713,36 +749,37 @@ class _Writer:
 
         def head(is_text: bool) -> str:
             key_end = row.key_end.replace("{string}", "true" if is_text else "false")
-            return self._other_name(begin, names, key_end) if key is None else self.text(begin + key + key_end)
+            return self._undeclared_name(begin, declared, key_end) if key is None else self.text(begin + key + key_end)
 
-        others = None
+        other_values = None
         if types != {"string"} and literals is not None:
             written = [json.dumps(value, ensure_ascii=False) for value in literals if not isinstance(value, str)]
             if written:
-                others = f"({' | '.join(map(quoted, written))}) {self.text(end)}"
+                other_values = f"({' | '.join(map(quoted, written))}) {self.text(end)}"
         elif types != {"string"}:
             definitions = {name: root[name] for name in ("$defs", "definitions", "$schema") if name in root}
             inner: dict[str, Any] = {**definitions, **schema}
             if "string" in types:
                 inner = {**definitions, "allOf": [schema, {"type": sorted(types - {"string"})}]}
-            others = f"%json {json.dumps(_with_options(inner), ensure_ascii=False)} {self.text(end)}"
-        text = None
+            other_values = f"%json {json.dumps(_with_options(inner), ensure_ascii=False)} {self.text(end)}"
+        strings = None
         if "string" in types and texts is None:
-            text = self.text_until(end)
-            others = others if "{string}" in row.key_end else None  # text without a rule may be any other value
+            strings = self.text_until(end)
+            if "{string}" not in row.key_end:
+                other_values = None  # any text is allowed, which includes all other values
         elif texts:
-            text = f"({' | '.join(map(quoted, texts))}) {self.text(end)}"
-        bodies = [f"{head(body is text)} {body}" for body in (text, others) if body is not None]
+            strings = f"({' | '.join(map(quoted, texts))}) {self.text(end)}"
+        bodies = [f"{head(body is strings)} {body}" for body in (strings, other_values) if body is not None]
         if not bodies:
             raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
         return self.rule("parameter", " | ".join(bodies))
 
 
 class _Values:
-    """Writer of the rules of values in calls that are written as in Python, or as Gemma writes them.
+    """Writer of the rules of argument values in Python's syntax and in Gemma's syntax.
 
-    Types, constants, enumerations, properties, numbers of items and rules on numbers are constrained; rules on strings
-    in Python only.
+    The rules constrain types, `const`, `enum`, properties, the number of items, and numbers. Strings are constrained
+    (for example by `pattern`) in Python's syntax only.
     """
 
     def __init__(self, row: ToolCallFormat, root: Mapping[str, Any], writer: _Writer):
@@ -752,7 +789,7 @@ class _Values:
         self._separator = quoted(", " if self._python else ",")
 
     def value_rule(self, schema: Any, depth: int = 0) -> str:
-        """Return the rule of the values of a schema."""
+        """Return the rule that matches the values of a JSON Schema."""
         schema = merged(schema, self._root)
         schema = schema if isinstance(schema, dict) else {}
         types = types_of(schema, self._root)
@@ -794,10 +831,10 @@ class _Values:
         return self._writer.rule("value", " | ".join(alternatives))
 
     def _as_json(self, kind: str, rules: Sequence[str], schema: Any) -> str:
-        """Return the rule of numbers or texts that are written as in JSON."""
-        kept = {rule: schema[rule] for rule in (*rules, "allOf") if rule in schema}
+        """Return the rule of numbers or strings, which are written as in JSON."""
+        constraints = {rule: schema[rule] for rule in (*rules, "allOf") if rule in schema}
         return self._writer.rule(
-            "value", f"%json {json.dumps(_with_options({'type': kind, **kept}), ensure_ascii=False)}"
+            "value", f"%json {json.dumps(_with_options({'type': kind, **constraints}), ensure_ascii=False)}"
         )
 
     def _array(self, item: str, schema: Mapping[str, Any]) -> str:
@@ -822,7 +859,7 @@ class _Values:
         return f'"{{" ({" | ".join(bodies)}) "}}"'
 
     def _any(self, depth: int) -> str:
-        """Return the rule of any value, with lists and objects up to a depth."""
+        """Return the rule of any value. Lists and objects are nested at most MAX_NESTING levels deep."""
         types = ["string", "number", "boolean", "null", *(("array", "object") if depth < MAX_NESTING else ())]
         return self.value_rule({"type": types}, depth + 1)
 
@@ -852,10 +889,10 @@ ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array"
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the names of the JSON types that a schema allows; all types if this is not known."""
+    """Return the names of the JSON types that a schema allows; all types if they cannot be determined."""
     _WORK.add()
     schema = _resolved(schema, root)
-    if not isinstance(schema, dict) or depth > 8:
+    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return ALL_TYPES
     types = ALL_TYPES
     literals = _literals(schema)
@@ -882,7 +919,7 @@ def _type_of(value: Any) -> str:
 
 
 def _literals(schema: Any) -> list[Any] | None:
-    """Return the values of `const` or `enum`."""
+    """Return the values of `const` or `enum`; None if a schema has neither."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -892,10 +929,10 @@ def _literals(schema: Any) -> list[Any] | None:
 
 
 def literals_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
-    """Return all values of a schema if `const` and `enum` list them; otherwise None."""
+    """Return all values that a schema allows if `const` and `enum` list them; otherwise None."""
     schema = _resolved(schema, root)
     literals = _literals(schema)
-    if literals is not None or not isinstance(schema, dict) or depth > 8:
+    if literals is not None or not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return literals
     for keyword in ("anyOf", "oneOf"):
         options = [literals_of(option, root, depth + 1) for option in schema.get(keyword) or ()]
@@ -908,14 +945,14 @@ def literals_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[An
 
 
 def text_literals(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str] | None:
-    """Return the texts that a schema allows if `const` and `enum` list them; otherwise None."""
+    """Return all strings that a schema allows if `const` and `enum` list them; otherwise None."""
     schema = _resolved(schema, root)
     if "string" not in types_of(schema, root):
         return []
     literals = literals_of(schema, root)
     if literals is not None:
         return [value for value in literals if isinstance(value, str)]
-    if not isinstance(schema, dict) or depth > 8:
+    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return None
     for keyword in ("anyOf", "oneOf"):
         options = [text_literals(option, root, depth + 1) for option in schema.get(keyword) or ()]
@@ -930,7 +967,7 @@ class Arguments(NamedTuple):
 
     - `properties`: schemas of the declared members.
     - `required`: names of the required members.
-    - `additional`: schema of the other members; False: no other members.
+    - `additional`: schema of undeclared members; True: any value; False: no undeclared members.
     """
 
     properties: Mapping[str, Any]
@@ -939,9 +976,10 @@ class Arguments(NamedTuple):
 
 
 def arguments_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Arguments]:
-    """Return the alternatives for the members of an object, for formats that do not write it as JSON.
+    """Return the alternatives for the members of an object. There are several with `anyOf` and `oneOf`.
 
-    Raises ConfigError for rules that these formats do not represent.
+    Tool-call formats that do not write arguments as JSON need the members. Raises ConfigError for keywords that cannot
+    be expressed in these formats.
     """
     schema = merged(schema, root)
     if not isinstance(schema, dict):
@@ -949,7 +987,10 @@ def arguments_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[A
     keyword = next((keyword for keyword in ("anyOf", "oneOf") if keyword in schema), None)
     if keyword is not None:
         if depth > MAX_NESTING:
-            raise ConfigError(f"`{keyword}` is nested more than {MAX_NESTING} times. Use fewer levels.")
+            raise ConfigError(
+                f"The JSON Schema is not supported: `{keyword}` is nested more than {MAX_NESTING} levels deep. "
+                "Use fewer levels."
+            )
         base = {name: value for name, value in schema.items() if name != keyword}
         options = [arguments_of({"allOf": [base, option]}, root, depth + 1) for option in schema[keyword]]
         return [arguments for option in options for arguments in option]
@@ -957,11 +998,11 @@ def arguments_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[A
         return []
     declared, required = schema.get("properties", {}), list(schema.get("required", ()))
     additional = schema.get("additionalProperties", not declared)
-    others = {name: additional if isinstance(additional, dict) else {} for name in required if name not in declared}
+    undeclared = {name: additional if isinstance(additional, dict) else {} for name in required if name not in declared}
     closed = "additionalProperties" in schema and additional is False
-    if (closed and others) or any(declared.get(name) is False for name in required):
+    if (closed and undeclared) or any(declared.get(name) is False for name in required):
         return []
-    properties = {name: inner for name, inner in {**declared, **others}.items() if inner is not False}
+    properties = {name: inner for name, inner in {**declared, **undeclared}.items() if inner is not False}
     minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties")
     num_allowed = len(properties) if additional is False else float("inf")
     unsupported = "patternProperties" if schema.get("patternProperties") else None
@@ -969,29 +1010,35 @@ def arguments_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[A
     unsupported = "maxProperties" if maximum is not None and maximum < num_allowed else unsupported
     if unsupported is not None:
         raise ConfigError(
-            f"{unsupported}={shown(schema[unsupported])} is not supported for tool calls in formats without "
-            "JSON. Remove it."
+            f"{unsupported}={shown(schema[unsupported])} is not supported in tool-call formats that do not "
+            "write arguments as JSON. Remove it."
         )
     return [Arguments(properties, frozenset(required), additional)]
 
 
-LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-SMALLEST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 MERGED_RULES = frozenset(
-    {"anyOf", "oneOf", "items", "prefixItems", *OBJECT_RULES, *STRING_RULES, *NUMBER_RULES, *LARGEST, *SMALLEST}
+    {
+        *("anyOf", "oneOf", "items", "prefixItems"),
+        *(*OBJECT_RULES, *STRING_RULES, *NUMBER_RULES, *LOWER_BOUNDS, *UPPER_BOUNDS),
+    }
 )
 
 
 def merged(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
-    """Return a schema with references followed, and with `allOf` merged.
+    """Return a schema with `$ref` resolved and with `allOf` merged into one schema.
 
-    Raises ConfigError if rules of several schemas cannot be merged.
+    Raises ConfigError for schemas of `allOf` that cannot be merged.
     """
     _WORK.add()
     if not isinstance(schema, dict):
         return schema
-    if depth > 8:
-        raise ConfigError("The JSON Schema is not supported: `$ref` and `allOf` have more than 8 levels. Use fewer.")
+    if depth > MAX_REFERENCES:
+        raise ConfigError(
+            f"The JSON Schema is not supported: `$ref` and `allOf` are nested more than {MAX_REFERENCES} levels deep. "
+            "Use fewer levels."
+        )
     if "$ref" not in schema and "allOf" not in schema:
         return schema
     parts: list[Any] = [{name: value for name, value in schema.items() if name not in ("$ref", "allOf")}]
@@ -1008,9 +1055,9 @@ def merged(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    for one, other in ((first, second), (second, first)):
-        names = other.get("properties", {}).keys() - one.get("properties", {}).keys()
-        if one.get("additionalProperties", True) is not True and names:
+    for closed, other in ((first, second), (second, first)):
+        names = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
+        if closed.get("additionalProperties", True) is not True and names:
             raise ConfigError(
                 f"The JSON Schema is not supported: `allOf` combines additionalProperties with the property "
                 f"{min(names)!r} of another schema. Declare all properties in one schema."
@@ -1029,8 +1076,10 @@ def _merge(first: Mapping[str, Any], second: Mapping[str, Any], root: Mapping[st
             result[keyword] = sorted(types_of({"type": known}, root) & types_of({"type": value}, root))
         elif keyword == "enum":
             result[keyword] = [item for item in known if item in value]
-        elif keyword in LARGEST or keyword in SMALLEST:
-            result[keyword] = max(known, value) if keyword in LARGEST else min(known, value)
+        elif keyword in LOWER_BOUNDS:
+            result[keyword] = max(known, value)
+        elif keyword in UPPER_BOUNDS:
+            result[keyword] = min(known, value)
         elif keyword == "additionalProperties" and True in (known is True, value is True):
             result[keyword] = value if known is True else known
         elif keyword in ("pattern", "format", "multipleOf"):
@@ -1044,8 +1093,8 @@ def _merge(first: Mapping[str, Any], second: Mapping[str, Any], root: Mapping[st
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Follow a reference within a schema."""
-    for _ in range(8):
+    """Return the schema to which `$ref` refers within `root`. Other schemas are returned unchanged."""
+    for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema

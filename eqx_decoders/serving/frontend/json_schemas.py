@@ -1,7 +1,7 @@
-"""JSON Schemas for constrained answers: what llguidance cannot represent is refused before an answer starts.
+"""JSON Schemas for constrained answers. Schemas that llguidance cannot express are refused before an answer starts.
 
-llguidance refuses most keywords that it does not implement. `prepare_schema` refuses the others, and rewrites formats
-that llguidance checks less strictly than the `jsonschema` package does.
+llguidance refuses most keywords that it does not implement. `prepare_schema` refuses the remaining keywords, and adds
+patterns for formats that llguidance checks less strictly than the `jsonschema` package.
 """
 
 import functools
@@ -15,11 +15,11 @@ from eqx_decoders.serving.frontend.api_errors import shown
 
 MAX_SHOWN = 80  # characters of a path in an error message
 MAX_EXACT = 2**53  # llguidance reads numbers as 64-bit floats
-MAX_DEPTH = 200  # of nested schemas
-MAX_COMPARISONS = 20_000  # of declared names with patterns in patternProperties
-MAX_PATTERNS = 100
+MAX_DEPTH = 200  # levels of nested schemas
+MAX_COMPARISONS = 20_000  # pairs of a declared name and a pattern in patternProperties
+MAX_PATTERNS = 100  # in all patternProperties
 
-# Keywords of any draft that restrict values and that llguidance ignores in some drafts.
+# Keywords that restrict values, and that llguidance ignores in at least one draft of JSON Schema.
 UNSUPPORTED = frozenset(
     {
         "$dynamicRef",
@@ -74,7 +74,7 @@ COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "ma
 STRING_RULES = ("pattern", "format", "minLength", "maxLength", "enum", "const")
 NUMBER_RULES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
 
-# Dates that exist: llguidance allows February 29 in any year, and the year 0.
+# Regular expression of valid dates: llguidance allows February 29 in any year, and the year 0.
 _LEAP_YEARS = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEARS = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DAYS = (
@@ -89,42 +89,42 @@ PATTERN_OF_FORMAT = {
 
 
 def prepare_schema(schema: Any) -> Any:
-    """Return a JSON Schema as llguidance needs it. Raises ConfigError for rules that llguidance does not represent.
+    """Return a JSON Schema for llguidance. Raises ConfigError for invalid schemas, and for unsupported keywords.
 
-    Objects that declare properties get no others, unless `additionalProperties` allows them explicitly: a model could
-    go on with properties of any names otherwise.
+    An object that declares properties allows no undeclared properties, unless `additionalProperties` allows them
+    explicitly. Otherwise a model could generate undeclared properties without end.
     """
     prepared = _prepare(schema, "$", 0)
     if isinstance(prepared, bool):
         return {} if prepared else False
     names, patterns = set[str](), set[str]()
     composed = False
-    inner_schemas = [inner for _, inner in subschemas(prepared)]
+    schemas = [schema for _, schema in subschemas(prepared)]
     pairs = list[tuple[set[str], set[str]]]()
-    for inner in inner_schemas:
-        composed |= any(keyword in inner for keyword in COMPOSITION)
-        inner_names = {*_strings(inner.get("properties")), *_strings(inner.get("required"))}
-        inner_patterns = set(_strings(inner.get("patternProperties")))
-        pairs.append((inner_names, inner_patterns))
-        names |= inner_names
-        patterns |= inner_patterns
+    for schema in schemas:
+        composed |= any(keyword in schema for keyword in COMPOSITION)
+        declared_names = {*_strings(schema.get("properties")), *_strings(schema.get("required"))}
+        declared_patterns = set(_strings(schema.get("patternProperties")))
+        pairs.append((declared_names, declared_patterns))
+        names |= declared_names
+        patterns |= declared_patterns
     if len(names) * len(patterns) > MAX_COMPARISONS or len(patterns) > MAX_PATTERNS:
         raise ConfigError(
             f"The JSON Schema is not supported: it has {len(patterns)} patterns in `patternProperties` and "
             f"{len(names)} declared names. At most {MAX_PATTERNS} patterns and {MAX_COMPARISONS} pairs of "
             "a pattern and a name are supported. Use fewer patterns."
         )
-    # with a composition, rules of several objects may be combined
-    for inner_names, inner_patterns in [(names, patterns)] if composed else pairs:
-        _check_overlap(inner_names, inner_patterns)
-    if not any(_combines_objects(inner) for inner in inner_schemas):
-        for inner in inner_schemas:
-            _close(inner)
+    # with a composition, the names of one schema and the patterns of another schema may apply to the same object
+    for declared_names, declared_patterns in [(names, patterns)] if composed else pairs:
+        _check_overlap(declared_names, declared_patterns)
+    if not any(_combines_objects(schema) for schema in schemas):
+        for schema in schemas:
+            _close(schema)
     return prepared
 
 
 def _combines_objects(schema: Mapping[str, Any]) -> bool:
-    """Return whether properties of an object may be declared in several places."""
+    """Return whether several schemas may declare properties of the same object."""
     compositions = [keyword for keyword in COMPOSITION if keyword in schema]
     if not compositions:
         return False
@@ -133,7 +133,7 @@ def _combines_objects(schema: Mapping[str, Any]) -> bool:
 
 
 def _close(schema: dict[str, Any]) -> None:
-    """Allow the declared properties of an object only, where nothing else is said."""
+    """Disallow undeclared properties in the schema of an object, unless a keyword of the schema refers to them."""
     properties = schema.get("properties")
     if not isinstance(properties, dict) or not properties:
         return
@@ -144,7 +144,7 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 def subschemas(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a schema and all schemas in it that are objects, with their paths."""
+    """Yield the path and the content of a schema and of each of its subschemas. Boolean schemas are omitted."""
     pending = [(path, schema)]
     while pending:
         where, item = pending.pop()
@@ -154,7 +154,7 @@ def subschemas(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, An
 
 
 def schemas_to_check(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield inner schemas that may be unsatisfiable."""
+    """Yield the path and the content of each subschema that may be unsatisfiable: it combines several rules."""
     if not isinstance(schema, dict):
         return
     definitions = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
@@ -198,7 +198,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
             if any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL.get(keyword, ())):
                 continue
             if keyword in ("if", "then", "else") and not ("if" in schema and {"then", "else"} & schema.keys()):
-                continue  # without the other part, it restricts nothing
+                continue  # `if` without `then` and `else` restricts nothing, nor do these without `if`
             if keyword in ("minContains", "maxContains") and "contains" not in schema:
                 continue
             raise ConfigError(
@@ -214,7 +214,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
             ]
         elif keyword in SCHEMA:
             prepared[keyword] = _prepare(value, f"{path}.{keyword}", depth + 1)
-        elif not (keyword == "x-guidance" and path == "$"):  # options of llguidance, which are not a client's
+        elif not (keyword == "x-guidance" and path == "$"):  # clients must not set llguidance's options
             prepared[keyword] = value
     _check_numbers(prepared, path)
     _check_min_properties(prepared, path)
@@ -242,7 +242,7 @@ def _check_shapes(schema: Mapping[str, Any], path: str) -> None:
         elif keyword == "type":
             names = value if isinstance(value, list) else [value]
             good = bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
-            expected = f"names of types: {', '.join(sorted(TYPES))}"
+            expected = f"one or more of {', '.join(sorted(TYPES))}"
         elif keyword == "enum":
             good, expected = isinstance(value, list), "a list"
         elif keyword in COUNTS:
@@ -257,7 +257,7 @@ def _check_shapes(schema: Mapping[str, Any], path: str) -> None:
 
 
 def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse integers that llguidance would round."""
+    """Raise ConfigError for integers that llguidance would round."""
     values: list[Any] = [schema.get(keyword) for keyword in NUMBER_RULES]
     while values:
         value = values.pop()
@@ -273,18 +273,22 @@ def _check_numbers(schema: Mapping[str, Any], path: str) -> None:
 
 
 def _check_min_properties(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse a minimum that properties with free names must reach: their names may repeat."""
+    """Raise ConfigError for a `minProperties` that requires several undeclared properties.
+
+    llguidance does not check that the names of undeclared properties differ.
+    """
     minimum = schema.get("minProperties")
     num_required = len(_strings(schema.get("required")))
     if isinstance(minimum, int) and minimum > num_required + 1:
         raise ConfigError(
             f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `minProperties={shown(minimum)}` and "
-            f"{num_required} required properties. At most one more is supported. List the properties in `required`."
+            f"{num_required} required properties. `minProperties` may be larger than this number by 1 at most. "
+            "List more properties in `required`."
         )
 
 
 def _check_overlap(names: set[str], patterns: set[str]) -> None:
-    """Raise ConfigError for a pattern that matches a declared name, or that llguidance cannot match."""
+    """Raise ConfigError for a pattern that matches a declared name, or for which this cannot be determined."""
     for pattern in sorted(patterns) if names else ():
         name = _matching_name(sorted(names), pattern)
         if name is not None:
@@ -295,9 +299,9 @@ def _check_overlap(names: set[str], patterns: set[str]) -> None:
 
 
 def _matching_name(names: Sequence[str], pattern: str) -> str | None:
-    """Return a name that a pattern may match.
+    """Return a name that the pattern may match; None if it matches no name.
 
-    llguidance matches the pattern: the work for one pattern is bounded, unlike with Python's `re`.
+    The names are matched by llguidance, which bounds the work for a pattern. Python's `re` may take exponential time.
     """
     if not _may_match(names, pattern):
         return None
@@ -308,6 +312,7 @@ def _matching_name(names: Sequence[str], pattern: str) -> str | None:
 
 
 def _may_match(names: Sequence[str], pattern: str) -> bool:
+    """Return whether the pattern matches at least one name, or is too complex for llguidance."""
     try:
         import llguidance
     except ImportError as error:

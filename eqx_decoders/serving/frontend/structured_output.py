@@ -27,7 +27,7 @@ from eqx_decoders.serving.frontend.answer_grammar import (
     Grammar,
     Kind as Kind,
     errors_of_tool,
-    simplified,
+    simplify_choice,
     to_llguidance,
     with_prepared_schemas,
     without_forcing,
@@ -43,7 +43,7 @@ MAX_SYMBOLS = 100_000  # in the productions of a grammar
 THREADS, MAX_WAITING = 2, 64  # compiling threads, and grammars that wait for them
 SECONDS = 30.0  # that a request waits for its grammar
 MAX_MESSAGE = 300  # characters of the library's error
-MAX_RESERVED = 1024  # tokens of an answer that its reasoning leaves to what comes after it
+MAX_RESERVED = 1024  # maximum number of tokens that are reserved for the answer after the reasoning
 
 
 AnyGrammar = Grammar | AnswerGrammar
@@ -52,10 +52,10 @@ AnyGrammar = Grammar | AnswerGrammar
 class CompiledGrammar(NamedTuple):
     """Compiled grammar of an answer.
 
-    - `matcher`: matcher at the start of the answer.
-    - `ending`: matcher at the start of the marker that ends the reasoning; None without reasoning.
-    - `begin`, `end`: markers around the reasoning. `begin` is empty if the prompt has it.
-    - `token_bytes`: returns the bytes of a token: the name of a marker that is matched by id.
+    - `matcher`: matcher of the complete answer.
+    - `ending`: matcher of the answer from the end marker of the reasoning on; None if there is no reasoning.
+    - `begin`, `end`: markers around the reasoning. `begin` is empty if the prompt ends with it.
+    - `token_bytes`: function that returns the bytes of a token. For a control token, these are its name.
     """
 
     matcher: Any
@@ -71,7 +71,7 @@ class TokenConstraint(Constraint):
     **Arguments:**
 
     - `compiled`: grammar of the answer.
-    - `max_reasoning`: tokens after which reasoning that has not ended is ended, so that the answer has room; None:
+    - `max_reasoning`: maximum number of reasoning tokens. After these, the end marker of the reasoning is forced. None:
         unlimited.
     """
 
@@ -79,9 +79,9 @@ class TokenConstraint(Constraint):
         self._matcher = compiled.matcher.deep_copy()
         self._compiled, self._max_reasoning = compiled, max_reasoning
         self._count, self._text = 0, b""
-        self._reasons = compiled.ending is not None and max_reasoning is not None
-        self._begun = not compiled.begin
-        if self._reasons and self._begun and max_reasoning == 0:
+        self._in_reasoning = compiled.ending is not None and max_reasoning is not None
+        self._started = not compiled.begin
+        if self._in_reasoning and self._started and max_reasoning == 0:
             self._end_reasoning()
 
     def fill(self, words: np.ndarray) -> None:
@@ -93,26 +93,27 @@ class TokenConstraint(Constraint):
     def accept(self, token: int) -> None:
         """Advance by one token of the answer."""
         self._matcher.consume_token(token)
-        if self._reasons:
+        if self._in_reasoning:
             self._follow_reasoning(token)
 
     def _follow_reasoning(self, token: int) -> None:
+        """Add a token to the reasoning. The reasoning is ended after `max_reasoning` tokens."""
         begin, end = self._compiled.begin, self._compiled.end
         self._count += 1
         self._text += self._compiled.token_bytes(token)
-        if not self._begun:
-            self._begun = self._text.startswith(begin)
-            self._reasons = self._begun or begin.startswith(self._text)
-        if self._begun and end in self._text:
-            self._reasons = False
-        elif self._begun and self._count >= (self._max_reasoning or 0):
+        if not self._started:
+            self._started = self._text.startswith(begin)
+            self._in_reasoning = self._started or begin.startswith(self._text)
+        if self._started and end in self._text:
+            self._in_reasoning = False
+        elif self._started and self._count >= (self._max_reasoning or 0):
             self._end_reasoning()
-        if self._begun:
+        if self._started:
             self._text = self._text[-len(end) :]
 
     def _end_reasoning(self) -> None:
-        """Continue with the marker that ends the reasoning."""
-        self._reasons = False
+        """Force the end marker of the reasoning."""
+        self._in_reasoning = False
         self._matcher = self._compiled.ending.deep_copy()
 
     @property
@@ -143,7 +144,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
-        self._control: Mapping[str, int] = {}  # ids of the tokens that grammars match by id
+        self._control: Mapping[str, int] = {}  # ids of the control tokens by name
         self._vocabulary: Any = None
         # matchers or ConfigErrors, each with its compilation time
         self._cache: collections.OrderedDict[AnyGrammar, tuple[Any, float]] = collections.OrderedDict()
@@ -164,11 +165,11 @@ class GrammarCompiler:
     ) -> list[TokenConstraint]:
         """Compile a grammar in a thread, and return `count` constraints for it.
 
-        `max_tokens`: maximum length of the answers. If there is reasoning, a part of it is reserved for what comes
-        after the reasoning (see `reserved_tokens`).
+        `max_tokens`: maximum number of tokens of an answer. If there is reasoning, some of these tokens are reserved
+        for the answer after the reasoning (see `reserved_tokens`).
 
-        Raises ConfigError, with llguidance's reason, for an invalid grammar, and ApiError 429 if too many grammars
-        wait, or this one has waited too long.
+        Raises ConfigError, with llguidance's reason, for an invalid grammar. Raises ApiError 429 if too many grammars
+        wait for compilation, or if this grammar has waited too long.
         """
         compiled = self._look_up(grammar)
         if compiled is None:
@@ -261,9 +262,9 @@ class GrammarCompiler:
                 )
         if isinstance(grammar, Grammar):
             grammar = AnswerGrammar(grammar)
-        grammar = with_prepared_schemas(simplified(grammar, self._control))
+        grammar = with_prepared_schemas(simplify_choice(grammar, self._control))
         matcher = self._matcher(llguidance, grammar, reasoning_ends=False)
-        self._check_inner_schemas(llguidance, grammar)
+        self._check_subschemas(llguidance, grammar)
         if not grammar.end_marker:
             return CompiledGrammar(matcher)
         ending = self._matcher(llguidance, grammar, reasoning_ends=True)
@@ -303,11 +304,11 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # what is too large for its lexer shows here
         return matcher
 
-    def _check_inner_schemas(self, llguidance: Any, grammar: AnswerGrammar) -> None:
-        """Raise ConfigError for an inner schema that no value matches: an answer that gets there could not continue."""
+    def _check_subschemas(self, llguidance: Any, grammar: AnswerGrammar) -> None:
+        """Raise ConfigError for a subschema that no value matches. An answer that reaches it could not continue."""
         for name, schema in grammar.schemas:
-            for path, inner in schemas_to_check(schema):
-                matcher = self._start_matcher(llguidance, _source_of(inner))
+            for path, subschema in schemas_to_check(schema):
+                matcher = self._start_matcher(llguidance, _source_of(subschema))
                 if not matcher.is_error() and matcher.is_stopped():
                     with errors_of_tool(name):
                         raise ConfigError(
@@ -322,7 +323,7 @@ def _source_of(schema: Any) -> str:
 
 
 def reserved_tokens(max_tokens: int) -> int:
-    """Return how many tokens of a constrained answer are reserved for what comes after the reasoning."""
+    """Return the number of tokens that are reserved for the answer after the reasoning."""
     return min(3 * max_tokens // 4, MAX_RESERVED)
 
 
@@ -340,7 +341,7 @@ def _first_line(text: str) -> str:
         return "the schemas of `oneOf` may overlap. Use `anyOf` instead"
     lines = [line.strip() for line in text.strip().split("\n")]
     error = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
-    error = error.partition("following special tokens")[0]  # names of tokens that are not a client's
+    error = error.partition("following special tokens")[0]  # llguidance's names of the control tokens follow
     return error.removeprefix("error: ")[:MAX_MESSAGE].rstrip(" ;,").rstrip(".")
 
 
@@ -360,10 +361,10 @@ class _Bytes:
 def _vocabulary(
     llguidance: Any, tokenizer: Tokenizer, vocab_size: int, stop_ids: list[int]
 ) -> tuple[Any, Mapping[str, int]]:
-    """Return the vocabulary for llguidance, and the ids of the tokens that grammars match by id, by their names.
+    """Return the vocabulary for llguidance, and the ids of the control tokens by name.
 
-    llguidance gets other names of these tokens. It encodes text that a grammar forces with the tokenizer, which would
-    take the original names in that text for the tokens.
+    The control tokens have other names in llguidance's vocabulary. llguidance tokenizes text that a grammar forces:
+    with the original names, a literal that contains the name of a control token would become this token.
     """
     options: Mapping[str, Any] = dict(n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=stop_ids)
     if isinstance(tokenizer, JsonTokenizer):

@@ -60,7 +60,7 @@ from eqx_decoders.serving.http.served_adapters import ServedAdapters
 from eqx_decoders.serving.http.streaming import EventStream, PendingResponse, json_response
 
 
-PROMPT_END = 64  # last ids of a prompt, which may start or end the reasoning
+PROMPT_END = 64  # number of last tokens of a prompt that are searched for reasoning markers
 MAX_ECHO = 1 << 22  # characters of prompts in one response
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
@@ -286,7 +286,7 @@ class Api:
     def _chat_grammar(
         self, request: chat_protocol.ChatCompletionRequest, prompt: PreparedPrompt
     ) -> tuple[str, AnyGrammar | None]:
-        """Return the grammar of an answer, and the field of the request that asks for it."""
+        """Return the field of the request that constrains the answer, and the grammar; None: no constraint."""
         field, form = request.grammar
         calls = request.calls(self.config.tool_call_parser)
         if form is None and calls is None:

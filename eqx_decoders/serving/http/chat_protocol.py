@@ -73,7 +73,7 @@ class InputAudioPart(RequestFields, forbid_unknown_fields=False, tag_field="type
 
 
 class RefusalPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="refusal"):
-    """Refusal of an assistant, as OpenAI's API has it: a text."""
+    """Text of an assistant's refusal, as in OpenAI's API."""
 
     refusal: Text
 
@@ -145,10 +145,10 @@ Effort = Annotated[str, Meta(max_length=100, description="a text of at most 100 
 class AllowedTools(NamedTuple):
     """Tools that an answer may call.
 
-    - `tools`: the tools.
-    - `required`: the answer must call at least one of them.
-    - `named`: the answer must call a single tool that the request names.
-    - `restricts`: whether `tool_choice` limits which tools may or must be called.
+    - `tools`: tools that may be called.
+    - `required`: the answer must call at least one tool.
+    - `named`: `tool_choice` names a single tool, which the answer must call.
+    - `restricts`: `tool_choice` limits which tools may be called, or requires a call.
     """
 
     tools: tuple[Any, ...]
@@ -158,7 +158,7 @@ class AllowedTools(NamedTuple):
 
 
 def allowed_tools(choice: Any, tools: Sequence[Any]) -> AllowedTools:
-    """Read `tool_choice`. Raises ApiError for an invalid value, and for tools that are not in `tools`."""
+    """Return the tools that `tool_choice` allows. Raises ApiError for invalid values and for unknown tools."""
     tools = tuple(tools)
     if choice == "none":
         return AllowedTools(())
@@ -166,7 +166,7 @@ def allowed_tools(choice: Any, tools: Sequence[Any]) -> AllowedTools:
         return AllowedTools(tools)
     if choice == "required":
         if not tools:
-            raise refuse("tool_choice", choice, "needs tools: give at least one")
+            raise refuse("tool_choice", choice, "needs tools. Add at least one function to 'tools'")
         return AllowedTools(tools, required=True, restricts=True)
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
@@ -176,25 +176,22 @@ def allowed_tools(choice: Any, tools: Sequence[Any]) -> AllowedTools:
         options = choice.get("allowed_tools", choice)
         mode = options.get("mode", "auto") if isinstance(options, dict) else None
         if mode not in ("auto", "required") or not isinstance(options.get("tools"), list) or not options["tools"]:
-            raise refuse("tool_choice", choice, "must have allowed_tools with a mode, auto or required, and tools")
+            rule = "must have 'allowed_tools' with a 'mode', auto or required, and a non-empty list of 'tools'"
+            raise refuse("tool_choice", choice, rule)
         named = _named_tools("tool_choice.allowed_tools.tools", options["tools"], tools)
         return AllowedTools(named, required=mode == "required", restricts=True)
     raise refuse("tool_choice", choice, f"must be {TOOL_CHOICE}")
 
 
 def _named_tools(field: str, choices: Sequence[Any], tools: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the tools with the names of some choices, `{"type": "function", "function": {"name": …}}`."""
-    named = {
-        tool["function"].get("name"): tool
-        for tool in tools
-        if isinstance(tool, dict) and isinstance(tool.get("function"), dict)
-    }
+    """Return the tools that are named by choices of the form `{"type": "function", "function": {"name": …}}`."""
+    named = {tool["function"]["name"]: tool for tool in tools}
     found = []
     for choice in choices:
         function = choice.get("function", choice) if isinstance(choice, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or name not in named:
-            raise refuse(field, choice, "must name a function that is in tools")
+            raise refuse(field, choice, "must name a function that is in 'tools'")
         found.append(named[name])
     return tuple(found)
 
@@ -227,13 +224,16 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def constrains_calls(self) -> bool:
-        """Whether the answer has a constraint on its calls, also if it has no form."""
+        """Whether `tool_choice` or `parallel_tool_calls` constrains the tool calls of the answer."""
         return bool(self.callable) and (self.allowed.restricts or not self.parallel_tool_calls)
 
     def calls(self, format: ToolFormat | None) -> CallGrammar | None:
-        """Return the grammar of the answer's calls; None if they are not constrained, or there are none.
+        """Return the grammar of the answer's tool calls; None if they are not constrained.
 
-        Raises ApiError if they are constrained, and their format is not known.
+        Tool calls are also constrained if the request requires a form: the answer is then a tool call or has the form.
+
+        `format`: tool-call format of the model; None: unknown. Raises ApiError if `tool_choice` or
+        `parallel_tool_calls` constrains the tool calls, and the format is unknown.
         """
         has_form = self.callable and self.grammar[1] is not None and format is not None
         if not self.constrains_calls and not has_form:
@@ -242,7 +242,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             raise refuse(
                 "tool_choice" if self.allowed.restricts else "parallel_tool_calls",
                 self.tool_choice if self.allowed.restricts else self.parallel_tool_calls,
-                "needs a known format of tool calls: start the server with --tool-call-parser",
+                "is not supported, because the tool-call format of this model is unknown. "
+                "Start the server with --tool-call-parser",
                 "unsupported_parameter",
             )
         one_call = self.allowed.named or not self.parallel_tool_calls
@@ -264,7 +265,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         check_conversation(self, config)
         if self.constrains_calls and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise refuse(name, getattr(self, name), "cannot be combined with constrained tool calls")
+            raise refuse(name, getattr(self, name), "cannot be combined with constrained tool calls. Remove it")
 
 
 class TokenizeRequest(RequestBody):
@@ -340,7 +341,7 @@ def check_conversation(request: AnyConversation, config: ApiConfig) -> None:
 def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and the variables of the chat template.
 
-    The message of an assistant without content and tool calls has its refusal, or an empty text, as content.
+    If the message of an assistant has neither content nor tool calls, its content is the refusal, or an empty text.
     """
     variables = dict(request.chat_template_kwargs or {})
     if request.tools and request.tool_choice != "none":

@@ -1,4 +1,4 @@
-"""Constraints of answers, mask by mask: special tokens, reasoning, and tool calls."""
+"""Token masks of constrained answers: special tokens in literals, reasoning, and tool calls."""
 
 import asyncio
 import json
@@ -32,12 +32,12 @@ ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # as in Qwen3, n
 
 
 def tokenizer(special=SPECIAL, added=ADDED, byte_level: bool = True) -> JsonTokenizer:
-    """A tokenizer of bytes with some words, special tokens and other added tokens."""
+    """Return a tokenizer of bytes and a few words, with special tokens and other added tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     if byte_level:
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocab = {letter: index for index, letter in enumerate([*letters, "an", "<|", "|>", '{"'])}
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {word: index for index, word in enumerate([*alphabet, "an", "<|", "|>", '{"'])}
         model = models.BPE(vocab, [("a", "n"), ("<", "|"), ("|", ">"), ("{", '"')])
         inner: Any = Tokenizer(model)
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -54,10 +54,10 @@ def tokenizer(special=SPECIAL, added=ADDED, byte_level: bool = True) -> JsonToke
 
 TOKENIZERS = {"bytes": tokenizer(), "unigram": tokenizer(byte_level=False)}
 COMPILERS = {
-    name: GrammarCompiler(each, each.vocab_size + 5, [each.eos_id or 0, each.vocab_size - len(ADDED) - 3])
-    for name, each in TOKENIZERS.items()
+    name: GrammarCompiler(words, words.vocab_size + 5, [words.eos_id or 0, words.vocab_size - len(ADDED) - 3])
+    for name, words in TOKENIZERS.items()
 }
-PLAIN = tokenizer(special=("<eos>", "<|user|>", "<b>"), added=())  # markers are ordinary text
+PLAIN = tokenizer(special=("<eos>", "<|user|>", "<b>"), added=())  # has no tokens for markers
 PLAIN_COMPILER = GrammarCompiler(PLAIN, PLAIN.vocab_size, [PLAIN.eos_id or 0])
 
 
@@ -78,7 +78,7 @@ def prepare(compiler: GrammarCompiler, grammar, max_tokens: int | None = None):
 
 
 def sample(compiler: GrammarCompiler, grammar, seed: int, *, length: int = 300, max_tokens: int | None = None):
-    """Return the ids that a random model writes, without the stop id, and whether it has ended."""
+    """Sample allowed tokens. Returns their ids without the stop id, and whether the answer has ended."""
     constraint, pick, ids = prepare(compiler, grammar, max_tokens), random.Random(seed), list[int]()
     for _ in range(length):
         tokens = allowed(compiler, constraint)
@@ -97,7 +97,7 @@ def text_of(compiler: GrammarCompiler, ids) -> str:
 
 
 def accepts(compiler: GrammarCompiler, grammar, *pieces: str | int) -> bool:
-    """Return whether a grammar accepts text, and ends with it. Names of added tokens are tokens where given as ids."""
+    """Return whether a grammar accepts the pieces as a complete answer. Text is tokenized without added tokens."""
     constraint = prepare(compiler, grammar)
     for piece in pieces:
         for token in [piece] if isinstance(piece, int) else compiler._vocabulary.tokenize_str(piece):
@@ -111,11 +111,11 @@ def accepts(compiler: GrammarCompiler, grammar, *pieces: str | int) -> bool:
 
 
 def escaped(text: str) -> str:
-    return "".join("\\" + letter if letter in "|{}()[].*+?\\^$" else letter for letter in text)
+    return "".join("\\" + char if char in "|{}()[].*+?\\^$" else char for char in text)
 
 
 def forms(text: str) -> dict[str, tuple[Grammar, str]]:
-    """Return all kinds of constraints that a text is the only answer of, with the text of the answer."""
+    """Return constraints of all kinds that allow only one text, each with the expected answer."""
     record = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"], "additionalProperties": False}
     in_json = json.dumps(text, ensure_ascii=False)
     return {
@@ -140,7 +140,7 @@ def test_names_of_special_tokens_in_literals_are_ordinary_text(kind, name):
     added = set(names(compiler).values())
     for text in (name, f"plan{name}more", f"{name}{name}", f" {name} é"):
         for form, (grammar, right) in forms(text).items():
-            for wrapped in (grammar, AnswerGrammar(grammar), AnswerGrammar(grammar, harmony=False, wrappers=())):
+            for wrapped in (grammar, AnswerGrammar(grammar)):
                 ids, ended = sample(compiler, wrapped, 0)
                 written = text_of(compiler, ids)
                 if form in ("property", "key"):
@@ -150,7 +150,7 @@ def test_names_of_special_tokens_in_literals_are_ordinary_text(kind, name):
 
 
 @pytest.mark.parametrize("kind", COMPILERS)
-def test_stop_ids_are_allowed_at_the_end_of_a_literal_only(kind):
+def test_stop_ids_are_allowed_only_at_the_end_of_a_literal(kind):
     compiler = COMPILERS[kind]
     for form, (grammar, _) in forms("a<|end|>b<|im_end|>c").items():
         constraint = prepare(compiler, grammar)
@@ -161,7 +161,7 @@ def test_stop_ids_are_allowed_at_the_end_of_a_literal_only(kind):
         assert count > 12 and set(tokens) == set(compiler._stop_ids), form
 
 
-def test_a_stop_id_that_is_no_special_token_does_not_end_a_literal():
+def test_names_of_stop_tokens_in_literals_are_ordinary_text():
     compiler = GrammarCompiler(
         TOKENIZERS["bytes"], TOKENIZERS["bytes"].vocab_size, [names(COMPILERS["bytes"])["</think>"]]
     )
@@ -170,7 +170,7 @@ def test_a_stop_id_that_is_no_special_token_does_not_end_a_literal():
         assert ended and json.dumps(text_of(compiler, ids)).count("</think>") == right.count("</think>"), form
 
 
-def test_grammars_of_clients_may_name_special_tokens():
+def test_lark_grammars_may_contain_special_tokens():
     compiler = COMPILERS["bytes"]
     control = names(compiler)
     grammar = Grammar("grammar", 'start: "<b>" <|user|> /<s>+/ // <s>\n')
@@ -180,7 +180,7 @@ def test_grammars_of_clients_may_name_special_tokens():
     assert with_token_ids(lark, {"<b>": 7}) == 'start: "a<b>" <[7]> /<b>/ <[5]> // <b>\n| "\\"<b>" <other>'
 
 
-def test_literals_without_end_are_read_in_linear_time():
+def test_unterminated_literals_are_read_in_linear_time():
     start = time.process_time()
     for lark in ('"' + '\\"' * 100_000, "/" + "\\/" * 100_000):
         assert with_token_ids(lark, {"<b>": 7}) == lark
@@ -194,7 +194,7 @@ ANSWER = Grammar("json", json.dumps({"enum": [{"a": 1}, {"a": 2}]}))
 TEMPLATE = "{{ messages }}<think>{{ reasoning }}</think>"
 
 
-def test_the_prompt_tells_whether_the_answer_reasons():
+def test_end_of_prompt_determines_reasoning():
     opened, closed = (
         chat_grammar(TEMPLATE, "x<think>\n", ANSWER, None),
         chat_grammar(TEMPLATE, "</think>\n\n", ANSWER, None),
@@ -236,15 +236,19 @@ def test_reasoning_leaves_room_for_the_answer(compiler, opened, max_tokens):
         assert len(compiler._tokenizer.encode(reasoning)) <= max_tokens - reserved_tokens(max_tokens) + len("<think>")
 
 
-def test_texts_with_markers_are_complete_outputs_and_a_single_text_needs_no_reasoning():
+def test_choices_with_reasoning_markers_are_complete_outputs():
     reasoning = ReasoningGrammar("<think>", "</think>", True)
     spelled = AnswerGrammar(Grammar("choice", ("a</think>b",)), None, reasoning)
     assert accepts(PLAIN_COMPILER, spelled, "a</think>b") and not accepts(
         PLAIN_COMPILER, spelled, "why</think>a</think>b"
     )
     end = names(COMPILERS["bytes"])["</think>"]
-    assert accepts(COMPILERS["bytes"], spelled, "why", end, "a</think>b")  # the marker is a token: this is text
-    single = AnswerGrammar(Grammar("choice", ("yes",)), None, reasoning._replace(opened=False))
+    assert accepts(COMPILERS["bytes"], spelled, "why", end, "a</think>b")  # the marker is a token
+
+
+def test_choice_of_a_single_text_has_no_optional_reasoning():
+    reasoning = ReasoningGrammar("<think>", "</think>", False)
+    single = AnswerGrammar(Grammar("choice", ("yes",)), None, reasoning)
     assert accepts(PLAIN_COMPILER, single, "yes") and not accepts(PLAIN_COMPILER, single, "<think>a</think>yes")
 
 
@@ -255,7 +259,7 @@ def test_wrappers_of_an_answer_are_optional():
     assert not accepts(PLAIN_COMPILER, grammar, '<answer>\n{"a": 1}')
 
 
-def test_messages_of_gpt_oss():
+def test_a_form_constrains_the_final_message_of_gpt_oss():
     grammar = chat_grammar("<|channel|><|message|>", "<|start|>assistant", ANSWER, None)
     final = '<|channel|>final<|message|>{"a": 1}'
     assert accepts(PLAIN_COMPILER, grammar, final)
@@ -324,7 +328,7 @@ def test_required_calls_have_a_name_and_arguments_of_the_schema(name, style):
 
 @pytest.mark.parametrize("style", ["text", "special"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_at_most_one_call_follows_free_text(name, style):
+def test_max_calls_limits_calls_after_free_text(name, style):
     words = PLAIN if style == "text" else marked_tokenizer(name, True)
     compiler = GrammarCompiler(words, words.vocab_size, [words.eos_id or 0])
     grammar = AnswerGrammar(None, call_grammar(name, TOOLS[:1], required=False, max_calls=1), harmony=name == "harmony")
@@ -369,7 +373,7 @@ def test_an_answer_is_a_call_or_has_its_form(name):
     assert accepts(PLAIN_COMPILER, grammar, written), written
 
 
-def test_arguments_are_checked_where_a_call_is_required_only():
+def test_schemas_of_tools_are_checked_only_if_a_call_is_required():
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": odd}}]
     for name in ("hermes", "qwen3_coder", "lfm2", "gemma4"):
@@ -392,7 +396,7 @@ def tool(parameters) -> list[dict[str, Any]]:
 
 
 def call_accepted(name: str, parameters, arguments, *, required: bool = True, count: int = 1) -> bool:
-    """Return whether an answer may have a call with some arguments, written as the format writes it."""
+    """Return whether the grammar accepts `count` calls with the given arguments in a tool-call format."""
     row = next(row for row in TOOL_CALL_FORMATS if row.name == name)
     written = row.write([FunctionCall("f", arguments)] * count)
     if row.syntax == "python":
@@ -414,7 +418,7 @@ def test_calls_as_the_format_writes_them_are_accepted(name, required):
 OTHER_SYNTAX = ("qwen3_coder", "deepseek_v32", "minimax_m2", "hy_v3", "lfm2", "gemma4")
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
-# Schemas of parameters, arguments that match, and arguments that do not.
+# Schemas of parameters, with arguments that match and arguments that do not match.
 PARAMETERS = {
     "reference": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, [{"a": 1}], [{}, {"b": "x"}]),
     "anyOf": ({"anyOf": [A, B]}, [{"a": 1}, {"b": "x"}], [{}, {"a": 1, "b": "x"}]),
@@ -483,7 +487,7 @@ INNER = [{"minItems": None}, {"type": "object", "required": True}, {"type": "any
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "lfm2", "gemma4"])
 @pytest.mark.parametrize("parameters", [*BROKEN, *({"properties": {"a": inner}} for inner in INNER)])
-def test_invalid_parameters_are_refused_where_a_call_is_required_only(parameters, name):
+def test_invalid_parameters_are_refused_only_if_a_call_is_required(parameters, name):
     prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=False)))
     with pytest.raises(ConfigError):
         prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
@@ -509,14 +513,14 @@ def test_errors_about_parameters_name_the_tool(inner, name):
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gemma4"])
-def test_tuples_are_refused_where_the_format_cannot_express_them(name):
+def test_prefix_items_are_refused_in_formats_that_cannot_express_them(name):
     parameters = {"properties": {"a": {"type": "array", "prefixItems": [{"type": "integer"}]}}}
     with pytest.raises(ConfigError, match="prefixItems"):
         prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
 @pytest.mark.parametrize("keyword", ["allOf", "anyOf"])
-def test_schemas_that_repeat_references_exponentially_take_bounded_time(keyword):
+def test_exponentially_repeated_references_take_bounded_time(keyword):
     definitions: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(8)}
     parameters = {"$defs": definitions | {"d8": A}, "type": "object", "properties": {"p": {"$ref": "#/$defs/d0"}}}
     start = time.process_time()
@@ -527,7 +531,7 @@ def test_schemas_that_repeat_references_exponentially_take_bounded_time(keyword)
     assert time.process_time() - start < 15
 
 
-def test_grammars_of_clients_in_json_may_name_special_tokens():
+def test_lark_grammars_in_json_may_contain_special_tokens():
     compiler = COMPILERS["bytes"]
     grammars = [{"lark_grammar": 'start: <|user|> "x"'}]
     grammar = Grammar("grammar", json.dumps({"grammars": grammars}))
@@ -546,6 +550,6 @@ def test_types_of_schemas():
     assert len(types_of({}, root)) == len(types_of({"$ref": "#/$defs/loop"}, root)) == len(types_of(True, root)) == 7
 
 
-def test_markers_have_no_spaces_at_their_ends():
+def test_markers_have_no_surrounding_spaces():
     assert all(marker == marker.strip() and marker for marker in MARKERS)
     assert isinstance(call_grammar("hermes", TOOLS, required=True), CallGrammar)

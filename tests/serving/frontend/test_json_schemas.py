@@ -1,4 +1,4 @@
-"""JSON Schemas: each one is refused before an answer starts, or all values that are sampled match it."""
+"""JSON Schemas of constrained answers: a schema is refused, or all sampled values match it."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from eqx_decoders.serving.frontend.structured_output import Grammar, GrammarComp
 jsonschema = pytest.importorskip("jsonschema")
 
 STOP = 257
-CLOSE_AFTER = 100  # tokens after which a sample is ended, if it can be
+CLOSE_AFTER = 100  # tokens after which a sample is ended as soon as possible
 COMPILER = GrammarCompiler(ByteTokenizer(), 320, [STOP])
 
 
@@ -33,7 +33,7 @@ def constraint_of(schema):
 
 
 def sample(schema, seed: int, max_tokens: int = 300) -> str | None:
-    """Return JSON that a random model writes; None for text that was cut."""
+    """Sample JSON from the allowed tokens. Returns None if the text is not complete after `max_tokens`."""
     constraint, pick, ids = constraint_of(schema), random.Random(seed), []
     for _ in range(max_tokens):
         tokens = allowed(constraint)
@@ -128,7 +128,7 @@ def test_sampled_values_match_the_schema(name):
     assert ended > 2
 
 
-def test_objects_with_declared_properties_have_no_others():
+def test_objects_with_declared_properties_are_closed():
     closed = prepare_schema({"properties": {"a": {"properties": {"b": NUMBER}}}, "required": ["a"]})
     assert closed["additionalProperties"] is False and closed["properties"]["a"]["additionalProperties"] is False
     for schema in (
@@ -146,14 +146,14 @@ def test_objects_with_declared_properties_have_no_others():
 @pytest.mark.parametrize(
     "siblings", [{"discriminator": {"propertyName": "a"}}, {"deprecated": True}, {"$id": "x"}, {"type": "object"}]
 )
-def test_siblings_of_a_composition_that_declare_no_properties_keep_objects_closed(siblings):
+def test_keywords_next_to_a_composition_do_not_open_objects(siblings):
     inner = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
     for schema in ({"oneOf": [inner, NUMBER]}, {"anyOf": [inner]}, {"allOf": [inner]}):
         (keyword,) = schema
         assert prepare_schema({**schema, **siblings})[keyword][0]["additionalProperties"] is False
 
 
-def test_patterns_of_clients_are_matched_in_bounded_time():
+def test_pattern_properties_take_bounded_time():
     start = time.process_time()
     for name, pattern in (("a" * 60 + "!", "^(a+)+$"), ("a" * 60, "(a|a)*b"), ("x" * 60, "(x+x+)+y")):
         prepare_schema({"properties": {name: {}}, "patternProperties": {pattern: {}}})
@@ -171,14 +171,14 @@ def test_patterns_of_clients_are_matched_in_bounded_time():
         ({"maximum": 10**5000}, "maximum"), ({"minLength": -1}, "minLength"), ({"enum": "x"}, "enum"),
     ],
 )  # fmt: skip
-def test_schemas_with_values_of_a_wrong_type_are_refused(schema, named):
+def test_keywords_with_values_of_a_wrong_type_are_refused(schema, named):
     with pytest.raises(ConfigError) as error:
         prepare_schema({"properties": {"p": schema}} if named[0] != "$" else schema)
     assert named in str(error.value) or named == "maximum"
     assert len(str(error.value)) < 300
 
 
-def test_schemas_without_objects():
+def test_boolean_schemas():
     assert prepare_schema(True) == {} and prepare_schema(False) is False
     assert prepare_schema({"properties": {"a": {"not": {}}}})["properties"] == {"a": False}
     assert allowed(constraint_of(True))
@@ -186,7 +186,7 @@ def test_schemas_without_objects():
         constraint_of(False)
 
 
-# Schemas with a rule that cannot be represented, and what the error names.
+# Schemas that cannot be enforced, and a text of the error message.
 REFUSED = {
     "uniqueItems": ({"type": "array", "items": NUMBER, "uniqueItems": True}, "uniqueItems"),
     "contains": ({"type": "array", "items": NUMBER, "contains": {"const": 3}, "minContains": 2}, "contains"),
@@ -228,7 +228,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_schemas_that_cannot_be_represented_are_refused(name):
+def test_unsupported_schemas_are_refused(name):
     schema, named = REFUSED[name]
     with pytest.raises(ConfigError) as error:
         constraint_of(schema)
