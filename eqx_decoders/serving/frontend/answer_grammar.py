@@ -442,8 +442,7 @@ class _Writer:
         if calls is not None:
             alternatives.append(self._calls(calls, skip="<|start|>assistant"))
         if calls is None or not calls.required:
-            final = "@answer" if self._add_form(grammar.form) else self._free_text()
-            alternatives.append(f"{self.text(HARMONY_FINAL)} {final}")
+            alternatives.append(f"{self.text(HARMONY_FINAL)} {self._final_answer(grammar.form)}")
         answer = self.rule("answer", " | ".join(alternatives))
         if self._stop_ids & set(self.split_markers(end)):  # the end of the reasoning would end the answer
             return answer
@@ -458,16 +457,15 @@ class _Writer:
 
     def answer_rule(self, grammar: AnswerGrammar) -> str:
         """Return the rule of the answer after its reasoning."""
-        calls, has_form = grammar.calls, self._add_form(grammar.form)
+        form, calls = grammar.form, grammar.calls
         if calls is None:
-            return "@answer" if has_form else self._free_text()
-        row = TOOL_CALL_FORMAT[calls.format]
+            return self._final_answer(form)
         if calls.required:
             return self._calls(calls)
-        if has_form and grammar.form is not None:
-            alternatives = [self._calls_instead_of(grammar.form, row, calls), "@answer"]
-            return self.rule("answer", " | ".join(alternatives))
-        return self.rule("answer", self._text_or_calls(row, calls))
+        row = TOOL_CALL_FORMAT[calls.format]
+        if form is None:
+            return self.rule("answer", self._text_or_calls(row, calls))
+        return self.rule("answer", f"{self._calls_instead_of(form, row, calls)} | {self._final_answer(form)}")
 
     def _calls_instead_of(self, form: Grammar, row: ToolCallFormat, calls: CallGrammar) -> str:
         """Return the rule of tool calls that are an alternative to a form.
@@ -484,16 +482,18 @@ class _Writer:
         schemas = []
         for name, text in calls.tools:
             properties = {row.name_keys[0]: {"const": name}, row.argument_keys[-1]: json.loads(text)}
-            schemas.append({"type": "object", "properties": properties, "required": list(properties)})
-        schemas = [{**schema, "additionalProperties": False} for schema in schemas]
+            required = list(properties)
+            schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+            schemas.append(schema)
         return " | ".join(f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}" for schema in schemas)
 
-    def _add_form(self, form: Grammar | None) -> bool:
-        """Add the grammars of a form, with the name `answer`. Returns whether there is a form."""
-        if form is not None:
-            first, *others = _form(form, self._control)
-            self.grammars += [{**first, "name": "answer"}, *others]
-        return form is not None
+    def _final_answer(self, form: Grammar | None) -> str:
+        """Return the rule of an answer without tool calls. The grammars of the form are added to `grammars`."""
+        if form is None:
+            return self._free_text()
+        first, *others = _form(form, self._control)
+        self.grammars += [{**first, "name": "answer"}, *others]
+        return "@answer"
 
     # --- text ---------------------------------------------------------------------------------------------------------
 

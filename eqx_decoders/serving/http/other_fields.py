@@ -18,9 +18,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     # samplers that are off, or that filter no tokens
     **_fields(1, "best_of", "length_penalty", "typical_p", "typical", "tfs_z", "tfs"),
     **_fields(1, "repeat_penalty", "dynatemp_exponent", "smoothing_curve"),
-    **_fields(
-        0, "mirostat", "mirostat_mode", "xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"
-    ),
+    **_fields(0, "mirostat", "mirostat_mode", "xtc_probability", "dry_multiplier", "dynatemp_range"),
     **_fields(0, "top_a", "eta_cutoff", "epsilon_cutoff", "no_repeat_ngram_size", "min_keep", "num_beam_groups"),
     **_fields(0, "n_probs", "top_logprobs", "n_discard", "diversity_penalty", "smoothing_factor"),
     "num_beams": (1,),
@@ -78,7 +76,7 @@ IGNORED = frozenset(
         "extra_key",
     }
 )
-# What to do instead, for the error message.
+# What to send instead, for the error message.
 ADVICE: Mapping[str, str] = {
     "best_of": "is not offered: ask for n answers and choose",
     "suffix": "is not offered: write it into the prompt as the model's training had it",
