@@ -8,7 +8,6 @@ matched as ordinary text.
 import contextlib
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +23,15 @@ from eqx_decoders.io.text.answers.formats import (
     tool_format,
 )
 from eqx_decoders.serving.frontend.api_errors import shown
-from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, OBJECT_RULES, STRING_RULES, prepare_schema
+from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, STRING_RULES, prepare_schema
+from eqx_decoders.serving.frontend.schema_reader import (
+    ALL_TYPES,
+    MAX_NESTING,
+    Arguments,
+    SchemaReader,
+    VisitBudget,
+    type_of,
+)
 
 
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -51,33 +58,10 @@ MARKERS = frozenset(
         *("<|channel>", "<answer>", "</answer>"),
     }
 )
-MAX_VISITS = 50_000  # visited subschemas for one grammar
-MAX_NESTING = 4  # levels of lists and objects in tool calls that are not written as JSON
-MAX_REFERENCES = 8  # levels of nested references and compositions
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
 _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?|//[^\n]*|#[^\n]*|<[^<>\s\[\]]+>')
-
-
-class _Work(threading.local):
-    """Counter of the schemas that are visited for the current grammar.
-
-    Nested references can repeat a schema exponentially often.
-    """
-
-    count = 0
-
-    def add(self) -> None:
-        self.count += 1
-        if self.count > MAX_VISITS:
-            raise ConfigError(
-                f"The JSON Schema is not supported: its references and compositions expand to more than {MAX_VISITS:,} "
-                "schemas. Use fewer references and compositions."
-            )
-
-
-_WORK = _Work()
 
 
 class Grammar(NamedTuple):
@@ -123,7 +107,7 @@ def call_grammar(
     If `required`, the arguments follow each tool's schema as far as the format can express it. Otherwise, formats with
     JSON arguments accept any object, and the other formats constrain only the names, order and types of parameters.
     """
-    _WORK.count = 0
+    budget = VisitBudget()
     as_json = TOOL_CALL_FORMAT[format].syntax in ("json", "named_json", "harmony")
     schemas = dict[str, str]()
     for function in functions_of(tools):
@@ -131,21 +115,22 @@ def call_grammar(
         if not isinstance(schema, dict):
             schema = {"type": "object", "properties": {}, "additionalProperties": False}
         elif not required:
-            schema = {"type": "object"} if as_json else _types_only(schema)
+            schema = {"type": "object"} if as_json else _types_only(schema, budget)
         elif "type" not in schema or (isinstance(schema["type"], list) and "object" in schema["type"]):
             schema = {**schema, "type": "object"}
         schemas[str(function["name"])] = json.dumps(schema, ensure_ascii=False)
     return CallGrammar(format, tuple(schemas.items()), required, max_calls)
 
 
-def _types_only(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _types_only(schema: Mapping[str, Any], budget: VisitBudget) -> dict[str, Any]:
     """Return a schema with the names and types of the parameters; `{"type": "object"}` if they cannot be determined."""
+    reader = SchemaReader(schema, budget)
     try:
-        alternatives = arguments_of(prepare_schema(schema), schema)
+        alternatives = reader.alternatives(prepare_schema(schema))
         types = dict[str, frozenset[str]]()
         for arguments in alternatives:
             for name, inner in arguments.properties.items():
-                types[name] = types.get(name, frozenset()) | types_of(inner, schema)
+                types[name] = types.get(name, frozenset()) | reader.types(inner)
     except ConfigError:
         return {"type": "object"}
     if not alternatives:
@@ -322,7 +307,6 @@ def to_llguidance(
 
     Raises ConfigError for schemas that the format of the tool calls cannot express.
     """
-    _WORK.count = 0
     if grammar.form is not None and grammar == AnswerGrammar(grammar.form):
         return _dump(_form(grammar.form, control))
     writer = _Writer(control, stop_ids)
@@ -412,6 +396,7 @@ class _Writer:
 
     def __init__(self, control: Mapping[str, int], stop_ids: Sequence[int]):
         self._control, self._stop_ids = control, frozenset(stop_ids)
+        self._budget = VisitBudget()
         names = sorted((name for name in control if name in MARKERS), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, names))) if names else None
         self._rules: dict[str, str] = {}  # options and body of each rule, by the rule's name
@@ -616,17 +601,18 @@ class _Writer:
         return self.rule("call", " | ".join(alternatives))
 
     def _arguments(self, row: ToolCallFormat, schema: Any) -> str:
-        allows_object = isinstance(schema, dict) and "object" in types_of(schema, schema)
+        reader = SchemaReader(schema, self._budget)
+        allows_object = isinstance(schema, dict) and "object" in reader.types(schema)
         if allows_object and row.syntax in ("json", "named_json", "harmony"):
             return f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}"
-        alternatives = arguments_of(schema, schema) if allows_object else []
+        alternatives = reader.alternatives(schema) if allows_object else []
         if not alternatives:
             raise ConfigError("Invalid JSON Schema: the schema must allow an object. Set `type` to `object`.")
-        values = _Values(row, schema, self)
-        bodies = [self._argument_list(row, arguments, schema, values) for arguments in alternatives]
+        values = _Values(row, reader, self)
+        bodies = [self._argument_list(row, arguments, reader, values) for arguments in alternatives]
         return self.rule("arguments", " | ".join(dict.fromkeys(bodies)))
 
-    def _argument_list(self, row: ToolCallFormat, arguments: "Arguments", root: Any, values: "_Values") -> str:
+    def _argument_list(self, row: ToolCallFormat, arguments: Arguments, reader: SchemaReader, values: "_Values") -> str:
         if row.syntax != "xml":
             return self.members(arguments, "", *(("=", ", ") if row.syntax == "python" else (":", ",")), values, 0)
         if arguments.additional is not False and "{key}" in row.parameter_end:
@@ -638,20 +624,20 @@ class _Writer:
             arguments = arguments._replace(additional=False)
         items = [
             (
-                lambda before, key=key, inner=inner: self._parameter(row, key, inner, root, before),
+                lambda before, key=key, inner=inner: self._parameter(row, key, inner, reader, before),
                 key in arguments.required,
             )
             for key, inner in arguments.properties.items()
         ]
 
         def additional(before: str) -> str:
-            return self._parameter(row, None, arguments.additional, root, before, list(arguments.properties))
+            return self._parameter(row, None, arguments.additional, reader, before, list(arguments.properties))
 
         is_open = arguments.additional is not False
         return self.ordered(items, row.parameter_separator, additional if is_open else None)
 
     def members(
-        self, arguments: "Arguments", quote: str, key_end: str, separator: str, values: "_Values", depth: int
+        self, arguments: Arguments, quote: str, key_end: str, separator: str, values: "_Values", depth: int
     ) -> str:
         """Return the rule of the keys and values in a call, or in an object.
 
@@ -730,7 +716,7 @@ class _Writer:
         row: ToolCallFormat,
         key: str | None,
         schema: Any,
-        root: Mapping[str, Any],
+        reader: SchemaReader,
         before: str,
         declared: Sequence[str] = (),
     ) -> str:
@@ -739,12 +725,12 @@ class _Writer:
         **Arguments:**
 
         - `key`: name of the parameter; None: any name that is not in `declared`.
-        - `schema`: JSON Schema of the value. `root`: the JSON Schema that contains `schema`, for references.
+        - `schema`: JSON Schema of the value. `reader`: reader of the JSON Schema that contains `schema`.
         - `before`: text before the parameter.
         """
         schema = {} if schema is True else schema
-        types = types_of(schema, root)
-        texts, literals = text_literals(schema, root), literals_of(schema, root)
+        types, root = reader.types(schema), reader.root
+        texts, literals = reader.text_literals(schema), reader.literals(schema)
         begin, end = before + row.parameter_begin, row.parameter_end.replace("{key}", key or "")
 
         def head(is_text: bool) -> str:
@@ -782,20 +768,20 @@ class _Values:
     (for example by `pattern`) in Python's syntax only.
     """
 
-    def __init__(self, row: ToolCallFormat, root: Mapping[str, Any], writer: _Writer):
-        self._row, self._root, self._writer = row, root, writer
+    def __init__(self, row: ToolCallFormat, reader: SchemaReader, writer: _Writer):
+        self._row, self._reader, self._writer = row, reader, writer
         self._python = row.syntax == "python"
         self._names = ("True", "False", "None") if self._python else ("true", "false", "null")
         self._separator = quoted(", " if self._python else ",")
 
     def value_rule(self, schema: Any, depth: int = 0) -> str:
         """Return the rule that matches the values of a JSON Schema."""
-        schema = merged(schema, self._root)
+        schema = self._reader.merged(schema)
         schema = schema if isinstance(schema, dict) else {}
-        types = types_of(schema, self._root)
-        literals = literals_of(schema, self._root)
+        types = self._reader.types(schema)
+        literals = self._reader.literals(schema)
         if literals is not None:
-            literals = [value for value in literals if _type_of(value) in types]
+            literals = [value for value in literals if type_of(value) in types]
             if not literals:
                 raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
             return self._writer.rule("value", " | ".join(self._literal(value) for value in literals))
@@ -852,7 +838,7 @@ class _Values:
         quote, sign, separator = ('"', ": ", ", ") if self._python else ("", ":", ",")
         bodies = [
             self._writer.members(arguments, quote, sign, separator, self, depth)
-            for arguments in arguments_of(schema, self._root)
+            for arguments in self._reader.alternatives(schema)
         ]
         if not bodies:
             raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
@@ -883,226 +869,3 @@ class _Values:
                 f"Remove {shown(value)}."
             )
         return quoted(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value))
-
-
-ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-
-
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the names of the JSON types that a schema allows; all types if they cannot be determined."""
-    _WORK.add()
-    schema = _resolved(schema, root)
-    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-        return ALL_TYPES
-    types = ALL_TYPES
-    literals = _literals(schema)
-    if literals is not None:
-        types = types & {_type_of(value) for value in literals}
-    declared = schema.get("type")
-    if isinstance(declared, str | list):
-        names = {declared} if isinstance(declared, str) else {name for name in declared if isinstance(name, str)}
-        if names <= ALL_TYPES:
-            types = types & (names | ({"integer"} if "number" in names else set()))
-    for keyword in ("anyOf", "oneOf"):
-        options = schema.get(keyword)
-        if isinstance(options, list):
-            types = types & frozenset().union(*(types_of(option, root, depth + 1) for option in options))
-    all_of = schema.get("allOf")
-    for option in all_of if isinstance(all_of, list) else ():
-        types = types & types_of(option, root, depth + 1)
-    return types
-
-
-def _type_of(value: Any) -> str:
-    names = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return names.get(type(value), "object")
-
-
-def _literals(schema: Any) -> list[Any] | None:
-    """Return the values of `const` or `enum`; None if a schema has neither."""
-    if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) and values else None
-
-
-def literals_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
-    """Return all values that a schema allows if `const` and `enum` list them; otherwise None."""
-    schema = _resolved(schema, root)
-    literals = _literals(schema)
-    if literals is not None or not isinstance(schema, dict) or depth > MAX_REFERENCES:
-        return literals
-    for keyword in ("anyOf", "oneOf"):
-        options = [literals_of(option, root, depth + 1) for option in schema.get(keyword) or ()]
-        if not options and schema.get("type") == "null":
-            return [None]
-        if options and all(option is not None for option in options):
-            return [value for option in options for value in option or ()]
-    found = (literals_of(option, root, depth + 1) for option in schema.get("allOf") or ())
-    return next((option for option in found if option is not None), None)
-
-
-def text_literals(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str] | None:
-    """Return all strings that a schema allows if `const` and `enum` list them; otherwise None."""
-    schema = _resolved(schema, root)
-    if "string" not in types_of(schema, root):
-        return []
-    literals = literals_of(schema, root)
-    if literals is not None:
-        return [value for value in literals if isinstance(value, str)]
-    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-        return None
-    for keyword in ("anyOf", "oneOf"):
-        options = [text_literals(option, root, depth + 1) for option in schema.get(keyword) or ()]
-        if options and all(option is not None for option in options):
-            return [value for option in options for value in option or ()]
-    found = (text_literals(option, root, depth + 1) for option in schema.get("allOf") or ())
-    return next((option for option in found if option is not None), None)
-
-
-class Arguments(NamedTuple):
-    """Members of an object.
-
-    - `properties`: schemas of the declared members.
-    - `required`: names of the required members.
-    - `additional`: schema of undeclared members; True: any value; False: no undeclared members.
-    """
-
-    properties: Mapping[str, Any]
-    required: frozenset[str]
-    additional: Any
-
-
-def arguments_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Arguments]:
-    """Return the alternatives for the members of an object. There are several with `anyOf` and `oneOf`.
-
-    Tool-call formats that do not write arguments as JSON need the members. Raises ConfigError for keywords that cannot
-    be expressed in these formats.
-    """
-    schema = merged(schema, root)
-    if not isinstance(schema, dict):
-        return [Arguments({}, frozenset(), True)] if schema else []
-    keyword = next((keyword for keyword in ("anyOf", "oneOf") if keyword in schema), None)
-    if keyword is not None:
-        if depth > MAX_NESTING:
-            raise ConfigError(
-                f"The JSON Schema is not supported: `{keyword}` is nested more than {MAX_NESTING} levels deep. "
-                "Use fewer levels."
-            )
-        base = {name: value for name, value in schema.items() if name != keyword}
-        options = [arguments_of({"allOf": [base, option]}, root, depth + 1) for option in schema[keyword]]
-        return [arguments for option in options for arguments in option]
-    if "object" not in types_of(schema, root):
-        return []
-    declared, required = schema.get("properties", {}), list(schema.get("required", ()))
-    additional = schema.get("additionalProperties", not declared)
-    undeclared = {name: additional if isinstance(additional, dict) else {} for name in required if name not in declared}
-    closed = "additionalProperties" in schema and additional is False
-    if (closed and undeclared) or any(declared.get(name) is False for name in required):
-        return []
-    properties = {name: inner for name, inner in {**declared, **undeclared}.items() if inner is not False}
-    minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties")
-    num_allowed = len(properties) if additional is False else float("inf")
-    unsupported = "patternProperties" if schema.get("patternProperties") else None
-    unsupported = "minProperties" if minimum > len(required) else unsupported
-    unsupported = "maxProperties" if maximum is not None and maximum < num_allowed else unsupported
-    if unsupported is not None:
-        raise ConfigError(
-            f"{unsupported}={shown(schema[unsupported])} is not supported in tool-call formats that do not "
-            "write arguments as JSON. Remove it."
-        )
-    return [Arguments(properties, frozenset(required), additional)]
-
-
-LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-MERGED_RULES = frozenset(
-    {
-        *("anyOf", "oneOf", "items", "prefixItems"),
-        *(*OBJECT_RULES, *STRING_RULES, *NUMBER_RULES, *LOWER_BOUNDS, *UPPER_BOUNDS),
-    }
-)
-
-
-def merged(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
-    """Return a schema with `$ref` resolved and with `allOf` merged into one schema.
-
-    Raises ConfigError for schemas of `allOf` that cannot be merged.
-    """
-    _WORK.add()
-    if not isinstance(schema, dict):
-        return schema
-    if depth > MAX_REFERENCES:
-        raise ConfigError(
-            f"The JSON Schema is not supported: `$ref` and `allOf` are nested more than {MAX_REFERENCES} levels deep. "
-            "Use fewer levels."
-        )
-    if "$ref" not in schema and "allOf" not in schema:
-        return schema
-    parts: list[Any] = [{name: value for name, value in schema.items() if name not in ("$ref", "allOf")}]
-    if "$ref" in schema:
-        parts.append(merged(_resolved({"$ref": schema["$ref"]}, root), root, depth + 1))
-    parts += [merged(part, root, depth + 1) for part in schema.get("allOf", ())]
-    result = dict[str, Any]()
-    for part in parts:
-        if part is False:
-            return False
-        if isinstance(part, dict):
-            result = _merge(result, part, root)
-    return result
-
-
-def _merge(first: Mapping[str, Any], second: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    for closed, other in ((first, second), (second, first)):
-        names = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
-        if closed.get("additionalProperties", True) is not True and names:
-            raise ConfigError(
-                f"The JSON Schema is not supported: `allOf` combines additionalProperties with the property "
-                f"{min(names)!r} of another schema. Declare all properties in one schema."
-            )
-    result = dict(first)
-    for keyword, value in second.items():
-        known = result.get(keyword, value)
-        if keyword not in result or known == value:
-            result[keyword] = value
-        elif keyword == "properties":
-            both = {name: {"allOf": [known[name], value[name]]} for name in known.keys() & value.keys()}
-            result[keyword] = {**known, **value, **both}
-        elif keyword == "required":
-            result[keyword] = [*known, *(name for name in value if name not in known)]
-        elif keyword == "type":
-            result[keyword] = sorted(types_of({"type": known}, root) & types_of({"type": value}, root))
-        elif keyword == "enum":
-            result[keyword] = [item for item in known if item in value]
-        elif keyword in LOWER_BOUNDS:
-            result[keyword] = max(known, value)
-        elif keyword in UPPER_BOUNDS:
-            result[keyword] = min(known, value)
-        elif keyword == "additionalProperties" and True in (known is True, value is True):
-            result[keyword] = value if known is True else known
-        elif keyword in ("pattern", "format", "multipleOf"):
-            result["allOf"] = [*result.get("allOf", ()), {keyword: value}]
-        elif keyword in MERGED_RULES:
-            raise ConfigError(
-                f"The JSON Schema is not supported: `allOf` combines different values of `{keyword}`. "
-                f"Write one schema with one `{keyword}`."
-            )
-    return result
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema to which `$ref` refers within `root`. Other schemas are returned unchanged."""
-    for _ in range(MAX_REFERENCES):
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            return schema
-        target: Any = root
-        for key in reference[2:].split("/"):
-            key = key.replace("~1", "/").replace("~0", "~")
-            target = target.get(key) if isinstance(target, dict) else None
-        if target is None:
-            return schema
-        schema = target
-    return schema

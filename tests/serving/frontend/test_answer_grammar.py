@@ -21,9 +21,9 @@ from eqx_decoders.serving.frontend.answer_grammar import (
     ReasoningGrammar,
     call_grammar,
     chat_grammar,
-    types_of,
     with_token_ids,
 )
+from eqx_decoders.serving.frontend.schema_reader import SchemaReader
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, reserved_tokens
 
 
@@ -544,10 +544,11 @@ def test_lark_grammars_in_json_may_contain_special_tokens():
 
 def test_types_of_schemas():
     root = {"$defs": {"n": {"type": ["integer", "null"]}, "loop": {"$ref": "#/$defs/loop"}}}
-    assert types_of({"$ref": "#/$defs/n"}, root) == {"integer", "null"}
-    assert types_of({"anyOf": [{"const": 1}, {"enum": ["a", True]}]}, root) == {"integer", "string", "boolean"}
-    assert types_of({"allOf": [{"type": ["string", "number"]}, {"type": "number"}]}, root) == {"integer", "number"}
-    assert len(types_of({}, root)) == len(types_of({"$ref": "#/$defs/loop"}, root)) == len(types_of(True, root)) == 7
+    types = SchemaReader(root).types
+    assert types({"$ref": "#/$defs/n"}) == {"integer", "null"}
+    assert types({"anyOf": [{"const": 1}, {"enum": ["a", True]}]}) == {"integer", "string", "boolean"}
+    assert types({"allOf": [{"type": ["string", "number"]}, {"type": "number"}]}) == {"integer", "number"}
+    assert len(types({})) == len(types({"$ref": "#/$defs/loop"})) == len(types(True)) == 7
 
 
 def test_markers_have_no_surrounding_spaces():
