@@ -79,5 +79,5 @@ def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, A
             spacing.call()
     if not calls and not malformed and not partial and form != "harmony":
         return ParsedAnswer(text)
-    reasoning = text[: parser.reasoning_end] if form != "harmony" else ""
+    reasoning = text[: parser.reasoning_end]
     return ParsedAnswer((reasoning + "".join(content)).rstrip(), tuple(calls), tuple(malformed), partial)

@@ -149,7 +149,7 @@ class AnswerReader:
 
     def _visible(self, text: str) -> str:
         """Replace or leave out the placeholders of special tokens."""
-        return self._form.restore(text) if self._special else self._form.without_special(text)
+        return self._form.restore(text) if self._special else self._form.remove_placeholders(text)
 
     def _shown(self, text: str, *, final: bool = False) -> str:
         if self._spacing is None:

@@ -83,9 +83,7 @@ class Context:
 
     def restore(self, text: str) -> str:
         """Replace the placeholders of special tokens in a text by their names."""
-        for placeholder, name in self.placeholders.items():
-            text = text.replace(placeholder, name) if placeholder in text else text
-        return text
+        return restore_names(text, self.placeholders)
 
     def schema(self, name: str) -> ToolSchema:
         """Return the parameters of a tool."""
@@ -103,6 +101,25 @@ def partial_match(text: str, words: Sequence[str]) -> int:
     longest = min(max(map(len, words), default=1) - 1, len(text))
     endings = (text[len(text) - size :] for size in range(longest, 0, -1))
     return next((len(ending) for ending in endings if any(word.startswith(ending) for word in words)), 0)
+
+
+def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """Return the position of the first marker in a text, and the marker; None if the text has no marker.
+
+    Of several markers at the same position, the longest is returned.
+    """
+    found = [(position, -len(marker), marker) for marker in markers if (position := text.find(marker)) >= 0]
+    if not found:
+        return None
+    position, _, marker = min(found)
+    return position, marker
+
+
+def restore_names(text: str, names: Mapping[str, str]) -> str:
+    """Replace the placeholders of special tokens in a text. `names`: replacements by placeholder."""
+    for placeholder, name in names.items():
+        text = text.replace(placeholder, name)
+    return text
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
