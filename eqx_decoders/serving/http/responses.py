@@ -62,7 +62,7 @@ class Delta:
     - `offsets`: positions in the text of the scored tokens.
     - `finish`: `"stop"` or `"length"` when the answer is complete.
     - `reason`: stop string, or token of `stop_token_ids`, that ended it.
-    - `thoughts`: reasoning before the answer.
+    - `reasoning`: reasoning before the answer.
     - `was_reasoning`: all text and calls of earlier deltas were reasoning, too.
     - `discards_scores`: the scores of earlier deltas are of the reasoning.
     - `calls`: tool calls that are complete.
@@ -77,7 +77,7 @@ class Delta:
     offsets: list[int] = dataclasses.field(default_factory=list)
     finish: str | None = None
     reason: str | int | None = None
-    thoughts: str = ""
+    reasoning: str = ""
     was_reasoning: bool = False
     discards_scores: bool = False
     calls: list[FunctionCall | CutCall] = dataclasses.field(default_factory=list)
@@ -91,33 +91,33 @@ class Delta:
     @property
     def empty(self) -> bool:
         """True where a client needs nothing of it."""
-        return not (self.text or self.thoughts or self.calls or self.tokens or self.scored or self.finish)
+        return not (self.text or self.reasoning or self.calls or self.tokens or self.scored or self.finish)
 
 
 class CollectedDeltas:
     """Concatenated deltas of one answer. Texts are joined once: no token copies a long echo."""
 
     def __init__(self):
-        self._delta, self._texts, self._thoughts = Delta(), list[str](), list[str]()
+        self._delta, self._texts, self._reasoning = Delta(), list[str](), list[str]()
 
     def add(self, other: Delta) -> None:
         """Append a delta."""
         if other.was_reasoning:
-            self._thoughts += self._texts
+            self._reasoning += self._texts
             self._texts, self._delta.calls = [], []
         if other.discards_scores:
             self._delta.clear_scores()
         self._texts.append(other.text)
-        self._thoughts.append(other.thoughts)
+        self._reasoning.append(other.reasoning)
         if other.was_reasoning:
-            self._thoughts = ["".join(self._thoughts).strip()]
+            self._reasoning = ["".join(self._reasoning).strip()]
         for name in ("tokens", "scored", "scores", "offsets", "calls"):
             getattr(self._delta, name).extend(getattr(other, name))
         self._delta.finish, self._delta.reason, self._delta.has_called = other.finish, other.reason, other.has_called
 
     def whole(self) -> Delta:
         """Return all as one delta."""
-        self._delta.text, self._delta.thoughts = "".join(self._texts), "".join(self._thoughts)
+        self._delta.text, self._delta.reasoning = "".join(self._texts), "".join(self._reasoning)
         return self._delta
 
 
@@ -282,9 +282,9 @@ class Choice:
 
     def _add_parts(self, delta: Delta, parts: AnswerParts) -> None:
         if parts.was_reasoning:
-            delta.thoughts, delta.text, delta.was_reasoning = delta.thoughts + delta.text, "", True
+            delta.reasoning, delta.text, delta.was_reasoning = delta.reasoning + delta.text, "", True
             delta.calls = []
-        delta.text, delta.thoughts = delta.text + parts.content, delta.thoughts + parts.reasoning
+        delta.text, delta.reasoning = delta.text + parts.content, delta.reasoning + parts.reasoning
         delta.calls += parts.calls
 
     def _finish(self, delta: Delta, finish: str, reason: str | int | None = None) -> None:
@@ -419,13 +419,13 @@ class ChatResponseBuilder(ResponseBuilder):
     def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         calls = [WrittenToolCall(**call) for _, call in self._calls(delta, end["index"])] or msgspec.UNSET
         content = None if delta.calls and not delta.text else delta.text
-        thoughts = delta.thoughts or msgspec.UNSET
-        message = AnswerMessage(content=content, reasoning_content=thoughts, tool_calls=calls)
+        reasoning = delta.reasoning or msgspec.UNSET
+        message = AnswerMessage(content=content, reasoning_content=reasoning, tool_calls=calls)
         return ChatChoice(**end, message=message, logprobs=self._chat_logprobs(delta))
 
     def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         calls = [ToolCallDelta(index=number, **call) for number, call in self._calls(delta, end["index"])]
-        said: dict[str, Any] = dict(content=delta.text, reasoning_content=delta.thoughts, tool_calls=calls)
+        said: dict[str, Any] = dict(content=delta.text, reasoning_content=delta.reasoning, tool_calls=calls)
         message = MessageDelta(**{name: value for name, value in said.items() if value})
         return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
 

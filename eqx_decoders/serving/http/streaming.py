@@ -125,7 +125,7 @@ class PendingResponse:
         """Estimate the numbers and characters in the JSON of a delta."""
         return (
             len(delta.tokens)
-            + (len(delta.text) + len(delta.thoughts)) // 8
+            + (len(delta.text) + len(delta.reasoning)) // 8
             + len(delta.scores) * (1 + (self.request.alternatives or 0))
         )
 

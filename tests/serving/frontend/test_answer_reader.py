@@ -161,10 +161,10 @@ def test_a_stream_has_the_parts_of_the_complete_answer(name, stop):
             choice = choice_of(source, prompt, stop=stop, **fields)
             whole, deltas = take(choice, ids_of(text), size)
             assert "".join(delta.text for delta in deltas) == whole.text
-            assert "".join(delta.thoughts for delta in deltas) == whole.thoughts
+            assert "".join(delta.reasoning for delta in deltas) == whole.reasoning
             numbers = [delta.first_call + at for delta in deltas for at in range(len(delta.calls))]
             assert numbers == [*range(len(whole.calls))]
-            results.append((whole.text, whole.thoughts, whole.calls, whole.finish, whole.reason, whole.has_called))
+            results.append((whole.text, whole.reasoning, whole.calls, whole.finish, whole.reason, whole.has_called))
         assert results[0] == results[1] == results[2]
 
 
@@ -172,17 +172,17 @@ def test_stop_strings_and_stop_tokens_do_not_cut_the_reasoning():
     text = "The Question: 4 is easy.\n</think>\n\nThe answer is 4.\n\nQuestion: next"
     for prompt, answer in (("<think>\n", text), ("x", f"<think>{text}")):
         whole, _ = take(choice_of(QWEN, prompt, stop=["Question:"]), ids_of(answer))
-        assert (whole.thoughts, whole.text) == ("The Question: 4 is easy.", "The answer is 4.\n\n")
+        assert (whole.reasoning, whole.text) == ("The Question: 4 is easy.", "The answer is 4.\n\n")
         assert (whole.finish, whole.reason) == ("stop", "Question:")
         (token,) = ids_of("4")
         choice = choice_of(QWEN, prompt, stop_token_ids=[token])
         whole, _ = take(choice, ids_of(answer))
-        assert (whole.thoughts, whole.text, whole.reason) == ("The Question: 4 is easy.", "The answer is ", token)
+        assert (whole.reasoning, whole.text, whole.reason) == ("The Question: 4 is easy.", "The answer is ", token)
         assert choice.engine_stop_ids == ()
     assert choice_of("messages", "x", tools=(), stop_token_ids=(5,)).engine_stop_ids == (5,)
     harmony = "<|channel|>analysis<|message|>a b<|end|><|start|>assistant<|channel|>final<|message|>c b d"
     whole, _ = take(choice_of(HARMONY, "<|start|>assistant", stop=["b"]), ids_of(harmony))
-    assert (whole.thoughts, whole.text, whole.finish) == ("a b", "c ", "stop")
+    assert (whole.reasoning, whole.text, whole.finish) == ("a b", "c ", "stop")
     call = f"<think>a</think><tool_call>{JSON}</tool_call>"
     whole, _ = take(choice_of(QWEN, "x", stop=["find", "</tool_call>"]), ids_of(call))
     assert (whole.calls, whole.finish) == ([CALL], "length")
@@ -199,7 +199,7 @@ def test_a_stop_string_that_is_a_special_token_matches_by_id():
         whole, _ = take(choice_of(source, "x", stop=[name]), ids_of(name))
         assert (whole.text, whole.finish) == ("", "stop")
     whole, _ = take(choice_of(QWEN, "<think>", stop=[name]), ids_of("a<|user|>b</think>c<|user|>d"))
-    assert (whole.thoughts, whole.text, whole.finish) == ("ab", "c", "stop")
+    assert (whole.reasoning, whole.text, whole.finish) == ("ab", "c", "stop")
     completion = Choice(CompletionRequest(prompt="x", stop=name), TOKENIZER)
     whole, _ = take(completion, ids)
     assert (whole.text, whole.finish, whole.reason) == ("ab", "stop", name)
@@ -217,7 +217,7 @@ def test_log_probs_are_of_the_content():
 
 def test_content_before_an_end_marker_was_reasoning():
     whole, deltas = take(choice_of(QWEN, "x"), ids_of("plan \n</think>\nYes"))
-    assert (whole.thoughts, whole.text) == ("plan", "Yes")
+    assert (whole.reasoning, whole.text) == ("plan", "Yes")
     assert any(delta.was_reasoning for delta in deltas)
 
 
