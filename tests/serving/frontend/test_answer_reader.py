@@ -11,7 +11,6 @@ from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.frontend.answer_reader import create_reader
-from eqx_decoders.serving.frontend.detokenizer import StopStrings
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest
 from eqx_decoders.serving.http.protocol import CompletionRequest
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas
@@ -66,10 +65,10 @@ def ids_of(text):
     return TOKENIZER.encode(text, special=True).tolist()
 
 
-def read(source, prompt, ids, tools: Any = TOOLS, special=False, form: Any = "auto", stops=()):
+def read(source, prompt, ids, tools: Any = TOOLS, special=False, form: Any = "auto"):
+    """Return the reasoning, the content and the calls of an answer."""
     form = find_tool_format(source) if form == "auto" else form
-    stops = StopStrings(stops)
-    reader = create_reader(TOKENIZER, source, form, tools, ids_of(prompt), special=special, stops=stops)
+    reader = create_reader(TOKENIZER, source, form, tools, ids_of(prompt), special=special)
     if reader is None:
         return None
     parts = [*map(reader.push, ids), reader.flush()]
