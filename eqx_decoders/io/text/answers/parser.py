@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from eqx_decoders.io.text.answers.arguments import parse_json_or_python
 from eqx_decoders.io.text.answers.formats import (
     TOOL_CALL_FORMAT,
     FunctionCall,
@@ -34,7 +35,6 @@ from eqx_decoders.io.text.answers.scanners import (
     JsonScanner,
     call_of,
     find_first,
-    parse_json_or_python,
     partial_match,
     restore_names,
     scanner_at,
@@ -503,7 +503,7 @@ class TaggedParser(AnswerParser):
             ]
             if ends and any(self._buffer.find(marker, min(ends)) >= 0 for marker in self._call_starts):
                 found = ends
-        return Failed(self._num_returned, min(found), "the call ends within its arguments") if found else None
+        return Failed(min(found), "the call ends within its arguments") if found else None
 
     def _readable(self, reason: str) -> str:
         """Replace placeholders, which `repr` has escaped, with the names of their special tokens."""
