@@ -97,7 +97,7 @@ class Context:
         return any(character in self.placeholders for character in marker)
 
     def schema(self, name: str) -> ToolSchema:
-        """Return the parameters of a tool."""
+        """Return the schema of a tool's parameters."""
         return ToolSchema(self.tools, name)
 
 
@@ -406,7 +406,7 @@ class NamedJsonCall:
         return Found(end, (call_of(self._name, value),), closed=True)
 
 
-# --- parameters between tags ------------------------------------------------------------------------------------------
+# --- tags -------------------------------------------------------------------------------------------------------------
 
 
 class XmlCall:
@@ -414,8 +414,8 @@ class XmlCall:
 
     Values are not escaped, so a value may contain text that looks like a closing tag. A closing tag ends the value only
     if the next parameter or the end of the call follows. If the end of the call follows several closing tags, the last
-    of these tags ends the value. Therefore the end of a call is known only when the next call starts or the answer ends,
-    unless the end marker is a special token.
+    of these tags ends the value. Therefore the end of a call is known only when the next call starts or the answer
+    ends, unless the end marker is a special token.
 
     Parameters that the tool does not declare, repeated parameters, and calls of tools that are not offered are accepted
     only if they are written exactly as the chat template writes them, including line breaks.
@@ -429,7 +429,8 @@ class XmlCall:
     def __init__(self, context: Context, start: int):
         row = context.row
         self._context, self._start = context, start
-        self._searched, self._body = start, -1
+        self._body = -1  # position of the arguments; -1: the header is incomplete
+        self._searched = start  # position up to which no other call starts
         self._name, self._schema = "", context.schema("")
         heads = self._heads = f"{row.section_begin}{row.call_begin}".split()
         name = rf'"?({_NAME})"?' if row.call_begin.endswith('"') else rf"({_NAME})"
@@ -456,13 +457,14 @@ class XmlCall:
 
     @staticmethod
     def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
+        """Return the expression for the start of a parameter. Its groups are the key and `true` for a string value."""
         is_quoted = row.parameter_begin.endswith('"')
         key = r'"?([^"<>\n]{1,256}?)"?' if is_quoted else r"([^<>\n/][^<>\n]{0,255}?)"
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
-            return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>()")
+            return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>")
         pieces = row.key_end.removeprefix('"' if is_quoted else "").split()
-        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, pieces)) + "()()")
+        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, pieces)) + "()")
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
         if self._body < 0:
@@ -627,7 +629,7 @@ class XmlCall:
         return last
 
 
-# --- Python syntax ------------------------------------------------------------------------------------
+# --- Python syntax ----------------------------------------------------------------------------------------------------
 
 
 class BracketScanner:
@@ -862,7 +864,7 @@ def _string(body: str, quote: str) -> str:
         return body
 
 
-# --- Gemma's syntax -------------------------------------------------------------------------------------
+# --- Gemma's syntax ---------------------------------------------------------------------------------------------------
 
 
 class GemmaCall:
