@@ -33,7 +33,7 @@ _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
 _KEYWORD = re.compile(r"\s*([^=()\[\]{},\"'\s][^=()\[\]{},\"'\r\n]*?)\s*=(?!=)")
-_TEXT = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_STRING_PART = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 PYTHON_QUOTES = ("'", '"', "'''", '"""')
 
 
@@ -163,7 +163,8 @@ class JsonScanner:
                 return self.position
 
     def _skip_string(self, text: str) -> bool:
-        match = _TEXT[self._quote].match(text, self.position)
+        """Skip the rest of a string. Returns False if more text is needed."""
+        match = _STRING_PART[self._quote].match(text, self.position)
         self.position = self.position if match is None else match.end()
         while self.position < len(text):
             if text[self.position] == self._quote:
@@ -171,7 +172,7 @@ class JsonScanner:
                 return True
             if self.position + 1 >= len(text):
                 return False
-            match = _TEXT[self._quote].match(text, self.position + 2)
+            match = _STRING_PART[self._quote].match(text, self.position + 2)
             self.position = self.position + 2 if match is None else match.end()
         return False
 
@@ -179,6 +180,7 @@ class JsonScanner:
         self._expects = "colon" if self._expects in ("key", "first_key") else "comma"
 
     def _step(self, text: str, character: str) -> bool:
+        """Read one punctuation mark, the start of a string, or a word. Returns False if more text is needed."""
         expects, is_object = self._expects, bool(self._stack) and self._stack[-1] == "}"
         if character in "]}" and self._stack and character == self._stack[-1]:
             if expects not in ("comma", "first_value", "first_key"):
@@ -204,6 +206,7 @@ class JsonScanner:
         return True
 
     def _skip_word(self, text: str) -> bool:
+        """Skip a number or a constant. Returns False if more text is needed."""
         match = _WORD.match(text, self.position)
         if match is None:
             raise self._error(text)
@@ -712,6 +715,7 @@ class BracketScanner:
         return starts
 
     def _skip_string(self, text: str) -> bool:
+        """Skip the rest of a string. Returns False if more text is needed."""
         quote = self._quote
         while True:
             at = text.find(quote, self.position)
