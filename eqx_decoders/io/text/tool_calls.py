@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a complete answer. See `answers` for the formats and for answers in pieces."""
+"""Tool calls in the text of a complete answer. The package `answers` has the formats and the incremental parser."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,14 +35,14 @@ __all__ = [
 
 
 class ParsedAnswer(NamedTuple):
-    """Text of an answer, and its calls.
+    """Content and tool calls of an answer.
 
     **Arguments:**
 
-    - `content`: the reasoning and the text around the calls; the complete text if there are no calls.
-    - `calls`: calls in their order.
-    - `malformed`: for each call that cannot be read, the reason.
-    - `partial`: text of a call that the end of the answer cuts off.
+    - `content`: the reasoning and the content without tool calls; the entire text if there are no tool calls.
+    - `calls`: complete tool calls, in the order of the text.
+    - `malformed`: for each call that cannot be parsed, the reason.
+    - `partial`: text of a call that is cut off by the end of the answer.
     """
 
     content: str
@@ -52,14 +52,14 @@ class ParsedAnswer(NamedTuple):
 
 
 def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
-    """Find the calls of tools in a complete answer. Calls in the reasoning are text.
+    """Parse the tool calls of a complete answer. Tool calls in the reasoning are part of the reasoning.
 
     **Arguments:**
 
-    - `text`: the answer, with the names of special tokens.
+    - `text`: the answer, in which special tokens are written as their names.
     - `form`: name of a row of `TOOL_CALL_FORMATS`.
-    - `tools`: descriptions of the offered tools. Arguments of formats without types are converted to the types in
-        their schemas. Calls without a marker must be of one of these tools; empty: any tool.
+    - `tools`: descriptions of the offered tools. Arguments that a model writes as text are converted to the types in
+        the tool's JSON Schema. A call without a marker must call one of these tools; empty: any tool may be called.
     """
     parser, spacing = text_parser(form, tools), ContentSpacing()
     content, calls, malformed, partial = list[str](), list[FunctionCall](), list[str](), ""
@@ -79,5 +79,5 @@ def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, A
             spacing.call()
     if not calls and not malformed and not partial and form != "harmony":
         return ParsedAnswer(text)
-    reasoning = text[: parser.reasoning_end] if form != "harmony" else ""
+    reasoning = text[: parser.reasoning_end]
     return ParsedAnswer((reasoning + "".join(content)).rstrip(), tuple(calls), tuple(malformed), partial)

@@ -1,8 +1,8 @@
-"""Answers of chats from token ids: reasoning, content and tool calls, with stop strings and stop tokens of the content.
+"""Incremental reader of chat answers: token ids to reasoning, content and tool calls.
 
-An answer is split first (`io.text.answers`). Special tokens are known by their ids: those that belong to the format of
-the answer separate its parts, the names of others are left out, or are text if the client wants them. Stop strings and
-stop tokens of the client end the content only; they do not cut the reasoning.
+`io.text.answers` splits the answer into its parts. Special tokens are recognized by their ids. Special tokens of the
+answer's format separate the parts. The names of all other special tokens are removed, or are text if the request keeps
+special tokens. Stop strings and stop tokens of the request can only end the content. They do not cut the reasoning.
 """
 
 import functools
@@ -27,14 +27,14 @@ from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
 
 
 class AnswerParts(NamedTuple):
-    """What tokens add to the parts of an answer.
+    """Text and tool calls to append to the parts of an answer.
 
     **Arguments:**
 
-    - `content`, `reasoning`: text that can be shown now.
-    - `calls`: tool calls that are complete, or a call that is cut off if there must be one.
-    - `was_reasoning`: all content and calls before this were reasoning: the answer has a marker of its end, but none
-        of its start.
+    - `content`, `reasoning`: text that further tokens cannot change.
+    - `calls`: complete tool calls. If a call is required, also a call that is cut off by the end of the answer.
+    - `was_reasoning`: all earlier content and calls belong to the reasoning, because the answer has a marker that ends
+        the reasoning but no marker that starts it.
     """
 
     content: str = ""
@@ -44,16 +44,18 @@ class AnswerParts(NamedTuple):
 
 
 class AnswerReader:
-    """Reader of the tokens of one answer. The parts of an answer do not depend on the pieces in which it comes.
+    """Incremental reader of the tokens of one answer.
+
+    The parts of an answer do not depend on how its tokens are divided into pieces.
 
     **Arguments:**
 
-    - `form`, `parser`: format of the answer and the parser of this answer.
-    - `special`: write the names of special tokens that do not belong to the format.
-    - `stops`: stop strings of the content, which are searched for.
-    - `has_calls`: the answer may have tool calls.
-    - `cut`: returns the call that a text starts. Set where the answer must be a call: if the answer is cut off before
-        its first call is complete, this call is returned.
+    - `form`: format of the answer.
+    - `parser`: parser of this answer.
+    - `special`: keep the names of special tokens that do not belong to the format.
+    - `has_calls`: whether the answer may contain tool calls.
+    - `read_cut_call`: function that parses an incomplete tool call. If it is set and the answer is cut off before its
+        first tool call is complete, the incomplete call is returned.
     """
 
     def __init__(
@@ -63,47 +65,50 @@ class AnswerReader:
         parser: AnswerParser,
         *,
         special: bool = False,
-        stops: StopStrings | None = None,
         has_calls: bool = True,
-        cut: Callable[[str, str], CutCall | None] | None = None,
+        read_cut_call: Callable[[str, str], CutCall | None] | None = None,
     ):
         self._form, self._parser, self._special = form, parser, special
-        self._cut = cut
-        self._ids: Mapping[int, str] = tokenizer.special_ids
-        self._text = Detokenizer(tokenizer)
-        self.stops = StopStrings(()) if stops is None else stops
+        self._read_cut_call = read_cut_call
+        self._special_names: Mapping[int, str] = tokenizer.special_ids
+        self._detokenizer = Detokenizer(tokenizer)
+        self.stops = StopStrings(())
+        """Search for the stop strings of the content. Replace it before the first token to use stop strings."""
         self._spacing = ContentSpacing() if has_calls else None
 
     @property
     def may_reason(self) -> bool:
-        """True if the model may reason before it answers."""
+        """Whether the model may reason before it answers."""
         return self._form.is_harmony or self._form.reasoning is not None
 
     @property
     def in_reasoning(self) -> bool:
-        """True while the answer is in its reasoning."""
+        """Whether the answer is in its reasoning."""
         return self._parser.in_reasoning
 
     @property
     def is_undecided(self) -> bool:
-        """True while the tokens so far may be the start of the reasoning."""
+        """Whether the tokens so far may be the start of the reasoning."""
         return self._parser.is_undecided
 
     def may_stop(self, token: int) -> bool:
-        """Return whether a stop token ends the answer here: not in the reasoning, nor as a part of its first marker."""
-        name = self._ids.get(token)
+        """Return whether a stop token ends the answer here. It does not within the reasoning or its start marker."""
+        name = self._special_names.get(token)
         if name is not None and name not in self._form.placeholders:
             return not self.in_reasoning
-        text = self._text.copy().push(token) if name is None else self._form.placeholders[name]
+        text = self._detokenizer.copy().push(token) if name is None else self._form.placeholders[name]
         return not self._parser.may_reason(text)
 
     def push(self, token: int, *, search: bool = True) -> AnswerParts:
-        """Add a token, and return what is certain now. `search`: search the content for stop strings."""
-        name = self._ids.get(token)
+        """Add a token and return the parts that further tokens cannot change.
+
+        `search`: search the content for stop strings.
+        """
+        name = self._special_names.get(token)
         if name is None:
-            return self._parts(self._parser.push(self._text.push(token)), search=search)
-        text = self._text.flush()
-        self._text.push(token)  # what a word starts with may depend on the tokens before it
+            return self._parts(self._parser.push(self._detokenizer.push(token)), search=search)
+        text = self._detokenizer.flush()
+        self._detokenizer.push(token)  # the text of the next token may depend on this token
         if name in self._form.placeholders:
             text += self._form.placeholders[name]
         elif self._special:
@@ -111,12 +116,12 @@ class AnswerReader:
         return self._parts(self._parser.push(text), search=search)
 
     def flush(self, *, search: bool = True) -> AnswerParts:
-        """Return what was held back, as no more tokens come. After a stop string there is nothing."""
+        """Finish the answer and return the remaining parts. After a stop string, only blanks can remain."""
         if self.stops.found is not None:
-            return AnswerParts(self._shown("", final=True))
-        parts = self._parts([*self._parser.push(self._text.flush()), *self._parser.flush()], search=search)
+            return AnswerParts(self._spaced("", final=True))
+        parts = self._parts([*self._parser.push(self._detokenizer.flush()), *self._parser.flush()], search=search)
         rest = "" if self.stops.found is not None else self.stops.flush()
-        return parts._replace(content=parts.content + self._shown(rest, final=True))
+        return parts._replace(content=parts.content + self._spaced(rest, final=True))
 
     def _parts(self, events: Sequence[Event], *, search: bool) -> AnswerParts:
         content = reasoning = ""
@@ -133,25 +138,26 @@ class AnswerReader:
             elif isinstance(event, Partial) and (call := self._cut_call(event)) is not None:
                 calls.append(call)
             elif isinstance(event, Call):
-                self._cut = None  # of further calls, only complete ones are returned
-                content += self._shown(self.stops.flush())
+                self._read_cut_call = None  # after a complete call, incomplete calls are not returned
+                content += self._spaced(self.stops.flush())
                 calls.append(event.call)
                 if self._spacing is not None:
                     self._spacing.call()
             elif isinstance(event, Content) and search:
-                content += self._shown(self.stops.push(self._visible(event.text)))
-            else:  # calls that cannot be read are content as they are
-                content += self._shown(self.stops.flush() + self._visible(event.text))
+                content += self._spaced(self.stops.push(self._visible(event.text)))
+            else:  # content without a search for stop strings, and the text of malformed or incomplete calls
+                content += self._spaced(self.stops.flush() + self._visible(event.text))
         return AnswerParts(content, reasoning, tuple(calls), was_reasoning)
 
     def _cut_call(self, event: Partial) -> CutCall | None:
-        return None if self._cut is None else self._cut(self._form.restore(event.text), event.tool)
+        return None if self._read_cut_call is None else self._read_cut_call(self._form.restore(event.text), event.tool)
 
     def _visible(self, text: str) -> str:
-        """Replace or leave out the placeholders of special tokens."""
-        return self._form.restore(text) if self._special else self._form.without_special(text)
+        """Replace the placeholders of special tokens with their names, or remove them."""
+        return self._form.restore(text) if self._special else self._form.remove_placeholders(text)
 
-    def _shown(self, text: str, *, final: bool = False) -> str:
+    def _spaced(self, text: str, *, final: bool = False) -> str:
+        """Return content without the blanks around tool calls. `final`: the content is complete."""
         if self._spacing is None:
             return text
         return self._spacing.push(text) + (self._spacing.flush() if final else "")
@@ -159,12 +165,12 @@ class AnswerReader:
 
 @functools.lru_cache(8)
 def answer_format(source: str, special_names: tuple[str, ...], calls: ToolFormat | None) -> AnswerFormat:
-    """Return the format of the answers to a chat template: see `AnswerFormat.of_template`."""
+    """Return the format of answers to prompts of a chat template. See `AnswerFormat.of_template`."""
     return AnswerFormat.of_template(source, special_names, calls)
 
 
 def prompt_text(tokenizer: JsonTokenizer, form: AnswerFormat, ids: Sequence[int]) -> str:
-    """Return the text of the end of a prompt, in which special tokens of the format are placeholders."""
+    """Decode the last ids of a prompt. Special tokens of the answer's format become placeholders."""
     pieces, plain = list[str](), list[int]()
     for token in ids:
         name = tokenizer.special_ids.get(token)
@@ -184,19 +190,17 @@ def create_reader(
     prompt: Sequence[int],
     *,
     special: bool,
-    stops: StopStrings | None = None,
     must_call: bool = False,
 ) -> AnswerReader | None:
-    """Create the reader of an answer, or None if its text is its content.
+    """Create the reader of an answer. Returns None if an answer has neither reasoning nor tool calls.
 
     **Arguments:**
 
     - `source`: the chat template.
-    - `calls`: format of tool calls; None: calls are text.
-    - `tools`: tools that the answer may call; empty: calls are text.
-    - `prompt`: the last ids of the prompt, which may start or end the reasoning.
+    - `calls`: format of tool calls; None: tool calls are content.
+    - `tools`: tools that the answer may call; empty: tool calls are content.
+    - `prompt`: last ids of the prompt, which may contain the start or the end of the reasoning.
     - `special`: keep the names of special tokens that do not belong to the format.
-    - `stops`: stop strings of the content.
     - `must_call`: the answer must be a tool call.
     """
     form = answer_format(source, tokenizer.special_names, calls)
@@ -204,7 +208,7 @@ def create_reader(
     if not form.is_harmony and form.reasoning is None and not has_calls:
         return None
     parser = form.parser(tools, prompt=prompt_text(tokenizer, form, prompt), calls=has_calls, must_call=must_call)
-    cut = None
+    read_cut_call = None
     if must_call and calls is not None:
-        cut = functools.partial(cut_call, TOOL_CALL_FORMAT[calls], tools)
-    return AnswerReader(tokenizer, form, parser, special=special, stops=stops, has_calls=has_calls, cut=cut)
+        read_cut_call = functools.partial(cut_call, TOOL_CALL_FORMAT[calls], tools)
+    return AnswerReader(tokenizer, form, parser, special=special, has_calls=has_calls, read_cut_call=read_cut_call)

@@ -30,7 +30,7 @@ class Detokenizer:
         self._context: list[int] = []  # the ids of the piece before this one
         self._ids: list[int] = []  # those whose text is not whole yet
         self._shown = 0  # characters of theirs that were returned
-        self._held = 0  # characters of theirs that are held back
+        self._num_buffered = 0  # characters of their text that were not returned
         for token in self._last_whole(list(before[-CONTEXT:])):
             self.push(token)
 
@@ -58,7 +58,7 @@ class Detokenizer:
         if len(self._ids) > MOST:
             num_unknown = 0
         piece = text[self._shown : len(text) - min(num_unknown, LONGEST)]
-        self._held = len(text) - self._shown - len(piece)
+        self._num_buffered = len(text) - self._shown - len(piece)
         if num_unknown:
             self._shown += len(piece)
         elif text or len(self._ids) > MOST:  # special ids have none: what a word begins with depends on those before
@@ -66,17 +66,17 @@ class Detokenizer:
         return piece
 
     def push_with_offset(self, token: int) -> tuple[str, int]:
-        """Add the next id; return the text that is certain now, and where the text of this id starts in it.
+        """Add the next id. Return the text that further ids cannot change, and the position of this id's text in it.
 
-        Bytes that were held back, and turn out to be no character, come before the text of this id.
+        The position is not 0 if the text starts with buffered bytes of earlier ids that are not valid UTF-8.
         """
-        held = self._held
+        num_buffered = self._num_buffered
         piece = self.push(token)
-        return piece, held if held and piece.startswith(UNKNOWN * held) else 0
+        return piece, num_buffered if piece.startswith(UNKNOWN * num_buffered) else 0
 
     def flush(self) -> str:
         """Return the text that was held back, as no more ids come."""
-        self._held = 0
+        self._num_buffered = 0
         text = self._new()[self._shown :]
         self._context, self._ids, self._shown = self._ids, [], 0
         return text

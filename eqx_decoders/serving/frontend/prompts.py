@@ -22,7 +22,6 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.serving.frontend.answer_reader import AnswerReader, create_reader
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.chat_rendering import Renderer
-from eqx_decoders.serving.frontend.detokenizer import StopStrings
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
@@ -34,7 +33,7 @@ HEAD = 1000  # characters of a data: URL before its content
 SHRINKS = 4  # characters that a normalizer may merge into one
 TYPICAL_CHARACTERS = 8  # per token: shorter texts are encoded without a check of their beginning
 PIECE = 1 << 14  # characters that are encoded at once, to check the length of a text
-PROMPT_END = 64  # last ids of a prompt, which may start or end the reasoning of an answer
+PROMPT_END = 64  # last ids of a prompt, which may contain the start or the end of the reasoning
 AROUND = 256  # characters around blanks that decide if a tokenizer drops these: longer than any special token
 ENTRIES, PER_TOKEN = 20_000, 8  # maximum entries of lists and objects in a conversation, and more per token
 
@@ -56,7 +55,7 @@ class TextFrontend:
 
     **Arguments:**
 
-    - `tokenizer`, `chat`: those of `TextModel`.
+    - `tokenizer`, `chat`: tokenizer and chat template of the model, as in `TextModel`.
     - `stop_ids`: tokens that end an answer.
     - `defaults`: sampling settings published with the model.
     - `config`, `processor`, `directory`: configuration, processor and directory of a multimodal model; None for a text
@@ -78,15 +77,16 @@ class TextFrontend:
         tools: Sequence[Any],
         *,
         special: bool,
-        stops: StopStrings | None = None,
         must_call: bool = False,
     ) -> AnswerReader | None:
-        """Create the reader of an answer to a conversation (see `create_reader`); None where all text is content."""
+        """Create the reader of an answer to a conversation. See `create_reader` for the arguments.
+
+        Returns None if all text of the answer is content.
+        """
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             return None
-        end = prompt.ids[-PROMPT_END:]
-        options: dict[str, Any] = dict(special=special, stops=stops, must_call=must_call)
-        return create_reader(self.tokenizer, self.chat.source_for(tools), calls, tools, end, **options)
+        source, end = self.chat.source_for(tools), prompt.ids[-PROMPT_END:]
+        return create_reader(self.tokenizer, source, calls, tools, end, special=special, must_call=must_call)
 
     @property
     def takes_images(self) -> bool:
@@ -338,23 +338,24 @@ def _upload(param: str, text: str, *, is_url: bool) -> Upload:
 
 
 def _tool_calls(where: str, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return tool calls with arguments as objects, as templates take them; OpenAI's API has them as JSON texts.
+    """Return tool calls with their arguments as objects, as chat templates expect them.
 
-    Arguments that are missing, null or blank are those of a tool without parameters: an empty object.
+    OpenAI's API passes arguments as JSON text. Missing, null and blank arguments become an empty object.
     """
     converted = []
     for index, call in enumerate(calls):
         function = call["function"]
-        field, arguments = f"{where}.tool_calls[{index}].function.arguments", function.get("arguments")
+        field = f"{where}.tool_calls[{index}].function.arguments"
+        arguments = function.get("arguments")
         value = arguments
         if isinstance(arguments, str):
             try:
                 value = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError) as error:
-                raise refuse(field, arguments, "must be an object in JSON, such as '{}'") from error
+                raise refuse(field, arguments, "must be a JSON object, such as '{}'") from error
         value = {} if value is None else value
         if not isinstance(value, dict):
-            raise refuse(field, arguments, "must be an object in JSON, such as '{}'")
+            raise refuse(field, arguments, "must be a JSON object, such as '{}'")
         converted.append({**call, "function": {**function, "arguments": value}})
     return converted
 

@@ -48,26 +48,26 @@ from eqx_decoders.serving.http.response_types import (
 )
 
 
-ID_LETTERS = string.ascii_letters + string.digits
+ID_CHARACTERS = string.ascii_letters + string.digits
 LEAST_LOGPROB = -9999.0  # of impossible tokens: JSON has no infinity
 
 
 @dataclasses.dataclass(kw_only=True)
 class Delta:
-    """Text and tokens that an output adds to an answer.
+    """Text, tokens and tool calls that an output adds to an answer.
 
-    - `text`: text that can be shown now.
-    - `tokens`: tokens of this text, and of text that is held back.
-    - `scored`, `scores`: tokens with log-probabilities, if the request has `logprobs`; None for a prompt's first token.
-    - `offsets`: positions in the text of the scored tokens.
+    - `text`: content, as far as further tokens cannot change it.
+    - `tokens`: tokens of the output. Some of their text may still be buffered.
+    - `scored`, `scores`: tokens and their log-probs, if the request has `logprobs`; None for the first prompt token.
+    - `offsets`: positions of the scored tokens in the text.
     - `finish`: `"stop"` or `"length"` when the answer is complete.
-    - `reason`: stop string, or token of `stop_token_ids`, that ended it.
-    - `thoughts`: reasoning before the answer.
-    - `was_reasoning`: all text and calls of earlier deltas were reasoning, too.
-    - `discards_scores`: the scores of earlier deltas are of the reasoning.
-    - `calls`: tool calls that are complete.
-    - `first_call`: number of the first of these calls in the answer.
-    - `has_called`: the answer has tool calls, in this delta or before it.
+    - `reason`: the stop string, or the token of `stop_token_ids`, that ended the answer.
+    - `reasoning`: text of the reasoning.
+    - `was_reasoning`: all content and calls of earlier deltas belong to the reasoning.
+    - `discards_scores`: the scores of earlier deltas belong to the reasoning and are discarded.
+    - `calls`: complete tool calls. If a call is required, also a call that is cut off by the end of the answer.
+    - `first_call`: index in the answer of the first call in `calls`.
+    - `has_called`: the answer up to this delta has tool calls.
     """
 
     text: str = ""
@@ -77,7 +77,7 @@ class Delta:
     offsets: list[int] = dataclasses.field(default_factory=list)
     finish: str | None = None
     reason: str | int | None = None
-    thoughts: str = ""
+    reasoning: str = ""
     was_reasoning: bool = False
     discards_scores: bool = False
     calls: list[FunctionCall | CutCall] = dataclasses.field(default_factory=list)
@@ -85,39 +85,47 @@ class Delta:
     has_called: bool = False
 
     def clear_scores(self) -> None:
-        """Remove the scores."""
+        """Remove all scored tokens."""
         self.scored, self.scores, self.offsets = [], [], []
+
+    def add_scores(self, other: "Delta") -> None:
+        """Append the scored tokens of another delta."""
+        self.scored += other.scored
+        self.scores += other.scores
+        self.offsets += other.offsets
 
     @property
     def empty(self) -> bool:
-        """True where a client needs nothing of it."""
-        return not (self.text or self.thoughts or self.calls or self.tokens or self.scored or self.finish)
+        """Whether there is nothing to send to the client."""
+        return not (self.text or self.reasoning or self.calls or self.tokens or self.scored or self.finish)
 
 
 class CollectedDeltas:
     """Concatenated deltas of one answer. Texts are joined once: no token copies a long echo."""
 
     def __init__(self):
-        self._delta, self._texts, self._thoughts = Delta(), list[str](), list[str]()
+        self._delta = Delta()
+        self._texts, self._reasoning_texts = list[str](), list[str]()
 
     def add(self, other: Delta) -> None:
         """Append a delta."""
         if other.was_reasoning:
-            self._thoughts += self._texts
+            self._reasoning_texts += self._texts
             self._texts, self._delta.calls = [], []
         if other.discards_scores:
             self._delta.clear_scores()
         self._texts.append(other.text)
-        self._thoughts.append(other.thoughts)
+        self._reasoning_texts.append(other.reasoning)
         if other.was_reasoning:
-            self._thoughts = ["".join(self._thoughts).strip()]
-        for name in ("tokens", "scored", "scores", "offsets", "calls"):
-            getattr(self._delta, name).extend(getattr(other, name))
+            self._reasoning_texts = ["".join(self._reasoning_texts).strip()]
+        self._delta.tokens += other.tokens
+        self._delta.calls += other.calls
+        self._delta.add_scores(other)
         self._delta.finish, self._delta.reason, self._delta.has_called = other.finish, other.reason, other.has_called
 
     def whole(self) -> Delta:
         """Return all as one delta."""
-        self._delta.text, self._delta.thoughts = "".join(self._texts), "".join(self._thoughts)
+        self._delta.text, self._delta.reasoning = "".join(self._texts), "".join(self._reasoning_texts)
         return self._delta
 
 
@@ -138,7 +146,7 @@ class Choice:
     - `text`: detokenizer of the prompt whose text the answer continues, which is copied; None for an answer of its own.
     - `echo`: prompt to return before the answer.
     - `wanted`: False: only the echo is returned, and no answer.
-    - `reader`: splits the answer into reasoning, content and tool calls; None: all of it is text.
+    - `reader`: reader that splits the answer into reasoning, content and tool calls; None: the answer is plain text.
     """
 
     def __init__(
@@ -155,21 +163,20 @@ class Choice:
         self._reader = reader
         special = not request.skip_special_tokens
         self._text = Detokenizer(tokenizer, special=special) if text is None else text.copy()
-        stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
-        self._stops = stops if reader is None else reader.stops
+        self._stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
         if reader is not None:
-            reader.stops = self._stops = stops
+            reader.stops = self._stops
         self._stop_tokens = stop_tokens(request, tokenizer)
-        self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
+        self._length = 0 if echo is None else len(echo.text)  # of the text, including buffered text
         self._num_calls, self._has_called = 0, False
-        self._undecided = Delta()  # scores of tokens that may be the start of the reasoning
+        self._undecided = Delta()  # scores of tokens that may belong to the start of the reasoning
         self.count = 0  # tokens of the answer
         self.cached = 0
         self.finished = False
 
     @property
     def engine_stop_ids(self) -> tuple[int, ...]:
-        """Stop tokens of the request with which the engine ends the answer: none if they do not end its reasoning."""
+        """Stop tokens of the request for the engine. Empty if the model reasons: the engine would end the reasoning."""
         return () if self._reader is not None and self._reader.may_reason else self._request.stop_token_ids
 
     def take(self, output: RequestOutput) -> Delta:
@@ -216,14 +223,15 @@ class Choice:
         if reason is not None:
             finish = "stop"
         started_in_reasoning = self._reader is not None and self._reader.in_reasoning
-        delta_was_reasoning, delta.was_reasoning = delta.was_reasoning, False
-        offset = self._length
-        if finish != "stop":
-            offset += self._add_text(delta, token)
-        elif self._request.include_stop_str_in_output:
-            offset += self._add_text(delta, token, search=False)
-        ended_reasoning = delta.was_reasoning
-        delta.was_reasoning = delta.was_reasoning or delta_was_reasoning
+        offset, ended_reasoning = self._length, False
+        if finish != "stop" or self._request.include_stop_str_in_output:
+            search = finish != "stop" and self.count > self._request.min_tokens
+            if self._reader is None:
+                offset += self._add_text(delta, token, search=search)
+            else:
+                parts = self._reader.push(token, search=search)
+                self._add_parts(delta, parts)
+                ended_reasoning = parts.was_reasoning
         if self._request.alternatives is not None:
             if ended_reasoning and not self._request.return_token_ids:
                 delta.clear_scores()
@@ -236,7 +244,7 @@ class Choice:
             self._finish(delta, finish, reason)
 
     def _stop_reason(self, token: int) -> str | int | None:
-        """Return the stop string or stop token with which the answer ends at this token; None: it goes on."""
+        """Return the stop string or stop token that ends the answer at this token; None if the answer continues."""
         reason = self._stop_tokens.get(token)
         if reason is None or self.count <= self._request.min_tokens:
             return None
@@ -250,7 +258,7 @@ class Choice:
     def _add_token_score(
         self, delta: Delta, token: int, score: TokenScore | None, offset: int, *, is_reasoning: bool
     ) -> None:
-        """Add the score of a token: of the content, or of each token if their ids are returned, too."""
+        """Add the score of a token if it belongs to the content, or if the response contains all token ids."""
         reader = self._reader
         if reader is None or self._request.return_token_ids:
             self._add_score(delta, token, score, offset)
@@ -265,26 +273,24 @@ class Choice:
             self._add_score(delta, token, score, offset)
 
     def _add_undecided(self, delta: Delta) -> None:
-        for name in ("scored", "scores", "offsets"):
-            getattr(delta, name).extend(getattr(self._undecided, name))
+        delta.add_scores(self._undecided)
         self._undecided = Delta()
 
-    def _add_text(self, delta: Delta, token: int, *, search: bool = True) -> int:
-        """Add the text of a token, and return where it starts in the text that is certain now."""
-        searched = search and self.count > self._request.min_tokens
-        if self._reader is not None:
-            self._add_parts(delta, self._reader.push(token, search=searched))
-            return 0
+    def _add_text(self, delta: Delta, token: int, *, search: bool) -> int:
+        """Add the text of a token of an answer without parts.
+
+        Returns the position of the token's text in the new text. `search`: search for stop strings.
+        """
         text, start = self._text.push_with_offset(token)
         self._length += len(text)
-        delta.text += self._stops.push(text) if searched else self._stops.flush() + text
+        delta.text += self._stops.push(text) if search else self._stops.flush() + text
         return start
 
     def _add_parts(self, delta: Delta, parts: AnswerParts) -> None:
         if parts.was_reasoning:
-            delta.thoughts, delta.text, delta.was_reasoning = delta.thoughts + delta.text, "", True
+            delta.reasoning, delta.text, delta.was_reasoning = delta.reasoning + delta.text, "", True
             delta.calls = []
-        delta.text, delta.thoughts = delta.text + parts.content, delta.thoughts + parts.reasoning
+        delta.text, delta.reasoning = delta.text + parts.content, delta.reasoning + parts.reasoning
         delta.calls += parts.calls
 
     def _finish(self, delta: Delta, finish: str, reason: str | int | None = None) -> None:
@@ -307,14 +313,15 @@ class Choice:
 
 
 def stop_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> dict[int, str | int]:
-    """Return the tokens that end an answer where a client asks for it, with the reason that the response tells.
+    """Return the stop tokens of a request, with the `stop_reason` of each token.
 
-    A stop string that is the name of a special token is this token: its name is not in the text of the answer.
+    A stop string that is the name of a special token selects this token, because the names of special tokens do not
+    occur in the text of the answer.
     """
     tokens: dict[int, str | int] = {token: token for token in request.stop_token_ids}
     if isinstance(tokenizer, JsonTokenizer):
-        wanted = set(request.stops)
-        tokens |= {index: name for index, name in tokenizer.special_ids.items() if name in wanted}
+        names = set(request.stops)
+        tokens |= {token: name for token, name in tokenizer.special_ids.items() if name in names}
     return tokens
 
 
@@ -392,8 +399,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     **Arguments:**
 
-    - `call_format`: format of tool calls.
-    - `num_earlier_calls`: calls in the messages of the request.
+    - `call_format`: format of tool calls, which determines the format of their ids.
+    - `num_earlier_calls`: number of tool calls in the messages of the request.
     """
 
     prefix = "chatcmpl"
@@ -419,18 +426,18 @@ class ChatResponseBuilder(ResponseBuilder):
     def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         calls = [WrittenToolCall(**call) for _, call in self._calls(delta, end["index"])] or msgspec.UNSET
         content = None if delta.calls and not delta.text else delta.text
-        thoughts = delta.thoughts or msgspec.UNSET
-        message = AnswerMessage(content=content, reasoning_content=thoughts, tool_calls=calls)
+        reasoning = delta.reasoning or msgspec.UNSET
+        message = AnswerMessage(content=content, reasoning_content=reasoning, tool_calls=calls)
         return ChatChoice(**end, message=message, logprobs=self._chat_logprobs(delta))
 
     def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         calls = [ToolCallDelta(index=number, **call) for number, call in self._calls(delta, end["index"])]
-        said: dict[str, Any] = dict(content=delta.text, reasoning_content=delta.thoughts, tool_calls=calls)
+        said: dict[str, Any] = dict(content=delta.text, reasoning_content=delta.reasoning, tool_calls=calls)
         message = MessageDelta(**{name: value for name, value in said.items() if value})
         return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
 
     def _calls(self, delta: Delta, choice: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return the calls of an answer by their numbers, with arguments as JSON texts."""
+        """Return the tool calls of a delta as fields of the response, each with its index in the answer."""
         calls = []
         for number, call in enumerate(delta.calls, delta.first_call):
             is_cut = isinstance(call, CutCall)
@@ -440,15 +447,15 @@ class ChatResponseBuilder(ResponseBuilder):
         return calls
 
     def _call_id(self, choice: int, number: int, name: str) -> str:
-        """Return the id of a call: nine letters and digits, as Mistral's templates need them.
+        """Return the id of a tool call: nine letters and digits, which Mistral's templates require.
 
-        The templates of Kimi K2 write the id in place of the name, so it has the name.
+        Kimi K2's templates write the id in place of the name, so that its ids contain the name.
         """
         if self._call_format == "kimi_k2":
             return f"functions.{name}:{self._num_earlier_calls + number}"
         text = f"{self._frame['id']} {choice} {number}"
         value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-        return "".join(ID_LETTERS[value // len(ID_LETTERS) ** place % len(ID_LETTERS)] for place in range(9))
+        return "".join(ID_CHARACTERS[value // len(ID_CHARACTERS) ** place % len(ID_CHARACTERS)] for place in range(9))
 
     def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if self._request.alternatives is None:

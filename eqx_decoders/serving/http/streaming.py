@@ -125,7 +125,7 @@ class PendingResponse:
         """Estimate the numbers and characters in the JSON of a delta."""
         return (
             len(delta.tokens)
-            + (len(delta.text) + len(delta.thoughts)) // 8
+            + (len(delta.text) + len(delta.reasoning)) // 8
             + len(delta.scores) * (1 + (self.request.alternatives or 0))
         )
 
@@ -191,10 +191,10 @@ def _chunk(builder: ResponseBuilder, index: int, delta: Delta, prompt: tuple[int
 
 
 def event(value: Any) -> bytes:
-    """Write a server-sent event.
+    """Return a value as a server-sent event.
 
-    Some clients split lines like Python's `str.splitlines`, also at the characters U+0085, U+2028 and U+2029, which
-    JSON allows in strings: these characters are escaped.
+    The characters U+0085, U+2028 and U+2029 are escaped, because some clients treat them as line breaks (as Python's
+    `str.splitlines` does) and JSON allows them in strings.
     """
     content = write(value)
     for character, escape in LINE_SEPARATORS:

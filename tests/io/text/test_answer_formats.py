@@ -1,4 +1,4 @@
-"""Every format of tool calls: what a model writes is what is read, in one piece, in pieces, and cut off anywhere."""
+"""Every format of tool calls: complete answers, answers in pieces, and answers that are cut off at any character."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ MARKERS = sorted(
     | {'"', "'", "\\", "{", "}", "[", "]", "(", ")", "],", "\n", "é", "😀", "</tool_call>", "<|im_end|>", ");"}
 )
 ROWS = {row.name: row for row in TOOL_CALL_FORMATS}
-# With no tokenizer, markers are letters. With one, those that are special tokens cannot be letters of an argument.
+# Markers that are special tokens of a tokenizer. In the tests without a tokenizer, all markers are ordinary text.
 SPECIAL = {
     "gemma4": ['<|"|>', "<|tool_call>", "<tool_call|>"],
     "gemma3": ["<escape>", "<start_function_call>", "<end_function_call>"],
@@ -63,7 +63,7 @@ def events_of(form, pieces, prompt="", tools=TOOLS):
 
 
 def collected(events):
-    """The reasoning, the content, the calls, and the texts that were no calls."""
+    """Return the reasoning, the content, the calls, and the text of malformed and partial calls."""
     reasoning, content, calls, other, spacing = "", "", [], "", ContentSpacing()
     for event in events:
         if isinstance(event, Reasoning):
@@ -82,7 +82,7 @@ def collected(events):
 
 
 def written(name, calls, form):
-    """Calls as a model writes them, with placeholders for its special tokens; arguments have letters."""
+    """Return the text of calls, in which the special tokens of the format, but not of arguments, are placeholders."""
     row = ROWS[name] if form.row is None else form.row
     return row.write(calls)
 
@@ -94,21 +94,21 @@ def forms(name):
 
 
 def arguments_of(name):
-    """Arguments with each marker, and with all of them."""
+    """Yield arguments that contain one marker, all markers, and values of all types."""
     joined = " ".join(text for text in MARKERS if text not in ("'", '"', "\\", "\n"))
     for text in (*(f"see {marker} here" for marker in MARKERS), joined, "", " a ", "true", "5", "null"):
         if name in ("gemma3", "gemma4") and text == joined:
-            text = joined.replace(ROWS[name].quote + " ", "")  # in letters, it ends a string before a bracket
+            text = joined.replace(ROWS[name].quote + " ", "")  # as ordinary text, it ends a string before a bracket
         yield {"text": text}
     row = ROWS[name]
-    if row.syntax == "xml":  # all of the text after a value, within a value
+    if row.syntax == "xml":  # a value that contains the complete text after a value
         yield {"text": f"see {row.parameter_end}{row.call_end}{row.section_end} here".replace("{key}", "text")}
     yield {"count": 5, "ratio": 0.5, "flag": True, "items": ["a", "</tool_call>"], "options": {"a": {"b": [1, None]}}}
     yield {}
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_calls_that_are_written_are_read(name):
+def test_parses_the_calls_that_were_written(name):
     for form in forms(name):
         for arguments in arguments_of(name):
             one, two = FunctionCall("edit", arguments), FunctionCall("get_weather", {"text": "Ulm"})
@@ -130,7 +130,7 @@ def sample_texts(name, form):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_answer_in_pieces_is_the_answer_in_one_piece(name):
+def test_result_does_not_depend_on_the_pieces(name):
     for form in forms(name):
         for content, calls, text in sample_texts(name, form):
             whole = collected(events_of(form, [text]))
@@ -141,7 +141,7 @@ def test_an_answer_in_pieces_is_the_answer_in_one_piece(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_answer_that_is_cut_off_has_no_wrong_call(name):
+def test_cut_answer_has_a_prefix_of_the_calls(name):
     for form in forms(name):
         for content, calls, text in sample_texts(name, form):
             parser, events = form.parser(TOOLS), []
@@ -149,13 +149,13 @@ def test_an_answer_that_is_cut_off_has_no_wrong_call(name):
                 _, shown, found, _ = collected(events_of(form, [text[:end]]))
                 assert found == calls[: len(found)], text[:end]
                 assert shown.startswith(content.strip()[: len(shown)]), text[:end]
-                streamed = collected(events)[2]  # what a stream has sent until here stays
+                streamed = collected(events)[2]  # calls that a stream has already sent
                 assert streamed == calls[: len(streamed)]
                 events += parser.push(text[end])
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_text_around_calls_is_kept(name):
+def test_keeps_text_around_calls(name):
     row, call = ROWS[name], FunctionCall("edit", {"text": "a"})
     for form in forms(name):
         text = written(name, [call], form)
@@ -174,7 +174,7 @@ def test_text_around_calls_is_kept(name):
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "harmony"])
 @pytest.mark.parametrize("begin", [row.begin for row in REASONING_FORMATS])
-def test_calls_in_the_reasoning_are_text(name, begin):
+def test_calls_in_the_reasoning_are_reasoning(name, begin):
     reasoning = next(row for row in REASONING_FORMATS if row.begin == begin)
     form, call = AnswerFormat(name, reasoning), FunctionCall("edit", {"text": f"see {reasoning.end} here"})
     thought = written(name, [FunctionCall("edit", {"text": "a"})], form)
@@ -190,7 +190,7 @@ def test_calls_in_the_reasoning_are_text(name, begin):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_malformed_call_does_not_discard_its_neighbors(name):
+def test_malformed_call_does_not_discard_other_calls(name):
     good = [FunctionCall("edit", {"text": "a"}), FunctionCall("get_weather", {"text": "b"})]
     row = ROWS[name]
     if row.section_begin or name in ("llama3_json", "llama4_pythonic"):
@@ -224,7 +224,7 @@ def found_in_pieces(form, text):
     return [event.call for event in events if isinstance(event, Call)], len(reasons)
 
 
-def test_templates_select_their_format():
+def test_templates_select_the_format_of_their_calls():
     for row in TOOL_CALL_FORMATS:
         call = row.write([FunctionCall("{{ name }}", {"key": "value"})])
         if row.name not in ("llama3_json", "minimax_m1"):
@@ -232,7 +232,7 @@ def test_templates_select_their_format():
     assert find_tool_format("{{ tools }}") is None
 
 
-def test_text_without_a_marker_is_a_call_only_of_an_offered_tool():
+def test_call_without_a_marker_must_call_an_offered_tool():
     name: Any
     for name, text in (
         ("llama3_json", '{"name": "Alice", "parameters": {}}'),
@@ -247,7 +247,7 @@ def test_text_without_a_marker_is_a_call_only_of_an_offered_tool():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_arguments_can_be_written_as_json_in_utf_8(name):
-    """Unpaired surrogates are replaced; numbers that JSON does not have make a call unreadable or are text."""
+    """Unpaired surrogates are replaced. A number that JSON cannot represent becomes a string or fails the call."""
     row = ROWS[name]
     literals = ['"\\ud83d"', '["\\ud83d"]', '{"\\ud83d": 1}', "NaN", "[NaN]", "1e999", "[-Infinity]", "[" * 900]
     literals += ["0x" + "f" * 5000, "9" * 5000]
@@ -258,7 +258,7 @@ def test_arguments_can_be_written_as_json_in_utf_8(name):
                 json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
 
 
-def test_unpaired_surrogates_in_arguments_are_replaced():
+def test_replaces_unpaired_surrogates_in_arguments():
     found = parse_tool_calls(
         '<tool_call>{"name":"edit","arguments":{"text":"\\ud83d\\ude00\\ud83d"}}</tool_call>', "hermes"
     )
@@ -276,7 +276,7 @@ WEATHER = FunctionCall("get_weather", {"text": "a"})
         ("llama4_pythonic", "[get_weather(text='a')", ", nope(y=1)] <|python_start|>[edit("),
     ],
 )
-def test_text_after_a_call_without_a_marker_is_returned_once(name: Any, call, rest):
+def test_returns_text_after_a_call_without_a_marker_once(name: Any, call, rest):
     for size in (1, 3, 1000):
         text = call + rest
         events = events_of(AnswerFormat(name, None), [text[at : at + size] for at in range(0, len(text), size)])
@@ -296,21 +296,21 @@ def test_text_after_a_call_without_a_marker_is_returned_once(name: Any, call, re
          '<tool_call>{"name": "get_weather", "arguments": {"text": "a"}}</tool_call>'),
     ],
 )  # fmt: skip
-def test_a_string_that_does_not_end_does_not_discard_the_next_call(name: Any, text):
+def test_unterminated_string_does_not_discard_the_next_call(name: Any, text):
     for special in [SPECIAL[name]] if name in SPECIAL else [[], ["<tool_call>", "</tool_call>"]]:
         form = AnswerFormat(name, None, special)
         _, content, calls, other = collected(events_of(form, form.translate(text)))
         assert (content, calls) == ("Then", [WEATHER]) and "x" in other
 
 
-def test_content_that_mentions_the_markers_of_the_reasoning_is_content():
+def test_content_may_mention_the_reasoning_markers():
     form = AnswerFormat(None, REASONING_FORMATS[-1])
     text = "Wrap it in `<think>` and `</think>` tags."
     assert collected(events_of(form, text)) == ("", text, [], "")
     assert collected(events_of(form, "Hm.</think>" + text)) == ("Hm.", text, [], "")
 
 
-def test_the_word_assistant_is_a_role_only_before_a_header():
+def test_assistant_is_a_role_only_before_a_header():
     form = AnswerFormat("harmony", None)
     for text in ("assistants are nice", "assistant is a role", "assistant", "assistant to help"):
         for pieces in ([text], [*text]):
@@ -319,14 +319,14 @@ def test_the_word_assistant_is_a_role_only_before_a_header():
         assert collected(events_of(form, header + "<|message|>Yes")) == ("", "Yes", [], "")
 
 
-def test_the_word_functools_is_content():
+def test_functools_without_a_bracket_is_content():
     form = AnswerFormat("phi4_mini", None)
     assert collected(events_of(form, "Use functools.lru_cache here.")) == ("", "Use functools.lru_cache here.", [], "")
     text = 'functools[{"name": "get_weather", "arguments": {"text": "a"}}, {"name": "edit", "arguments": {}}]'
     assert collected(events_of(form, text)) == ("", "", [WEATHER, FunctionCall("edit", {})], "")
 
 
-def test_brackets_and_fences_before_the_end_of_a_call_are_no_content():
+def test_removes_surplus_brackets_and_fences_before_the_end_of_a_call():
     call = '{"name": "get_weather", "arguments": {"text": "a"}}'
     for text in (f"```json\n{call}\n```", f"```json\n[{call}]\n```\n", f"{call}}}\n"):
         for pieces in ([f"<tool_call>{text}</tool_call>\nDone."], [*f"<tool_call>{text}</tool_call>\nDone."]):
@@ -350,7 +350,7 @@ def test_parameters_of_python_calls_may_have_any_name(name: Any):
 
 
 @pytest.mark.parametrize("name", [row.name for row in TOOL_CALL_FORMATS if row.syntax == "xml"])
-def test_undeclared_parameters_and_tools_are_no_part_of_a_value(name: Any):
+def test_undeclared_parameters_and_tools_end_a_value(name: Any):
     call = FunctionCall("edit", {"text": "a", "units": "C"})
     for form in forms(name):
         text = written(name, [call], form)
@@ -375,14 +375,14 @@ def test_names_of_parameters_may_have_punctuation(name: Any):
         assert found.calls == (FunctionCall("edit", {"a:b": 1}),)
 
 
-def test_reasons_name_special_tokens():
+def test_failure_reasons_contain_the_names_of_special_tokens():
     form = AnswerFormat("hermes", None, ["<tool_call>", "</tool_call>"])
     events = events_of(form, form.translate("<tool_call>{</tool_call>"))
     (reason,) = [event.reason for event in events if isinstance(event, Malformed) and event.reason]
     assert "</tool_call>" in reason
 
 
-def test_a_harmony_message_without_a_text_does_not_depend_on_the_pieces():
+def test_empty_harmony_message_does_not_depend_on_the_pieces():
     form = AnswerFormat("harmony", None)
     call = ROWS["harmony"].write([WEATHER])
     for text in (f"<|start|>assistant<|call|>{call}", f"<|channel|>final<|end|>{call}"):

@@ -1,4 +1,4 @@
-"""Calls that are cut off at any character, where the answer must be a call."""
+"""Required tool calls that are cut off at any character."""
 
 import json
 
@@ -14,7 +14,7 @@ CALL = FunctionCall("get_weather", {"city": "Paris", "days": 2})
 
 
 @pytest.mark.parametrize("row", TOOL_CALL_FORMATS, ids=lambda row: row.name)
-def test_the_name_of_a_cut_call_is_known_as_soon_as_it_is_complete(row):
+def test_returns_a_cut_call_once_its_name_is_complete(row):
     written = row.write([CALL])
     name_end = row.name_end.rstrip() or row.name_end
     head = (row.section_begin + row.call_begin + CALL.name + name_end).replace("{index}", "0")
@@ -34,7 +34,7 @@ def test_the_name_of_a_cut_call_is_known_as_soon_as_it_is_complete(row):
         assert json.loads(before_days) == {"city": "Paris"}
 
 
-def test_text_of_other_tools_is_no_call():
+def test_ignores_calls_of_tools_that_are_not_offered():
     row = TOOL_CALL_FORMATS[-1]
     assert (
         cut_call(row, TOOLS, '{"name": "gets", "parameters": {') is None and cut_call(row, [], '{"name": "get"') is None

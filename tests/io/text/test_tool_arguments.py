@@ -1,4 +1,4 @@
-"""Arguments that are written as text become values that the tool's schema allows; no schema raises an error."""
+"""Conversion of arguments that are written as text to the types of the tool's schema."""
 
 import json
 import random
@@ -60,14 +60,14 @@ def convert(schema, text, **root):
         ({"type": "string"}, " a\n", " a\n"),
     ],
 )
-def test_values_of_arguments(schema, text, value):
+def test_converts_arguments_to_the_types_of_the_schema(schema, text, value):
     definitions = {"s": {"type": "string"}, "a/b c": {"type": "string"}, "list": {"type": "array"}}
     found = convert(schema, text, **{"$defs": definitions})
     assert found == value and type(found) is type(value)
 
 
 def random_schema(draw, depth=3):
-    """A JSON value, most of the time one with keywords of JSON Schema, also where they make no sense."""
+    """Return a JSON value, usually an object with keywords of JSON Schema, whose values may be invalid."""
     if depth == 0 or draw.random() < 0.1:
         return draw.choice([True, False, None, {}, [], "string", 3, {"type": "string"}, {"$ref": "#"}])
     inner = lambda: random_schema(draw, depth - 1)  # noqa: E731
@@ -89,7 +89,7 @@ def random_schema(draw, depth=3):
     return {name: keywords[name] for name in draw.sample(sorted(keywords), draw.randrange(1, 5))}
 
 
-def test_no_schema_raises_an_error():
+def test_accepts_any_json_value_as_a_schema():
     draw = random.Random(0)
     for _ in range(100):
         parameters = random_schema(draw, 4)
@@ -101,7 +101,7 @@ def test_no_schema_raises_an_error():
             json.dumps(schema.convert("x", text))
 
 
-def test_references_may_form_cycles():
+def test_accepts_cyclic_references():
     nodes = {f"n{at}": {"allOf": [{"$ref": f"#/$defs/n{other}"} for other in range(8)]} for at in range(8)}
     assert convert({"$ref": "#/$defs/n0"}, "5", **{"$defs": nodes}) == 5
     assert convert({"$ref": "#/properties/x"}, "5") == 5
@@ -120,13 +120,13 @@ def test_references_may_form_cycles():
         (["integer", "null"], "007", 7),
     ],
 )
-def test_strings_are_converted_only_without_loss_if_the_schema_allows_them(types, text, value):
+def test_converts_only_canonical_text_if_the_schema_allows_strings(types, text, value):
     for schema in ({"type": types}, {"anyOf": [{"type": word} for word in types]}):
         found = convert(schema, text)
         assert found == value and type(found) is type(value)
 
 
-def test_patterns_of_property_names_are_not_evaluated():
+def test_does_not_evaluate_pattern_properties():
     parameters = {"patternProperties": {"(a+)+$": {"type": "string"}}}
     schema = ToolSchema([{"name": "f", "parameters": parameters}], "f")
     assert schema.convert("a" * 40 + "!", "5") == 5

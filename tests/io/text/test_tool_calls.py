@@ -85,7 +85,7 @@ ARGUMENTS = '{"b": 1}'
         f"<|channel|>analysis<|message|>Hm.<|channel|>commentary to=functions.a<|message|>{ARGUMENTS}<|call|>",
     ],
 )
-def test_common_mistakes_of_gpt_oss_are_understood(text):
+def test_accepts_common_mistakes_of_gpt_oss(text):
     assert parse_tool_calls(text, "harmony") == ("", (FunctionCall("a", {"b": 1}),), (), "")
 
 
@@ -151,7 +151,7 @@ def test_common_mistakes_of_gpt_oss_are_understood(text):
         ("phi4_mini", 'functools[{"name": "a", "arguments": {}}]', [("a", {})], 0, False),
     ],
 )  # fmt: skip
-def test_what_else_is_a_call_or_none(form: Any, text, calls, malformed, partial):
+def test_unusual_and_malformed_calls(form: Any, text, calls, malformed, partial):
     found = parse_tool_calls(text, form, TOOLS)
     assert [*found.calls] == calls and len(found.malformed) == malformed and bool(found.partial) == partial
 

@@ -194,7 +194,7 @@ def test_tokens_that_are_parts_of_characters_have_names():
     assert sorted(byte_letters().values()) == list(range(256))
 
 
-def test_offsets_of_tokens_after_bytes_that_are_no_character():
+def test_offsets_of_tokens_after_invalid_bytes():
     text, pieces, offsets = Detokenizer(ByteTokenizer()), "", []
     for token in b"a\x9fb\xc3\xa9c\xe2\x82d":
         piece, start = text.push_with_offset(token)

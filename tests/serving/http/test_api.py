@@ -546,7 +546,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + ba
         ("a", "must be an object with role and content"),
         ({"role": "assistant", "content": None, "refusal": 5}, "refusal"),
         ({"role": "assistant", "tool_calls": [5]}, "must be objects with a function"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "an object in JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "a JSON object"),
     ],
 )
 def test_messages_that_are_none(chats, message, says):

@@ -33,7 +33,7 @@ def test_large_responses_are_sent_in_parts():
     assert max(len(each["body"]) for each in bodies) <= PART and not bodies[-1]["more_body"]
 
 
-def test_events_have_no_characters_at_which_clients_split_lines():
+def test_escapes_line_separators_in_events():
     text = "a\x85b\u2028c\u2029d\r\n\x0b\x0c\x1c\x1d\x1ee\\u2028\u00a0é\U00012028"
     content = event({text: [text]}).decode()
     assert content.splitlines() == [content.rstrip("\n"), ""] and json.loads(content[6:]) == {text: [text]}

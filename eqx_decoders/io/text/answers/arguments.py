@@ -1,7 +1,7 @@
-"""Conversion of arguments that models write as text to the types in a tool's JSON Schema.
+"""Conversion of tool arguments that models write as text to the types in the tool's JSON Schema.
 
-Schemas come from clients. Any JSON value is accepted as a schema: parts that are no valid JSON Schema, references that
-lead nowhere and references that form a cycle do not restrict an argument.
+Schemas come from clients, so any JSON value is accepted as a schema. Invalid parts of a schema, unresolvable references
+and cyclic references do not restrict an argument.
 """
 
 import ast
@@ -15,16 +15,16 @@ from typing import Any
 from eqx_decoders.io.text.answers.formats import functions_of
 
 
-MAX_DEPTH = 32  # of references and combined schemas
-MAX_SCHEMAS = 2000  # that are read for one argument: references may make a small schema large
-MAX_DIGITS = 4000  # of integers: Python refuses to convert longer texts
-MAX_LEVELS = 200  # of nested lists and objects in arguments
+MAX_DEPTH = 32  # max. nesting of references and combined schemas
+MAX_SCHEMAS = 2000  # max. schemas that are read for one argument, because references can make a small schema large
+MAX_DIGITS = 4000  # max. digits of an integer: Python refuses to convert longer strings
+MAX_LEVELS = 200  # max. levels of lists and objects in arguments
 _TYPES = {
     "string": "string", "str": "string", "text": "string", "integer": "integer", "int": "integer", "number": "number",
     "float": "number", "double": "number", "boolean": "boolean", "bool": "boolean", "null": "null", "none": "null",
     "array": "array", "list": "array", "tuple": "array", "object": "object", "dict": "object", "map": "object",
 }  # fmt: skip
-SPELLINGS = {"true": True, "false": False, "null": None, "none": None}
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 _MAX_INTEGER = 10**MAX_DIGITS
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -32,12 +32,12 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 class ToolSchema:
-    """Parameters of an offered tool.
+    """JSON Schema of a tool's parameters.
 
     **Arguments:**
 
-    - `tools`: descriptions of the tools, in the format of OpenAI's API.
-    - `name`: name of the tool; it need not be offered.
+    - `tools`: descriptions of the offered tools, in the format of OpenAI's API.
+    - `name`: name of the tool. If it is not offered, its arguments are not restricted.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], name: str):
@@ -49,24 +49,24 @@ class ToolSchema:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the declared parameters, in their order."""
+        """Names of the declared parameters, in the order of the schema."""
         return tuple(self._named)
 
     @property
     def known_names(self) -> frozenset[str] | None:
-        """Names that parameters may have; None: any name."""
+        """Allowed names of parameters; None: any name."""
         return None if self._open or not self._named else frozenset(self._named)
 
     def convert(self, key: str, text: str) -> Any:
-        """Convert the text of an argument to the first type that its schema allows: null, integer, number, boolean,
-        object or list (in JSON or Python), string.
+        """Convert the text of an argument to the first type that its schema allows.
 
-        If the schema allows this string, too, only the canonical JSON of null and of numbers is converted: "02134" and
-        "none" remain strings.
+        The order of the types is null, integer, number, boolean, object or list (in JSON or Python), string. If the
+        schema also allows the text as a string, null and numbers must be written as canonical JSON. For example,
+        "02134" and "none" remain strings.
         """
         schema = self._schema_of(key)
         if self._accepts_all(schema):
-            return _untyped(text)
+            return untyped_value(text)
         candidates = [*_candidates(text)]
         accepts_text = self._accepts(schema, text, MAX_DEPTH)
         for value in candidates:
@@ -78,8 +78,8 @@ class ToolSchema:
             return text
         return int(candidates[0]) if isinstance(candidates[0], _IntegralFloat) else candidates[0]
 
-    def check_text(self, key: str, value: Any) -> Any:
-        """Convert a string argument if its schema does not allow strings."""
+    def convert_string(self, key: str, value: Any) -> Any:
+        """Convert an argument if it is a string that its schema does not allow. Return other arguments unchanged."""
         if not isinstance(value, str):
             return value
         schema = self._schema_of(key)
@@ -93,7 +93,7 @@ class ToolSchema:
         return True if not schemas else schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
     def _collect(self, schema: Any, depth: int) -> None:
-        """Add the properties that a schema of an object declares, also by references and combined schemas."""
+        """Collect the properties that the schema of an object declares, including references and combined schemas."""
         for part in self._parts(schema, depth):
             properties = part.get("properties")
             if isinstance(properties, Mapping):
@@ -103,8 +103,9 @@ class ToolSchema:
                 self._open = True
 
     def _additional(self, schema: Any) -> list[Any]:
-        """Return the schemas of undeclared properties. Patterns are not evaluated: a regular expression of a client may
-        take exponential time.
+        """Return the schemas of undeclared properties.
+
+        `patternProperties` are not evaluated, because a client's regular expression may take exponential time.
         """
         parts = [*self._parts(schema, MAX_DEPTH)]
         if any(part.get("patternProperties") for part in parts):
@@ -113,7 +114,7 @@ class ToolSchema:
         return [value for value in additional if isinstance(value, Mapping)]
 
     def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-        """Yield a schema, and the schemas that it refers to or combines."""
+        """Yield a schema and the schemas that it references or combines."""
         self._num_read += 1
         if not isinstance(schema, Mapping) or depth == 0 or self._num_read > MAX_SCHEMAS:
             return
@@ -126,7 +127,7 @@ class ToolSchema:
             yield from self._parts(part, depth - 1)
 
     def _resolve(self, reference: str) -> Any:
-        """Return the schema that a JSON pointer within the tool's parameters names; True if there is none."""
+        """Return the schema to which a JSON pointer refers, or True if there is no such schema."""
         if not reference.startswith("#"):
             return True
         value = self._root
@@ -148,7 +149,7 @@ class ToolSchema:
         return any(self._accepts(schema, value, MAX_DEPTH) for value in values)
 
     def _accepts(self, schema: Any, value: Any, depth: int) -> bool:
-        """Return whether a value has a type, and is one of the constants, that a schema allows."""
+        """Return whether a schema allows the type of a value and, for `enum` and `const`, the value."""
         if schema is False:
             return False
         self._num_read += 1
@@ -178,7 +179,7 @@ class ToolSchema:
 
 
 def _candidates(text: str) -> Iterator[Any]:
-    """Yield the values that a text may stand for, in the order in which a union of types is searched; the text last."""
+    """Yield the possible values of a text, in the order of `ToolSchema.convert`. The last value is the text."""
     word = text.strip()
     if word.lower() in ("null", "none"):
         yield None
@@ -201,26 +202,30 @@ def _candidates(text: str) -> Iterator[Any]:
 
 
 def _is_canonical(value: Any, text: str) -> bool:
-    """Return whether a text is the canonical JSON of a value, if the value is null or a number."""
+    """Return whether a text is the canonical JSON of a value. Always True unless the value is null or a number."""
     if isinstance(value, bool | str | list | dict):
         return True
     return not isinstance(value, _IntegralFloat) and json.dumps(value) == text.strip()
 
 
 class _IntegralFloat(int):
-    """Integer that is written with a fraction, such as 140.0. Counts as an integer only; `_candidates` yields the float
-    separately.
+    """Integer that is written with a decimal point, such as 140.0.
+
+    It does not match the type "number", because `_candidates` also yields the float.
     """
 
     def __new__(cls, number: float):
         return super().__new__(cls, int(number))
 
 
-def _untyped(text: str) -> Any:
-    """Return the value of an argument without a schema: JSON, a list or an object of Python, or the text."""
+def untyped_value(text: str) -> Any:
+    """Convert the text of an argument without a schema.
+
+    The text may be JSON, or a list, a dict or a constant in Python syntax. Any other text is a string.
+    """
     word = text.strip()
     if word in ("True", "False", "None"):
-        return SPELLINGS[word.lower()]
+        return _CONSTANTS[word.lower()]
     if len(word) > MAX_DIGITS and word[:1] not in ("{", "[", '"'):
         return text
     if word[:1] in ("{", "["):
@@ -233,10 +238,10 @@ def _untyped(text: str) -> Any:
 
 
 def json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
-    """Return a value that a parser of JSON or Python returned as a value that can be written as JSON in UTF-8.
+    """Return a parsed JSON or Python value in a form that can be written as JSON in UTF-8.
 
-    Unpaired surrogates in strings are replaced by U+FFFD. Raises ValueError for numbers that are not finite, integers
-    of more than `MAX_DIGITS` digits and more than `max_levels` levels of lists and objects.
+    Unpaired surrogates in strings are replaced with U+FFFD. Raises ValueError for numbers that are not finite, for
+    integers with more than `MAX_DIGITS` digits, and for more than `max_levels` levels of lists and objects.
     """
     if isinstance(value, str):
         if not _SURROGATE.search(value):
@@ -245,7 +250,7 @@ def json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("numbers must be finite")
     if isinstance(value, int) and abs(value) >= _MAX_INTEGER:
-        raise ValueError(f"integers must have at most {MAX_DIGITS} digits")
+        raise ValueError(f"integers must not have more than {MAX_DIGITS} digits")
     if isinstance(value, list | dict):
         if max_levels == 0:
             raise ValueError(f"more than {MAX_LEVELS} levels of lists and objects")
@@ -256,17 +261,15 @@ def json_value(value: Any, max_levels: int = MAX_LEVELS) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a text in JSON; strings may have line breaks. See `json_value` for what is changed.
+    """Parse JSON whose strings may contain line breaks, and return the value as `json_value` does.
 
-    Raises ValueError, or RecursionError.
+    Raises ValueError or RecursionError.
     """
     return json_value(json.loads(text, strict=False))
 
 
 def parse_json_or_python(text: str) -> Any:
-    """Return the value of a text in JSON, also with line breaks in strings, or of a Python literal. Raises no error:
-    a text that is neither is returned as it is.
-    """
+    """Parse JSON (whose strings may contain line breaks) or a Python literal. Return any other text unchanged."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -278,7 +281,7 @@ def parse_json_or_python(text: str) -> Any:
 
 
 def parse_expression(text: str) -> ast.expr:
-    """Return the syntax tree of a Python expression, without warnings about its strings. Raises SyntaxError."""
+    """Return the syntax tree of a Python expression. Suppresses warnings about string escapes. Raises SyntaxError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -286,20 +289,20 @@ def parse_expression(text: str) -> ast.expr:
 
 
 def literal(node: ast.expr) -> Any:
-    """Return the JSON value of a Python literal, in which `true`, `false` and `null` may be used, too.
+    """Return the JSON value of a Python literal, which may also contain `true`, `false` and `null`.
 
-    Raises ValueError for other expressions.
+    Raises ValueError for any other expression.
     """
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | bool | int | float)):
-        return json_value(node.value)  # "\ud83d\ude00" in Python's syntax are two halves of a pair
-    if isinstance(node, ast.Name) and node.id in SPELLINGS:
-        return SPELLINGS[node.id]
+        return json_value(node.value)  # a Python string "\ud83d\ude00" has two surrogates, which become one character
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [literal(member) for member in node.elts]
     if isinstance(node, ast.Dict):
         keys = [None if key is None else literal(key) for key in node.keys]
         if not all(isinstance(key, str | int | float) for key in keys):
-            raise ValueError("keys of objects must be texts")
+            raise ValueError("keys of objects must be strings or numbers")
         names = [key if isinstance(key, str) else json.dumps(key) for key in keys]
         return dict(zip(names, map(literal, node.values), strict=True))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
@@ -328,7 +331,7 @@ def _has_type(value: Any, word: str) -> bool:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Return whether two JSON values are equal; 1 and true are not."""
+    """Return whether two JSON values are equal. Unlike in Python, 1 and true differ."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     return left == right

@@ -1,6 +1,7 @@
-"""Calls that the end of an answer cuts off, where the answer had to be a call: as OpenAI's API returns them.
+"""Required tool calls that are cut off by the end of the answer.
 
-The name is complete. The arguments are the text so far, which is no complete JSON: `finish_reason` is `"length"`.
+As in OpenAI's API, such a call is returned with a complete name and incomplete arguments, and the finish reason
+`"length"`.
 """
 
 import json
@@ -9,16 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eqx_decoders.io.text.answers.formats import ToolCallFormat, functions_of
-from eqx_decoders.io.text.answers.scanners import BracketScanner
+from eqx_decoders.io.text.answers.scanners import PYTHON_QUOTES, BracketScanner
 from eqx_decoders.io.text.tool_calls import parse_tool_calls
 
 
 class CutCall(NamedTuple):
-    """Call whose arguments are cut off.
+    """Tool call with incomplete arguments.
+
+    **Arguments:**
 
     - `name`: name of the tool.
-    - `arguments`: text of JSON up to its end; for formats that do not write arguments as JSON, an object with the
-        arguments that are complete.
+    - `arguments`: JSON text up to the end of the answer. For formats that do not write arguments as JSON, a JSON object
+        with the complete arguments.
     """
 
     name: str
@@ -26,14 +29,16 @@ class CutCall(NamedTuple):
 
 
 def cut_call(row: ToolCallFormat, tools: Sequence[Mapping[str, Any]], text: str, tool: str = "") -> CutCall | None:
-    """Return the call that a text starts, as a constrained answer writes it; None before its name is complete.
+    """Return the incomplete call in a text, or None if the name of its tool is incomplete.
+
+    The text must be written as a constrained answer writes it, exactly like the format's row.
 
     **Arguments:**
 
-    - `row`: format of the call, with the markers that the text has.
+    - `row`: format of the call. Special tokens are written in the same way as in `text`.
     - `tools`: tools that the answer may call.
     - `text`: text from the start of the call.
-    - `tool`: name of the tool, if `text` has the arguments only.
+    - `tool`: name of the tool, if `text` contains only the arguments.
     """
     if tool:
         return CutCall(tool, _json_prefix(text.lstrip()))
@@ -50,17 +55,17 @@ def cut_call(row: ToolCallFormat, tools: Sequence[Mapping[str, Any]], text: str,
         tag = "[^<>]*".join(map(re.escape, row.parameter_end.strip().split("{key}")))
         complete = max((match.end() for match in re.finditer(tag, rest)), default=-1)
     else:
-        complete = _last_comma(row, rest)
+        complete = _complete_arguments_end(row, rest)
     if complete < 0:
         return CutCall(name, "{}")
     closed = rest[:complete]
-    whole = row.section_begin + row.call_begin + name + row.name_end + closed + row.call_end + row.section_end
-    calls = parse_tool_calls(whole, row.name, tools).calls
+    complete_call = row.section_begin + row.call_begin + name + row.name_end + closed + row.call_end + row.section_end
+    calls = parse_tool_calls(complete_call, row.name, tools).calls
     return CutCall(name, json.dumps(calls[0].arguments, ensure_ascii=False) if calls else "{}")
 
 
 def _json_prefix(text: str) -> str:
-    """Return the JSON object at the start of a text, or the complete text if the object does not end."""
+    """Return the JSON value at the start of a text, or the entire text if the value is incomplete."""
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except ValueError:
@@ -68,12 +73,12 @@ def _json_prefix(text: str) -> str:
     return text[:end]
 
 
-def _last_comma(row: ToolCallFormat, text: str) -> int:
-    """Return the position of the comma after the last complete argument of a call in the syntax of Python or Gemma; -1
-    if there is none.
+def _complete_arguments_end(row: ToolCallFormat, text: str) -> int:
+    """Return the position after the last complete argument of a call in Python's or Gemma's syntax; -1 if all arguments
+    are incomplete.
     """
     is_python = row.syntax == "python"
-    brackets = BracketScanner(0, ("'", '"', "'''", '"""') if is_python else (row.quote,), escapes=is_python)
+    brackets = BracketScanner(0, PYTHON_QUOTES if is_python else (row.quote,), escapes=is_python)
     source = ("(" if is_python else "{") + text
     try:
         end = brackets.scan(source)

@@ -1,7 +1,7 @@
-"""Tables of the formats in which models reason and call tools.
+"""Tables of the formats in which models write their reasoning and tool calls.
 
-Each row describes what a model writes. `parse_tool_calls` and the server's answer parser read the rows, and constraints
-build grammars from them. Chat templates select rows by the markers in their source.
+Each row describes the output of some models. `parse_tool_calls` and the server parse answers according to these rows.
+Constrained decoding builds grammars from the rows. The chat template of a model selects its rows by their markers.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ Syntax = Literal["json", "named_json", "xml", "python", "gemma", "harmony"]
 
 
 class FunctionCall(NamedTuple):
-    """Call of a tool by name, with arguments as JSON values."""
+    """Tool call: the name of the tool and its arguments as JSON values."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -55,7 +55,7 @@ class FunctionCall(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolCallFormat:
-    """Format of tool calls: how models write them (`write`), and the markers by which they are found.
+    """Format of tool calls: the text that models write, and the markers that delimit it.
 
     Calls are written as
 
@@ -63,24 +63,26 @@ class ToolCallFormat:
 
     where a call is `call_begin + NAME + name_end + ARGUMENTS + call_end`. ARGUMENTS depends on `syntax`:
 
-    - `"json"`, `"named_json"`, `"harmony"`: a JSON object. With `"json"` the name is a string in an object, too.
-    - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, with
-        `parameter_separator` between them. Strings are written as they are, other values as JSON.
+    - `"json"`: a JSON object. It is a member of another JSON object, which also contains the name of the tool.
+    - `"named_json"`, `"harmony"`: a JSON object. The name of the tool precedes it.
+    - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, joined by
+        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON.
     - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
-    - `"gemma"`: `key:value,other:value` where a string is enclosed in `quote`.
+    - `"gemma"`: `key:value,other:value`. A string is enclosed in `quote`.
 
-    `{index}` in a text stands for the number of the call, from 0. `{string}` stands for `true` or `false`: whether the
-    value is a string. `{key}` in `parameter_end` stands for the key.
+    Placeholders in these texts: `{index}` is the index of the call, from 0. `{string}` is `true` if the value is a
+    string and `false` otherwise. `{key}` in `parameter_end` is the key of the argument.
 
     **Arguments:**
 
-    - `name`: name of the row, for `--tool-call-parser`.
-    - `selectors`: a chat template whose source contains all texts of one tuple selects this row.
-    - `begins`: markers after which calls follow; each is the start of `section_begin` or of `call_begin`.
-    - `ends`: markers that may follow a call, or the last call.
-    - `name_keys`, `argument_keys`: keys of the name and of the arguments in JSON objects. Without `name_keys`, an
-        object has one key, which is the name.
-    - `bare`: calls need no marker. A text without one is a call only if a tool of that name was offered.
+    - `name`: name of the format, as in `--tool-call-parser`.
+    - `selectors`: a chat template that contains all strings of one of these tuples selects the format.
+    - `begins`: markers before calls. Each marker is a prefix of `section_begin` or `call_begin`, or a variant of these
+        that some models write.
+    - `ends`: markers that may follow a call or the last call.
+    - `name_keys`: keys of the tool's name in JSON objects. If empty, the object has a single key, the tool's name.
+    - `argument_keys`: keys of the arguments in JSON objects.
+    - `bare`: calls may be written without a marker. Text without a marker is a call only if the tool is offered.
     """
 
     name: ToolFormat
@@ -105,12 +107,12 @@ class ToolCallFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that are special tokens in the tokenizers of some models of this format."""
+        """All markers of the format. They are special tokens in some tokenizers."""
         texts = (*self.begins, *self.ends, *_PARTS[self.name], self.quote)
         return tuple(dict.fromkeys(text for text in texts if text))
 
     def write(self, calls: Sequence[FunctionCall]) -> str:
-        """Write calls as the published chat templates of this format write them."""
+        """Return the text of tool calls, as the published chat templates of this format write it."""
         texts = [
             (self.call_begin + call.name + self.name_end).replace("{index}", str(index))
             + self._arguments(call.arguments)
@@ -145,13 +147,13 @@ class ToolCallFormat:
 
 
 class ReasoningFormat(NamedTuple):
-    """Markers around the reasoning at the start of an answer.
+    """Markers of the reasoning at the start of an answer.
 
     **Arguments:**
 
-    - `begin`, `end`: markers around the reasoning.
-    - `selectors`: a chat template with one of these texts selects this row.
-    - `wrappers`: pairs of markers around the answer after the reasoning, which are no content.
+    - `begin`, `end`: markers that start and end the reasoning.
+    - `selectors`: a chat template that contains one of these strings selects the format.
+    - `wrappers`: pairs of markers that enclose the content after the reasoning. They are not part of the content.
     """
 
     begin: str
@@ -161,7 +163,7 @@ class ReasoningFormat(NamedTuple):
 
 
 def _json_call(begin: str, end: str = "", *, arguments: str = "arguments") -> dict[str, Any]:
-    """Return the parts of a format that writes a JSON object with name and arguments between `begin` and `end`."""
+    """Return the fields of a format that writes each call as a JSON object between `begin` and `end`."""
     return dict(
         syntax="json",
         call_begin=begin + '{"name": "',
@@ -171,7 +173,7 @@ def _json_call(begin: str, end: str = "", *, arguments: str = "arguments") -> di
 
 
 def _json_list(begin: str, end: str = "", *, arguments: str = "arguments") -> dict[str, Any]:
-    """Return the parts of a format that writes a JSON list of objects with name and arguments."""
+    """Return the fields of a format that writes all calls as a JSON list of objects between `begin` and `end`."""
     parts = _json_call("", arguments=arguments)
     return parts | dict(section_begin=f"{begin}[", section_end=f"]{end}", separator=", ")
 
@@ -221,7 +223,7 @@ def _functions(tag: str) -> dict[str, Any]:
     )
 
 
-# In the order in which chat templates are searched for their selectors.
+# A chat template selects the first row whose selectors match.
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="harmony",
@@ -508,7 +510,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
 )
 TOOL_CALL_FORMAT: Mapping[str, ToolCallFormat] = {row.name: row for row in TOOL_CALL_FORMATS}
 
-# Markers within calls that are special tokens of some tokenizers, besides those in `begins` and `ends`.
+# Markers within calls that are special tokens in some tokenizers.
 _PARTS: dict[str, tuple[str, ...]] = {row.name: () for row in TOOL_CALL_FORMATS} | {
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
     "deepseek_v3": ("<｜tool▁sep｜>",),
@@ -524,7 +526,7 @@ _PARTS: dict[str, tuple[str, ...]] = {row.name: () for row in TOOL_CALL_FORMATS}
     "minimax_m3": ("]<]minimax[>[",),
 }  # fmt: skip
 
-# In the order in which chat templates are searched for their selectors.
+# A chat template selects the first row whose selectors match.
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
     ReasoningFormat(
@@ -548,12 +550,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
 )
 
-# `[name(key=`, as the templates of pythonic formats show calls; the name may be a Jinja expression.
+# `[name(key=`: how chat templates of pythonic formats describe calls. Name and key may be Jinja expressions.
 _PYTHONIC = re.compile(r"\[\s*(?:\w+|\{\{-?[^{}]*\}\})\(\s*(?:\w+|\{\{-?[^{}]*\}\})\s*=")
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """Return the name of the format in which models with this chat template call tools; None if it is unknown."""
+    """Return the format of tool calls that a chat template selects; None if the template selects no format."""
     for row in TOOL_CALL_FORMATS:
         if any(all(text in template for text in selector) for selector in row.selectors):
             return row.name
@@ -563,12 +565,12 @@ def find_tool_format(template: str) -> ToolFormat | None:
 
 
 def tool_format(template: str) -> ToolFormat:
-    """Return the name of the format of tool calls that a chat template selects; `"hermes"` if it is unknown."""
+    """Return the format of tool calls that a chat template selects, or `"hermes"` if the template selects no format."""
     return find_tool_format(template) or "hermes"
 
 
 def reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the markers of the reasoning that a chat template mentions; None if it mentions none."""
+    """Return the format of the reasoning that a chat template selects; None if the model does not reason."""
     for row in REASONING_FORMATS:
         if any(text in template for text in row.selectors):
             if row.begin == "<think>" and "<answer>" in template:  # Hunyuan A13B
@@ -578,7 +580,10 @@ def reasoning_format(template: str) -> ReasoningFormat | None:
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the function of each tool, which may be given with or without `{"type": "function", "function": …}`."""
+    """Yield the description of each tool's function.
+
+    A tool is either this description or an object `{"type": "function", "function": description}`.
+    """
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):

@@ -1,22 +1,23 @@
 """Incremental parser of answers: reasoning, content and tool calls.
 
-An answer is split first. Everything else (stop strings, constraints, special tokens, log-probs, streaming) applies to
-the parts that it concerns. A complete answer is parsed by the same code, from one piece: it has the same parts.
+An answer is split into these parts first. Stop strings, constraints, log-probs and streaming then apply to individual
+parts. The same parser reads complete answers and answers that arrive in pieces, and finds the same parts in both.
 
-Special tokens are known by their ids. In the text that the parser gets, each special token that is a marker of the
-format is one placeholder, a character that no text has (see `AnswerFormat.placeholders`). The letters of a special
-token's name, where a model writes them as text, are text. Markers that are no special tokens of the tokenizer are found
-in the text.
+Special tokens are recognized by their ids, not by their names. In the text that a parser receives, each special token
+that is a marker of the format is replaced by a placeholder: one character that decoded text never contains (see
+`AnswerFormat.placeholders`). If a model writes the name of a special token as ordinary text, it stays ordinary text.
+Markers that are not special tokens of the tokenizer are searched for in the text.
 """
 
+import abc
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from eqx_decoders.io.text.answers.arguments import parse_json_or_python
 from eqx_decoders.io.text.answers.formats import (
-    REASONING_FORMATS,
     TOOL_CALL_FORMAT,
     FunctionCall,
     ReasoningFormat,
@@ -33,40 +34,48 @@ from eqx_decoders.io.text.answers.scanners import (
     Found,
     JsonScanner,
     call_of,
-    parse_json_or_python,
+    find_first,
     partial_match,
+    restore_names,
     scanner_at,
     skip_blanks,
 )
 
 
-FIRST_PLACEHOLDER = 0xD800  # surrogates: no text that is decoded from tokens has any
+FIRST_PLACEHOLDER = 0xD800  # surrogates: text that is decoded from tokens never contains them
+NO_REASONING = ReasoningFormat("", "", ())
 
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """Text that a model writes before its answer."""
+    """Text of the reasoning."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """Text of the answer."""
+    """Text of the content."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Complete call of a tool."""
+    """Complete tool call."""
 
     call: FunctionCall
 
 
 @dataclasses.dataclass(frozen=True)
 class Malformed:
-    """Text of a call that cannot be read, and the reason; further text of the same call has no reason."""
+    """Text of a tool call that cannot be parsed.
+
+    **Arguments:**
+
+    - `text`: the text, or its next part.
+    - `reason`: why the call cannot be parsed; empty in all events of the same call except the first.
+    """
 
     text: str
     reason: str = ""
@@ -74,7 +83,13 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """Text of a call that the end of the answer cuts off; with the name of the tool, if the text is its arguments."""
+    """Text of a tool call that is cut off by the end of the answer.
+
+    **Arguments:**
+
+    - `text`: text of the call. With `tool`, text of its arguments.
+    - `tool`: name of the tool; empty if the name is part of `text`.
+    """
 
     text: str
     tool: str = ""
@@ -82,49 +97,98 @@ class Partial:
 
 @dataclasses.dataclass(frozen=True)
 class ContentWasReasoning:
-    """The text before this event was reasoning: it ended with a marker of the end, and had none of the start."""
+    """All content and calls before this event belong to the reasoning: the answer has a marker that ends the reasoning,
+    but no marker that starts it.
+    """
 
 
 Event = Reasoning | Content | Call | Malformed | Partial | ContentWasReasoning
 
 
-@runtime_checkable
-class AnswerParser(Protocol):
-    """Parser of one answer."""
-
-    reasoning_end: int
-    """Position in the text of the answer after which its reasoning has ended."""
-
-    @property
-    def in_reasoning(self) -> bool:
-        """True while the answer is in its reasoning: no constraint and no stop string applies."""
-        ...
-
-    @property
-    def is_undecided(self) -> bool:
-        """True while the text so far may be the start of the reasoning."""
-        ...
-
-    def may_reason(self, text: str) -> bool:
-        """Return whether the answer is in its reasoning, or `text` may start it."""
-        ...
-
-    def push(self, text: str) -> list[Event]:
-        """Add text, and return what is certain now."""
-        ...
-
-    def flush(self) -> list[Event]:
-        """Return what was held back, as no more text comes."""
-        ...
-
-
-class AnswerFormat:
-    """Format of the answers of a model: how it reasons and calls tools.
+class AnswerParser(abc.ABC):
+    """Parser of one answer: a state machine over a buffer of text that has not been assigned to a part yet.
 
     **Arguments:**
 
-    - `calls`: format of tool calls; None: calls are text.
-    - `reasoning`: markers of the reasoning; None: there is no reasoning.
+    - `form`: format of the answer.
+    - `state`: first state.
+    """
+
+    reasoning_end: int
+    """Position in the text of the answer at which the reasoning ended; 0 if there was no reasoning."""
+
+    def __init__(self, form: "AnswerFormat", state: str):
+        self._form, self._state = form, state
+        self._buffer = ""
+        self._num_taken = 0  # characters of the answer that have left the buffer
+        self.reasoning_end = 0
+
+    @property
+    @abc.abstractmethod
+    def in_reasoning(self) -> bool:
+        """Whether the answer is in its reasoning, where constraints and stop strings do not apply."""
+
+    @property
+    @abc.abstractmethod
+    def is_undecided(self) -> bool:
+        """Whether the text so far may be the start of the reasoning."""
+
+    @abc.abstractmethod
+    def may_reason(self, text: str) -> bool:
+        """Return whether the answer is in its reasoning, or could start its reasoning with `text`."""
+
+    def push(self, text: str) -> list[Event]:
+        """Add text and return the events that further text cannot change."""
+        self._buffer += text
+        return self._run(final=False)
+
+    def flush(self) -> list[Event]:
+        """Finish the answer and return the remaining events."""
+        return self._run(final=True)
+
+    @abc.abstractmethod
+    def _steps(self) -> Mapping[str, Callable[..., bool]]:
+        """Return the step of each state.
+
+        A step `(events, *, final)` appends events to a list. It returns whether to continue with the next step, and
+        False if it needs more text. With `final`, the answer is complete.
+        """
+
+    def _run(self, *, final: bool) -> list[Event]:
+        events, steps = list[Event](), self._steps()
+        while steps[self._state](events, final=final):
+            pass
+        return events
+
+    def _take(self, size: int) -> str:
+        """Remove text from the start of the buffer and return it."""
+        text, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._num_taken += len(text)
+        return text
+
+    def _take_until(self, markers: Sequence[str], *, final: bool) -> tuple[str, str]:
+        """Remove the text before the first marker; return this text and the marker.
+
+        Without a marker in the buffer, the marker is empty and text that may be the start of a marker stays buffered.
+        """
+        found = find_first(self._buffer, markers)
+        if found is not None:
+            return self._take(found[0]), found[1]
+        return self._take(len(self._buffer) - (0 if final else partial_match(self._buffer, markers))), ""
+
+    def _add(self, events: list[Event], kind: type[Reasoning | Content | Malformed | Partial], text: str) -> None:
+        """Append an event if its text is not empty."""
+        if text:
+            events.append(kind(text))
+
+
+class AnswerFormat:
+    """Format of a model's answers: markers of the reasoning and format of tool calls.
+
+    **Arguments:**
+
+    - `calls`: format of tool calls; None: tool calls are content.
+    - `reasoning`: markers of the reasoning; None: the model does not reason.
     - `special_names`: names of the tokenizer's special tokens.
     """
 
@@ -137,35 +201,40 @@ class AnswerFormat:
         names = sorted({name for name in special_names if name}, key=len, reverse=True)
         used = [name for name in names if any(name in marker for marker in markers)]
         self.placeholders: dict[str, str] = {name: chr(FIRST_PLACEHOLDER + at) for at, name in enumerate(used)}
-        """Characters that stand for the special tokens that are markers, by their names."""
-        self.names = {letter: name for name, letter in self.placeholders.items()}
-        self.row = None if row is None else self._translated(row)
-        self.reasoning = reasoning
-        if reasoning is not None:
-            pairs = tuple((self.translate(begin), self.translate(end)) for begin, end in reasoning.wrappers)
-            begin, end = self.translate(reasoning.begin), self.translate(reasoning.end)
-            self.reasoning = ReasoningFormat(begin, end, (), pairs)
+        """Placeholders of the special tokens that are markers, by name."""
+        self.names = {placeholder: name for name, placeholder in self.placeholders.items()}
+        """Names of the special tokens that are markers, by placeholder."""
+        self.row = None if row is None else self._translate_row(row)
+        self.reasoning = None if reasoning is None else self._translate_reasoning(reasoning)
 
     @classmethod
     def of_template(cls, source: str, special_names: Iterable[str], calls: ToolFormat | None) -> "AnswerFormat":
-        """Return the format of the answers that a chat template asks for. `calls`: format of tool calls, if known."""
+        """Return the format of answers to prompts of a chat template.
+
+        **Arguments:**
+
+        - `source`: the chat template.
+        - `special_names`: names of the tokenizer's special tokens.
+        - `calls`: format of tool calls; None: tool calls are content, except that harmony templates always select the
+            harmony format.
+        """
         if find_tool_format(source) == "harmony":
             return cls("harmony", None, special_names)
         return cls(calls, reasoning_format(source), special_names)
 
     def translate(self, text: str) -> str:
-        """Replace the names of special tokens in a marker by their placeholders."""
-        for name, letter in self.placeholders.items():
-            text = text.replace(name, letter)
+        """Replace the names of special tokens in a marker with their placeholders."""
+        for name, placeholder in self.placeholders.items():
+            text = text.replace(name, placeholder)
         return text
 
     def restore(self, text: str) -> str:
-        """Replace placeholders in a text by the names of their special tokens."""
-        return "".join(self.names.get(letter, letter) for letter in text) if self.names else text
+        """Replace placeholders with the names of their special tokens."""
+        return restore_names(text, self.names)
 
-    def without_special(self, text: str) -> str:
-        """Leave out placeholders."""
-        return "".join(letter for letter in text if letter not in self.names) if self.names else text
+    def remove_placeholders(self, text: str) -> str:
+        """Remove the placeholders of special tokens from a text."""
+        return restore_names(text, dict.fromkeys(self.names, ""))
 
     def parser(
         self,
@@ -180,15 +249,15 @@ class AnswerFormat:
         **Arguments:**
 
         - `tools`: descriptions of the offered tools; empty: any tool may be called.
-        - `prompt`: the end of the prompt, with placeholders. It may start the reasoning, or end it.
-        - `calls`: parse tool calls; False: they are content.
-        - `must_call`: the answer must be a tool call. If a call without a marker is cut off, it is not content.
+        - `prompt`: end of the prompt, with placeholders. It may contain the start or the end of the reasoning.
+        - `calls`: parse tool calls; False: tool calls are content.
+        - `must_call`: the answer must be a tool call, so an incomplete call without a marker is not content.
         """
         if self.is_harmony:
             return HarmonyParser(self, tools, prompt, calls=calls)
         return TaggedParser(self, tools, prompt, calls=calls, must_call=must_call)
 
-    def _translated(self, row: ToolCallFormat) -> ToolCallFormat:
+    def _translate_row(self, row: ToolCallFormat) -> ToolCallFormat:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(row):
             value = getattr(row, field.name)
@@ -198,37 +267,56 @@ class AnswerFormat:
                 values[field.name] = self.translate(value)
         return dataclasses.replace(row, **values)
 
+    def _translate_reasoning(self, reasoning: ReasoningFormat) -> ReasoningFormat:
+        wrappers = tuple((self.translate(start), self.translate(end)) for start, end in reasoning.wrappers)
+        return ReasoningFormat(self.translate(reasoning.begin), self.translate(reasoning.end), (), wrappers)
 
-class TaggedParser:
-    """Parser of answers with reasoning between markers, then content and calls."""
+
+class TaggedParser(AnswerParser):
+    """Parser of answers with optional reasoning between markers, followed by content and tool calls.
+
+    The states are `"start"` (before the reasoning or the content), `"reasoning"`, `"content"`, `"call"`, `"after_call"`
+    and `"malformed"` (within a call that cannot be parsed).
+    """
 
     def __init__(
         self, form: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool, must_call: bool
     ):
-        self._form, self._reasoning, self._must_call = form, form.reasoning, must_call
+        super().__init__(form, "content")
+        self._must_call = must_call
+        self._reasoning = form.reasoning or NO_REASONING
         row = form.row if calls else None
         self._context = None if row is None else Context(row, tools, form.names)
-        self._begins = () if row is None else row.begins
-        self._ends = () if row is None else row.ends
-        # the arguments of DeepSeek V3 are a code block, whose end is no end of a call that cannot be read
-        self._closings = (*self._ends, "```") if row is not None and row.name == "deepseek_v3" else self._ends
-        # the letter with which calls without a marker start
+        self._is_xml = row is not None and row.syntax == "xml"
+        self._call_starts = () if row is None else row.begins
+        self._call_ends = () if row is None else row.ends
+        self._special_ends = [marker for marker in self._call_ends if any(x in form.names for x in marker)]
+        # The arguments of DeepSeek V3 are a code block. Its closing fence does not end a malformed call.
+        is_fenced = row is not None and row.name == "deepseek_v3"
+        self._after_call_markers = (*self._call_ends, "```") if is_fenced else self._call_ends
+        # First character of a call without a marker; empty if calls need a marker.
         is_list = row is not None and (row.syntax == "python" or row.name == "mistral")
-        self._bare = "" if row is None or not row.bare else "[" if is_list else "{"
-        self._buffer = ""
+        self._bare_start = "" if row is None or not row.bare else "[" if is_list else "{"
         self._scanner: CallScanner | None = None
-        self._done = 0  # characters at the start of the buffer whose calls were returned
-        self._searched = 0  # characters at the start of the buffer without a special token that ends a call
-        self._consumed = 0  # characters of the answer that left the buffer
-        self.reasoning_end = 0
-        """Position in the text of the answer after which its reasoning has ended."""
-        self._is_fresh = True  # no content was returned yet
-        self._strips = False  # blanks at the start of this part are left out
-        self._watches_end = False
-        self._wrapper = ""
-        self._state = "content"
-        if self._reasoning is not None:
-            self._state = self._first_state(self._reasoning, prompt)
+        self._num_returned = 0  # characters at the start of the buffer whose calls have been returned
+        self._num_searched = 0  # characters at the start of the buffer without a special token that ends a call
+        self._at_start = True  # no content and no call has been returned
+        self._skips_blanks = False  # leave out blanks at the start of the current part
+        self._may_be_reasoning = False  # an end marker would turn the content so far into reasoning
+        self._wrapper_end = ""  # end marker of the wrapper around the content
+        if form.reasoning is not None:
+            self._start_answer(prompt)
+
+    def _start_answer(self, prompt: str) -> None:
+        """Set the first state of a model that reasons. The end of the prompt may contain reasoning markers."""
+        start, end = self._reasoning.begin, self._reasoning.end
+        prompt = prompt.rstrip()
+        if prompt.endswith(start):
+            self._state, self._skips_blanks = "reasoning", True
+            return
+        last_end = prompt.rfind(end)
+        has_ended = last_end > prompt.rfind(start) and not prompt[last_end + len(end) :].strip()
+        self._state, self._may_be_reasoning = "start", not has_ended
 
     @property
     def in_reasoning(self) -> bool:
@@ -239,170 +327,131 @@ class TaggedParser:
         return self._state == "start"
 
     def may_reason(self, text: str) -> bool:
-        if self._state != "start" or self._reasoning is None:
+        if self._state != "start":
             return self._state == "reasoning"
-        begin, rest = self._reasoning.begin, (self._buffer + text).lstrip()
-        return rest.startswith(begin) or begin.startswith(rest)
+        start, text = self._reasoning.begin, (self._buffer + text).lstrip()
+        return text.startswith(start) or start.startswith(text)
 
-    def _first_state(self, reasoning: ReasoningFormat, prompt: str) -> str:
-        begun, ended = prompt.rfind(reasoning.begin), prompt.rfind(reasoning.end)
-        tail = prompt.rstrip()
-        if tail.endswith(reasoning.begin):
-            self._strips = True
-            return "reasoning"
-        self._watches_end = not (ended > begun and not tail[ended + len(reasoning.end) :].strip())
-        return "start"
-
-    def push(self, text: str) -> list[Event]:
-        self._buffer += text
-        return self._run(final=False)
-
-    def flush(self) -> list[Event]:
-        return self._run(final=True)
-
-    def _run(self, *, final: bool) -> list[Event]:
-        events = list[Event]()
-        steps = {
-            "start": self._start,
+    def _steps(self) -> Mapping[str, Callable[..., bool]]:
+        return {
+            "start": self._read_start,
             "reasoning": self._read_reasoning,
             "content": self._read_content,
             "call": self._read_calls,
-            "after": self._read_after,
+            "after_call": self._read_after_call,
             "malformed": self._read_malformed,
         }
-        while steps[self._state](events, final=final):
-            pass
-        return events
 
-    def _take(self, size: int) -> str:
-        text, self._buffer = self._buffer[:size], self._buffer[size:]
-        self._consumed += len(text)
-        self._searched = 0
-        return text
-
-    def _start(self, events: list[Event], *, final: bool) -> bool:
+    def _read_start(self, events: list[Event], *, final: bool) -> bool:
         """Look for the marker that starts the reasoning."""
-        assert self._reasoning is not None
-        begin, position = self._reasoning.begin, skip_blanks(self._buffer, 0)
+        start, position = self._reasoning.begin, skip_blanks(self._buffer, 0)
         rest = self._buffer[position:]
-        if rest.startswith(begin):
-            self._take(position + len(begin))
-            self._state, self._strips = "reasoning", True
+        if rest.startswith(start):
+            self._take(position + len(start))
+            self._state, self._skips_blanks = "reasoning", True
             return True
-        if begin.startswith(rest) and not final:
+        if start.startswith(rest) and not final:
             return False
         self._state = "content"
         return True
 
     def _read_reasoning(self, events: list[Event], *, final: bool) -> bool:
-        assert self._reasoning is not None
-        begin, end = self._reasoning.begin, self._reasoning.end
-        if self._strips:
+        start, end = self._reasoning.begin, self._reasoning.end
+        if self._skips_blanks:
             position = skip_blanks(self._buffer, 0)
             rest = self._buffer[position:]
-            if rest.startswith(begin):  # the model repeats the marker of the prompt
-                self._take(position + len(begin))
+            if rest.startswith(start):  # the model repeats the start marker of the prompt
+                self._take(position + len(start))
                 return True
-            if begin.startswith(rest) and not final:
+            if start.startswith(rest) and not final:
                 return False
             self._take(position)
-            self._strips = False
-        ends = [end, *(begin for begin in self._begins if begin[:1] in self._form.names)]
-        places = [(place, text) for text in ends if (place := self._buffer.find(text)) >= 0]
-        if places:
-            place, found = min(places)
-            self._add(events, Reasoning, self._take(place).rstrip())
-            self._take(len(found) if found == end else 0)
-            self.reasoning_end = self._consumed
-            self._state, self._strips, self._watches_end = "content", True, False
+            self._skips_blanks = False
+        markers = [end, *(marker for marker in self._call_starts if marker[:1] in self._form.names)]
+        found = find_first(self._buffer, markers)
+        if found is not None:
+            position, marker = found
+            self._add(events, Reasoning, self._take(position).rstrip())
+            self._take(len(marker) if marker == end else 0)
+            self.reasoning_end = self._num_taken
+            self._state, self._skips_blanks, self._may_be_reasoning = "content", True, False
             return True
-        size = len(self._buffer) if final else len(self._buffer) - partial_match(self._buffer, ends)
-        shown = self._buffer[:size].rstrip()
-        self._add(events, Reasoning, self._take(len(shown)))
+        size = len(self._buffer) - (0 if final else partial_match(self._buffer, markers))
+        text = self._buffer[:size].rstrip()
+        self._add(events, Reasoning, self._take(len(text)))
         if final:
             self._take(len(self._buffer))
-            self.reasoning_end = self._consumed
+            self.reasoning_end = self._num_taken
         return False
 
-    def _add(self, events: list[Event], kind: Any, text: str) -> None:
-        if text:
-            events.append(kind(text))
-
-    def _markers(self) -> list[str]:
-        """Return the texts that end a piece of content."""
-        markers = [*self._begins]
-        if self._reasoning is not None:
-            if self._watches_end:
-                markers += [self._reasoning.end, self._reasoning.begin]
-            elif self._reasoning.begin[:1] in self._form.names:
-                markers.append(self._reasoning.begin)  # a special token: the model reasons once more
-            for begin, end in self._reasoning.wrappers:
-                markers += [begin] if self._is_fresh or begin in self._form.names else []
-                markers += [end] if self._wrapper == end or end in self._form.names else []
+    def _content_markers(self) -> list[str]:
+        """Return the markers that may follow content in the current state."""
+        markers = [*self._call_starts]
+        if self._may_be_reasoning:
+            markers += [self._reasoning.end, self._reasoning.begin]
+        elif self._reasoning.begin[:1] in self._form.names:
+            markers.append(self._reasoning.begin)  # a special token: the model reasons again
+        for start, end in self._reasoning.wrappers:
+            markers += [start] if self._at_start or start in self._form.names else []
+            markers += [end] if self._wrapper_end == end or end in self._form.names else []
         return markers
 
     def _read_content(self, events: list[Event], *, final: bool) -> bool:
-        if self._strips:
+        if self._skips_blanks:
             position = skip_blanks(self._buffer, 0)
             if position == len(self._buffer) and not final:
                 return False
             self._take(position)
-            self._strips = False
-        if self._is_fresh and self._bare and self._context is not None:
+            self._skips_blanks = False
+        if self._at_start and self._bare_start:
             position = skip_blanks(self._buffer, 0)
-            letter = self._buffer[position : position + 1]
-            if not letter and not final:
+            rest = self._buffer[position:]
+            if not rest and not final:
                 return False
-            if (
-                letter
-                and letter in self._bare
-                and not any(self._buffer.startswith(text, position) for text in self._begins)
-            ):
-                may_be_marker = any(text.startswith(self._buffer[position:]) for text in self._begins)
-                if may_be_marker and not final:
+            if rest.startswith(self._bare_start) and not rest.startswith(self._call_starts):
+                if not final and any(marker.startswith(rest) for marker in self._call_starts):
                     return False
-                self._scanner = scanner_at(self._context, self._buffer, position, "", final=final)
-                self._state, self._is_fresh = "call", False
+                self._scanner = self._create_scanner(position, "", final=final)
+                self._state, self._at_start = "call", False
                 return True
-        markers = self._markers()
-        places = [(place, -len(text), text) for text in markers if (place := self._buffer.find(text)) >= 0]
-        if not places:
-            size = len(self._buffer) if final else len(self._buffer) - partial_match(self._buffer, markers)
-            self._content(events, self._take(size))
+        text, marker = self._take_until(self._content_markers(), final=final)
+        self._add_content(events, text)
+        if not marker:
             return False
-        place, _, marker = min(places)
-        self._content(events, self._take(place))
-        if marker in self._begins:
+        if marker in self._call_starts:
             self._state = "call"
-        elif self._reasoning is not None and marker == self._reasoning.end:
+        elif marker == self._reasoning.end:
             self._take(len(marker))
             events.append(ContentWasReasoning())
-            self.reasoning_end = self._consumed
-            self._watches_end, self._is_fresh, self._strips = False, True, True
-        elif self._reasoning is not None and marker == self._reasoning.begin:
-            self._watches_end = False
+            self.reasoning_end = self._num_taken
+            self._may_be_reasoning, self._at_start, self._skips_blanks = False, True, True
+        elif marker == self._reasoning.begin:
+            self._may_be_reasoning = False
             if marker[:1] in self._form.names:
                 self._take(len(marker))
-                self._state, self._strips = "reasoning", True
+                self._state, self._skips_blanks = "reasoning", True
             else:  # the content mentions the markers
-                self._content(events, self._take(len(marker)))
+                self._add_content(events, self._take(len(marker)))
         else:
             self._take(len(marker))
-            pairs = {} if self._reasoning is None else dict(self._reasoning.wrappers)
-            self._wrapper = pairs.get(marker, "")
-            self._strips = marker in pairs
+            ends = dict(self._reasoning.wrappers)
+            self._wrapper_end = ends.get(marker, "")
+            self._skips_blanks = marker in ends
         return True
 
-    def _content(self, events: list[Event], text: str) -> None:
-        if text:
-            events.append(Content(text))
-            self._is_fresh = self._is_fresh and not text.strip()
+    def _add_content(self, events: list[Event], text: str) -> None:
+        self._add(events, Content, text)
+        self._at_start = self._at_start and not text.strip()
+
+    def _create_scanner(self, position: int, marker: str, *, final: bool) -> CallScanner | None:
+        """Return the scanner of calls at a position of the buffer; None if more text is needed to select it."""
+        self._num_searched = 0
+        return None if self._context is None else scanner_at(self._context, self._buffer, position, marker, final=final)
 
     def _read_calls(self, events: list[Event], *, final: bool) -> bool:
-        assert self._context is not None
         if self._scanner is None:
-            marker = max((text for text in self._begins if self._buffer.startswith(text)), key=len)
-            self._scanner = scanner_at(self._context, self._buffer, 0, marker, final=final)
+            marker = max((marker for marker in self._call_starts if self._buffer.startswith(marker)), key=len)
+            self._scanner = self._create_scanner(0, marker, final=final)
             if self._scanner is None:
                 if final:
                     self._add(events, Partial, self._take(len(self._buffer)))
@@ -412,97 +461,95 @@ class TaggedParser:
             result = self._missed_end(result, final=final) or result
         if result is None:
             if final:
-                has_marker = any(self._buffer.startswith(text) for text in self._begins)
-                is_text = not self._done and not has_marker and not self._must_call
-                self._take(self._done)
-                self._add(events, Content if is_text else Partial, self._take(len(self._buffer)))
-                self._state, self._scanner, self._done = "content", None, 0
+                has_marker = self._buffer.startswith(self._call_starts)
+                is_content = not self._num_returned and not has_marker and not self._must_call
+                self._take(self._num_returned)
+                self._add(events, Content if is_content else Partial, self._take(len(self._buffer)))
+                self._state, self._scanner, self._num_returned = "content", None, 0
             return False
         if isinstance(result, Failed):
-            return self._fail(events, result)
+            self._fail(events, result)
+            return True
         for part in result.parts:
-            text = self._buffer[self._done : result.end]
+            text = self._buffer[self._num_returned : result.end]
             events.append(Malformed(text, self._readable(part)) if isinstance(part, str) else Call(part))
-        self._is_fresh = False
-        self._done = result.end
+        self._at_start = False
+        self._num_returned = result.end
         if result.closed:
             self._take(result.end)
-            self._state, self._scanner = "after", None
+            self._state, self._scanner = "after_call", None
         return True
 
     def _missed_end(self, result: Found | None, *, final: bool) -> Failed | None:
-        """Return the failure of a call that has an end marker within an argument that does not end.
+        """Return a failure if the call ended at a marker within an unterminated argument.
 
-        End markers that are special tokens cannot be part of an argument. Others can, unless another call follows.
+        An argument cannot contain an end marker that is a special token. It can contain any other end marker, unless
+        the answer is complete and another call follows this marker.
         """
-        assert self._context is not None
-        if self._context.row.syntax == "xml":  # its scanner knows the special tokens
+        if self._is_xml:  # `XmlCall` searches for special tokens itself
             return None
-        special = [text for text in self._ends if any(letter in self._form.names for letter in text)]
-        start = max(self._done, self._searched - max(map(len, self._ends), default=0))
-        places = [place for text in special if (place := self._buffer.find(text, start)) >= 0]
+        overlap = max(map(len, self._call_ends), default=0)
+        start = max(self._num_returned, self._num_searched - overlap)
+        found = [at for marker in self._special_ends if (at := self._buffer.find(marker, start)) >= 0]
         if result is not None:
-            places = [place for place in places if place < result.end]
+            found = [position for position in found if position < result.end]
         else:
-            self._searched = len(self._buffer)
-        if result is None and not places and final:
-            ends = [place + len(text) for text in self._ends if (place := self._buffer.find(text, self._done)) >= 0]
-            if ends and any(self._buffer.find(text, min(ends)) >= 0 for text in self._begins):
-                places = ends
-        return Failed(self._done, min(places), "the call ends within its arguments") if places else None
+            self._num_searched = len(self._buffer)
+        if result is None and not found and final:
+            ends = [
+                at + len(marker)
+                for marker in self._call_ends
+                if (at := self._buffer.find(marker, self._num_returned)) >= 0
+            ]
+            if ends and any(self._buffer.find(marker, min(ends)) >= 0 for marker in self._call_starts):
+                found = ends
+        return Failed(min(found), "the call ends within its arguments") if found else None
 
     def _readable(self, reason: str) -> str:
-        """Replace placeholders of special tokens, which `repr` has escaped, by their names."""
-        for letter, name in self._form.names.items():
-            reason = reason.replace(repr(letter)[1:-1], name)
+        """Replace placeholders, which `repr` has escaped, with the names of their special tokens."""
+        for placeholder, name in self._form.names.items():
+            reason = reason.replace(repr(placeholder)[1:-1], name)
         return reason
 
-    def _fail(self, events: list[Event], result: Failed) -> bool:
-        """Make text that is no call to content, or to that of a call which cannot be read."""
-        self._scanner = None
-        if not any(self._buffer.startswith(text) for text in self._begins):  # a call without a marker: it is text
-            self._take(self._done)  # the text of calls that were returned
-            self._state, self._done = "content", 0
-            return True
-        start, self._done = self._done, 0
-        self._take(start)
+    def _fail(self, events: list[Event], result: Failed) -> None:
+        """Leave the state `"call"`: the text is content if it has no marker, and a malformed call otherwise."""
+        has_marker, num_returned = self._buffer.startswith(self._call_starts), self._num_returned
+        self._take(num_returned)
+        self._scanner, self._num_returned = None, 0
+        if not has_marker:
+            self._state = "content"
+            return
         self._state = "malformed"
-        marker = next((text for text in self._begins if self._buffer.startswith(text)), "")
-        is_xml = self._context is not None and self._context.row.syntax == "xml"
-        size = result.position - start if is_xml else len(marker)  # several markers may be before the arguments
+        marker = next((marker for marker in self._call_starts if self._buffer.startswith(marker)), "")
+        size = result.position - num_returned if self._is_xml else len(marker)  # XML calls may have several markers
         events.append(Malformed(self._take(size), self._readable(result.reason)))
-        return True
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:
-        """Skip to the end of a call that cannot be read, or to the next call."""
-        markers = (*self._begins, *self._ends)
-        places = [(place, -len(text), text) for text in markers if (place := self._buffer.find(text)) >= 0]
-        if not places:
-            size = len(self._buffer) if final else len(self._buffer) - partial_match(self._buffer, markers)
-            self._add(events, Malformed, self._take(size))
+        """Skip to the end of a malformed call, or to the next call."""
+        text, marker = self._take_until((*self._call_starts, *self._call_ends), final=final)
+        is_end = marker in self._call_ends
+        self._add(events, Malformed, text + (self._take(len(marker)) if is_end else ""))
+        if not marker:
             return False
-        place, _, marker = min(places)
-        is_end = marker in self._ends
-        self._add(events, Malformed, self._take(place + len(marker) if is_end else place))
-        self._state = "after" if is_end else "call"
+        self._state = "after_call" if is_end else "call"
         return True
 
-    def _read_after(self, events: list[Event], *, final: bool) -> bool:
+    def _read_after_call(self, events: list[Event], *, final: bool) -> bool:
         """Leave out blanks and markers after a call."""
-        self._done = 0
+        self._num_returned = 0
         position = _skip_brackets(self._buffer)
         rest = self._buffer[position:]
-        if not final and self._ends and (not rest or any(text.startswith(rest) for text in self._ends)):
+        if not final and self._call_ends and (not rest or any(marker.startswith(rest) for marker in self._call_ends)):
             return False
-        if any(rest.startswith(text) for text in self._ends):
+        if rest.startswith(self._call_ends):
             self._take(position)
         position = skip_blanks(self._buffer, 0)
         rest = self._buffer[position:]
-        end = next((text for text in self._closings if rest.startswith(text)), None)
+        end = next((marker for marker in self._after_call_markers if rest.startswith(marker)), None)
         if end is not None:
             self._take(position + len(end))
             return True
-        if not final and (not rest or any(text.startswith(rest) for text in self._closings)):
+        if not final and (not rest or any(marker.startswith(rest) for marker in self._after_call_markers)):
             return False
         self._take(position)
         self._state = "content"
@@ -510,42 +557,45 @@ class TaggedParser:
 
 
 def _skip_brackets(text: str) -> int:
-    """Return the position after blanks, superfluous brackets and the end of a code block."""
+    """Return the position after blanks, surplus closing brackets and the end of a code block."""
     return len(text) - len(text.lstrip("}]` \t\r\n"))
 
 
-class HarmonyParser:
-    """Parser of the messages of gpt-oss: each has a channel, and may call a tool.
+class HarmonyParser(AnswerParser):
+    """Parser of the messages of gpt-oss (harmony format): each message has a channel and may be a tool call.
 
-    Common mistakes of the model are understood: a missing start or end of a message, a recipient before or after the
-    channel and without `functions.`, a missing `<|message|>` before arguments, and arguments that end without a marker.
+    Common mistakes of the models are accepted: a missing start or end of a message, a recipient before or after the
+    channel and without `functions.`, a missing or repeated `<|message|>` before arguments, and arguments without an end
+    marker.
+
+    The states are `"header"`, `"body"`, `"call"` and `"after_call"`.
     """
 
     def __init__(self, form: AnswerFormat, tools: Sequence[Mapping[str, Any]], prompt: str, *, calls: bool):
-        names = {
-            name: form.translate(f"<|{name}|>")
+        super().__init__(form, "header")
+        self._calls = calls
+        self._start, self._channel, self._message, constrain, *self._ends = (
+            form.translate(f"<|{name}|>")
             for name in ("start", "channel", "message", "constrain", "end", "call", "return")
-        }
-        self._form, self._calls, self._buffer = form, calls, ""
-        self._start, self._channel, self._message = names["start"], names["channel"], names["message"]
-        self._header_marks = [names[name] for name in ("start", "channel", "message", "constrain")]
-        self._ends = [names[name] for name in ("end", "call", "return")]
-        self._names = {function["name"] for function in functions_of(tools)}
+        )
+        self._header_markers = (self._start, self._channel, self._message, constrain)
+        self._tool_names = {function["name"] for function in functions_of(tools)}
         self._channel_name = re.compile(re.escape(self._channel) + r"\s*(\w+)")
         self._recipient = re.compile(r"\bto=([\w.-]+)")
-        self._state, self._is_first, self._consumed, self.reasoning_end = "header", True, 0, 0
-        self._prefix, self._kind, self._tool = "", "content", ""
+        self._may_lack_header = True
+        self._header_start = ""  # part of the header that is in the prompt
+        self._kind: type[Reasoning | Content | Malformed] = Content  # of the text of the current message
+        self._tool = ""  # tool that the current message calls
         self._value: JsonScanner | None = None
-        begun = prompt.rfind(self._start)
-        if begun >= 0:
-            header, is_message, _ = prompt[begun + len(self._start) :].partition(self._message)
-            self._prefix = header
-            if is_message:
-                self._open(header)
+        last_start = prompt.rfind(self._start)
+        if last_start >= 0:
+            self._header_start, message, _ = prompt[last_start + len(self._start) :].partition(self._message)
+            if message:
+                self._open_message(self._header_start)
 
     @property
     def in_reasoning(self) -> bool:
-        return self._state == "body" and self._kind == "reasoning"
+        return self._state == "body" and self._kind is Reasoning
 
     @property
     def is_undecided(self) -> bool:
@@ -554,103 +604,82 @@ class HarmonyParser:
     def may_reason(self, text: str) -> bool:
         return self.is_undecided or self.in_reasoning
 
-    def push(self, text: str) -> list[Event]:
-        self._buffer += text
-        return self._run(final=False)
-
-    def flush(self) -> list[Event]:
-        return self._run(final=True)
-
-    def _run(self, *, final: bool) -> list[Event]:
-        events = list[Event]()
-        steps = {
+    def _steps(self) -> Mapping[str, Callable[..., bool]]:
+        return {
             "header": self._read_header,
             "body": self._read_body,
             "call": self._read_call,
-            "after": self._read_after,
+            "after_call": self._read_after_call,
         }
-        while steps[self._state](events, final=final):
-            pass
-        return events
 
-    def _open(self, header: str) -> None:
-        """Start a message with a header."""
+    def _open_message(self, header: str) -> None:
+        """Start a message with this header."""
         channel, recipient = self._channel_name.search(header), self._recipient.search(header)
-        name = "final" if channel is None else channel[1].lower()
+        channel_name = "final" if channel is None else channel[1].lower()
         tool = "" if recipient is None else recipient[1]
-        is_function = tool.startswith("functions.") or tool in self._names
+        is_function = tool.startswith("functions.") or tool in self._tool_names
+        is_builtin = bool(tool) and not is_function and tool not in ("user", "assistant")
         while tool.startswith("functions."):
             tool = tool.removeprefix("functions.")
         self._tool = tool.rstrip(".") if is_function else ""
-        is_reasoning = name.startswith("analysis") or (
-            bool(tool) and not is_function and tool not in ("user", "assistant")
-        )
-        self._kind = "content" if self._tool else "reasoning" if is_reasoning else "content"
+        is_reasoning = channel_name.startswith("analysis") or is_builtin
+        self._kind = Reasoning if is_reasoning and not self._tool else Content
         self._state = "call" if self._tool and self._calls else "body"
-        self._is_first, self._prefix, self._value = False, "", None
+        self._may_lack_header, self._header_start, self._value = False, "", None
 
     def _read_header(self, events: list[Event], *, final: bool) -> bool:
-        buffer = self._buffer
-        if self._is_first and not self._prefix_is_open():
-            rest = buffer.lstrip()
-            starts = [*self._header_marks, "to="]
-            if rest.startswith("assistant"):  # the role, if a header follows
-                rest = rest.removeprefix("assistant")
-                rest = rest.lstrip() if rest[:1].isspace() or rest[:1] in self._form.names else rest
-            else:
-                starts.append("assistant")
-            if rest and not any(rest.startswith(text) or (text.startswith(rest) and not final) for text in starts):
-                self._state, self._kind, self._is_first = "body", "content", False  # text without a header
-                return True
-        place = buffer.find(self._message)
-        header = buffer if place < 0 else buffer[:place]
-        ends = [at for end in self._ends if (at := header.find(end)) >= 0]
-        header = header[: min(ends)] if ends else header
-        recipient = self._recipient.search(self._prefix + header)
+        if self._may_lack_header and self._lacks_header(final=final):
+            self._state, self._kind, self._may_lack_header = "body", Content, False
+            return True
+        header, message, _ = self._buffer.partition(self._message)
+        end = find_first(header, self._ends)
+        header = header if end is None else header[: end[0]]
         brace = header.find("{")
-        if recipient is not None and brace >= 0:  # <|message|> is missing
-            self._buffer = buffer[brace:]
-            self._open(self._prefix + header[:brace])
+        if brace >= 0 and self._recipient.search(self._header_start + header):  # <|message|> is missing
+            self._take(brace)
+            self._open_message(self._header_start + header[:brace])
             return True
-        if place >= 0 and not ends:
-            self._buffer = buffer[place + len(self._message) :]
-            self._open(self._prefix + header)
+        if end is not None:  # a message without text
+            self._take(len(header) + len(end[1]))
+            self._header_start = ""
             return True
-        if ends:  # a message without a text
-            self._buffer = (
-                buffer[min(ends) + 1 :] if self._ends[0] in self._form.names else buffer[min(ends) :].partition("|>")[2]
-            )
-            self._prefix = ""
+        if message:
+            self._take(len(header) + len(message))
+            self._open_message(self._header_start + header)
             return True
-        if final and buffer.strip():
-            words = buffer.split()
-            is_role = words[0] == "assistant" and (not self._is_first or (words[1:2] and words[1].startswith("to=")))
-            is_text = not (is_role or any(mark in buffer for mark in self._header_marks) or words[0].startswith("<|"))
-            self._add(events, "content", buffer if is_text else "")
         if final:
-            self._buffer = ""
+            text = self._take(len(self._buffer))
+            self._add(events, Content, "" if self._is_cut_header(text) else text)
         return False
 
-    def _prefix_is_open(self) -> bool:
-        """Return whether the prompt ends within a header, after the role."""
-        return self._channel in self._prefix or "to=" in self._prefix
+    def _lacks_header(self, *, final: bool) -> bool:
+        """Return whether the answer starts with content in place of a header."""
+        if self._channel in self._header_start or "to=" in self._header_start:  # the prompt ends within a header
+            return False
+        text = self._buffer.lstrip()
+        starts = [*self._header_markers, "to="]
+        if text.startswith("assistant"):  # the role, if a header follows
+            text = text.removeprefix("assistant")
+            text = text.lstrip() if text[:1].isspace() or text[:1] in self._form.names else text
+        else:
+            starts.append("assistant")
+        may_be_header = any(text.startswith(start) or (start.startswith(text) and not final) for start in starts)
+        return bool(text) and not may_be_header
 
-    def _add(self, events: list[Event], kind: str, text: str) -> None:
-        if text:
-            kinds = {"reasoning": Reasoning, "content": Content, "malformed": Malformed}
-            events.append(kinds[kind](text))
+    def _is_cut_header(self, text: str) -> bool:
+        """Return whether the text at the end of the answer is an incomplete header."""
+        words = text.split()
+        if not words or words[0].startswith("<|") or any(marker in text for marker in self._header_markers):
+            return True
+        has_recipient = len(words) > 1 and words[1].startswith("to=")
+        return words[0] == "assistant" and (has_recipient or not self._may_lack_header)
 
     def _read_body(self, events: list[Event], *, final: bool) -> bool:
-        marks = [*self._ends, self._start, self._channel]
-        places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
-        if not places:
-            size = len(self._buffer) if final else len(self._buffer) - partial_match(self._buffer, marks)
-            self._add(events, self._kind, self._buffer[:size])
-            self._buffer = self._buffer[size:]
+        text, marker = self._take_until([*self._ends, self._start, self._channel], final=final)
+        self._add(events, self._kind, text)
+        if not marker:
             return False
-        place, mark = min(places)
-        self._add(events, self._kind, self._buffer[:place])
-        self._buffer = self._buffer[place + (len(mark) if mark in self._ends else 0) :]
+        self._take(len(marker) if marker in self._ends else 0)
         self._state = "header"
         return True
 
@@ -658,99 +687,97 @@ class HarmonyParser:
         if self._value is None:
             start = skip_blanks(self._buffer, 0)
             rest = self._buffer[start:]
-            marks = [*self._ends, self._start, self._channel, self._message]
-            if not rest or any(mark.startswith(rest) and mark != rest for mark in marks):
-                if final and not rest:
-                    self._state = "header"
-                    events.append(Partial("", self._tool))
-                    return False
-                if not final:
-                    return False
-            if rest.startswith(self._message):  # written twice
-                self._buffer = rest[len(self._message) :]
+            markers = [*self._ends, self._start, self._channel, self._message]
+            if not final and any(marker.startswith(rest) and marker != rest for marker in markers):
+                return False
+            if not rest:
+                self._state = "header"
+                events.append(Partial("", self._tool))
+                return False
+            if rest.startswith(self._message):  # the model repeats the marker
+                self._take(start + len(self._message))
                 return True
             if any(rest.startswith(end) for end in self._ends):
                 events.append(Call(FunctionCall(self._tool, {})))
-                self._state = "after"
+                self._state = "after_call"
                 return True
             if not rest.startswith("{"):
-                reason = f"the arguments of {self._tool} are not a JSON object: {self._form.restore(rest[:80])!r}"
-                events.append(Malformed("", reason))
-                self._state, self._kind = "body", "malformed"
+                beginning = self._form.restore(rest[:80])
+                self._fail(events, f"the arguments of {self._tool} are not a JSON object: {beginning!r}")
                 return True
             self._value = JsonScanner(start)
         try:
             end = self._value.scan(self._buffer)
         except ValueError as error:
-            events.append(Malformed("", f"the arguments of {self._tool} are not valid JSON: {error}"))
-            self._state, self._kind = "body", "malformed"
+            self._fail(events, f"the arguments of {self._tool} are not valid JSON: {error}")
             return True
         if end is None:
             if final:
-                events.append(Partial(self._buffer, self._tool))
-                self._buffer = ""
+                events.append(Partial(self._take(len(self._buffer)), self._tool))
             return False
-        part = call_of(self._tool, parse_json_or_python(self._form.restore(self._buffer[self._value.start : end])))
-        events.append(Malformed(self._buffer[:end], part) if isinstance(part, str) else Call(part))
-        self._buffer, self._state = self._buffer[end:], "after"
+        start = self._value.start
+        text = self._take(end)
+        call = call_of(self._tool, parse_json_or_python(self._form.restore(text[start:])))
+        events.append(Malformed(text, call) if isinstance(call, str) else Call(call))
+        self._state = "after_call"
         return True
 
-    def _read_after(self, events: list[Event], *, final: bool) -> bool:
-        """Skip the end of a call."""
+    def _fail(self, events: list[Event], reason: str) -> None:
+        """Return the text of the current message as a malformed call."""
+        events.append(Malformed("", reason))
+        self._state, self._kind = "body", Malformed
+
+    def _read_after_call(self, events: list[Event], *, final: bool) -> bool:
+        """Leave out the end marker of a call."""
         position = skip_blanks(self._buffer, 0)
         rest = self._buffer[position:]
         end = next((end for end in self._ends if rest.startswith(end)), None)
         if end is not None:
-            self._buffer, self._state = rest[len(end) :], "header"
+            self._take(position + len(end))
+            self._state = "header"
             return True
         if not final and (not rest or any(end.startswith(rest) for end in self._ends)):
             return False
-        self._buffer, self._state = rest, "header"
-        self._is_first = not any(rest.startswith(mark) for mark in self._header_marks)
+        self._take(position)
+        self._state = "header"
+        self._may_lack_header = not rest.startswith(self._header_markers)
         return True
 
 
 class ContentSpacing:
-    """Filter of content: blanks around calls are left out, except between two texts.
+    """Filter of content that removes blanks around tool calls, except between two pieces of text.
 
-    The end of a text is held back while it is blank, as a call may follow.
+    Blanks at the end of the text are buffered, because a call may follow.
     """
 
     def __init__(self):
-        self._held, self._is_after_call, self._has_text = "", False, False
+        self._blanks, self._is_after_call, self._has_text = "", False, False
 
     def push(self, text: str) -> str:
-        """Add content, and return what can be shown."""
+        """Add content and return the text that further content cannot change."""
         if self._is_after_call:
             text = text.lstrip() if not self._has_text else text
             if not text.strip():
                 return ""
-            text = ((self._held or "\n") if self._has_text else "") + text
-            self._held, self._is_after_call = "", False
-        text = self._held + text
+            text = ((self._blanks or "\n") if self._has_text else "") + text
+            self._blanks, self._is_after_call = "", False
+        text = self._blanks + text
         shown = text.rstrip()
-        self._held, self._has_text = text[len(shown) :], self._has_text or bool(shown)
+        self._blanks, self._has_text = text[len(shown) :], self._has_text or bool(shown)
         return shown
 
     def call(self) -> None:
-        """Mark the place of a call."""
+        """Report that a tool call follows the content so far."""
         self._is_after_call = True
 
     def flush(self) -> str:
-        """Return what was held back, as no more content comes."""
-        held, self._held = self._held, ""
-        return "" if self._is_after_call else held
+        """Finish the content and return the remaining blanks."""
+        blanks, self._blanks = self._blanks, ""
+        return "" if self._is_after_call else blanks
 
 
-@functools.lru_cache(64)
-def _text_format(calls: ToolFormat, begin: str) -> AnswerFormat:
-    """Return the format of answers whose special tokens are written as their names."""
-    row = next((row for row in REASONING_FORMATS if row.begin == begin), None)
-    return AnswerFormat(calls, row)
-
-
-# Markers of the reasoning in families that do not write <think>, for parsers that do not know the chat template.
-REASONING_OF: dict[str, str] = {
+# Start markers of the reasoning in families that do not write <think>.
+_REASONING_STARTS: dict[str, str] = {
     "mistral": "[THINK]",
     "mistral_v11": "[THINK]",
     "cohere": "<|START_THINKING|>",
@@ -762,6 +789,14 @@ REASONING_OF: dict[str, str] = {
 }
 
 
-def text_parser(calls: ToolFormat, tools: Sequence[Mapping[str, Any]], begin: str = "") -> AnswerParser:
-    """Create the parser of an answer in which special tokens are written as their names."""
-    return _text_format(calls, begin or REASONING_OF.get(calls, "<think>")).parser(tools)
+@functools.lru_cache(64)
+def _text_format(calls: ToolFormat) -> AnswerFormat:
+    return AnswerFormat(calls, reasoning_format(_REASONING_STARTS.get(calls, "<think>")))
+
+
+def text_parser(calls: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+    """Create the parser of an answer in which special tokens are written as their names.
+
+    The markers of the reasoning follow from the format of tool calls, because the chat template is unknown.
+    """
+    return _text_format(calls).parser(tools)

@@ -1,8 +1,8 @@
-"""Incremental scanners of tool calls: each finds the end of one call in text that comes in pieces.
+"""Incremental scanners of tool calls, one for each syntax: each finds the end of a call in growing text.
 
-A scanner gets the text from the start of the calls on, which grows between calls of `scan`. It continues where it
-stopped, so that the time for long arguments is linear. What it returns depends on the text alone, and not on the
-pieces in which it comes.
+The text passed to `scan` starts where the calls start, and `scan` is called again when the text has grown. A scanner
+continues where it stopped, so that long arguments take linear time. The results depend on the text, not on the pieces
+in which it arrives.
 """
 
 import ast
@@ -15,17 +15,17 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.io.text.answers.arguments import (
     MAX_LEVELS,
-    SPELLINGS,
     ToolSchema,
     literal,
     parse_expression,
     parse_json,
     parse_json_or_python,
+    untyped_value,
 )
 from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, functions_of
 
 
-MAX_HEADER = 512  # characters from the marker of a call to its arguments
+MAX_HEADER = 512  # max. characters between the marker of a call and its arguments
 _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
 _NAME = r"[^\s<>\[\](){}\"'`=,;|｜]+"
@@ -33,43 +33,50 @@ _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
 _KEYWORD = re.compile(r"\s*([^=()\[\]{},\"'\s][^=()\[\]{},\"'\r\n]*?)\s*=(?!=)")
-_TEXT = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_STRING_PART = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+PYTHON_QUOTES = ("'", '"', "'''", '"""')
 
 
 class Found(NamedTuple):
-    """Calls found in a text: they end at `end`. For a call that cannot be read, `parts` has the reason."""
+    """Calls found in a text.
+
+    **Arguments:**
+
+    - `end`: position after the calls.
+    - `parts`: the calls. A string is the reason why a call cannot be parsed.
+    - `closed`: no further call can follow without a marker.
+    """
 
     end: int
     parts: tuple[FunctionCall | str, ...]
-    closed: bool  # no call can follow without a marker
+    closed: bool
 
 
 class Failed(NamedTuple):
-    """The text at `position` is no call; the call that cannot be read starts at `start`."""
+    """Text that cannot be parsed as a call. `position`: position of the first unexpected character."""
 
-    start: int
     position: int
     reason: str
 
 
 @runtime_checkable
 class CallScanner(Protocol):
-    """Scanner of calls after a marker."""
+    """Scanner of the calls after a marker."""
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
-        """Return the next calls, or None if more text is needed. `final`: no more text comes."""
+        """Return the next calls, or None if more text is needed. `final`: the text is complete."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What scanners need to know.
+    """Format and tools of an answer, which all scanners of the answer share.
 
     **Arguments:**
 
-    - `row`: the format, with its markers as they are in the text.
+    - `row`: format of tool calls, with placeholders in the markers that are special tokens.
     - `tools`: descriptions of the offered tools.
-    - `placeholders`: names of special tokens by the characters that stand for them in the text.
+    - `placeholders`: names of special tokens, by placeholder.
     """
 
     row: ToolCallFormat
@@ -78,49 +85,70 @@ class Context:
 
     @functools.cached_property
     def names(self) -> frozenset[str] | None:
-        """Names of the offered tools; None: unknown."""
+        """Names of the offered tools; None: any tool may be called."""
         return frozenset(function["name"] for function in functions_of(self.tools)) if self.tools else None
 
     def restore(self, text: str) -> str:
-        """Replace the placeholders of special tokens in a text by their names."""
-        for placeholder, name in self.placeholders.items():
-            text = text.replace(placeholder, name) if placeholder in text else text
-        return text
+        """Replace placeholders with the names of their special tokens."""
+        return restore_names(text, self.placeholders)
+
+    def is_special(self, marker: str) -> bool:
+        """Return whether a marker contains special tokens, so that an argument cannot contain it."""
+        return any(character in self.placeholders for character in marker)
 
     def schema(self, name: str) -> ToolSchema:
-        """Return the parameters of a tool."""
+        """Return the schema of a tool's parameters."""
         return ToolSchema(self.tools, name)
 
 
 def skip_blanks(text: str, position: int) -> int:
-    """Return the position of the next character that is no white space."""
+    """Return the position of the next character that is not white space."""
     match = _BLANK.match(text, position)
     return position if match is None else match.end()
 
 
 def partial_match(text: str, words: Sequence[str]) -> int:
-    """Return the number of characters at the end of a text that may be the start of a word."""
+    """Return the length of the longest suffix of a text that may be the incomplete start of one of the words."""
     longest = min(max(map(len, words), default=1) - 1, len(text))
     endings = (text[len(text) - size :] for size in range(longest, 0, -1))
     return next((len(ending) for ending in endings if any(word.startswith(ending) for word in words)), 0)
+
+
+def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """Return the position of the first marker in a text, and the marker; None if the text has no marker.
+
+    Of several markers at the same position, the longest is returned.
+    """
+    found = [(position, -len(marker), marker) for marker in markers if (position := text.find(marker)) >= 0]
+    if not found:
+        return None
+    position, _, marker = min(found)
+    return position, marker
+
+
+def restore_names(text: str, names: Mapping[str, str]) -> str:
+    """Replace the placeholders of special tokens in a text. `names`: replacements by placeholder."""
+    for placeholder, name in names.items():
+        text = text.replace(placeholder, name)
+    return text
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 class JsonScanner:
-    """Scanner of one JSON object or list: it finds its end, or the first character that cannot be JSON.
+    """Scanner that finds the end of a JSON object or list, or the first character that is not valid JSON.
 
-    Texts may have line breaks, and may be enclosed in single quotes, as in Python.
+    Strings may contain line breaks and may be enclosed in single quotes, as in Python.
     """
 
     def __init__(self, start: int):
         self.start = self.position = start
         self._stack, self._quote = list[str](), ""
-        self._expects = "value"  # or: first_value, key, first_key, colon, comma
+        self._expects = "value"  # or "first_value", "key", "first_key", "colon", "comma"
 
     def scan(self, text: str) -> int | None:
-        """Return the end of the value; None if more text is needed. Raises ValueError for what is no JSON."""
+        """Return the position after the value; None if more text is needed. Raises ValueError if it is not JSON."""
         while True:
             if self._quote:
                 if not self._skip_string(text):
@@ -135,7 +163,8 @@ class JsonScanner:
                 return self.position
 
     def _skip_string(self, text: str) -> bool:
-        match = _TEXT[self._quote].match(text, self.position)
+        """Skip the rest of a string. Returns False if more text is needed."""
+        match = _STRING_PART[self._quote].match(text, self.position)
         self.position = self.position if match is None else match.end()
         while self.position < len(text):
             if text[self.position] == self._quote:
@@ -143,31 +172,32 @@ class JsonScanner:
                 return True
             if self.position + 1 >= len(text):
                 return False
-            match = _TEXT[self._quote].match(text, self.position + 2)
+            match = _STRING_PART[self._quote].match(text, self.position + 2)
             self.position = self.position + 2 if match is None else match.end()
         return False
 
     def _after_value(self) -> None:
         self._expects = "colon" if self._expects in ("key", "first_key") else "comma"
 
-    def _step(self, text: str, letter: str) -> bool:
+    def _step(self, text: str, character: str) -> bool:
+        """Read one punctuation mark, the start of a string, or a word. Returns False if more text is needed."""
         expects, is_object = self._expects, bool(self._stack) and self._stack[-1] == "}"
-        if letter in "]}" and self._stack and letter == self._stack[-1]:
+        if character in "]}" and self._stack and character == self._stack[-1]:
             if expects not in ("comma", "first_value", "first_key"):
                 raise self._error(text)
             self._stack.pop()
             self._expects = "comma"
-        elif expects == "comma" and letter == ",":
+        elif expects == "comma" and character == ",":
             self._expects = "key" if is_object else "value"
-        elif expects == "colon" and letter == ":":
+        elif expects == "colon" and character == ":":
             self._expects = "value"
-        elif letter in "\"'" and expects not in ("comma", "colon") and self._stack:
-            self._quote = letter
-        elif letter in "{[" and expects in ("value", "first_value"):
+        elif character in "\"'" and expects not in ("comma", "colon") and self._stack:
+            self._quote = character
+        elif character in "{[" and expects in ("value", "first_value"):
             if len(self._stack) >= MAX_LEVELS:
-                raise ValueError(f"arguments have more than {MAX_LEVELS} levels")
-            self._stack.append("}" if letter == "{" else "]")
-            self._expects = "first_key" if letter == "{" else "first_value"
+                raise ValueError(f"more than {MAX_LEVELS} levels of lists and objects")
+            self._stack.append("}" if character == "{" else "]")
+            self._expects = "first_key" if character == "{" else "first_value"
         elif expects in ("value", "first_value") and self._stack:
             return self._skip_word(text)
         else:
@@ -176,6 +206,7 @@ class JsonScanner:
         return True
 
     def _skip_word(self, text: str) -> bool:
+        """Skip a number or a constant. Returns False if more text is needed."""
         match = _WORD.match(text, self.position)
         if match is None:
             raise self._error(text)
@@ -192,12 +223,13 @@ class JsonScanner:
 
 
 class JsonCalls:
-    """Scanner of calls that are JSON objects with a name and arguments, or lists of these.
+    """Scanner of calls that are JSON objects with the tool's name and arguments, or lists of such objects.
 
     **Arguments:**
 
+    - `context`: format and tools of the answer.
     - `start`: position after the marker.
-    - `is_bare`: there is no marker: the first object must be a call of an offered tool.
+    - `is_bare`: the calls have no marker. The first object must call an offered tool.
     """
 
     def __init__(self, context: Context, start: int, *, is_bare: bool = False):
@@ -213,53 +245,54 @@ class JsonCalls:
             self._value = JsonScanner(started)
         start = self._value.start
         if self._is_bare and self._num_calls == 0 and not self._may_be_call(text, start):
-            return Failed(start, start, "no such tool is offered")
+            return Failed(start, "this is not a call of an offered tool")
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(start, self._value.position, f"invalid JSON in tool call: {error}")
+            return Failed(self._value.position, f"invalid JSON in tool call: {error}")
         if end is None:
             return None
         part = self._call(text[start:end])
         if self._is_bare and self._num_calls == 0 and isinstance(part, str):
-            return Failed(start, end, part)
+            return Failed(end, part)
         self._value, self._position = None, end
         self._num_calls += 1
         return Found(end, (part,), closed=False)
 
     def _start(self, text: str, *, final: bool) -> Found | Failed | int | None:
-        """Return where the next object starts, the end of the calls, or that there is none."""
+        """Return the position of the next object, or the result of `scan` if there is no next object yet."""
         position = self._position
         while True:
             position = skip_blanks(text, position)
             if position >= len(text):
                 return Found(self._position, (), closed=True) if final and self._num_calls else None
-            letter = text[position]
-            if letter == "{":
+            character = text[position]
+            if character == "{":
                 return position
-            if self._num_calls == 0 and letter == "[" and not self._in_list:
+            if self._num_calls == 0 and character == "[" and not self._in_list:
                 self._in_list, self._position = True, position + 1
-            elif self._num_calls == 0 and letter == "`" and not self._in_list:
+            elif self._num_calls == 0 and character == "`" and not self._in_list:
                 if len(text) < position + len("```json") and not final:
                     return None
                 if not text.startswith("```", position):
                     break
                 position += len("```json") if text.startswith("```json", position) else len("```")
                 continue
-            elif letter == "]" and self._in_list:
+            elif character == "]" and self._in_list:
                 return Found(position + 1, (), closed=True)
-            elif self._num_calls and letter in ",;":
+            elif self._num_calls and character in ",;":
                 pass
             else:
                 break
             position += 1
         if self._num_calls:
             if self._in_list:
-                return Failed(position, position, f"unexpected {text[position : position + 20]!r} in a list of calls")
+                return Failed(position, f"unexpected {text[position : position + 20]!r} in a list of calls")
             return Found(self._position, (), closed=True)
-        return Failed(self._position, position, f"{text[position : position + 80]!r} is not a JSON object")
+        return Failed(position, f"{text[position : position + 80]!r} is not a JSON object")
 
     def _may_be_call(self, text: str, start: int) -> bool:
+        """Return whether an object may be a call of an offered tool, as far as its text is known."""
         row, names = self._context.row, self._context.names
         known = {*row.name_keys, *row.argument_keys, "type", "id"}
         head = text[start : start + MAX_HEADER]
@@ -276,19 +309,19 @@ class JsonCalls:
             return f"{text[:80]!r} is not a JSON object"
         if not row.name_keys:
             if len(value) != 1:
-                return f"{json.dumps(value)[:80]} must have one key, the name of the tool"
+                return f"{json.dumps(value)[:80]} must have a single key, the name of the tool"
             ((name, arguments),) = value.items()
             return call_of(name, arguments)
         inner = value.get("function")
         value = inner if isinstance(inner, dict) else value
         name = next((value[key] for key in row.name_keys if isinstance(value.get(key), str)), None)
         if name is None:
-            return f"{json.dumps(value)[:80]} has no name"
+            return f"{json.dumps(value)[:80]} has no tool name"
         if self._is_bare:
             names, allowed = self._context.names, {*row.name_keys, *row.argument_keys, "type", "id"}
             has_arguments = any(key in value for key in row.argument_keys)
             if names is not None and name not in names:
-                return f"no tool of the name {name!r} is offered"
+                return f"the tool {name!r} is not offered"
             if not value.keys() <= allowed or (names is None and not has_arguments):
                 return f"{json.dumps(value)[:80]} is not a call"
         arguments = next((value[key] for key in row.argument_keys if key in value), {})
@@ -296,8 +329,11 @@ class JsonCalls:
 
 
 def call_of(name: str, arguments: Any) -> FunctionCall | str:
-    """Return a call; arguments may be missing, or JSON in a text. Returns the reason if they cannot be read."""
-    if isinstance(arguments, str):  # as in OpenAI's API
+    """Return a call, or the reason why its arguments cannot be parsed.
+
+    `arguments`: an object, JSON text as in OpenAI's API, or None for no arguments.
+    """
+    if isinstance(arguments, str):
         if not arguments.strip():
             return FunctionCall(name, {})
         try:
@@ -306,16 +342,17 @@ def call_of(name: str, arguments: Any) -> FunctionCall | str:
             return f"the arguments of {name} are not valid JSON: {error}"
     if arguments is None:
         return FunctionCall(name, {})
-    return (
-        FunctionCall(name, arguments) if isinstance(arguments, dict) else f"the arguments of {name} are not an object"
-    )
+    if not isinstance(arguments, dict):
+        return f"the arguments of {name} are not a JSON object"
+    return FunctionCall(name, arguments)
 
 
 class NamedJsonCall:
-    """Scanner of one call whose name stands before a JSON object with its arguments.
+    """Scanner of one call that consists of the tool's name and a JSON object with its arguments.
 
     **Arguments:**
 
+    - `context`: format and tools of the answer.
     - `start`: position after the marker.
     """
 
@@ -323,20 +360,21 @@ class NamedJsonCall:
         self._context, self._start = context, start
         row = context.row
 
-        def part(text: str) -> str:
-            return re.escape(next((key for key, name in context.placeholders.items() if name == text), text))
+        def pattern(marker: str) -> str:
+            placeholder = next((key for key, name in context.placeholders.items() if name == marker), marker)
+            return re.escape(placeholder)
 
         separator = {
-            "deepseek_v3": part("<｜tool▁sep｜>"),
-            "deepseek_v31": part("<｜tool▁sep｜>"),
-            "kimi_k2": part("<|tool_call_argument_begin|>"),
-        }.get(row.name, part("[ARGS]"))
+            "deepseek_v3": pattern("<｜tool▁sep｜>"),
+            "deepseek_v31": pattern("<｜tool▁sep｜>"),
+            "kimi_k2": pattern("<|tool_call_argument_begin|>"),
+        }.get(row.name, pattern("[ARGS]"))
         before = {
             "deepseek_v3": rf"(?:\w*\s*{separator})?",
             "deepseek_v31": rf"(?:function\s*{separator})?",
             "kimi_k2": r"(?:functions\.)?",
         }.get(row.name, "")
-        number = r"(?::[0-9]+)?" if row.name == "kimi_k2" else rf"(?:{part('[CALL_ID]')}\w+)?"
+        number = r"(?::[0-9]+)?" if row.name == "kimi_k2" else rf"(?:{pattern('[CALL_ID]')}\w+)?"
         fence = r"(?:```(?:json)?\s*)?"
         self._header = re.compile(rf"\s*{before}\s*({_NAME}?)\s*{number}\s*(?:{separator})?\s*{fence}")
         self._name = ""
@@ -351,158 +389,151 @@ class NamedJsonCall:
             if ends:
                 header = self._header.fullmatch(text, self._start, min(ends))
                 if header is None:
-                    return Failed(self._start, min(ends), f"{text[self._start : min(ends)][:80]!r} is not a name")
+                    return Failed(min(ends), f"{text[self._start : min(ends)][:80]!r} is not a tool name")
                 return Found(min(ends), (FunctionCall(header[1], {}),), closed=True)
             if first < 0:
                 if len(text) - self._start >= MAX_HEADER:
-                    return Failed(self._start, len(text), "it has no arguments")
+                    return Failed(len(text), "the call has no arguments")
                 return None
             header = self._header.fullmatch(text, self._start, limit)
             if header is None:
-                return Failed(self._start, limit, f"{text[self._start : limit][:80]!r} is not a name")
+                return Failed(limit, f"{text[self._start : limit][:80]!r} is not a tool name")
             self._name, self._value = header[1], JsonScanner(limit)
         try:
             end = self._value.scan(text)
         except ValueError as error:
-            return Failed(
-                self._start, self._value.position, f"the arguments of {self._name} are not valid JSON: {error}"
-            )
+            return Failed(self._value.position, f"the arguments of {self._name} are not valid JSON: {error}")
         if end is None:
             return None
         value = parse_json_or_python(self._context.restore(text[self._value.start : end]))
         return Found(end, (call_of(self._name, value),), closed=True)
 
 
-# --- parameters between tags ------------------------------------------------------------------------------------------
+# --- tags -------------------------------------------------------------------------------------------------------------
 
 
 class XmlCall:
-    """Scanner of one call whose arguments stand between tags.
+    """Scanner of one call whose arguments are enclosed in tags.
 
-    Values are not escaped. A value ends where the structure of the call goes on: before the next parameter, or before
-    the end of the call. A parameter that the tool does not declare, or that occurs twice, must be written as the chat
-    template writes it, with the same line breaks. The last of several possible ends counts: so a call ends where the
-    next call starts, or the answer ends, unless special tokens mark its end. Calls of tools that are not offered must
-    be written as the template writes them, too.
+    Values are not escaped, so a value may contain text that looks like a closing tag. A closing tag ends the value only
+    if the next parameter or the end of the call follows. If the end of the call follows several closing tags, the last
+    of these tags ends the value. Therefore the end of a call is known only when the next call starts or the answer
+    ends, unless the end marker is a special token.
+
+    Parameters that the tool does not declare, repeated parameters, and calls of tools that are not offered are accepted
+    only if they are written exactly as the chat template writes them, including line breaks.
 
     **Arguments:**
 
+    - `context`: format and tools of the answer.
     - `start`: position of the marker.
     """
 
     def __init__(self, context: Context, start: int):
         row = context.row
         self._context, self._start = context, start
-        self._searched, self._body = start, -1
+        self._body = -1  # position of the arguments; -1: the header is incomplete
+        self._searched = start  # position up to which no other call starts
         self._name, self._schema = "", context.schema("")
-        heads = f"{row.section_begin}{row.call_begin}".split()
-        self._head = heads
-        name_end = row.name_end.strip()
-        quote = '"' if row.call_begin.endswith('"') else ""
-        name = rf'"?({_NAME})"?' if quote else rf"({_NAME})"
-        literal_end = re.escape(name_end.lstrip('"'))
+        heads = self._heads = f"{row.section_begin}{row.call_begin}".split()
+        name = rf'"?({_NAME})"?' if row.call_begin.endswith('"') else rf"({_NAME})"
+        name_end = re.escape(row.name_end.strip().lstrip('"'))
         starts = [r"\s*".join(re.escape(text.rstrip('"')) for text in heads[at:]) for at in range(len(heads))]
-        self._call_start = re.compile(rf"(?:{'|'.join(starts)})\s*{name}\s*{literal_end}")
+        self._call_start = re.compile(rf"(?:{'|'.join(starts)})\s*{name}\s*{name_end}")
         self._parameter = self._parameter_pattern(row)
-        close = row.parameter_end.strip()
-        self._close = close
-        ends = row.call_end.split()
-        self._ends = ends
+        self._close = row.parameter_end.strip()
+        ends = self._ends = row.call_end.split()
         written_end = row.parameter_end + row.parameter_separator
         self._written_gap = written_end[len(written_end.rstrip()) :]
         self._written_start = re.compile(
             re.escape(row.call_begin) + rf"{_NAME}" + re.escape(row.name_end).replace(re.escape("{index}"), "[0-9]+")
         )
+        # End of a call by the text that is allowed between its tags. The key "" is for calls without the outer tag,
+        # which some models leave out.
         self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
-        # a marker that is a special token cannot be a part of an argument
-        self._special_end = next(
-            (text for text in (*ends, *row.ends) if any("\ud800" <= x <= "\udfff" for x in text)), None
-        )
-        # some models leave out the tag around a call
         self._call_end[""] = re.compile(re.escape(ends[0]))
+        self._special_end = next(filter(context.is_special, (*ends, *row.ends)), "")
         last = f"(?:{_LINES}{_LINES.join(map(re.escape, ends[1:]))})?" if len(ends) > 1 else ""
         self._closed = re.compile(re.escape(ends[0]) + last)
-        tag = "[^<>]*".join(map(re.escape, close.split("{key}")))
+        tag = "[^<>]*".join(map(re.escape, self._close.split("{key}")))
         self._closed_parameter = re.compile(tag + _LINES + self._closed.pattern)
 
     @staticmethod
     def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
+        """Return the expression for the start of a parameter. Its groups are the key and `true` for a string value."""
         is_quoted = row.parameter_begin.endswith('"')
         key = r'"?([^"<>\n]{1,256}?)"?' if is_quoted else r"([^<>\n/][^<>\n]{0,255}?)"
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
-            return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>()")
+            return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>")
         pieces = row.key_end.removeprefix('"' if is_quoted else "").split()
-        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, pieces)) + "()()")
+        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, pieces)) + "()")
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
         if self._body < 0:
             header = self._call_start.match(text, self._start)
             if header is None or (not self._context.row.name_end.strip() and header.end() == len(text) and not final):
                 return self._no_header(text, final=final)
-            self._name = next(group for group in header.groups() if group is not None)
+            self._name = header[1]
             self._body = self._searched = header.end()
             self._schema = self._context.schema(self._name)
         start = skip_blanks(text, self._body)
         if start < len(text) and not final and text[start] != "{" and not self._may_start(text, start):
-            return Failed(self._start, start, f"{text[start : start + 80]!r} is not a parameter")
+            return Failed(start, f"{text[start : start + 80]!r} is not a parameter")
         extent = self._extent(text)
         if extent is None and not final:
             return None
         return self._parsed(text, len(text) if extent is None else extent, start)
 
     def _no_header(self, text: str, *, final: bool) -> Found | Failed | None:
-        """Return that there is no header, or None if more text may complete it."""
-        position, head = self._start, self._head
-        at = next((at for at, word in enumerate(head) if text.startswith(word, position)), -1)
-        if at < 0 and not any(
-            word.startswith(text[position:]) or word.rstrip('"').startswith(text[position:]) for word in head
-        ):
-            return Failed(self._start, position + 1, "it has no name")
-        for word in head[at:] if at >= 0 else ():
-            if not text.startswith(word, position):
-                rest = text[position:]
-                if word.startswith(rest) and not final:
-                    return None
-                if final and word.startswith(rest):
-                    return None
-                return Failed(self._start, position, f"it has no {word} with a name")
-            position = skip_blanks(text, position + len(word))
+        """Return the failure of a call without a name, or None if more text may complete the header."""
+        position, heads = self._start, self._heads
+        first = next((index for index, head in enumerate(heads) if text.startswith(head, position)), None)
         rest = text[position:]
-        pieces = "".join(self._context.row.name_end.split())
+        if first is None and not any(head.startswith(rest) or head.rstrip('"').startswith(rest) for head in heads):
+            return Failed(position + 1, "the call has no tool name")
+        for head in () if first is None else heads[first:]:
+            if not text.startswith(head, position):
+                if head.startswith(text[position:]):
+                    return None
+                return Failed(position, f"the call has no {head} with a tool name")
+            position = skip_blanks(text, position + len(head))
+        rest = text[position:]
+        name_end = "".join(self._context.row.name_end.split())
         match = re.compile(_NAME).match(text, position)
         tail = "" if match is None else text[match.end() :].strip()
-        if rest and (match is None or (tail and not pieces.startswith(tail) and not tail.startswith(pieces))):
-            return Failed(self._start, position, f"{rest[:80]!r} is not a name")
+        if rest and (match is None or (tail and not name_end.startswith(tail) and not tail.startswith(name_end))):
+            return Failed(position, f"{rest[:80]!r} is not a tool name")
         return None
 
     def _may_start(self, text: str, start: int) -> bool:
-        """Return whether parameters, or the end of the call, may stand at a position."""
+        """Return whether the text at a position may be a parameter or the end of the call."""
         rest = text[start : start + MAX_HEADER]
         words = (self._context.row.parameter_begin.split()[0], self._ends[0])
         return any(rest.startswith(word) or word.startswith(rest) for word in words)
 
     def _extent(self, text: str) -> int | None:
-        """Return the position after which the call certainly has ended; None if more text may belong to it."""
+        """Return a position at which the call must have ended; None if further text may belong to the call."""
         names, position = self._context.names, max(self._body, self._searched - MAX_HEADER)
-        special = -1 if self._special_end is None else text.find(self._special_end, self._body)
-        limit = len(text) if special < 0 else special + len(self._special_end or "")
+        special = text.find(self._special_end, self._body) if self._special_end else -1
+        limit = len(text) if special < 0 else special + len(self._special_end)
         for match in self._call_start.finditer(text, position, limit):
-            name = next(group for group in match.groups() if group is not None)
-            may_go_on = match.end() == len(text) and not self._context.row.name_end.strip()
-            if may_go_on:
+            is_incomplete = match.end() == len(text) and not self._context.row.name_end.strip()
+            if is_incomplete:
                 continue
-            if names is not None and name not in names and not self._is_written_start(text, match):
+            if names is not None and match[1] not in names and not self._is_written_start(text, match):
                 continue
             ends = [closed.end() for closed in self._closed_parameter.finditer(text, self._body, match.start())]
             empty = self._closed.match(text, skip_blanks(text, self._body), match.start())
-            if ends or empty is not None:
-                return ends[-1] if ends else empty.end() if empty is not None else None
+            if ends:
+                return ends[-1]
+            if empty is not None:
+                return empty.end()
         self._searched = len(text)
         return None if special < 0 else limit
 
     def _is_written_start(self, text: str, match: re.Match[str]) -> bool:
-        """Return whether the start of a call is written as the chat template writes it."""
+        """Return whether the start of a call is written exactly as the chat template writes it."""
         found = self._written_start.search(text, match.start())
         return found is not None and found.start() < match.end()
 
@@ -518,14 +549,13 @@ class XmlCall:
                     and extent == len(text)
                     and text[end:].strip() != self._context.row.section_end.strip()
                 ):
-                    break  # it may be a part of an argument that was cut off
+                    break  # the end tag may be part of an argument that is cut off
                 call = FunctionCall(self._name, values)
                 return Found(end, (call,), closed=True)
         if extent < len(text) or text.rstrip().endswith((self._ends[-1], *self._context.row.ends)):
-            reason = f"the parameters of {self._name} cannot be read: {text[start : start + 80]!r}"
-            return Failed(self._start, start, reason)
+            return Failed(start, f"the parameters of {self._name} cannot be parsed: {text[start : start + 80]!r}")
         if start < len(text) and not self._may_start(text, start):
-            return Failed(self._start, start, f"{text[start : start + 80]!r} is not a parameter")
+            return Failed(start, f"{text[start : start + 80]!r} is not a parameter")
         return None
 
     def _json_arguments(self, text: str, extent: int, start: int) -> Found | Failed | None:
@@ -533,7 +563,7 @@ class XmlCall:
         try:
             end = scanner.scan(text[:extent])
         except ValueError as error:
-            return Failed(self._start, scanner.position, f"the arguments of {self._name} are not valid JSON: {error}")
+            return Failed(scanner.position, f"the arguments of {self._name} are not valid JSON: {error}")
         if end is None:
             return None
         closed = re.compile(_BLANKS + self._call_end[_BLANKS].pattern).match(text, end)
@@ -541,7 +571,10 @@ class XmlCall:
         return Found(end if closed is None else closed.end(), (call_of(self._name, value),), closed=True)
 
     def _parameters(self, text: str, extent: int, position: int, gap: str) -> tuple[dict[str, Any], int] | None:
-        """Return the arguments and the end of the call; None if they cannot be read."""
+        """Return the arguments and the end of the call; None if the arguments cannot be parsed.
+
+        `gap`: expression for the text between the end tags of a parameter and of the call.
+        """
         values, known = dict[str, Any](), self._schema.known_names
         gaps, call_end = re.compile(gap or _LINES), self._call_end[gap]
         while True:
@@ -565,7 +598,7 @@ class XmlCall:
             values[key] = value if opened[2] == "true" else self._schema.convert(key, value)
 
     def _has_lines(self, text: str, start: int) -> bool:
-        """Return whether the value stands on lines of its own, where the format writes it so."""
+        """Return whether the format writes a line break around values, and this value starts with one."""
         return self._context.row.key_end.endswith(">\n") and text.startswith("\n", start)
 
     def _value_end(
@@ -578,7 +611,7 @@ class XmlCall:
         used: set[str],
         known: frozenset[str] | None,
     ) -> tuple[int, int] | None:
-        """Return the end of a value, and the position after its closing tag."""
+        """Return the end of a value and the position after its closing tag; None if the value does not end."""
         close = self._close.replace("{key}", opened[1])
         closes = f"\n{close}" if self._has_lines(text, opened.end()) and gap.pattern == _LINES else close
         last = None
@@ -599,20 +632,21 @@ class XmlCall:
         return last
 
 
-# --- calls in the syntax of Python ------------------------------------------------------------------------------------
+# --- Python syntax ----------------------------------------------------------------------------------------------------
 
 
 class BracketScanner:
-    """Scanner of text in brackets with strings: it finds the end of the first bracket.
+    """Scanner of bracketed text with strings: finds the bracket that closes the first bracket.
 
-    A string ends at its delimiter where the text after it continues the list of arguments: published templates do not
-    escape delimiters within strings.
+    Published chat templates do not escape delimiters within strings. Therefore a delimiter ends a string only if the
+    text after it continues the list of arguments.
 
     **Arguments:**
 
     - `start`: position of the opening bracket.
     - `quotes`: delimiters of strings.
-    - `certain`: delimiters that are special tokens, which always end a string.
+    - `escapes`: a backslash escapes the next character of a string.
+    - `certain`: a delimiter always ends a string, because the delimiters are special tokens.
     """
 
     _PAIRS: ClassVar[Mapping[str, str]] = {"(": ")", "[": "]", "{": "}"}
@@ -622,11 +656,14 @@ class BracketScanner:
         self._escapes, self._certain, self._stack, self._quote = escapes, certain, list[str](), ""
         self.strings = list[tuple[int, int, str]]()  # start, end and delimiter
         self._string_start = 0
-        letters = "".join(sorted({quote[0] for quote in quotes}))
-        self._special = re.compile(f"[()\\[\\]{{}}{re.escape(letters)}]")
+        quote_starts = "".join(sorted({quote[0] for quote in quotes}))
+        self._special = re.compile(f"[()\\[\\]{{}}{re.escape(quote_starts)}]")
 
     def scan(self, text: str) -> int | None:
-        """Return the end of the brackets; None if more text is needed. Raises ValueError for brackets that differ."""
+        """Return the position after the closing bracket; None if more text is needed.
+
+        Raises ValueError for brackets that do not match.
+        """
         while True:
             if self._quote and not self._skip_string(text):
                 return None
@@ -634,7 +671,7 @@ class BracketScanner:
             if match is None:
                 self.position = len(text)
                 return None
-            letter, at = match[0], match.start()
+            character, at = match[0], match.start()
             self.position = at
             rest = text[at : at + len(self._quotes[0])]
             if any(quote.startswith(rest) and quote != rest for quote in self._quotes) and at + len(rest) == len(text):
@@ -642,13 +679,13 @@ class BracketScanner:
             quote = next((quote for quote in self._quotes if rest.startswith(quote)), "")
             if quote:
                 self._quote, self._string_start, self.position = quote, at, at + len(quote)
-            elif letter in self._PAIRS:
+            elif character in self._PAIRS:
                 if len(self._stack) >= MAX_LEVELS:
-                    raise ValueError(f"arguments have more than {MAX_LEVELS} levels")
-                self._stack.append(self._PAIRS[letter])
+                    raise ValueError(f"more than {MAX_LEVELS} levels of lists and objects")
+                self._stack.append(self._PAIRS[character])
                 self.position += 1
-            elif letter in self._PAIRS.values():
-                if not self._stack or self._stack.pop() != letter:
+            elif character in self._PAIRS.values():
+                if not self._stack or self._stack.pop() != character:
                     raise ValueError(f"unexpected {text[at : at + 20]!r}")
                 self.position += 1
                 if not self._stack:
@@ -657,8 +694,9 @@ class BracketScanner:
                 self.position += 1
 
     def argument_starts(self, text: str, opened: int) -> list[int]:
-        """Return the positions at which arguments start: after the opening bracket, and after each comma that is
-        within no string and no other bracket. A string that does not end has no arguments after it.
+        """Return the start positions of the arguments of the call whose bracket opens at `opened`.
+
+        An argument starts after the opening bracket and after each comma outside strings and inner brackets.
         """
         starts, depth, strings = list[int](), 0, iter(self.strings)
         limit = self._string_start if self._quote else self.position
@@ -669,14 +707,15 @@ class BracketScanner:
                 position = last
                 first, last, _ = next(strings, (limit, limit, ""))
                 continue
-            letter = text[position]
+            character = text[position]
             position += 1
-            depth += (letter in "([{") - (letter in ")]}")
-            if depth == 1 and letter in "([{," and (letter == "," or position == opened + 1):
+            depth += (character in "([{") - (character in ")]}")
+            if depth == 1 and character in "([{," and (character == "," or position == opened + 1):
                 starts.append(position)
         return starts
 
     def _skip_string(self, text: str) -> bool:
+        """Skip the rest of a string. Returns False if more text is needed."""
         quote = self._quote
         while True:
             at = text.find(quote, self.position)
@@ -704,42 +743,40 @@ class BracketScanner:
 
 
 class PythonCalls:
-    """Scanner of calls in the syntax of Python: in a list, or one after the other.
+    """Scanner of calls in Python syntax, in a list or one after another.
 
     **Arguments:**
 
+    - `context`: format and tools of the answer.
     - `start`: position after the marker.
-    - `is_bare`: there is no marker: the first call must be one of an offered tool.
+    - `is_bare`: the calls have no marker. The first call must call an offered tool.
     """
 
     def __init__(self, context: Context, start: int, *, is_bare: bool = False):
         self._context, self._position, self._is_bare = context, start, is_bare
-        self._in_list, self._num_calls, self._start = False, 0, -1
-        self._name, self._brackets = "", None
+        self._in_list, self._num_calls = False, 0
+        self._name, self._opened = "", -1
+        self._brackets: BracketScanner | None = None
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
         if self._brackets is None:
             started = self._open(text, final=final)
-            if started is not None:
+            if not isinstance(started, BracketScanner):
                 return started
-        if self._brackets is None:
-            return None
-        opened = self._opened
+            self._brackets = started
         try:
             end = self._brackets.scan(text)
         except ValueError as error:
-            return Failed(
-                self._start, self._brackets.position, f"the arguments of {self._name} cannot be read: {error}"
-            )
+            return Failed(self._brackets.position, f"the arguments of {self._name} cannot be parsed: {error}")
         if end is None:
             return None
-        part = self._call(text, opened, end, self._brackets)
+        part = self._call(text, self._opened, end, self._brackets)
         self._brackets, self._position = None, end
         self._num_calls += 1
         return Found(end, (part,), closed=False)
 
-    def _open(self, text: str, *, final: bool) -> Found | Failed | None:
-        """Start the next call, or return the end of the calls."""
+    def _open(self, text: str, *, final: bool) -> BracketScanner | Found | Failed | None:
+        """Return the scanner of the next call's arguments, or the result of `scan` if there is no next call yet."""
         position = skip_blanks(text, self._position)
         if self._num_calls == 0 and not self._in_list and text.startswith("[", position):
             self._in_list, self._position = True, position + 1
@@ -751,7 +788,7 @@ class PythonCalls:
             return Found(self._position, (), closed=True) if final and self._num_calls else None
         if self._in_list and text[position] == "]":
             if self._num_calls == 0 and self._is_bare:
-                return Failed(position, position, "there is not a call")
+                return Failed(position, "the list has no call")
             return Found(position + 1, (), closed=True)
         match = re.compile(rf"({_NAME})\s*").match(text, position)
         rest = "" if match is None else text[match.end() :]
@@ -763,21 +800,21 @@ class PythonCalls:
                 return Found(self._position, (), closed=True)
             if match is not None and not rest and not (self._is_bare and not self._num_calls):
                 return None
-            return Failed(position, position, f"{text[position : position + 80]!r} is not a call")
+            return Failed(position, f"{text[position : position + 80]!r} is not a call")
         if self._is_bare and names is not None and match[1] not in names:
-            return Failed(position, position, f"no tool of the name {match[1]!r} is offered")
-        self._start, self._name, self._opened = position, match[1], match.end()
-        self._brackets = BracketScanner(match.end(), ("'", '"', "'''", '"""'), escapes=True)
-        return None
+            return Failed(position, f"the tool {match[1]!r} is not offered")
+        self._name, self._opened = match[1], match.end()
+        return BracketScanner(match.end(), PYTHON_QUOTES, escapes=True)
 
     @staticmethod
     def _may_be_name(word: str, names: frozenset[str] | None) -> bool:
         return names is None or any(name.startswith(word) for name in names)
 
     def _call(self, text: str, start: int, end: int, brackets: BracketScanner) -> FunctionCall | str:
-        """Return the call with arguments from `start` to `end`.
+        """Return the call whose brackets are at `start:end`, or the reason why it cannot be parsed.
 
-        Parameters may have names that Python does not allow, such as `from` and `my-key`.
+        Parameters may have names that are not valid in Python, such as `from` and `my-key`. Therefore parameters are
+        renamed to `k0`, `k1`, … and strings are replaced with their escaped values before the text is parsed as Python.
         """
         replaced, keys = list[tuple[int, int, str]](), list[str]()
         for first, last, quote in brackets.strings:
@@ -795,7 +832,7 @@ class PythonCalls:
             pieces += text[position:first], piece
             position = last
         source = "".join(pieces) + text[position:end]
-        source = re.sub(r"[\r\n]+", " ", source)  # strings have none any more
+        source = re.sub(r"[\r\n]+", " ", source)  # strings are escaped
         schema = self._context.schema(self._name)
         try:
             node = parse_expression(source)
@@ -814,12 +851,12 @@ class PythonCalls:
                         raise ValueError(f"two values for {key}")
                     values[key] = member
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
-            return f"the arguments of {self._name} cannot be read: {error}"
-        return FunctionCall(self._name, {key: schema.check_text(key, value) for key, value in values.items()})
+            return f"the arguments of {self._name} cannot be parsed: {error}"
+        return FunctionCall(self._name, {key: schema.convert_string(key, value) for key, value in values.items()})
 
 
 def _string(body: str, quote: str) -> str:
-    """Return the value of a string in Python or JSON; delimiters within it need not be escaped."""
+    """Return the value of a string literal in Python or JSON, in which delimiters may be unescaped."""
     source = body.replace("\r\n", "\n").replace("\n", "\\n").replace("\r", "\\r") if len(quote) == 1 else body
     if len(quote) == 1:
         source = re.sub(
@@ -831,17 +868,21 @@ def _string(body: str, quote: str) -> str:
         return body
 
 
-# --- calls in the syntax of Gemma -------------------------------------------------------------------------------------
+# --- Gemma's syntax ---------------------------------------------------------------------------------------------------
 
 
 class GemmaCall:
-    """Scanner of one call `call:name{key:value}`, in which strings are enclosed in a token."""
+    """Scanner of one call `call:name{key:value}`, in which strings are enclosed in the format's `quote` marker.
+
+    **Arguments:**
+
+    - `context`: format and tools of the answer.
+    - `start`: position after the marker.
+    """
 
     def __init__(self, context: Context, start: int):
         self._context, self._start = context, start
         self._name, self._brackets, self._opened = "", None, 0
-        quote = context.row.quote
-        self._is_certain = any("\ud800" <= letter <= "\udfff" for letter in quote)
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
         if self._brackets is None:
@@ -857,28 +898,27 @@ class GemmaCall:
             if match is None or not text.startswith("{", match.end()):
                 if final and match is not None and match.end() == len(text):
                     return None
-                return Failed(self._start, position, f"{rest[:80]!r} is not call:name{{…}}")
+                return Failed(position, f"{rest[:80]!r} is not a call of the form call:name{{…}}")
             self._name, self._opened = match[1].rstrip(":"), match.end()
-            quotes = (self._context.row.quote,)
-            self._brackets = BracketScanner(match.end(), quotes, escapes=False, certain=self._is_certain)
+            quote = self._context.row.quote
+            is_certain = self._context.is_special(quote)
+            self._brackets = BracketScanner(match.end(), (quote,), escapes=False, certain=is_certain)
         try:
             end = self._brackets.scan(text)
             if end is None:
                 return None
-            arguments, stop = self._value(
-                text, self._opened, {first: last for first, last, _ in self._brackets.strings}
-            )
+            strings = {start: stop for start, stop, _ in self._brackets.strings}
+            arguments, stop = self._value(text, self._opened, strings)
             if stop != end or not isinstance(arguments, dict):
                 raise ValueError(f"unexpected {text[stop : stop + 20]!r}")
         except (ValueError, RecursionError) as error:
-            return Failed(
-                self._start, self._brackets.position, f"the arguments of {self._name} cannot be read: {error}"
-            )
+            return Failed(self._brackets.position, f"the arguments of {self._name} cannot be parsed: {error}")
         schema = self._context.schema(self._name)
-        values = {key: schema.check_text(key, value) for key, value in arguments.items()}
+        values = {key: schema.convert_string(key, value) for key, value in arguments.items()}
         return Found(end, (FunctionCall(self._name, values),), closed=True)
 
     def _value(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[Any, int]:
+        """Return the value at a position and the position after it. `strings`: ends of the strings by start."""
         position, quote = skip_blanks(text, position), self._context.row.quote
         if position in strings:
             end = strings[position]
@@ -899,11 +939,7 @@ class GemmaCall:
             return values, position + 1
         match = re.compile(r"[^,\]}\[{]*").match(text, position)
         word = "" if match is None else match[0]
-        try:
-            value = parse_json(word.strip())
-        except (ValueError, RecursionError):
-            value = SPELLINGS[word.strip().lower()] if word.strip() in ("True", "False", "None") else word.strip()
-        return value, position + len(word)
+        return untyped_value(word.strip()), position + len(word)
 
     def _key(self, text: str, position: int, strings: Mapping[int, int]) -> tuple[str, int]:
         if position in strings:
@@ -930,8 +966,9 @@ class GemmaCall:
 
 
 def scanner_at(context: Context, text: str, start: int, marker: str, *, final: bool) -> CallScanner | None:
-    """Return the scanner of calls that start with a marker at `start`, which is empty for calls without one; None if
-    more text is needed to choose it.
+    """Return the scanner of the calls that start at a position; None if more text is needed to select it.
+
+    `marker`: the marker at this position; empty for calls without a marker.
     """
     row, after = context.row, start + len(marker)
     if row.syntax == "xml":
