@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from eqx_decoders.data.sources.documents import Document, ReadReport, parse_reference, reference
+from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport, parse_reference, reference
 from eqx_decoders.data.sources.records import as_texts
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.processors.prompts import check_parts
@@ -52,7 +52,7 @@ def render_documents(
     """
     report = ReadReport() if report is None else report
     for batch in _grouped(documents, lambda each: each.size + (0 if each.chat is None else len(str(each.chat)))):
-        chats = [document for document in batch if document.chat is not None]
+        chats = [(document, document.chat) for document in batch if document.chat is not None]
         rendered = iter(_rendered(chats, template, report) if chats else [])
         for document in batch:
             document = document if document.chat is None else next(rendered)
@@ -74,43 +74,43 @@ def _reason_to_drop(document: Document) -> str:
     return "with empty answers"
 
 
-def _rendered(documents: Sequence[Document], template: ChatTemplate | None, report: ReadReport) -> Iterator[Document]:
+def _rendered(
+    chats: Sequence[tuple[Document, ChatDocument]], template: ChatTemplate | None, report: ReadReport
+) -> Iterator[Document]:
+    """Yield the document of each conversation with its text, spans and media."""
+    documents = [document for document, _ in chats]
     if template is None:
         rule = "is a conversation, and there is no chat template that writes it as a text"
         remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
-    kinds = {_settings_key(each.chat.variables): each.chat.variables for each in documents if each.chat is not None}
+    kinds = {_settings_key(chat.variables): chat.variables for _, chat in chats}
     probes = [probe for variables in kinds.values() for probe in _probes(variables)]
     takes_texts = True
-    if any(as_texts(each.chat.messages) != each.chat.messages for each in documents if each.chat is not None):
+    if any(as_texts(chat.messages) != chat.messages for _, chat in chats):
         probed = _render(probes, template, documents)
         takes_texts = all(not isinstance(text, Rendered) or ANSWER in text.text for text in probed[::3])
-    checked, chats, all_turns = [], [], []
-    for document in documents:
-        assert document.chat is not None
-        messages = as_texts(document.chat.messages) if takes_texts else document.chat.messages
-        checked.append(_checked(messages, document.where))
-        chats.append(Conversation(checked[-1][0], document.chat.variables))
-        numbers = range(document.chat.first, len(messages))
-        turns = [number for number in numbers if messages[number]["role"] == "assistant"]
-        all_turns.append([number for number in turns if number not in document.chat.excluded])
+    files, conversations, all_turns = [], [], []
+    for document, chat in chats:
+        messages, names = _checked(as_texts(chat.messages) if takes_texts else chat.messages, document.where)
+        files.append(names)
+        conversations.append(Conversation(messages, chat.variables))
+        turns = [number for number in range(chat.first, len(messages)) if messages[number]["role"] == "assistant"]
+        all_turns.append([number for number in turns if number not in chat.excluded])
     requests = {
-        number: chat._replace(messages=chat.messages[: turns[-1]], add_generation_prompt=True)
-        for number, (chat, turns) in enumerate(zip(chats, all_turns, strict=True))
+        number: conversation._replace(messages=conversation.messages[: turns[-1]], add_generation_prompt=True)
+        for number, (conversation, turns) in enumerate(zip(conversations, all_turns, strict=True))
         if turns and turns[-1] > 0
     }
-    rendered = _render([*probes, *chats, *requests.values()], template, documents)
+    rendered = _render([*probes, *conversations, *requests.values()], template, documents)
     answers = (rendered[3 * number : 3 * number + 3] for number in range(len(kinds)))
     headers = dict(zip(kinds, map(_header, answers), strict=True))
     texts = rendered[len(probes) : len(probes) + len(chats)]
     prompts = dict(zip(requests, rendered[len(probes) + len(chats) :], strict=True))
-    files = [names for _, names in checked]
     talks = []
-    for document, chat, text, turns in zip(documents, chats, texts, all_turns, strict=True):
+    for (document, chat), conversation, text, turns in zip(chats, conversations, texts, all_turns, strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
-        assert document.chat is not None
-        talk = _RenderedChat(chat, text, document.chat.first, turns, document.chat.excluded)
+        talk = _RenderedChat(conversation, text, chat.first, turns, chat.excluded)
         for role in talk.check_written(f"{document.where}: {template.where}"):
             report.notes[f"the chat template leaves out a message of the role {role!r}"] += 1
         talks.append(talk)

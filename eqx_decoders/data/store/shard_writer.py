@@ -6,7 +6,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,6 +108,7 @@ class _Writer:
         report: ReadReport,
     ):
         self._media, self._special_tokens_in_text, self._report = media, special_tokens_in_text, report
+        self._special_ids: Collection[int] = tokenizer.special_ids if isinstance(tokenizer, JsonTokenizer) else ()
         start, end = separators(tokenizer)
         largest = max(tokenizer.vocab_size, 0 if media is None else media.token + 1)
         self._dtype = np.dtype("<u2" if largest <= 1 << 16 else "<u4")
@@ -217,9 +218,8 @@ class _Writer:
 
     def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
         """Add the separators that a text with special tokens lacks; nothing is put before a special token."""
-        assert isinstance(self._tokenizer, JsonTokenizer)
         tokens = tokens.astype(self._dtype)
-        starts = len(tokens) > 0 and int(tokens[0]) in self._tokenizer.special_ids
+        starts = len(tokens) > 0 and int(tokens[0]) in self._special_ids
         end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
         return np.concatenate([self._start[:0] if starts else self._start, tokens, end])
 
