@@ -23,13 +23,13 @@ from jaxtyping import Bool, Int
 from eqx_decoders.data.chats import encode_spans, render_documents, render_requests
 from eqx_decoders.data.sources.documents import (
     FILES,
-    LARGE_SHARE,
     ChatDocument,
     Document,
     ReadReport,
     as_messages,
     checked_text,
     template_variables,
+    warning_prefix,
 )
 from eqx_decoders.data.sources.readers import read_records
 from eqx_decoders.data.sources.records import COLUMNS, TRAIN, normalize_record, split_flags
@@ -124,8 +124,7 @@ class Preferences:
         targets = sum(int(answer.targets.sum()) for example in self.examples for answer in example.answers)
         examples = quantity(len(self.examples), "pair" if self.paired else "labelled answer")
         line = f"{examples}, {quantity(tokens, 'token')}, {targets:,} of them in answers"
-        total = sum(self.dropped.values())
-        warning = "warning: " if total > LARGE_SHARE * (total + len(self.examples)) else ""
+        warning = warning_prefix(sum(self.dropped.values()), len(self.examples))
         notes = [f"warning: {quantity(count, 'answer')}: {note}" for note, count in self.notes.items()]
         return "\n".join([f"{warning}{line}; left out: {_counted(self.dropped) or 'none'}", *notes])
 

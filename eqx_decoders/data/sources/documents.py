@@ -40,9 +40,14 @@ class ReadReport:
         """Describe the counts in sentences. read: number of the documents that were read."""
         total, lines = sum(self.dropped.values()), []
         if total:
-            warning = "warning: " if total > LARGE_SHARE * (read + total) else ""
+            warning = warning_prefix(total, read)
             lines.append(f"{warning}{total:,} of {read + total:,} records are left out: {counted(self.dropped)}")
         return lines + [f"warning: {count:,} of {read:,} records: {note}" for note, count in self.notes.most_common()]
+
+
+def warning_prefix(dropped: int, read: int) -> str:
+    """Return "warning: " if more than LARGE_SHARE of the records were left out, else an empty text."""
+    return "warning: " if dropped > LARGE_SHARE * (read + dropped) else ""
 
 
 def counted(counts: Mapping[str, int]) -> str:
