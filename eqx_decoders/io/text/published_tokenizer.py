@@ -113,13 +113,17 @@ def read_object(folder: Directory, name: str) -> dict[str, Any]:
     return content
 
 
+def _merged(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> Mapping[str, Any]:
+    return settings if "added_tokens_decoder" in settings else {**settings, **special_tokens_map}
+
+
 def special_tokens(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str | None]:
     """Read `bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
 
     As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
     null means that there is none.
     """
-    merged = settings if "added_tokens_decoder" in settings else {**settings, **special_tokens_map}
+    merged = _merged(settings, special_tokens_map)
     values = {token: merged[token] for token in NAMED_TOKENS if token in merged}
     texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
     for token, text in texts.items():
@@ -213,9 +217,7 @@ class PublishedTokenizer:
         return [token for token in self._named_special_tokens() if token.content not in known]
 
     def _named_special_tokens(self) -> Iterator[AddedToken]:
-        merged = (
-            self.settings if "added_tokens_decoder" in self.settings else {**self.settings, **self.special_tokens_map}
-        )
+        merged = _merged(self.settings, self.special_tokens_map)
         for name in NAMED_TOKENS:
             if merged.get(name) is not None:
                 yield AddedToken.parse(merged[name], name, special=True)

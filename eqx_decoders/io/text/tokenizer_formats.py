@@ -21,7 +21,7 @@ from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, complet
 TEKKEN = "tekken.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
 FILES = (TEKKEN, "tokenizer.model", "tiktoken.model")  # in a directory without tokenizer.json
-_PATTERNS = ("*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*", "*.model.v*")  # in this order
+PATTERNS = ("*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*", "*.model.v*")  # in this order
 
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -88,7 +88,7 @@ _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/
 
 def find_tokenizer_file(folder: Path) -> str | None:
     """Return the name of a tokenizer's file of these formats in a directory; None if it has none."""
-    names = [*FILES, *(name for pattern in _PATTERNS for name in sorted(file.name for file in folder.glob(pattern)))]
+    names = [*FILES, *(name for pattern in PATTERNS for name in sorted(file.name for file in folder.glob(pattern)))]
     return next((name for name in (*names, VOCAB, MERGES) if (folder / name).exists()), None)
 
 
