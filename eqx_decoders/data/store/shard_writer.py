@@ -29,7 +29,7 @@ RENDERED = (
     "text starts with a special token and is tokenized with special tokens. Set special_tokens_in_text=False to "
     "tokenize them as plain text"
 )
-PLAIN = "text starts with a special token, which is tokenized as plain text with special_tokens_in_text=False"
+PLAIN = "text starts with a special token, which special_tokens_in_text=False tokenizes as plain text"
 
 _DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
 _DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
@@ -42,21 +42,21 @@ def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
     """
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         raise DataError(
-            "the tokenizer has neither bos nor eos, and documents need a token between them: name one of them in "
-            "tokenizer_config.json."
+            "The tokenizer has neither bos nor eos, but documents must be separated by a token. Set bos_token or "
+            "eos_token in tokenizer_config.json."
         )
     start = start_ids(tokenizer)
     if not start and tokenizer.eos_id is None:
         raise DataError(
-            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, and documents "
-            "need a token between them. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
+            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, but documents "
+            "must be separated by a token. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
             "tokenizer.json."
         )
     return start, tokenizer.eos_id
 
 
 def is_rendered(text: str, tokenizer: JsonTokenizer) -> bool:
-    """Return whether a text looks like a rendered chat: it begins with a special token's name, and has another one."""
+    """Return whether a text looks like a rendered chat: it starts with a special token's name and contains another."""
     names = tokenizer.special_names
     if not text.startswith(names):
         return False
@@ -78,8 +78,8 @@ def write_shard(
 
     A large file is flushed to the disk; a small one, for which that would take longer than all else, gets a checksum.
     `done` is called with the number of characters of each batch that is written. `media` reads the images, videos and
-    audio that documents refer to. `special_tokens_in_text` is that of `DataConfig`. `report` has the counts of records
-    that the readers of the documents left out, and gets those of this function.
+    audio that documents refer to. `special_tokens_in_text`: see `DataConfig`. `report`: counts of records that
+    were left out when the documents were read; counts of this function are added.
     """
     report = ReadReport() if report is None else report
     with path.open("w+b") as file, _Writer(file, tokenizer, done, media, special_tokens_in_text, report) as writer:
@@ -203,7 +203,10 @@ class _Writer:
         self._waiting, self._waiting_size = [], 0
 
     def _kind(self, document: Document) -> str:
-        """Return how a document is encoded: as "tokens", with "spans", as "special" or "plain" text."""
+        """Return how to encode a document.
+
+        "tokens": it has tokens. "spans": text with spans. "special": text with special tokens. "plain": other text.
+        """
         if document.spans is not None or document.text is None:
             return "tokens" if document.spans is None else "spans"
         if not isinstance(self._tokenizer, JsonTokenizer):
@@ -217,7 +220,7 @@ class _Writer:
         return "special" if parsed else "plain"
 
     def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
-        """Add the separators that a text with special tokens lacks; nothing is put before a special token."""
+        """Add missing separators to a text with special tokens. Nothing is put before a special token."""
         tokens = tokens.astype(self._dtype)
         starts = len(tokens) > 0 and int(tokens[0]) in self._special_ids
         end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
