@@ -83,8 +83,8 @@ def _rendered(
         rule = "is a conversation, and there is no chat template that writes it as a text"
         remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
-    kinds = {_settings_key(chat.variables): chat.variables for _, chat in chats}
-    probes = [probe for variables in kinds.values() for probe in _probes(variables)]
+    variables_by_key = {_settings_key(chat.variables): chat.variables for _, chat in chats}
+    probes = [probe for variables in variables_by_key.values() for probe in _probes(variables)]
     takes_texts = True
     if any(as_texts(chat.messages) != chat.messages for _, chat in chats):
         probed = _render(probes, template, documents)
@@ -102,8 +102,8 @@ def _rendered(
         if turns and turns[-1] > 0
     }
     rendered = _render([*probes, *conversations, *requests.values()], template, documents)
-    answers = (rendered[3 * number : 3 * number + 3] for number in range(len(kinds)))
-    headers = dict(zip(kinds, map(_header, answers), strict=True))
+    answers = (rendered[3 * number : 3 * number + 3] for number in range(len(variables_by_key)))
+    headers = dict(zip(variables_by_key, map(_header, answers), strict=True))
     texts = rendered[len(probes) : len(probes) + len(chats)]
     prompts = dict(zip(requests, rendered[len(probes) + len(chats) :], strict=True))
     rendered_chats = []
@@ -121,16 +121,12 @@ def _rendered(
     unknown = [
         number for number, turns in enumerate(spans) if turns is None and rendered_chats[number].text.generated is None
     ]
-    for number, turns in zip(
-        unknown, _requested([rendered_chats[number] for number in unknown], template), strict=True
-    ):
+    requested = _requested([rendered_chats[number] for number in unknown], template)
+    for number, turns in zip(unknown, requested, strict=True):
         spans[number] = turns
     for number, prompt in prompts.items():
-        if (
-            spans[number]
-            and isinstance(prompt, Rendered)
-            and not rendered_chats[number].text.text.startswith(prompt.text)
-        ):
+        text = rendered_chats[number].text.text
+        if spans[number] and isinstance(prompt, Rendered) and not text.startswith(prompt.text):
             report.notes[PROMPT_DIFFERS] += 1
     for document, rendered_chat, turns, names in zip(documents, rendered_chats, spans, files, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
@@ -150,7 +146,7 @@ def _render(
 ) -> list[Rendered | ConversionError]:
     try:
         return template.render_many(conversations)
-    except ConversionError as error:  # the process ended, in any of them
+    except ConversionError as error:  # the process ended while it rendered one of the documents
         raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
 
 

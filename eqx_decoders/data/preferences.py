@@ -250,10 +250,10 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
 
 def _shared_prompt(prompt: Any, conversations: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
     """Split conversations after their common first messages; without these, the prompt is a user message."""
-    least = min(map(len, conversations)) - 1  # the last message is an answer, whatever the others are
+    max_shared = min(map(len, conversations)) - 1  # the last message is always an answer
     shared = next(
-        (n for n in range(least) if any(conversation[n] != conversations[0][n] for conversation in conversations)),
-        max(0, least),
+        (n for n in range(max_shared) if any(conversation[n] != conversations[0][n] for conversation in conversations)),
+        max(0, max_shared),
     )
     if len(conversations) == 1 or shared == 0:
         rule = "has no field 'prompt', and answers that do not start with the same messages"

@@ -78,7 +78,7 @@ class Document(NamedTuple):
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
     of it. In the spans `literal` names of special tokens are plain text. A conversation gets its text from a chat
-    template (see `data.chats`). `media` are references to files: relative paths begin in `folder` (None: the source is
+    template (see `data.chats`). `media` are references to files. Relative paths start at `folder` (None: the source is
     not on this machine). `drawn` is the document's `draw` when it was read.
     """
 

@@ -36,7 +36,7 @@ _DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
 
 
 def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
-    """Return the tokens before and the token after a document; None for a tokenizer without eos.
+    """Return the tokens before a document, and the token after it (None for a tokenizer without eos).
 
     A document starts like a prompt at inference: with what the tokenizer puts before a text, usually bos or nothing.
     """
@@ -178,11 +178,12 @@ class _Writer:
         return info
 
     def _encode(self) -> None:
-        kinds = [self._kind(document) for document in self._waiting]
-        documents = [*zip(self._waiting, kinds, strict=True)]
-        plain = [each.text or "" for each, kind in documents if kind == "plain"]
-        special = [each.text or "" for each, kind in documents if kind == "special"]
-        spanned = [(each.text or "", each.spans, each.literal) for each, kind in documents if kind == "spans"]
+        documents = [(document, self._encoding_mode(document)) for document in self._waiting]
+        plain = [document.text or "" for document, mode in documents if mode == "plain"]
+        special = [document.text or "" for document, mode in documents if mode == "special"]
+        spanned = [
+            (document.text or "", document.spans, document.literal) for document, mode in documents if mode == "spans"
+        ]
         encoded: dict[str, Iterator[Any]] = {
             "plain": iter(self._tokenizer.encode_many(plain) if plain else []),
             "special": iter(encode_spans(self._tokenizer, special, [()] * len(special)) if special else []),
@@ -190,19 +191,19 @@ class _Writer:
                 encode_spans(self._tokenizer, *zip(*spanned, strict=True), report=self._report) if spanned else []
             ),
         }
-        for document, kind in documents:
-            if kind == "spans":
-                self._append(document, *self._with_targets(document, *next(encoded[kind])))
-            elif kind == "special":
-                self._append(document, self._with_separators(next(encoded[kind])[0]), None)
+        for document, mode in documents:
+            if mode == "spans":
+                self._append(document, *self._with_targets(document, *next(encoded[mode])))
+            elif mode == "special":
+                self._append(document, self._with_separators(next(encoded[mode])[0]), None)
             else:
-                tokens = next(encoded[kind]) if document.tokens is None else document.tokens
+                tokens = next(encoded[mode]) if document.tokens is None else document.tokens
                 tokens = np.concatenate([self._start, tokens.astype(self._dtype), self._end])
                 self._append(document, tokens, None)
         self._done(self._waiting_size)
         self._waiting, self._waiting_size = [], 0
 
-    def _kind(self, document: Document) -> str:
+    def _encoding_mode(self, document: Document) -> str:
         """Return how to encode a document.
 
         "tokens": it has tokens. "spans": text with spans. "special": text with special tokens. "plain": other text.
@@ -222,9 +223,9 @@ class _Writer:
     def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
         """Add missing separators to a text with special tokens. Nothing is put before a special token."""
         tokens = tokens.astype(self._dtype)
-        starts = len(tokens) > 0 and int(tokens[0]) in self._special_ids
+        starts_special = len(tokens) > 0 and int(tokens[0]) in self._special_ids
         end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
-        return np.concatenate([self._start[:0] if starts else self._start, tokens, end])
+        return np.concatenate([self._start[:0] if starts_special else self._start, tokens, end])
 
     def _with_targets(
         self, document: Document, tokens: np.ndarray, targets: np.ndarray

@@ -127,7 +127,7 @@ def special_tokens(settings: Mapping[str, Any], special_tokens_map: Mapping[str,
     values = {token: merged[token] for token in NAMED_TOKENS if token in merged}
     texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
     for token, text in texts.items():
-        rule = "must be a text, or an object with one as its content"
+        rule = "must be a text, or an object with a text as its content"
         check(text is None or isinstance(text, str), f"{token}={str(values[token])[:60]} {rule}.", ConversionError)
     return texts
 

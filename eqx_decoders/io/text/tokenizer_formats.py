@@ -257,7 +257,7 @@ def byte_letters() -> list[str]:
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
 
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # kinds of pieces
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of pieces
 UNIGRAM, BPE = 1, 2
 SPACE = "▁"
 _BREAK = "\ufdd0"  # noncharacter, which occurs in no text; separates graphemes
