@@ -262,10 +262,10 @@ def _shared_prefix(tensors: Mapping[str, StoredTensor], wanted: Mapping[str, Any
         for name in wanted:
             added = unknown[0].removesuffix(name) if unknown[0].endswith(name) else ""
             if added and all(other.startswith(added) and other.removeprefix(added) in wanted for other in names):
-                return f"The names of all tensors have the additional prefix {added!r}."
+                return f"All tensors have the prefix {added!r}, which is not part of the expected names."
             lacking = name.removesuffix(unknown[0]) if name.endswith(unknown[0]) else ""
             if lacking and all(lacking + other in wanted for other in names):
-                return f"The names of all tensors lack the prefix {lacking!r}."
+                return f"All tensors lack the prefix {lacking!r} of the expected names."
     return ""
 
 
