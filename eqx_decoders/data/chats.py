@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from eqx_decoders.data.sources.documents import Document, ReadReport, parse_reference, reference
+from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport, parse_reference, reference
 from eqx_decoders.data.sources.records import as_texts
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.processors.prompts import check_parts
@@ -52,7 +52,7 @@ def render_documents(
     """
     report = ReadReport() if report is None else report
     for batch in _grouped(documents, lambda each: each.size + (0 if each.chat is None else len(str(each.chat)))):
-        chats = [document for document in batch if document.chat is not None]
+        chats = [(document, document.chat) for document in batch if document.chat is not None]
         rendered = iter(_rendered(chats, template, report) if chats else [])
         for document in batch:
             document = document if document.chat is None else next(rendered)
@@ -63,76 +63,82 @@ def render_documents(
 
 
 def _reason_to_drop(document: Document) -> str:
-    """Return why a rendered document has nothing to learn."""
+    """Return why a rendered document is left out."""
     if document.chat is None:
         return "with an empty completion"
     roles = {str(message.get("role")) for message in document.chat.messages[document.chat.first :]}
     if "assistant" not in roles:
-        return f"without a message of the assistant (their roles: {', '.join(sorted(roles))[:80]})"
+        return f"without an assistant message (roles: {', '.join(sorted(roles))[:80]})"
     if document.chat.excluded:
-        return "whose messages are all excluded by their flags (weight, train)"
+        return "whose assistant messages are all excluded by flags (weight, train)"
     return "with empty answers"
 
 
-def _rendered(documents: Sequence[Document], template: ChatTemplate | None, report: ReadReport) -> Iterator[Document]:
+def _rendered(
+    chats: Sequence[tuple[Document, ChatDocument]], template: ChatTemplate | None, report: ReadReport
+) -> Iterator[Document]:
+    """Yield the document of each conversation with its text, spans and media."""
+    documents = [document for document, _ in chats]
     if template is None:
         rule = "is a conversation, and there is no chat template that writes it as a text"
         remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
-    kinds = {_settings_key(each.chat.variables): each.chat.variables for each in documents if each.chat is not None}
-    probes = [probe for variables in kinds.values() for probe in _probes(variables)]
+    variables_by_key = {_settings_key(chat.variables): chat.variables for _, chat in chats}
+    probes = [probe for variables in variables_by_key.values() for probe in _probes(variables)]
     takes_texts = True
-    if any(as_texts(each.chat.messages) != each.chat.messages for each in documents if each.chat is not None):
+    if any(as_texts(chat.messages) != chat.messages for _, chat in chats):
         probed = _render(probes, template, documents)
         takes_texts = all(not isinstance(text, Rendered) or ANSWER in text.text for text in probed[::3])
-    checked, chats, all_turns = [], [], []
-    for document in documents:
-        assert document.chat is not None
-        messages = as_texts(document.chat.messages) if takes_texts else document.chat.messages
-        checked.append(_checked(messages, document.where))
-        chats.append(Conversation(checked[-1][0], document.chat.variables))
-        numbers = range(document.chat.first, len(messages))
-        turns = [number for number in numbers if messages[number]["role"] == "assistant"]
-        all_turns.append([number for number in turns if number not in document.chat.excluded])
+    files, conversations, all_turns = [], [], []
+    for document, chat in chats:
+        messages, names = _checked(as_texts(chat.messages) if takes_texts else chat.messages, document.where)
+        files.append(names)
+        conversations.append(Conversation(messages, chat.variables))
+        turns = [number for number in range(chat.first, len(messages)) if messages[number]["role"] == "assistant"]
+        all_turns.append([number for number in turns if number not in chat.excluded])
     requests = {
-        number: chat._replace(messages=chat.messages[: turns[-1]], add_generation_prompt=True)
-        for number, (chat, turns) in enumerate(zip(chats, all_turns, strict=True))
+        number: conversation._replace(messages=conversation.messages[: turns[-1]], add_generation_prompt=True)
+        for number, (conversation, turns) in enumerate(zip(conversations, all_turns, strict=True))
         if turns and turns[-1] > 0
     }
-    rendered = _render([*probes, *chats, *requests.values()], template, documents)
-    answers = (rendered[3 * number : 3 * number + 3] for number in range(len(kinds)))
-    headers = dict(zip(kinds, map(_header, answers), strict=True))
+    rendered = _render([*probes, *conversations, *requests.values()], template, documents)
+    answers = (rendered[3 * number : 3 * number + 3] for number in range(len(variables_by_key)))
+    headers = dict(zip(variables_by_key, map(_header, answers), strict=True))
     texts = rendered[len(probes) : len(probes) + len(chats)]
     prompts = dict(zip(requests, rendered[len(probes) + len(chats) :], strict=True))
-    files = [names for _, names in checked]
-    talks = []
-    for document, chat, text, turns in zip(documents, chats, texts, all_turns, strict=True):
+    rendered_chats = []
+    for (document, chat), conversation, text, turns in zip(chats, conversations, texts, all_turns, strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
-        assert document.chat is not None
-        talk = _RenderedChat(chat, text, document.chat.first, turns, document.chat.excluded)
-        for role in talk.check_written(f"{document.where}: {template.where}"):
+        rendered_chat = _RenderedChat(conversation, text, chat.first, turns, chat.excluded)
+        for role in rendered_chat.left_out_roles(f"{document.where}: {template.where}"):
             report.notes[f"the chat template leaves out a message of the role {role!r}"] += 1
-        talks.append(talk)
+        rendered_chats.append(rendered_chat)
     spans = [
-        talk.spans(headers[_settings_key(talk.chat.variables)], each.where)
-        for talk, each in zip(talks, documents, strict=True)
+        rendered_chat.spans(headers[_settings_key(rendered_chat.chat.variables)], each.where)
+        for rendered_chat, each in zip(rendered_chats, documents, strict=True)
     ]
-    unknown = [number for number, turns in enumerate(spans) if turns is None and talks[number].text.generated is None]
-    for number, turns in zip(unknown, _requested([talks[number] for number in unknown], template), strict=True):
+    unknown = [
+        number for number, turns in enumerate(spans) if turns is None and rendered_chats[number].text.generated is None
+    ]
+    requested = _requested([rendered_chats[number] for number in unknown], template)
+    for number, turns in zip(unknown, requested, strict=True):
         spans[number] = turns
     for number, prompt in prompts.items():
-        if spans[number] and isinstance(prompt, Rendered) and not talks[number].text.text.startswith(prompt.text):
+        text = rendered_chats[number].text.text
+        if spans[number] and isinstance(prompt, Rendered) and not text.startswith(prompt.text):
             report.notes[PROMPT_DIFFERS] += 1
-    for document, talk, turns, names in zip(documents, talks, spans, files, strict=True):
+    for document, rendered_chat, turns, names in zip(documents, rendered_chats, spans, files, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
         check(turns is not None, f"{document.where}: {rule}. {remedy}.", DataError)
-        talk.check_calls(turns or (), f"{document.where}: {template.where}")
+        rendered_chat.check_calls(turns or (), f"{document.where}: {template.where}")
         in_fields = {parse_reference(name)[0] for name in document.media}  # kinds that the record's own fields list
         names = [name for name in names if parse_reference(name)[0] not in in_fields]
-        literal = tuple(map(tuple, talk.text.literal))
-        yield document._replace(text=talk.text.text, spans=turns, literal=literal, media=(*document.media, *names))
+        literal = tuple(map(tuple, rendered_chat.text.literal))
+        yield document._replace(
+            text=rendered_chat.text.text, spans=turns, literal=literal, media=(*document.media, *names)
+        )
 
 
 def _render(
@@ -140,7 +146,7 @@ def _render(
 ) -> list[Rendered | ConversionError]:
     try:
         return template.render_many(conversations)
-    except ConversionError as error:  # the process ended, in any of them
+    except ConversionError as error:  # the process ended while it rendered one of the documents
         raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
 
 
@@ -165,9 +171,10 @@ def render_requests(documents: Sequence[Document], template: ChatTemplate) -> li
 
 
 class _RenderedChat(NamedTuple):
-    """Conversation with its rendered text, and the numbers of the assistant's messages from `first` on.
+    """Conversation with its rendered text.
 
-    `turns` are trained on, `excluded` are not.
+    - `turns`: indices of the assistant messages that are trained on, all of them `first` or larger.
+    - `excluded`: indices of the assistant messages that are excluded from training.
     """
 
     chat: Conversation
@@ -182,8 +189,8 @@ class _RenderedChat(NamedTuple):
             return _without_excluded(self, _marked(self.text, self.first, (*self.turns, *self.excluded)), where)
         return _turns(self.text, len(self.chat.messages), self.turns, header)
 
-    def check_written(self, where: str) -> set[str]:
-        """Return the known roles of which the template leaves out a message. Raises DataError for an unknown role."""
+    def left_out_roles(self, where: str) -> set[str]:
+        """Return the roles of messages that the template leaves out. Raises DataError for a role not in KNOWN_ROLES."""
         left_out = set[str]()
         for number, message in enumerate(self.chat.messages):
             if message["role"] == "assistant" or self._is_written(number):
@@ -191,20 +198,20 @@ class _RenderedChat(NamedTuple):
             left_out.add(message["role"])
             if message["role"] not in KNOWN_ROLES:
                 raise DataError(
-                    f"{where} leaves out messages[{number}], whose role {message['role']!r} it does not know. Rename "
-                    f"the role to one of {', '.join(KNOWN_ROLES)}, or leave the message out."
+                    f"{where} leaves out messages[{number}], whose role {message['role']!r} it does not support. "
+                    f"Rename the role to one of {', '.join(KNOWN_ROLES)}, or leave the message out."
                 )
         return left_out
 
     def _is_written(self, number: int) -> bool:
-        """Return whether the template wrote a message's text, in the message's own iteration or elsewhere."""
+        """Return whether the template wrote a message's text, in the loop iteration of the message or elsewhere."""
         content = self.chat.messages[number].get("content")
         if not isinstance(content, str) or not content.strip():
             return True
         content = content.strip()
         own = [self.text.text[start:stop] for other, start, stop in self.text.messages if other == number]
         if self.chat.messages[number]["role"] in KNOWN_ROLES and any(map(str.strip, own)):
-            return True  # the template may write the text in another form
+            return True  # the template may have changed the text
         if any(content in part for part in own):
             return True
         # Other messages may have the same text: it must occur for each of them.
@@ -246,20 +253,23 @@ def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...
     return spans if spans or not turns else None
 
 
-def _without_excluded(talk: _RenderedChat, spans: tuple[Span, ...] | None, where: str) -> tuple[Span, ...] | None:
-    """Return the marked spans without those of messages that are not trained on."""
-    if spans is None or not talk.excluded:
+def _without_excluded(
+    rendered_chat: _RenderedChat, spans: tuple[Span, ...] | None, where: str
+) -> tuple[Span, ...] | None:
+    """Return the marked spans except the spans of excluded messages."""
+    if spans is None or not rendered_chat.excluded:
         return spans
-    written = {number: (start, stop) for number, start, stop in talk.text.messages}
-    ordered = sorted((*talk.turns, *talk.excluded))
-    if all(number in written for number in talk.excluded):
-        excluded = [written[number] for number in talk.excluded]
+    written = {number: (start, stop) for number, start, stop in rendered_chat.text.messages}
+    ordered = sorted((*rendered_chat.turns, *rendered_chat.excluded))
+    if all(number in written for number in rendered_chat.excluded):
+        excluded = [written[number] for number in rendered_chat.excluded]
         return tuple(span for span in spans if not any(start <= span[0] < stop for start, stop in excluded))
     if len(spans) == len(ordered):
-        return tuple(span for number, span in zip(ordered, spans, strict=True) if number not in talk.excluded)
+        return tuple(span for number, span in zip(ordered, spans, strict=True) if number not in rendered_chat.excluded)
     raise DataError(
-        f"{where}: messages are excluded by weight or train, and the chat template does not show which "
-        "{% generation %} block belongs to which message. Leave the conversation out, or use another template."
+        f"{where}: weight or train excludes messages, but it is unknown which "
+        "{% generation %} block of the chat template belongs to which message. Leave the conversation out, or use "
+        "another template."
     )
 
 
@@ -281,13 +291,19 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
     return tuple(spans)
 
 
-def _requested(talks: Sequence[_RenderedChat], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
+def _requested(rendered_chats: Sequence[_RenderedChat], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
     """Yield the assistant's spans of each conversation, rendered up to each turn; None where they are unknown."""
-    for group in _grouped(talks, lambda talk: 3 * len(talk.turns) * len(talk.text.text)):
-        parts = [part for talk in group for turn in talk.turns for part in _up_to(talk.chat, turn)]
+    for group in _grouped(
+        rendered_chats, lambda rendered_chat: 3 * len(rendered_chat.turns) * len(rendered_chat.text.text)
+    ):
+        parts = [
+            part for rendered_chat in group for turn in rendered_chat.turns for part in _up_to(rendered_chat.chat, turn)
+        ]
         texts = iter(template.render_many(parts))
-        for talk in group:
-            turns = [_after_request(talk, turn, [next(texts) for _ in range(3)]) for turn in talk.turns]
+        for rendered_chat in group:
+            turns = [
+                _after_request(rendered_chat, turn, [next(texts) for _ in range(3)]) for turn in rendered_chat.turns
+            ]
             spans = tuple(span for span in turns if span is not None)
             disjoint = all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
             yield spans if len(spans) == len(turns) and disjoint else None
@@ -313,16 +329,16 @@ def _up_to(chat: Conversation, turn: int) -> list[Conversation]:
             chat._replace(messages=turns)]  # fmt: skip
 
 
-def _after_request(talk: _RenderedChat, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
+def _after_request(rendered_chat: _RenderedChat, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
     """Return the span of a turn in the whole text: after as much of the request for it as the text has there."""
-    text, written = talk.text.text, talk.text.messages
+    text, written = rendered_chat.text.text, rendered_chat.text.messages
     own_spans = [(start, stop) for number, start, stop in written if number == turn]
     next_writes = any(number == turn + 1 for number, _, _ in written)
     before, request, whole = (part.text if isinstance(part, Rendered) else None for part in parts)
     if before is None or request is None or not text.startswith(before):
         return None
     start = len(before) + len(_common(request[len(before) :], text[len(before) :]))
-    if turn + 1 == len(talk.chat.messages):
+    if turn + 1 == len(rendered_chat.chat.messages):
         stop = len(text)
     elif whole is not None and text.startswith(whole) and len(whole) >= start:
         stop = len(whole)
@@ -346,9 +362,10 @@ def _settings_key(variables: Mapping[str, Any]) -> str:
 
 
 def _settings(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables on which the header of an answer may depend; it may also depend on whether there are tools.
+    """Return the template variables on which the header of an answer may depend.
 
-    It does not depend on which tools there are, so one header serves conversations with different tools.
+    The header may also depend on whether there are tools, but not on which tools: conversations with different tools
+    share one header.
     """
     return {name: value for name, value in variables.items() if name not in ("tools", "documents")}
 
@@ -376,8 +393,8 @@ def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
     return _common(request.text[end:], *begins) if begins else None
 
 
-SPLIT = "a token would span the end of the prompt: the answer is tokenized by itself, after the tokens of the prompt"
-JOINED = "a token spans the end of the prompt and cannot be split: a model is given other tokens at inference"
+SPLIT = "a token would span the end of the prompt, so prompt and answer are tokenized separately"
+JOINED = "a token spans the end of the prompt and cannot be split, so the prompt has different tokens at inference"
 
 
 def encode_spans(
@@ -389,9 +406,8 @@ def encode_spans(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Encode each text, and return its ids and which of them are in its spans.
 
-    The tokens before a span are those of the text before it, as a model is given them at inference; `report` counts the
-    texts of which the joint tokens differ. Names of special tokens become special tokens, except in the spans `literal`
-    of each text.
+    The text before a span has the same tokens as a prompt at inference. `report` counts the texts in which a token
+    crosses the start of a span. Names of special tokens become special tokens, except in the spans `literal`.
     """
     if not isinstance(tokenizer, JsonTokenizer):
         return [_encode_pieces(tokenizer, *each) for each in zip(texts, spans, strict=True)]

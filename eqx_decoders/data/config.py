@@ -30,8 +30,9 @@ class DataConfig(CheckedFields):
     special_tokens_in_content: bool = True
     """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     special_tokens_in_text: bool | None = None
-    """Names of special tokens in the texts of `text_field` become these tokens. None: in texts that look like rendered
-    chats, which begin with such a name and have another; their number is reported. Otherwise they are letters."""
+    """Tokenize names of special tokens in the texts of `text_field` as special tokens; False: as plain text. None: only
+    in texts that look like rendered chats, which start with such a name and contain another; their number is
+    reported."""
     cache_dir: str | None = None
     """Directory of the tokens of all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's
     folder for caches ($XDG_CACHE_HOME or ~/.cache)."""

@@ -1,4 +1,4 @@
-"""The tokens with which a chat template ends the assistant's turns, as far as a model learns them."""
+"""End-of-turn tokens of a chat template: the tokens that a model learns to generate at the end of its answers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,10 +24,10 @@ _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "argum
 
 
 def end_of_turn_ids(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
-    """Return the ids of the added tokens that end an answer, or a call of a tool, in rendered conversations.
+    """Return the ids of the added tokens that end an answer or a tool call in rendered conversations.
 
-    A token counts if it is trained on: templates that end a turn with a plain text, or with the begin of the next turn,
-    have none. Empty for a template that cannot write a question with an answer.
+    Only tokens that are trained on count: templates that end a turn with plain text, or with the start of the next
+    turn, have none. Returns no ids if the template cannot render a question with an answer.
     """
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return ()
@@ -46,7 +46,7 @@ def _trailing_ids(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the added tokens at the end of the last message, with blanks around them; empty if rendering fails."""
+    """Return the added tokens at the end of the last message, ignoring whitespace. Empty if rendering fails."""
     document = Document("the chat template", chat=ChatDocument(list(messages), variables=dict(variables or {})))
     try:
         (rendered,) = list(render_documents(iter([document]), template))

@@ -23,13 +23,13 @@ from jaxtyping import Bool, Int
 from eqx_decoders.data.chats import encode_spans, render_documents, render_requests
 from eqx_decoders.data.sources.documents import (
     FILES,
-    LARGE_SHARE,
     ChatDocument,
     Document,
     ReadReport,
     as_messages,
     checked_text,
     template_variables,
+    warning_prefix,
 )
 from eqx_decoders.data.sources.readers import read_records
 from eqx_decoders.data.sources.records import COLUMNS, TRAIN, normalize_record, split_flags
@@ -45,7 +45,7 @@ RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
 REASONS = {
     "identical": "with equal answers",
     "empty": "with an empty answer",
-    "excluded": "whose answer is excluded by its flags (weight, train)",
+    "excluded": "with an answer that flags exclude (weight, train)",
     "too_long": "longer than a sequence",
 }
 
@@ -87,8 +87,8 @@ class Example(NamedTuple):
 class Preferences:
     """Examples of at most `seq_len` tokens each, all pairs or all answers with labels, in the order of their records.
 
-    `dropped` counts the records that were left out, by the reason (`REASONS`). `notes` counts
-    remarks on answers.
+    `dropped`: number of records that were left out, for each reason in REASONS. `notes`: number of answers with each
+    warning.
     """
 
     examples: Sequence[Example]
@@ -119,13 +119,12 @@ class Preferences:
         return any(example.margin for example in self.examples)
 
     def describe(self) -> str:
-        """Describe the examples, what was left out, and remarks."""
+        """Describe the examples, the records that were left out, and warnings."""
         tokens = sum(example.size for example in self.examples)
         targets = sum(int(answer.targets.sum()) for example in self.examples for answer in example.answers)
         examples = quantity(len(self.examples), "pair" if self.paired else "labelled answer")
         line = f"{examples}, {quantity(tokens, 'token')}, {targets:,} of them in answers"
-        total = sum(self.dropped.values())
-        warning = "warning: " if total > LARGE_SHARE * (total + len(self.examples)) else ""
+        warning = warning_prefix(sum(self.dropped.values()), len(self.examples))
         notes = [f"warning: {quantity(count, 'answer')}: {note}" for note, count in self.notes.items()]
         return "\n".join([f"{warning}{line}; left out: {_counted(self.dropped) or 'none'}", *notes])
 
@@ -224,39 +223,48 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
     """Make the record of a prompt, which may be the messages with which its answers begin."""
     prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
     answers = [record[name] for name in fields]
-    chats = [isinstance(value, list) for value in answers]
-    if not isinstance(prompt, list) and not any(chats):
+    are_messages = [isinstance(value, list) for value in answers]
+    if not isinstance(prompt, list) and not any(are_messages):
         rule = f"has no field 'prompt', and nothing to which {_listed(fields)} would be an answer"
         check(prompt is not None, f"{where} {rule}.", DataError)
         texts = [checked_text(value, name, where) for name, value in zip(fields, answers, strict=True)]
         return _Record(where, checked_text(prompt, "prompt", where), tuple(texts), label, {})
     if isinstance(prompt, list):
-        talks = [as_messages(value, "assistant", name, where) for name, value in zip(fields, answers, strict=True)]
-        if all(split_flags(talk[: len(prompt)])[0] == split_flags(prompt)[0] for talk in talks):
-            talks = [talk[len(prompt) :] for talk in talks]
+        conversations = [
+            as_messages(value, "assistant", name, where) for name, value in zip(fields, answers, strict=True)
+        ]
+        if all(split_flags(conversation[: len(prompt)])[0] == split_flags(prompt)[0] for conversation in conversations):
+            conversations = [conversation[len(prompt) :] for conversation in conversations]
     else:
-        check(all(chats), f"{where}: {_listed(fields)} must be lists of messages, or texts, all of them.", DataError)
-        prompt, talks = _shared_prompt(prompt, answers, where)
+        check(
+            all(are_messages),
+            f"{where}: {_listed(fields)} must be lists of messages, or texts, all of them.",
+            DataError,
+        )
+        prompt, conversations = _shared_prompt(prompt, answers, where)
     check(len(prompt) > 0, f"{where}: the prompt has no message: give what {_listed(fields)} answer.", DataError)
-    for name, talk in zip(fields, talks, strict=True):
-        _check_turns(talk, f"{where}: {name}")
-    return _Record(where, prompt, tuple(talks), label, template_variables(record, where))
+    for name, conversation in zip(fields, conversations, strict=True):
+        _check_turns(conversation, f"{where}: {name}")
+    return _Record(where, prompt, tuple(conversations), label, template_variables(record, where))
 
 
-def _shared_prompt(prompt: Any, talks: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
-    """Split talks after the messages with which all begin; if there are none, the prompt is what the user says."""
-    least = min(map(len, talks)) - 1  # the last message is an answer, whatever the others are
-    shared = next((n for n in range(least) if any(talk[n] != talks[0][n] for talk in talks)), max(0, least))
-    if len(talks) == 1 or shared == 0:
+def _shared_prompt(prompt: Any, conversations: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
+    """Split conversations after their common first messages; without these, the prompt is a user message."""
+    max_shared = min(map(len, conversations)) - 1  # the last message is always an answer
+    shared = next(
+        (n for n in range(max_shared) if any(conversation[n] != conversations[0][n] for conversation in conversations)),
+        max(0, max_shared),
+    )
+    if len(conversations) == 1 or shared == 0:
         rule = "has no field 'prompt', and answers that do not start with the same messages"
         check(prompt is not None, f"{where} {rule}.", DataError)
-        return [{"role": "user", "content": checked_text(prompt, "prompt", where)}], list(talks)
-    return talks[0][:shared], [talk[shared:] for talk in talks]
+        return [{"role": "user", "content": checked_text(prompt, "prompt", where)}], list(conversations)
+    return conversations[0][:shared], [conversation[shared:] for conversation in conversations]
 
 
-def _check_turns(talk: Messages, where: str) -> None:
-    """Raise DataError unless the messages of an answer begin and end with one of the assistant."""
-    for place, turn in (("start", talk[0]), ("end", talk[-1])) if talk else (("start", None),):
+def _check_turns(conversation: Messages, where: str) -> None:
+    """Raise DataError unless the messages of an answer start and end with an assistant message."""
+    for place, turn in (("start", conversation[0]), ("end", conversation[-1])) if conversation else (("start", None),):
         by_assistant = isinstance(turn, dict) and turn.get("role") == "assistant"
         rule = f"must {place} with an assistant message after the prompt, not with {str(turn)[:60]}"
         check(by_assistant, f"{where} {rule}.", DataError)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eqx_decoders.data.packing_plans import check_same_data, permutation
-from eqx_decoders.data.sources.documents import FILES, LARGE_SHARE, checked_text, template_variables
+from eqx_decoders.data.sources.documents import FILES, checked_text, template_variables, warning_prefix
 from eqx_decoders.data.sources.readers import ALL, read_records
 from eqx_decoders.data.sources.records import as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
@@ -62,7 +62,7 @@ class Prompts:
         line = f"{quantity(len(self.prompts), 'prompt')} of up to {quantity(self.longest, 'token')}"
         if not self.too_long:
             return line
-        warning = "warning: " if self.too_long > LARGE_SHARE * (self.too_long + len(self.prompts)) else ""
+        warning = warning_prefix(self.too_long, len(self.prompts))
         return f"{warning}{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}"
 
 

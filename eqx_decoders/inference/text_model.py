@@ -57,7 +57,7 @@ class TextModel:
 
     - `model`, `tokenizer`: of the same vocabulary.
     - `chat`: template of conversations; None: the model only continues texts.
-    - `stops`: ids that end a text besides the tokenizer's eos; None: those in the files of the model's origin.
+    - `stops`: ids that end a text in addition to the tokenizer's eos; None: the ids in the files of `model.origin`.
     """
 
     model: Decoder
@@ -71,9 +71,9 @@ class TextModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids that end a text: the tokenizer's eos, and `stops`, or else the ids in the model's files.
+        """Return the ids that end a text: the tokenizer's eos and `stops`.
 
-        These are `eos_token_id` of `generation_config.json` and of `config.json`.
+        If `stops` is None: the tokenizer's eos, and `eos_token_id` of `generation_config.json` and `config.json`.
         """
         origin = self.model.origin
         ends = None if origin is None else json.loads(origin.settings).get("eos_token_id")

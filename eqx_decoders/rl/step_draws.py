@@ -125,7 +125,7 @@ class StepDraws:
     # --- one step ---
 
     def _key(self, state: TrainState) -> str:
-        """Return a key of the weights of a state; it reads all weights, once for each step."""
+        """Return a key of the weights of a state. All weights are read, but only once for each step."""
         step = int(state.step)
         if self._fingerprint is None or self._fingerprint[0] != step:
             self._fingerprint = step, self._weights_fingerprint(state)

@@ -276,7 +276,7 @@ TWO_SOURCES = ChatTemplate(
 )
 
 
-def test_chats_with_and_without_tools_use_two_processes_and_separate_headers(monkeypatch):
+def test_chats_with_and_without_tools_have_separate_processes_and_headers(monkeypatch):
     start, calls = chat_module.RenderingProcess, []
     monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
     tools = [{"name": "f"}]
@@ -305,7 +305,7 @@ def test_messages_that_a_template_leaves_out_are_noted_or_refused():
     assert not [note for note in report.notes if "leaves out" in note]
 
 
-def test_an_empty_list_of_tools_is_no_tools():
+def test_an_empty_tool_list_means_no_tools():
     source = "{% if tools is not none %}TOOLS{% endif %}" + TWO_SOURCES.source
     for template in (TWO_SOURCES, ChatTemplate(source=source)):
         (found,) = render_documents(iter([document("user", "assistant", tools=[])]), template)

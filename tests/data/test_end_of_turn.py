@@ -1,4 +1,4 @@
-"""The tokens that end turns of a chat template."""
+"""End-of-turn tokens of chat templates."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def names(template: ChatTemplate) -> set[str]:
         ("gpt_oss", {"<|return|>", "<|call|>"}),
     ],
 )
-def test_ends_of_turns_are_those_of_the_template(name, ends):
+def test_end_of_turn_tokens_of_published_templates(name, ends):
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     assert names(ChatTemplate(source=(CHATS / f"{name}.jinja").read_text(), variables=variables)) == ends
 
@@ -45,17 +45,17 @@ def test_ends_of_turns_are_those_of_the_template(name, ends):
         ("{{ raise_exception('no') }}", set()),
     ],
 )
-def test_only_special_tokens_at_the_end_count(end, ends):
+def test_only_added_tokens_at_the_end_of_a_turn_count(end, ends):
     assert names(ChatTemplate(source=TURNS.replace("END", end))) == ends
 
 
-def test_added_tokens_that_are_not_special_count():
+def test_added_tokens_without_the_special_flag_count():
     inner = tokenizers.Tokenizer.from_file(str(CHATS / "tokenizer.json"))
     inner.add_tokens([tokenizers.AddedToken("<turn>", special=False), tokenizers.AddedToken("    ", special=False)])
     ends = end_of_turn_ids(JsonTokenizer(inner), ChatTemplate(source=TURNS.replace("END", "<turn>    \n")))
     assert ends == (inner.token_to_id("<turn>"),)
 
 
-def test_without_a_template_or_special_tokens_there_are_none():
+def test_no_end_of_turn_tokens_without_a_template_or_added_tokens():
     assert end_of_turn_ids(TOKENIZER, None) == ()
     assert end_of_turn_ids(ByteTokenizer(), ChatTemplate(source=TURNS)) == ()

@@ -1,4 +1,4 @@
-"""The tokens that a model is given at inference are the first tokens of its training rows, for all tokenizers."""
+"""For all tokenizers, the tokens of a prompt at inference are the first tokens of the training row."""
 
 import json
 import random
@@ -49,7 +49,7 @@ WORDS = [
 TEXTS = [" ".join(random.Random(seed).choices(WORDS, k=30)) for seed in range(300)]
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>")
 PIECES = ["A:", " ", "  ", "Paris", " Rome", "\n", "\n\n", "12", "345", "é", "日", "<|end|>", "<s>", "a", ".", "[T]"]
-# line ends, blanks and letters on both sides of the boundary
+# newlines, spaces and words on both sides of the boundary
 TEMPLATES = {
     "chatml": CHATML,
     "lines": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -60,7 +60,7 @@ TEMPLATES = {
 
 
 def trained(kind: str) -> JsonTokenizer:
-    """A small tokenizer of a kind; `bos`: the post-processor puts `<s>` before a text."""
+    """Train a small tokenizer of the given kind. `bos`: the post-processor puts `<s>` before a text."""
     from tokenizers import (
         AddedToken,
         Tokenizer as Inner,
@@ -119,7 +119,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def rows_of(path: str, tokenizer: Tokenizer, tmp_path, template: ChatTemplate | None = None):
-    """The tokens of each document of a file with its targets, and the report of how it was read."""
+    """Return the tokens and the targets of each document of a file, and the report of the reader."""
     report = ReadReport()
     documents = read_documents(path, tokenizer=tokenizer, report=report)
     write_shard(tmp_path / "shard", documents, tokenizer, template, report=report)
@@ -141,18 +141,18 @@ def decoded(tokenizer: Tokenizer, ids) -> str:
 
 
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
-def test_rows_begin_with_the_prompt_of_inference(kind, tmp_path):
-    """For prompt/completion texts: generate, server and RL give the model the first tokens of the row."""
+def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
+    """For prompts and completions that are texts, in `generate`, the server and RL."""
     tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(60)
     records = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     rows, report = rows_of(write(tmp_path / "a.jsonl", *records), tokenizer, tmp_path)
     asked = read_prompts(write(tmp_path / "b.jsonl", *records), tokenizer, most_tokens=10_000).prompts
-    frontend, others = TextFrontend(tokenizer=tokenizer), 0
+    frontend, mismatches = TextFrontend(tokenizer=tokenizer), 0
     for (prompt, completion), (row, targets), question in zip(pairs, rows, asked, strict=True):
         ids = prompt_ids(tokenizer, prompt).tolist()
         assert list(question.tokens) == ids == list(frontend.encode(prompt))
         if row[: len(ids)] != ids:
-            others += 1
+            mismatches += 1
             continue
         assert not targets[: len(ids)].any() and targets[max(1, len(ids)) :].all()
         if not any(name in prompt + completion for name in ("<|end|>", "<s>")):
@@ -160,14 +160,14 @@ def test_rows_begin_with_the_prompt_of_inference(kind, tmp_path):
             assert decoded(tokenizer, row) == decoded(
                 tokenizer, prompt_ids(tokenizer, prompt + completion).tolist() + end
             )
-    assert others <= report.notes[JOINED] <= 10
+    assert mismatches <= report.notes[JOINED] <= 10
     if kind in ("bytes bos", "trained here"):
-        assert others == 0 and report.notes[SPLIT] > 2
+        assert mismatches == 0 and report.notes[SPLIT] > 2
 
 
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
-def test_documents_begin_like_prompts(kind, tmp_path):
-    """A document of plain text starts with what stands before a prompt: nothing, or bos, but never eos in its place."""
+def test_documents_start_like_prompts(kind, tmp_path):
+    """A document of plain text starts like a prompt: with bos or nothing, but never with eos as a substitute."""
     tokenizer = tokenizer_of(kind)
     ((row, _),), _ = rows_of(write(tmp_path / "a.jsonl", {"text": "the capital of France"}), tokenizer, tmp_path)
     ids = prompt_ids(tokenizer, "the capital of France").tolist()
@@ -177,45 +177,50 @@ def test_documents_begin_like_prompts(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
-def test_answers_of_preferences_follow_the_prompt_of_inference(kind, tmp_path):
+def test_preference_answers_follow_the_prompt_at_inference(kind, tmp_path):
     tokenizer, pairs = tokenizer_of(kind), pairs_of_texts(30)
     records = [{"prompt": p, "chosen": c + "a", "rejected": c + "b"} for p, c in pairs]
     found = read_pairs(write(tmp_path / "a.jsonl", *records), tokenizer, seq_len=10_000)
     labelled = [{"prompt": p, "completion": c + "a", "label": True} for p, c in pairs]
     single = read_labelled_answers(write(tmp_path / "b.jsonl", *labelled), tokenizer, seq_len=10_000)
     assert len(found.examples) == len(single.examples) == len(pairs)
-    others = 0
+    mismatches = 0
     for (prompt, _), pair, answer in zip(pairs, found.examples, single.examples, strict=True):
         ids = prompt_ids(tokenizer, prompt).tolist()
         assert pair.answers[0].tokens.tolist() == answer.answers[0].tokens.tolist()
-        others += sum(each.prompt.tolist() != (ids or each.tokens[:1].tolist()) for each in pair.answers)
-    assert others == found.notes.get(JOINED, 0) and others <= 10
+        mismatches += sum(each.prompt.tolist() != (ids or each.tokens[:1].tolist()) for each in pair.answers)
+    assert mismatches == found.notes.get(JOINED, 0) and mismatches <= 10
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
-def test_conversations_begin_with_the_request_of_inference(kind, name, tmp_path):
+def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
     tokenizer, template, rng = tokenizer_of(kind), ChatTemplate(source=TEMPLATES[name]), random.Random(2)
     contents = [["".join(rng.choices(PIECES[:11], k=3)) for _ in range(4)] for _ in range(20)]
     contents.append(["a", "\n b", "c", " d"])
     roles = ("user", "assistant") * 2
-    talks = [[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)] for texts in contents]
+    conversations = [
+        [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)] for texts in contents
+    ]
     rows, report = rows_of(
-        write(tmp_path / "a.jsonl", *({"messages": talk} for talk in talks)), tokenizer, tmp_path, template
+        write(tmp_path / "a.jsonl", *({"messages": conversation} for conversation in conversations)),
+        tokenizer,
+        tmp_path,
+        template,
     )
-    requests = template.render_many([Conversation(talk[:1], {}, True) for talk in talks])
-    others = 0
+    requests = template.render_many([Conversation(conversation[:1], {}, True) for conversation in conversations])
+    mismatches = 0
     for request, (row, targets) in zip(requests, rows, strict=True):
         ids = tokenizer.encode(request.text, special=True).tolist()
         if row[: len(ids)] != ids:
-            others += 1
+            mismatches += 1
             continue
         assert int(np.argmax(targets)) == len(ids)
-    assert others <= report.notes[JOINED] + report.notes[SPLIT] and others <= 5
+    assert mismatches <= report.notes[JOINED] + report.notes[SPLIT] and mismatches <= 5
 
 
-def test_a_rendered_chat_is_read_as_its_template_is(tmp_path):
-    """A text that begins with the name of a special token, and has another one, gets the tokens of the conversation."""
+def test_special_tokens_in_rendered_chats(tmp_path):
+    """A text that starts with the name of a special token and contains another is tokenized like a conversation."""
     tokenizer = tokenizer_of("bytes bos")
     text = "<s><|user|>a b<|end|><|assistant|>Paris<|end|>"
     records = [{"text": text}, {"text": "<s>strike</s-->"}, {"text": "a <s> b <|end|>"}]

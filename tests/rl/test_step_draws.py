@@ -81,7 +81,7 @@ MODEL = ed.abstract(ed.get_config("tiny"))
 
 @pytest.fixture(autouse=True)
 def read_weights(monkeypatch):
-    """The hash of weights is the number of their step; the hashes that were computed, each of all weights."""
+    """Replace the fingerprint of weights by the number of the step; return the list of computed fingerprints."""
     computed = []
 
     def fingerprint(self, state):
@@ -162,7 +162,7 @@ def test_a_run_goes_on_with_what_the_same_weights_drew(tmp_path, killed, dynamic
 
 
 def test_weights_are_read_once_for_each_step(tmp_path, read_weights):
-    """Also where a checkpoint follows; without a step ahead a checkpoint reads none."""
+    """This also holds if a checkpoint follows. Without sampling ahead, a checkpoint reads no weights."""
     for staleness in (0, 1):
         trained = Trained(tmp_path / str(staleness), staleness)
         read_weights.clear()

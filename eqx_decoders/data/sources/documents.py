@@ -22,27 +22,32 @@ from eqx_decoders.errors import DataError, check
 
 
 SET_FIELD = "Set --text-field (DataConfig.text_field)"
-PAIRS = "Preferences are trained on with --method dpo or another method for pairs"
+PAIRS = "To train on preference pairs, use --method dpo or another preference method"
 PAIR_FIELDS = (("chosen", "rejected"), tuple(OPENAI_PAIRS))
 NO_TEXT = "a text or a list of messages"
 
-LARGE_SHARE = 0.1  # of the records: if more are left out, the report begins with "warning"
+LARGE_SHARE = 0.1  # share of records left out above which a report starts with "warning"
 
 
 @dataclasses.dataclass
 class ReadReport:
-    """Counts of what happened to records: by reason of those that were left out, and of other remarks."""
+    """Number of records that were left out, for each reason (`dropped`), and of records with each warning (`notes`)."""
 
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def lines(self, read: int) -> list[str]:
-        """Describe the counts in sentences. read: number of the documents that were read."""
+        """Return a sentence for each kind of count. read: number of documents that were not left out."""
         total, lines = sum(self.dropped.values()), []
         if total:
-            warning = "warning: " if total > LARGE_SHARE * (read + total) else ""
+            warning = warning_prefix(total, read)
             lines.append(f"{warning}{total:,} of {read + total:,} records are left out: {counted(self.dropped)}")
         return lines + [f"warning: {count:,} of {read:,} records: {note}" for note, count in self.notes.most_common()]
+
+
+def warning_prefix(dropped: int, read: int) -> str:
+    """Return "warning: " if more than LARGE_SHARE of the records were left out, else an empty string."""
+    return "warning: " if dropped > LARGE_SHARE * (read + dropped) else ""
 
 
 def counted(counts: Mapping[str, int]) -> str:
@@ -63,7 +68,7 @@ class ChatDocument(NamedTuple):
 
     @classmethod
     def create(cls, messages: Sequence[Any], first: int, variables: Mapping[str, Any]) -> "ChatDocument":
-        """Return the document of normalized messages, whose flags say which of them are not trained on."""
+        """Return the document of normalized messages. Messages with `train: False` are excluded from training."""
         plain, excluded = split_flags(messages)
         return cls(plain, first, dict(variables), tuple(number for number in excluded if number >= first))
 
@@ -73,7 +78,7 @@ class Document(NamedTuple):
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
     of it. In the spans `literal` names of special tokens are plain text. A conversation gets its text from a chat
-    template (see `data.chats`). `media` are references to files: relative paths begin in `folder` (None: the source is
+    template (see `data.chats`). `media` are references to files. Relative paths start at `folder` (None: the source is
     not on this machine). `drawn` is the document's `draw` when it was read.
     """
 
@@ -119,8 +124,8 @@ def record_documents(
 ) -> Iterator[Document]:
     """Yield the documents of JSON records or of rows of a table, each given with its place for messages.
 
-    Records without a text to learn are left out, and counted in `report`. `from_table` has no effect: rows of tables
-    and JSON objects are read in the same way (see `records`).
+    Records with nothing to learn are left out, and counted in `report`. `from_table` has no effect: rows of tables and
+    JSON objects are read in the same way (see `records`).
     """
     report = ReadReport() if report is None else report
     for where, record in records:
@@ -135,7 +140,7 @@ def record_documents(
 
 
 def _reason_for_null(record: Mapping[str, Any], normalized: Mapping[str, Any], field: str) -> str | None:
-    """Return why a record has nothing to learn if null is the value of the fields that documents are made of."""
+    """Return why a record is left out whose text or message fields are all null; None for other records."""
     if _has_form(list(normalized), field) or {"chosen", "rejected"} <= normalized.keys():
         return None
     reasons = {field: "with an empty text", "messages": "without messages", "conversations": "without messages"}
@@ -185,7 +190,7 @@ def parsed(content: bytes, where: str) -> Any:
 
 
 def _document(record: dict[str, Any], field: str, where: str) -> Document:
-    """Make the document of a normalized record: of its text field, else `messages`, else `prompt` and `completion`."""
+    """Make a document from the text field of a normalized record, `messages`, or `prompt` and `completion`."""
     if field in record:
         document = _text_or_messages(record, field, where)
     elif "messages" in record:
@@ -210,8 +215,8 @@ def _text_or_messages(record: dict[str, Any], field: str, where: str) -> Documen
 def _pair(record: dict[str, Any], where: str) -> Document:
     if isinstance(record.get("label"), bool | int | float) and record["label"] in (0, 1):
         raise DataError(
-            f"{where}: label={record['label']} says whether the completion is desirable, which is not learned from "
-            "here. Train with --method kto, or leave out the field and the undesirable completions."
+            f"{where}: label={record['label']} marks a completion as desirable or undesirable, which this method does "
+            "not use. Train with --method kto, or remove the field and the undesirable completions."
         )
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):

@@ -4,12 +4,13 @@ A record is read as one of these forms:
 
 - a text in the text field;
 - a conversation in `messages`, in `conversations` (ShareGPT) or, as a list, in the text field;
-- a `prompt` with a `completion`, with `chosen` and `rejected`, or alone; texts or messages;
+- a `prompt` alone, with a `completion`, or with `chosen` and `rejected`; each of them is a text or a list of messages;
 - `instruction`, `input` and `output` (Alpaca);
 - `input.messages`, `preferred_output` and `non_preferred_output` (OpenAI).
 
-`normalize_record` converts the last two rows, JSON strings, columns of lists, names of roles and keys, and flags that
-exclude a message from the loss. It refuses keys that change what is learned and that this library does not support.
+`normalize_record` converts the last two forms to the other ones. It parses JSON strings, converts columns of lists to
+lists of messages, and unifies the names of roles and keys and the flags that exclude a message from the loss. It raises
+DataError for unsupported keys that change what is learned.
 """
 
 import json
@@ -20,7 +21,7 @@ from typing import Any
 from eqx_decoders.errors import DataError
 
 
-# Roles by the names that public datasets give them, in lower case.
+# Role names of public datasets, in lower case, and the roles of the normal form.
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter", "usr"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "bot", "ai", "chatgpt", "chatbot", "bard", "bing"), "assistant"),
@@ -30,32 +31,32 @@ ROLES = {
 }
 
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
-TRAIN = "train"  # in normalized messages: False for messages that are not trained on
+TRAIN = "train"  # key of normalized messages: False if the message is not trained on
 
-# Flags of messages that say whether they are trained on: OpenAI, Mistral and Together (weight), axolotl (train,
+# Keys of messages that say whether the message is trained on: OpenAI, Mistral and Together (weight), axolotl (train,
 # training), ms-swift and XTuner (loss), verl (trainable, loss_mask), torchtune (masked, inverted).
-# Weights other than 0 and 1 (also ms-swift's loss_scale) are not supported. Any message may have a weight.
+# A weight must be 0 or 1. Messages of all roles may have a weight; other keys may be true only for assistant messages.
 WEIGHTS = ("weight", "loss_scale", "loss_weight")
 TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask")
 INVERTED_FLAGS = ("masked",)
 
-# Keys of messages and records that change what is learned, and that have no counterpart here.
+# Keys of messages and records that change what is learned, and that this library does not support.
 UNSUPPORTED_MESSAGE_KEYS = {
     "train_detail": "flags for parts of a message",
     "training_detail": "flags for parts of a message",
-    "mask": "a loss mask whose polarity is ambiguous",
-    "audio": "audio of an answer",
-    "refusal": "a refusal separate from the content",
+    "mask": "loss masks, whose polarity is ambiguous,",
+    "audio": "audio answers",
+    "refusal": "refusals outside of the content",
 }
 UNSUPPORTED_RECORD_KEYS = {
     "input_ids": "pre-tokenized records",
-    "loss_mask": "loss masks of tokens",
-    "assistant_masks": "loss masks of tokens",
-    "completion_mask": "loss masks of tokens",
+    "loss_mask": "token-level loss masks",
+    "assistant_masks": "token-level loss masks",
+    "completion_mask": "token-level loss masks",
     "loss_weight": "weights of records",
     "sample_weight": "weights of records",
 }
-# Other columns may have these names in records of plain text.
+# Refused only in conversations and prompts: in records of plain text these may be the names of unrelated columns.
 UNSUPPORTED_CHAT_KEYS = {
     "weight": "weights of records",
     "train": "flags of records",
@@ -80,18 +81,18 @@ _PYTHON_ROLE = re.compile(r"'(?:role|from)'\s*:\s*'([^']*)'")
 def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, Any]:
     """Return a record in normal form: messages are lists of `{"role", "content", …}`, `tools` a list of objects.
 
-    Keys that belong to no known form keep their values. Null values are left out of messages and variables, since a
-    column of a table gives every row all keys. Raises DataError that begins with `where`.
+    Other keys keep their values. Null values are removed from messages and template variables, since tables give every
+    row the keys of all rows. Raises DataError; the message starts with `where`.
 
-    field: text field of the records; messages in it are normalized, texts stay as they are.
+    field: name of the text field. Messages in this field are normalized; a text is returned unchanged.
     """
     if not isinstance(record, Mapping):
-        raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object in each line.")
+        raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object per line.")
     result = {key: value for key, value in record.items() if value is not None}
     if field in result and field not in MESSAGE_FIELDS:
-        # a field named "text" may hold any text, also JSON
+        # The field "text" may hold any text, also JSON: it is not parsed.
         result[field] = _texts_or_messages(result[field], field, where, parse=field != "text")
-        if _is_plain(result, field):  # the other columns are not read
+        if _is_plain_text(result, field):  # no other column is read
             check_unicode(result[field], field, where)
             _refuse_keys(result, where, field)
             return result
@@ -113,13 +114,14 @@ def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, 
 
 
 def normalize_prompt(record: Any, where: str) -> dict[str, Any]:
-    """Return a record with its `prompt`, a text or normalized messages without flags, for a model that answers it.
+    """Return a record whose `prompt` is a text, or a list of normalized messages without flags, for generation.
 
-    The prompt is `prompt`, else the conversation in `messages` or `conversations`, else Alpaca's `instruction` and
-    `input`. Other columns, which rewards and graders read, keep their values. Raises DataError without a prompt.
+    The prompt is read from `prompt`, else from the conversation in `messages` or `conversations`, else from Alpaca's
+    `instruction` and `input`. Other columns keep their values: rewards and graders read them. Raises DataError if the
+    record has no prompt.
     """
     if not isinstance(record, Mapping):
-        raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object in each line.")
+        raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object per line.")
     sources = (("prompt",), ("messages",), ("conversations",), ("instruction", "input", "history"))
     source = next((names for names in sources if record.get(names[0]) is not None), ())
     names = (*source, "system", "functions", *VARIABLES)
@@ -152,7 +154,7 @@ def check_unicode(value: Any, name: str, where: str) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the keys whose value is null, at any depth. Members of lists stay."""
+    """Return a JSON value without the keys whose value is null, at any depth. Null members of lists are kept."""
     if isinstance(value, list | tuple):
         return [without_nulls(member) for member in value]
     if isinstance(value, Mapping):
@@ -161,7 +163,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def json_value(value: Any, name: str, where: str) -> Any:
-    """Return a value of a table as a JSON value: dates, times and decimal numbers become texts.
+    """Convert a value of a table to a JSON value: dates, times and decimal numbers become strings.
 
     Raises DataError for bytes.
     """
@@ -173,8 +175,8 @@ def json_value(value: Any, name: str, where: str) -> Any:
         return {key: json_value(member, f"{name}.{key}", where) for key, member in value.items()}
     if isinstance(value, bytes | bytearray | memoryview):
         raise DataError(
-            f"{where}: {name} holds {len(value)} bytes: messages are JSON values. Remove the field, or write the bytes "
-            "into a file and name the file."
+            f"{where}: {name} holds {len(value)} bytes, but messages must be JSON values. Remove the field, or save "
+            "the bytes to a file and replace the field by the file's name."
         )
     return str(value)
 
@@ -185,9 +187,9 @@ def is_chat(record: Mapping[str, Any], field: str = "text") -> bool:
 
 
 def text_of_parts(content: Any) -> Any:
-    """Return the content of a message as a text if it is a list of text parts only, joined by line ends.
+    """Join the text parts of a message's content with newlines, as the server does.
 
-    An empty list is an empty text. The server joins them in the same way. Other contents are returned unchanged.
+    An empty list becomes an empty text. Content that is not a list of text parts is returned unchanged.
     """
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return "\n".join(part["text"] for part in content)
@@ -195,7 +197,7 @@ def text_of_parts(content: Any) -> Any:
 
 
 def as_texts(messages: Sequence[Any]) -> list[Any]:
-    """Return messages with lists of text parts as texts (see `text_of_parts`)."""
+    """Return messages whose lists of text parts are joined to one text each (see `text_of_parts`)."""
     return [
         {**message, "content": text_of_parts(message["content"])} if _has_parts(message) else message
         for message in messages
@@ -214,20 +216,20 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _texts_or_messages(value: Any, name: str, where: str, *, parse: bool) -> Any:
-    """Return a text unchanged, and messages in normal form; a string that is a JSON list of messages is parsed."""
+    """Return a text unchanged, and messages in normal form. If `parse` is set, messages may be a JSON string."""
     if isinstance(value, str):
         messages = _parsed_messages(value, name, where) if parse else None
         if messages is None and name == "messages":
             raise DataError(
-                f"{where}: field {name!r} must be a list of messages, or its JSON, not the text {value[:40]!r}. "
-                "Rename the column, or name it with --text-field if it holds plain texts."
+                f"{where}: field {name!r} must be a list of messages, or a JSON string of such a list, not the text "
+                f"{value[:40]!r}. Rename the column, or set --text-field {name} if it holds plain text."
             )
         return value if messages is None else normalize_messages(messages, name, where)
     return normalize_messages(value, name, where) if isinstance(value, list | tuple | Mapping) else value
 
 
 def _parsed_messages(text: str, name: str, where: str) -> Any:
-    """Return the messages in a string of JSON; None for any other text."""
+    """Return the messages in a JSON string; None for any other text."""
     if text.lstrip()[:1] not in ("[", "{"):
         return None
     try:
@@ -236,17 +238,20 @@ def _parsed_messages(text: str, name: str, where: str) -> Any:
         roles = _PYTHON_ROLE.findall(text) if _PYTHON_MESSAGES.match(text) else []
         if roles and (name in ("messages", "conversations") or all(map(_is_role, roles))):
             raise DataError(
-                f"{where}: field {name!r} holds messages as Python writes them, {text[:40]!r}, which is not JSON. "
-                "Write the column with json.dumps, or as a list."
+                f"{where}: field {name!r} holds the Python repr of messages, {text[:40]!r}, which is not JSON. Write "
+                "the column with json.dumps, or as a list."
             ) from None
         return None
     messages = [value] if isinstance(value, dict) else value
-    any_role = name in ("messages", "conversations")  # fields that hold nothing else
+    any_role = name in ("messages", "conversations")  # these fields hold nothing but messages
     return messages if messages and all(_is_message(message, any_role) for message in messages) else None
 
 
 def _is_message(value: Any, any_role: bool) -> bool:
-    """Return whether a JSON value is a message. Objects with an unknown role may be an answer in JSON."""
+    """Return whether a JSON value is a message.
+
+    Unless `any_role` is set, the role must be known: an object with another role may be an answer in JSON.
+    """
     if not isinstance(value, Mapping):
         return False
     has_content = any(key in value for key in (*CONTENT_KEYS, "tool_calls", "function_call"))
@@ -259,9 +264,12 @@ def _is_role(name: str) -> bool:
 
 
 def normalize_messages(value: Any, name: str, where: str) -> list[Any]:
-    """Return messages in normal form: objects with `role`, `content` and so on, without nulls, and `train` if False.
+    """Return messages in normal form: objects with `role`, `content` and other keys, without null values.
 
-    value: a list of messages, a single message, or (as `datasets` stores sequences of objects) an object of lists.
+    The key `train` is present only if its value is False.
+
+    value: a list of messages, a single message, or an object with a list for each key (the form in which `datasets`
+    stores sequences of objects).
     """
     if isinstance(value, Mapping):
         columns = [key for key in (*ROLE_KEYS, *CONTENT_KEYS) if isinstance(value.get(key), list)]
@@ -300,8 +308,8 @@ def _message(value: Any, name: str, where: str) -> Any:
     for key, meaning in UNSUPPORTED_MESSAGE_KEYS.items():
         if message.get(key) or (key == "mask" and key in message):
             raise DataError(
-                f"{where}: {name}.{key}={str(message[key])[:60]} is {meaning}, which is not supported. Remove the key, "
-                "or leave the record out."
+                f"{where}: {name}.{key}={str(message[key])[:60]}: {meaning} are not supported. Remove the key, or "
+                "leave the record out."
             )
         message.pop(key, None)
     _convert_flags(message, name, where)
@@ -313,7 +321,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _part(part: Any) -> Any:
-    """Return a part of a content with the type "text" if it is a text under another name."""
+    """Return a content part. Strings, and texts of types such as `input_text`, become parts of the type "text"."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
@@ -322,7 +330,7 @@ def _part(part: Any) -> Any:
 
 
 def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
-    """Convert JSON strings in `tool_calls`, and the older `function_call` of OpenAI, to a list of calls."""
+    """Parse JSON strings in `tool_calls`, and convert `function_call` (OpenAI's older format) to `tool_calls`."""
     for key in ("tool_calls", "function_call"):
         value = message.get(key, True)
         if not value or (isinstance(value, str) and not value.strip()):  # exports of tables write "" for null
@@ -347,7 +355,7 @@ def _call(call: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:
-    """Replace the flags that say whether a message is trained on by `train`: False, or none."""
+    """Replace the flags of a message by `train: False` if they exclude it from training, else remove them."""
     flags: dict[str, bool] = {}
     for key in (*TRAIN_FLAGS, *INVERTED_FLAGS):
         if key in message:
@@ -359,25 +367,25 @@ def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:
                 )
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 raise DataError(
-                    f"{where}: {name}.{key}={str(value)[:60]} must be 0, 1, true or false: a message is trained on, "
-                    "or it is not."
+                    f"{where}: {name}.{key}={str(value)[:60]} must be 0, 1, true or false: it says whether the "
+                    "message is trained on."
                 )
             flags[key] = bool(value) != (key in INVERTED_FLAGS)
     if len(set(flags.values())) > 1:
         raise DataError(f"{where}: {name} has flags that contradict each other: {', '.join(flags)}. Keep one of them.")
     trained = next(iter(flags.values()), None)
-    others = [key for key in flags if key not in (*WEIGHTS, *INVERTED_FLAGS)]
-    if trained and others and message.get("role") != "assistant":
+    train_keys = [key for key in flags if key not in (*WEIGHTS, *INVERTED_FLAGS)]
+    if trained and train_keys and message.get("role") != "assistant":
         raise DataError(
-            f"{where}: {name}.{others[0]}={trained} marks a message of the role {message.get('role')!r}: only messages "
-            "of the assistant are trained on. Remove the flag."
+            f"{where}: {name}.{train_keys[0]}={trained} marks a message of the role {message.get('role')!r}, but only "
+            "assistant messages are trained on. Remove the flag."
         )
     if trained is False:
         message[TRAIN] = False
 
 
 def split_flags(messages: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-    """Return normalized messages without `train`, and the numbers of those of the assistant that are not trained on."""
+    """Return normalized messages without the key `train`, and the indices of excluded assistant messages."""
     excluded = [
         number
         for number, message in enumerate(messages)
@@ -394,7 +402,7 @@ def split_flags(messages: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
 
 
 def _convert_sharegpt(record: dict[str, Any], where: str, field: str) -> None:
-    if "conversations" in record and field != "conversations" and not _is_plain(record, field):
+    if "conversations" in record and field != "conversations" and not _is_plain_text(record, field):
         value = record["conversations"]
         parsed = _parsed_messages(value, "conversations", where) if isinstance(value, str) else value
         if isinstance(parsed, list | Mapping):
@@ -406,11 +414,11 @@ def _convert_sharegpt(record: dict[str, Any], where: str, field: str) -> None:
 
 def _convert_alpaca(record: dict[str, Any], where: str, field: str) -> None:
     """Convert `instruction`, `input` and `output` to `prompt`, `completion` and `messages`."""
-    others = (field, "messages", "prompt", "completion")
-    if not isinstance(record.get("instruction"), str) or any(name in record for name in others):
+    other_forms = (field, "messages", "prompt", "completion")
+    if not isinstance(record.get("instruction"), str) or any(name in record for name in other_forms):
         return
-    instruction, more, output = record["instruction"], record.get("input", ""), record.get("output")
-    if not isinstance(more, str) or (output is not None and not isinstance(output, str)):
+    instruction, context, output = record["instruction"], record.get("input", ""), record.get("output")
+    if not isinstance(context, str) or (output is not None and not isinstance(output, str)):
         raise DataError(f"{where}: fields 'input' and 'output' must be texts, as in Alpaca's records.")
     prompt: list[Any] = []
     history = record.pop("history", None) or ()
@@ -420,10 +428,12 @@ def _convert_alpaca(record: dict[str, Any], where: str, field: str) -> None:
         history = [history]
     for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise DataError(f"{where}: field 'history' must be a list of pairs: an instruction and its answer.")
+            raise DataError(
+                f"{where}: field 'history' must be a list of pairs, each with an instruction and its answer."
+            )
         roles = zip(("user", "assistant"), pair, strict=True)
         prompt += [{"role": role, "content": text} for role, text in roles]
-    content = "\n".join(text for text in (instruction, more) if text.strip()) or instruction
+    content = "\n".join(text for text in (instruction, context) if text.strip()) or instruction
     record["prompt"] = [*prompt, {"role": "user", "content": content}]
     if output is not None:
         record["completion"] = [{"role": "assistant", "content": output}]
@@ -445,7 +455,7 @@ def _convert_openai_pair(record: dict[str, Any], where: str) -> None:
 
 
 def _convert_variables(record: dict[str, Any], where: str) -> None:
-    """Parse JSON strings of template variables, and convert OpenAI's older `functions` to `tools`."""
+    """Parse JSON strings of template variables, and convert `functions` (OpenAI's older format) to `tools`."""
     for name in (*VARIABLES, "functions"):
         if isinstance(record.get(name), str):
             record[name] = _parse_json(record[name], name, where) if record[name].strip() else None
@@ -462,20 +472,20 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
 
 
 def _add_system(record: dict[str, Any], where: str, field: str) -> None:
-    """Put the text of a column `system` before the messages."""
+    """Insert the text of the column `system` as the first message of each conversation."""
     system = record.get("system")
-    if not system or _is_plain(record, field):
+    if not system or _is_plain_text(record, field):
         return
     if not is_chat(record, field):
         if isinstance(system, str) and system.strip() and "prompt" in record:
             raise DataError(
-                f"{where}: field 'system' belongs to a conversation, and 'prompt' is a text without a chat template. "
-                "Give 'messages', or write the system message into the prompt."
+                f"{where}: field 'system' needs a conversation, but 'prompt' is a plain text, for which no chat "
+                "template is applied. Use 'messages', or write the system message into the prompt."
             )
         return
     if not isinstance(system, str):
         raise DataError(
-            f"{where}: field 'system' = {str(system)[:60]} must be a text. Put a system message into 'messages', or "
+            f"{where}: field 'system'={str(system)[:60]} must be a text. Put a system message into 'messages', or "
             "rename the field if it is not a system message."
         )
     if not system.strip():
@@ -489,15 +499,18 @@ def _add_system(record: dict[str, Any], where: str, field: str) -> None:
         if not isinstance(first, Mapping) or first.get("role") != "system":
             record[name] = [message, *messages]
         elif str(text_of_parts(first.get("content"))).strip() != system.strip():
-            raise DataError(f"{where}: field 'system' and the first of {name!r} are two system messages: keep one.")
+            raise DataError(
+                f"{where}: the field 'system' and the first message of {name!r} are different system messages. Remove "
+                "one of them."
+            )
 
 
 def _conversations(record: Mapping[str, Any], field: str) -> list[str]:
-    """Return the fields that hold a conversation from its first message on; others hold the end of one."""
+    """Return the fields whose messages start a conversation; messages in other fields follow a prompt."""
     names = [name for name in dict.fromkeys((field, "messages", "prompt")) if isinstance(record.get(name), list)]
     prompt = record.get("prompt", record.get("messages"))
     answers = [name for name in ("completion", "chosen", "rejected") if isinstance(record.get(name), list)]
-    if isinstance(prompt, list):  # answers may repeat the prompt
+    if isinstance(prompt, list):  # answers may repeat the messages of the prompt
         plain = split_flags(prompt)[0]
         repeats = [name for name in answers if plain and split_flags(record[name])[0][: len(plain)] == plain]
         return list(dict.fromkeys([*names, *repeats]))
@@ -510,13 +523,13 @@ def _conversations(record: Mapping[str, Any], field: str) -> list[str]:
     return [*names, "prompt"] if isinstance(prompt, str) and answers else names
 
 
-def _is_plain(record: Mapping[str, Any], field: str) -> bool:
-    """Return whether a record is a text without a prompt."""
+def _is_plain_text(record: Mapping[str, Any], field: str) -> bool:
+    """Return whether the text field of a record holds a plain text that is not a prompt."""
     return field not in MESSAGE_FIELDS and isinstance(record.get(field), str)
 
 
 def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
-    chat, is_plain = is_chat(record, field), _is_plain(record, field)
+    chat, is_plain = is_chat(record, field), _is_plain_text(record, field)
     refused = UNSUPPORTED_RECORD_KEYS | (UNSUPPORTED_CHAT_KEYS if (chat or "prompt" in record) and not is_plain else {})
     for key, meaning in refused.items():
         if key in record and record[key] is not True and record[key] != 1:
@@ -526,13 +539,13 @@ def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
             )
     if not chat and not is_plain and "prompt" in record and _has_schemas(record.get("tools")):
         raise DataError(
-            f"{where}: field 'tools' belongs to a conversation, and 'prompt' is a text without a chat template. "
-            "Give messages."
+            f"{where}: field 'tools' needs a conversation, but 'prompt' is a plain text, for which no chat template is "
+            "applied. Use 'messages', or a list of messages as the prompt."
         )
 
 
 def _has_schemas(tools: Any) -> bool:
-    """Return whether a column `tools` holds descriptions of tools, and not other data of the same name."""
+    """Return whether the column `tools` holds tool definitions, and not unrelated data of the same name."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

@@ -6,7 +6,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,34 +29,34 @@ RENDERED = (
     "text starts with a special token and is tokenized with special tokens. Set special_tokens_in_text=False to "
     "tokenize them as plain text"
 )
-PLAIN = "text starts with a special token, which is tokenized as plain text with special_tokens_in_text=False"
+PLAIN = "text starts with a special token, which special_tokens_in_text=False tokenizes as plain text"
 
 _DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
 _DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
 
 
 def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
-    """Return the tokens before and the token after a document; None for a tokenizer without eos.
+    """Return the tokens before a document, and the token after it (None for a tokenizer without eos).
 
     A document starts like a prompt at inference: with what the tokenizer puts before a text, usually bos or nothing.
     """
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         raise DataError(
-            "the tokenizer has neither bos nor eos, and documents need a token between them: name one of them in "
-            "tokenizer_config.json."
+            "The tokenizer has neither bos nor eos, but documents must be separated by a token. Set bos_token or "
+            "eos_token in tokenizer_config.json."
         )
     start = start_ids(tokenizer)
     if not start and tokenizer.eos_id is None:
         raise DataError(
-            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, and documents "
-            "need a token between them. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
+            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, but documents "
+            "must be separated by a token. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
             "tokenizer.json."
         )
     return start, tokenizer.eos_id
 
 
 def is_rendered(text: str, tokenizer: JsonTokenizer) -> bool:
-    """Return whether a text looks like a rendered chat: it begins with a special token's name, and has another one."""
+    """Return whether a text looks like a rendered chat: it starts with a special token's name and contains another."""
     names = tokenizer.special_names
     if not text.startswith(names):
         return False
@@ -78,8 +78,8 @@ def write_shard(
 
     A large file is flushed to the disk; a small one, for which that would take longer than all else, gets a checksum.
     `done` is called with the number of characters of each batch that is written. `media` reads the images, videos and
-    audio that documents refer to. `special_tokens_in_text` is that of `DataConfig`. `report` has the counts of records
-    that the readers of the documents left out, and gets those of this function.
+    audio that documents refer to. `special_tokens_in_text`: see `DataConfig`. `report`: counts of records that
+    were left out when the documents were read; counts of this function are added.
     """
     report = ReadReport() if report is None else report
     with path.open("w+b") as file, _Writer(file, tokenizer, done, media, special_tokens_in_text, report) as writer:
@@ -108,6 +108,7 @@ class _Writer:
         report: ReadReport,
     ):
         self._media, self._special_tokens_in_text, self._report = media, special_tokens_in_text, report
+        self._special_ids: Collection[int] = tokenizer.special_ids if isinstance(tokenizer, JsonTokenizer) else ()
         start, end = separators(tokenizer)
         largest = max(tokenizer.vocab_size, 0 if media is None else media.token + 1)
         self._dtype = np.dtype("<u2" if largest <= 1 << 16 else "<u4")
@@ -177,11 +178,12 @@ class _Writer:
         return info
 
     def _encode(self) -> None:
-        kinds = [self._kind(document) for document in self._waiting]
-        documents = [*zip(self._waiting, kinds, strict=True)]
-        plain = [each.text or "" for each, kind in documents if kind == "plain"]
-        special = [each.text or "" for each, kind in documents if kind == "special"]
-        spanned = [(each.text or "", each.spans, each.literal) for each, kind in documents if kind == "spans"]
+        documents = [(document, self._encoding_mode(document)) for document in self._waiting]
+        plain = [document.text or "" for document, mode in documents if mode == "plain"]
+        special = [document.text or "" for document, mode in documents if mode == "special"]
+        spanned = [
+            (document.text or "", document.spans, document.literal) for document, mode in documents if mode == "spans"
+        ]
         encoded: dict[str, Iterator[Any]] = {
             "plain": iter(self._tokenizer.encode_many(plain) if plain else []),
             "special": iter(encode_spans(self._tokenizer, special, [()] * len(special)) if special else []),
@@ -189,20 +191,23 @@ class _Writer:
                 encode_spans(self._tokenizer, *zip(*spanned, strict=True), report=self._report) if spanned else []
             ),
         }
-        for document, kind in documents:
-            if kind == "spans":
-                self._append(document, *self._with_targets(document, *next(encoded[kind])))
-            elif kind == "special":
-                self._append(document, self._with_separators(next(encoded[kind])[0]), None)
+        for document, mode in documents:
+            if mode == "spans":
+                self._append(document, *self._with_targets(document, *next(encoded[mode])))
+            elif mode == "special":
+                self._append(document, self._with_separators(next(encoded[mode])[0]), None)
             else:
-                tokens = next(encoded[kind]) if document.tokens is None else document.tokens
+                tokens = next(encoded[mode]) if document.tokens is None else document.tokens
                 tokens = np.concatenate([self._start, tokens.astype(self._dtype), self._end])
                 self._append(document, tokens, None)
         self._done(self._waiting_size)
         self._waiting, self._waiting_size = [], 0
 
-    def _kind(self, document: Document) -> str:
-        """Return how a document is encoded: as "tokens", with "spans", as "special" or "plain" text."""
+    def _encoding_mode(self, document: Document) -> str:
+        """Return how to encode a document.
+
+        "tokens": it has tokens. "spans": text with spans. "special": text with special tokens. "plain": other text.
+        """
         if document.spans is not None or document.text is None:
             return "tokens" if document.spans is None else "spans"
         if not isinstance(self._tokenizer, JsonTokenizer):
@@ -216,12 +221,11 @@ class _Writer:
         return "special" if parsed else "plain"
 
     def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
-        """Add the separators that a text with special tokens lacks; nothing is put before a special token."""
-        assert isinstance(self._tokenizer, JsonTokenizer)
+        """Add missing separators to a text with special tokens. Nothing is put before a special token."""
         tokens = tokens.astype(self._dtype)
-        starts = len(tokens) > 0 and int(tokens[0]) in self._tokenizer.special_ids
+        starts_special = len(tokens) > 0 and int(tokens[0]) in self._special_ids
         end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
-        return np.concatenate([self._start[:0] if starts else self._start, tokens, end])
+        return np.concatenate([self._start[:0] if starts_special else self._start, tokens, end])
 
     def _with_targets(
         self, document: Document, tokens: np.ndarray, targets: np.ndarray

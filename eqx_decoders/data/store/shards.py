@@ -37,7 +37,7 @@ class ShardInfo(NamedTuple):
     """Description of a shard: sums over its documents, and its sections as (dtype, first byte, length).
 
     `bytes` is None where some document came as tokens. `smallest` and `largest` are draws of the documents. `dropped`
-    and `notes` are counts of a `ReadReport`.
+    and `notes` are the counts of a `ReadReport`.
     """
 
     documents: int

@@ -101,7 +101,7 @@ class TokenStore:
         return CorpusStats(**self.manifest["counts"][split])
 
     def report(self) -> list[str]:
-        """Describe the records that were left out, and other remarks, in sentences (see `ReadReport`)."""
+        """Return sentences about the records that were left out and about warnings (see `ReadReport`)."""
         dropped, notes = (collections.Counter(self.manifest.get(name, {})) for name in ("dropped", "notes"))
         return ReadReport(dropped, notes).lines(len(self))
 

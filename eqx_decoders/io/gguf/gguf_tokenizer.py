@@ -1,7 +1,7 @@
 """Tokenizers and chat templates in the metadata of GGUF files, for the `tokenizers` package.
 
-llama.cpp identifies the word splitting of a BPE by the name of a pre-tokenizer (`tokenizer.ggml.pre`). Pieces of a
-SentencePiece model have scores, which give the order of merges.
+`tokenizer.ggml.pre` is llama.cpp's name of the pre-tokenizer of a BPE, which defines how a text is split into words.
+The pieces of a SentencePiece model have scores, which give the order of merges.
 """
 
 import types
@@ -41,8 +41,8 @@ class PreTokenizer(NamedTuple):
     - `ignore_merges`: a word that is a token is not built from merges.
     - `add_bos`: default of `tokenizer.ggml.add_bos_token`.
     - `form`: Unicode normal form.
-    - `raw`: merges apply to characters with `▁` for spaces and `<0x00>` tokens for other bytes, as in SentencePiece,
-        instead of GPT-2's letters for bytes.
+    - `raw`: merges apply to characters, with `▁` for spaces and byte tokens such as `<0x00>`, as in SentencePiece; else
+        to bytes in GPT-2's encoding.
     """
 
     patterns: tuple[str, ...]
@@ -157,7 +157,7 @@ PRE_TOKENIZERS = {name: rules for names, rules in _BY_NAMES.items() for name in 
 
 
 def pre_tokenizer_name(metadata: Mapping[str, Any]) -> str:
-    """Return the name of the rules for words; as in llama.cpp, a file without the key has `default`."""
+    """Return the name of the pre-tokenizer; `default` if the file does not name it, as in llama.cpp."""
     if metadata.get(KEYS + "model") == "gemma4":
         return "gemma4"
     return str(metadata.get(KEYS + "pre") or "default")
@@ -277,7 +277,7 @@ def _stripping(metadata: Mapping[str, Any]) -> set[str]:
 
 
 def _bpe(metadata: Mapping[str, Any]) -> Any:
-    """Make a BPE of bytes as GPT-2's letters or, for the rules with `raw`, of characters."""
+    """Make a byte-level BPE, or a BPE of characters if the pre-tokenizer is `raw`."""
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     except ImportError as error:
@@ -285,8 +285,8 @@ def _bpe(metadata: Mapping[str, Any]) -> Any:
     name = pre_tokenizer_name(metadata)
     if name not in PRE_TOKENIZERS:
         raise DataError(
-            f"{KEYS}pre={name[:40]!r} is unknown, so it is not known how a text is split into words. Known: "
-            f"{', '.join(PRE_TOKENIZERS)}. Give the tokenizer.json of the model's repository as tokenizer."
+            f"{KEYS}pre={name[:40]!r} is an unknown pre-tokenizer, which defines how a text is split into words. "
+            f"Supported: {', '.join(PRE_TOKENIZERS)}. Give the tokenizer.json of the model's repository as tokenizer."
         )
     pre = PRE_TOKENIZERS[name]
     tokens, kinds = _vocabulary(metadata)
@@ -318,7 +318,7 @@ def _bpe(metadata: Mapping[str, Any]) -> Any:
 
 
 def _pair(merge: str) -> list[str]:
-    """Split a merge at its first blank that is not its first character, as llama.cpp does."""
+    """Split a merge at the first space after its first character, as llama.cpp does."""
     cut = merge.find(" ", 1)
     return [merge] if cut < 0 else [merge[:cut], merge[cut + 1 :]]
 

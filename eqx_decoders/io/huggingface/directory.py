@@ -58,12 +58,12 @@ class Directory:
         self._check_inside(path)
         return path
 
-    def files(self, folder: str, end: str) -> list[Path]:
-        """Return the paths of the files in the subfolder `folder` whose names have this end, sorted.
+    def files(self, folder: str, suffix: str) -> list[Path]:
+        """Return the sorted paths of the files in the subfolder `folder` whose names end with `suffix`.
 
-        Files are checked as by `file`: a subfolder or a file whose link leads out is refused with ConversionError.
+        Raises ConversionError if the subfolder or a file is a link that leads out of the directory.
         """
-        paths = sorted(path for path in (self.path / folder).glob("*") if path.name.endswith(end))
+        paths = sorted(path for path in (self.path / folder).glob("*") if path.name.endswith(suffix))
         for path in paths:
             self._check_inside(path)
         return paths
@@ -234,7 +234,7 @@ def check_tensors(
     - `rule`: sentence on the wanted tensors.
     - `source`: noun for the origin of the wanted shapes.
     - `owner`: noun for the owner of a wanted tensor.
-    - `verdict`: predicate for an unwanted tensor; empty for "belongs to no `owner`".
+    - `verdict`: predicate of the message about an unwanted tensor; empty: "belongs to no `owner`".
     """
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
     verdict = verdict or f"belongs to no {owner}"
@@ -253,19 +253,19 @@ def check_tensors(
 
 
 def _shared_prefix(tensors: Mapping[str, StoredTensor], wanted: Mapping[str, Any]) -> str:
-    """Return a sentence about the prefix that all tensors have too much or too little, empty if there is none."""
+    """Return a sentence if all tensor names have an additional prefix or lack a prefix, else an empty string."""
     files = {tensor.name for tensor in tensors.values()}
     for names in (files, tensors.keys()):
-        strangers = sorted(names - wanted.keys())
-        if len(strangers) < 2:
+        unknown = sorted(names - wanted.keys())
+        if len(unknown) < 2:
             continue
         for name in wanted:
-            added = strangers[0].removesuffix(name) if strangers[0].endswith(name) else ""
+            added = unknown[0].removesuffix(name) if unknown[0].endswith(name) else ""
             if added and all(other.startswith(added) and other.removeprefix(added) in wanted for other in names):
-                return f"All tensors have the prefix {added!r}, which does not belong to their names."
-            lacking = name.removesuffix(strangers[0]) if name.endswith(strangers[0]) else ""
+                return f"All tensors have the prefix {added!r}, which is not part of the expected names."
+            lacking = name.removesuffix(unknown[0]) if name.endswith(unknown[0]) else ""
             if lacking and all(lacking + other in wanted for other in names):
-                return f"All tensors lack the prefix {lacking!r} of their names."
+                return f"All tensors lack the prefix {lacking!r} of the expected names."
     return ""
 
 

@@ -70,9 +70,9 @@ def check_tokenizer(source: Path) -> None:
 
 
 def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer and the generation settings, as far as they exist.
+    """Copy the files of a tokenizer and the generation settings that exist.
 
-    Of several different chat templates the copy has the one that counts.
+    If `source` has several different chat templates, the copy only has the template that `load_chat_template` loads.
     """
     if source is not None and is_gguf(source) and Path(source).is_file():
         write_tokenizer(source, folder)

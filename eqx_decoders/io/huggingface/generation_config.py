@@ -14,8 +14,8 @@ from eqx_decoders.io.huggingface.directory import Directory
 def read_generation_config(directory: str | Path | Directory) -> GenerationConfig:
     """Read the settings in a directory's `generation_config.json`.
 
-    Without that file, settings in `config.json` count, as in transformers, unless they are the defaults of transformers
-    4, which it writes with all other keys.
+    Without that file, the settings in `config.json` are used, as in transformers. Values equal to the defaults of
+    transformers 4 are ignored there, because transformers 4 writes its defaults into every `config.json`.
 
     0 for `top_k`, and 1 for `top_p` and `repetition_penalty`, are transformers' values for "off". Other keys have no
     effect here. Raises ConversionError for invalid values.
@@ -56,17 +56,17 @@ def _settings_in_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, int | None]) -> tuple[int, ...]:
     """Add ids to `eos_token_id` in a directory's `generation_config.json`, and in its `config.json` if it has one.
 
-    Return the ids that were new to `generation_config.json`.
+    Returns the ids that `generation_config.json` did not have.
 
     **Arguments:**
 
-    - `ids`: tokens with which a model has learned to end its turns.
-    - `tokenizer_ids`: `bos_token_id` and `eos_token_id` of a `generation_config.json` that does not exist yet.
+    - `ids`: end-of-turn tokens that a model has learned.
+    - `tokenizer_ids`: `bos_token_id` and `eos_token_id` of the tokenizer, for keys that the files do not have.
     """
     directory = Directory(folder)
     config = directory.json("config.json") if directory.has("config.json") else {}
-    texts = _text_config(config)
-    published = {key: value for key in tokenizer_ids if (value := config.get(key, texts.get(key))) is not None}
+    text_config = _text_config(config)
+    published = {key: value for key in tokenizer_ids if (value := config.get(key, text_config.get(key))) is not None}
     found = {key: value for key, value in tokenizer_ids.items() if value is not None} | published
     name = "generation_config.json"
     if directory.has(name):
@@ -77,18 +77,18 @@ def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, i
         content = _settings_in_config(config) | found
     added = _with_stop_ids(folder / name, content, ids)
     if config:
-        if config.get("eos_token_id") is None and texts.get("eos_token_id") is not None:
-            # a multimodal model: the ids in text_config have no effect next to ids at the top
-            old = parse_token_ids(f"{folder / 'config.json'}: text_config.eos_token_id", texts["eos_token_id"])
+        if config.get("eos_token_id") is None and text_config.get("eos_token_id") is not None:
+            # In multimodal models, ids at the top level of config.json override the ids in text_config.
+            old = parse_token_ids(f"{folder / 'config.json'}: text_config.eos_token_id", text_config["eos_token_id"])
             config = config | {"eos_token_id": list(old)}
         _with_stop_ids(folder / "config.json", config, ids)
     return added
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a multimodal `config.json` for its language model; empty for other models."""
-    texts = config.get("text_config")
-    return texts if isinstance(texts, Mapping) else {}
+    """Return `text_config` of a multimodal `config.json`; empty for other models."""
+    text_config = config.get("text_config")
+    return text_config if isinstance(text_config, Mapping) else {}
 
 
 def _with_stop_ids(path: Path, content: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.gguf.gguf_directory import GGUFDirectory
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.directory import Directory, exists
+from eqx_decoders.io.text.chat_template import ADDITIONAL
+from eqx_decoders.io.text.tokenizer_formats import PATTERNS
 
 
 # Files of a tokenizer, and of a processor of images and audio; copied into an export, never interpreted here but for
@@ -47,9 +49,9 @@ def _download(name: str, revision: str | None) -> str:
     except ImportError as error:
         raise need_extra("huggingface_hub", "hf") from error
     wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
-    wanted += ["*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*"]
-    wanted += ["additional_chat_templates/*.jinja"]
-    # Other subfolders hold other formats of the same weights. Only names of templates, .jinja, end with "a".
+    wanted += [*PATTERNS, f"{ADDITIONAL}/*.jinja"]
+    # Other subfolders hold other formats of the same weights. Of the files in subfolders, only names of templates
+    # (.jinja) end with "a".
     nested = ["*/*[!a]"]
     try:
         return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)

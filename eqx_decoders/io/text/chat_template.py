@@ -29,7 +29,7 @@ from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer
 
 
 JINJA = "chat_template.jinja"
-ADDITIONAL = "additional_chat_templates"  # folder of others by name
+ADDITIONAL = "additional_chat_templates"  # subfolder of further templates, named NAME.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 SOURCE_BYTES = 1_000_000
@@ -98,10 +98,10 @@ class RenderingProcess:
 class ChatTemplate:
     """Chat template: a Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
 
-    - `literal`: names of special tokens that are plain text in messages, tools and documents: the template
-        alone writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special
+    - `literal`: names of special tokens that are plain text in messages, tools and documents, so that only the
+        template writes special tokens. Empty: as with transformers, `<|end|>` within a message becomes the special
         token.
-    - `tool_source`: another program for conversations with `tools`; None: `source` writes them, too.
+    - `tool_source`: Jinja program for conversations with tools; None: `source` is used for all conversations.
     """
 
     source: str
@@ -119,11 +119,11 @@ class ChatTemplate:
 
     @property
     def source_with_tools(self) -> str:
-        """The program that writes conversations with tools."""
+        """Jinja program for conversations with tools."""
         return self.source if self.tool_source is None else self.tool_source
 
     def source_for(self, tools: Any) -> str:
-        """Return the program that writes a conversation with these tools; None or an empty list: without tools."""
+        """Return the Jinja program for a conversation with these tools. None or an empty list: no tools."""
         return self.source_with_tools if tools else self.source
 
     @property
@@ -242,7 +242,7 @@ class ChatTemplate:
 
 
 def _without_empty(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables without an empty list of tools or documents, for which templates test `is not none`."""
+    """Remove empty lists of tools or documents: templates often only test `tools is not none`."""
     return {name: value for name, value in variables.items() if value or name not in ("tools", "documents")}
 
 
@@ -275,9 +275,9 @@ def read_chat_template(file: str | Path) -> ChatTemplate:
 
 
 def write_chat_template(folder: Path, template: ChatTemplate) -> None:
-    """Write a template as the only one of a tokenizer's directory: `chat_template.jinja`.
+    """Write a template to `chat_template.jinja` in a tokenizer's directory, and remove all other templates there.
 
-    Templates in other places of the directory are removed: programs differ in which of several they take.
+    Programs differ in which of several templates they load.
     """
     for file in (folder / "chat_template.json", *(folder / ADDITIONAL).glob("*.jinja")):
         file.unlink(missing_ok=True)
@@ -292,17 +292,17 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
 
 
 def unify_chat_templates(folder: Path) -> None:
-    """Leave one chat template in a directory whose files hold different ones: the one that `load_chat_template` takes.
+    """Keep only the template that `load_chat_template` loads, if the files of a directory have different templates.
 
-    Files that cannot be read stay as they are.
+    If a file cannot be read, nothing is changed.
     """
     try:
         directory = Directory(folder)
-        settings, older = (
+        settings, legacy = (
             directory.json(name) if directory.has(name) else {}
             for name in ("tokenizer_config.json", "chat_template.json")
         )
-        texts = [content["chat_template"] for content in (settings, older) if content.get("chat_template") is not None]
+        texts = [content["chat_template"] for content in (settings, legacy) if content.get("chat_template") is not None]
         if directory.has(JINJA):
             texts.append(_read(directory.file(JINJA)))
         if all(text == texts[0] for text in texts):
@@ -317,12 +317,16 @@ def unify_chat_templates(folder: Path) -> None:
 def load_chat_template(
     directory: str | Path, name: str = "default", *, file: str | Path | None = None
 ) -> ChatTemplate | None:
-    """Load the chat template of a tokenizer's directory, or of `file` with the tokenizer's variables; None without one.
+    """Load the chat template of a tokenizer's directory, or of `file` with the tokenizer's variables.
 
-    As in transformers it is in `chat_template.jinja` with others by name in `additional_chat_templates/NAME.jinja`,
-    else in `chat_template.json`, else in `tokenizer_config.json`, which may have several with names; a GGUF file has it
-    in its metadata. The template `tool_use`, if there is one, writes conversations with tools. Raises ConversionError
-    for malformed files, and for an unknown name.
+    Returns None if there is no template. As in transformers, the first of these sources is used:
+
+    1. `chat_template.jinja`, with further named templates in `additional_chat_templates/NAME.jinja`;
+    2. `chat_template.json`;
+    3. `tokenizer_config.json`, which may have several named templates, or the metadata of a GGUF file.
+
+    If there is a template with the name `tool_use`, it renders conversations with tools. Raises ConversionError for
+    malformed files and for an unknown name.
     """
     folder = None if is_gguf(directory) else Directory(directory)
     if folder is None:
@@ -345,7 +349,7 @@ def load_chat_template(
 
 
 def _class_config(folder: Directory) -> dict[str, Any]:
-    """Return the content of `config.json` for the tokenizer's class; nothing where it is no JSON object."""
+    """Return the content of `config.json`, which may name the tokenizer's class; empty if it cannot be read."""
     try:
         return folder.json("config.json") if folder.has("config.json") else {}
     except ConversionError:
@@ -353,7 +357,7 @@ def _class_config(folder: Directory) -> dict[str, Any]:
 
 
 def _sources(folder: Directory | None, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return the file that counts, and its templates by name."""
+    """Return the name of the file from which templates are read, and the templates by name."""
     if folder is not None:
         named = {path.stem: _read(path) for path in folder.files(ADDITIONAL, ".jinja")}
         if folder.has(JINJA):

@@ -1,13 +1,13 @@
 """The small files of a published tokenizer, merged as in transformers.
 
-A tokenizer is a vocabulary (`tokenizer.json`, `tokenizer.model`, …) and up to four small files that name its special
-tokens and add tokens to the vocabulary:
+A tokenizer consists of a vocabulary (`tokenizer.json`, `tokenizer.model`, …) and up to four small files that name its
+special tokens and add tokens to the vocabulary:
 
-- `tokenizer_config.json`: the tokenizer's class, named tokens and, in newer directories, `added_tokens_decoder`, which
-  lists all added tokens by id; the next two files have no effect then;
-- `special_tokens_map.json`: named tokens;
-- `added_tokens.json`: ids of added tokens;
-- `config.json`: the class, where `tokenizer_config.json` has none.
+- `tokenizer_config.json`: the tokenizer's class, named special tokens (such as `eos_token`) and, in newer directories,
+  `added_tokens_decoder`, which lists all added tokens by id. If it does, the next two files are ignored.
+- `special_tokens_map.json`: named special tokens.
+- `added_tokens.json`: ids of added tokens.
+- `config.json`: the tokenizer's class, if `tokenizer_config.json` does not name it.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
 
 
-# transformers' names of the tokens that a template can use as variables.
+# Named special tokens of transformers, which chat templates can use as variables.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-MAX_GAP = 1 << 18  # ids after the vocabulary that added tokens may have: a model has an embedding for every id
+MAX_GAP = 1 << 18  # max ids between the vocabulary and an added token: a model has an embedding for every id
 _NEVER = -1e9  # score of a Unigram piece that no text is split into
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
@@ -31,7 +31,7 @@ _GPT2: dict[str, str | None] = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_
 _QWEN = {"bos_token": None, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
 _LLAMA: dict[str, str | None] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
-# Named tokens of tokenizer classes of transformers, for files that do not name them.
+# Default special tokens of transformers' tokenizer classes, for directories whose files do not name them.
 CLASS_TOKENS: dict[str, dict[str, str | None]] = {
     "CodeGenTokenizer": dict(_GPT2),
     "CodeLlamaTokenizer": dict(_LLAMA),
@@ -58,7 +58,7 @@ CLASS_TOKENS: dict[str, dict[str, str | None]] = {
     "Qwen3_5Tokenizer": dict(_QWEN),
 }
 
-# Classes by `model_type`, for directories whose tokenizer_config.json names none.
+# Tokenizer classes of model types, for directories whose tokenizer_config.json does not name a class.
 _MODEL_TYPES = {
     "CohereTokenizer": "cohere cohere2",
     "GPT2Tokenizer": "gpt2 gpt_neo gptj opt starcoder2 codegen dbrx phi",
@@ -85,7 +85,7 @@ class AddedToken(NamedTuple):
     def parse(cls, value: Any, where: str, *, special: bool | None = None) -> "AddedToken":
         """Read a token from a text, or from an object with `content` and flags. Raises DataError.
 
-        special: the flag of a text, and of an object without the flag.
+        special: flag of a token whose value does not have this flag; None: false.
         """
         content = value.get("content") if isinstance(value, dict) else value
         if not isinstance(content, str):
@@ -113,17 +113,21 @@ def read_object(folder: Directory, name: str) -> dict[str, Any]:
     return content
 
 
-def special_tokens(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str | None]:
-    """Read `bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
+def _merged(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> Mapping[str, Any]:
+    return settings if "added_tokens_decoder" in settings else {**settings, **special_tokens_map}
 
-    As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
-    null means that there is none.
+
+def special_tokens(settings: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str | None]:
+    """Read the named special tokens (such as `eos_token`); None for a token that the tokenizer does not have.
+
+    As in transformers, `special_tokens_map.json` takes precedence over `tokenizer_config.json` (`settings`), but it is
+    ignored if `tokenizer_config.json` has `added_tokens_decoder`.
     """
-    merged = settings if "added_tokens_decoder" in settings else {**settings, **special_tokens_map}
+    merged = _merged(settings, special_tokens_map)
     values = {token: merged[token] for token in NAMED_TOKENS if token in merged}
     texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
     for token, text in texts.items():
-        rule = "must be a text, or an object with one as its content"
+        rule = "must be a text, or an object with a text as its content"
         check(text is None or isinstance(text, str), f"{token}={str(values[token])[:60]} {rule}.", ConversionError)
     return texts
 
@@ -145,7 +149,7 @@ class PublishedTokenizer:
 
     @classmethod
     def read(cls, folder: Directory) -> "PublishedTokenizer":
-        """Read the files of a directory, as far as they exist. Raises DataError for malformed ones."""
+        """Read the files that exist in a directory. Raises DataError for malformed files."""
         settings = read_object(folder, "tokenizer_config.json")
         is_named = isinstance(settings.get("tokenizer_class"), str)
         return cls(
@@ -157,7 +161,7 @@ class PublishedTokenizer:
 
     @functools.cached_property
     def class_name(self) -> str | None:
-        """Name of the tokenizer's class in transformers, without "Fast"; None where no file names it."""
+        """Name of the tokenizer's class in transformers, without "Fast"; None if no file names it."""
         for name in (self.settings.get("tokenizer_class"), self.model_config.get("tokenizer_class")):
             if isinstance(name, str) and name:
                 return name.removesuffix("Fast") if name != "PreTrainedTokenizerFast" else name
@@ -165,17 +169,17 @@ class PublishedTokenizer:
 
     @functools.cached_property
     def named(self) -> dict[str, str | None]:
-        """Named tokens that the files give; null means that there is none."""
+        """Special tokens by name, as given in the files; None for a token that the tokenizer does not have."""
         return special_tokens(self.settings, self.special_tokens_map)
 
     @property
     def class_tokens(self) -> dict[str, str | None]:
-        """Named tokens of the class, which count where the files name none."""
+        """Special tokens of the class by name, which are used if the files do not name them."""
         return CLASS_TOKENS.get(self.class_name or "", {})
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables of chat templates: all named tokens, and others such as `image_token`."""
+        """Variables of chat templates: named special tokens, and other tokens such as `image_token`."""
         texts: dict[str, Any] = {}
         for table in (self.settings.get("model_specific_special_tokens"), self.settings.get("extra_special_tokens")):
             texts |= table if isinstance(table, dict) else {}
@@ -186,16 +190,16 @@ class PublishedTokenizer:
 
     @functools.cached_property
     def added(self) -> dict[int, AddedToken]:
-        """Added tokens by id. Raises DataError for malformed ones."""
+        """Added tokens by id. Raises DataError for malformed tokens."""
         if "added_tokens_decoder" in self.settings:
             rows = self.settings["added_tokens_decoder"]
             where = "tokenizer_config.json: added_tokens_decoder"
             check(isinstance(rows, dict), f"{where} must be an object with an added token for each id.", DataError)
-            tokens = {_index(key, where): AddedToken.parse(value, f"{where}[{key}]") for key, value in rows.items()}
+            tokens = {_token_id(key, where): AddedToken.parse(value, f"{where}[{key}]") for key, value in rows.items()}
         else:
             special = {token.content for token in self._named_special_tokens()}
             tokens = {
-                _index(index, f"added_tokens.json: {content!r}"): AddedToken(
+                _token_id(index, f"added_tokens.json: {content!r}"): AddedToken(
                     content, special=content in special, normalized=content not in special
                 )
                 for content, index in self.added_ids.items()
@@ -207,15 +211,13 @@ class PublishedTokenizer:
         return dict(sorted(tokens.items()))
 
     @functools.cached_property
-    def without_ids(self) -> list[AddedToken]:
-        """Special tokens for which no file gives an id: they are in the vocabulary, or get the next ids."""
+    def special_without_ids(self) -> list[AddedToken]:
+        """Special tokens without an id in the files: they are in the vocabulary, or get the next free ids."""
         known = {token.content for token in self.added.values()}
         return [token for token in self._named_special_tokens() if token.content not in known]
 
     def _named_special_tokens(self) -> Iterator[AddedToken]:
-        merged = (
-            self.settings if "added_tokens_decoder" in self.settings else {**self.settings, **self.special_tokens_map}
-        )
+        merged = _merged(self.settings, self.special_tokens_map)
         for name in NAMED_TOKENS:
             if merged.get(name) is not None:
                 yield AddedToken.parse(merged[name], name, special=True)
@@ -227,7 +229,7 @@ class PublishedTokenizer:
                 yield AddedToken.parse(value, name, special=True)
 
 
-def _index(value: Any, where: str) -> int:
+def _token_id(value: Any, where: str) -> int:
     digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 9
     index: Any = int(value) if digits else value
     valid = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1_000_000_000
@@ -235,20 +237,20 @@ def _index(value: Any, where: str) -> int:
     return index
 
 
-def complete(
+def with_published_tokens(
     inner: Any, files: PublishedTokenizer, *, match_raw_text: bool = False, add_class_tokens: bool = False
 ) -> Any:
-    """Return a tokenizer of the `tokenizers` package with the tokens of the small files, with the ids that they give.
+    """Return a tokenizer of the `tokenizers` package with the added tokens of the small files and their ids.
 
-    A `bos_token` or `eos_token` that no file defines is not added: the caller refuses it. Other special tokens without
-    an id get the next ids, as in transformers. Raises DataError for an id that belongs to another token.
+    Special tokens without an id get the next free ids, as in transformers, except `bos_token` and `eos_token`: the
+    caller raises an error if they are not in the vocabulary. Raises DataError for a token with two different ids.
 
     **Arguments:**
 
-    - `match_raw_text`: search all added tokens in the text as it is written, as SentencePiece does,
-        whatever their flags say.
-    - `add_class_tokens`: the class of the tokenizer, not a `tokenizer.json`, gives its rules: add the named
-        tokens of the class.
+    - `match_raw_text`: find added tokens in the text before normalization, as SentencePiece does, even if their flag
+        `normalized` is true.
+    - `add_class_tokens`: also add the default special tokens of the tokenizer's class, for tokenizers that are not in
+        a `tokenizer.json`.
     """
     inner = _with_ids(inner, files.added)
     present = {token.content: token for token in map(_flags_of, inner.get_added_tokens_decoder().values())}
@@ -259,7 +261,7 @@ def complete(
             _add(inner, token)
             present[token.content] = token
     required = {files.named.get("bos_token"), files.named.get("eos_token")}
-    extra = list(files.without_ids)
+    extra = list(files.special_without_ids)
     if add_class_tokens:
         extra += [AddedToken(text, True) for text in (files.class_tokens | files.named).values() if text is not None]
     for token in extra:
@@ -287,9 +289,10 @@ def _add(inner: Any, token: AddedToken) -> None:
 
 
 def _with_ids(inner: Any, added: Mapping[int, AddedToken]) -> Any:
-    """Return a tokenizer in whose vocabulary each added token has its id, or will get it as the next free one.
+    """Return a tokenizer whose vocabulary has the added tokens with their ids.
 
-    A token replaces the piece that has its id (such as `<unused0>`).
+    A token replaces the piece with the same id (such as `<unused0>`). Tokens whose ids directly follow the vocabulary
+    are left to the caller: they get these ids when they are added.
     """
     size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     new: dict[int, str] = {}
@@ -316,7 +319,7 @@ def _with_ids(inner: Any, added: Mapping[int, AddedToken]) -> Any:
 
 
 def _rewritten(inner: Any, names: Mapping[int, str]) -> Any:
-    """Return a tokenizer with other names of ids, which may be beyond its vocabulary."""
+    """Return a tokenizer in which ids have the given names. The ids may be beyond the vocabulary."""
     from tokenizers import Tokenizer as Inner
 
     content = json.loads(inner.to_str())

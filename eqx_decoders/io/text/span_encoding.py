@@ -1,8 +1,8 @@
-"""Encoding of texts with spans, so that the tokens before a span are those of the text before it.
+"""Encoding of texts with spans, in which the text before a span has the same tokens as a prompt at inference.
 
-A model is given `encode(prompt)` at inference. `encode(prompt + completion)` may begin with other tokens, because a
-token can span the end of the prompt (`A: ` and `Paris` become `A`, `:`, ` Paris`). Such a text is cut where the span
-starts, and the rest is encoded as a continuation: without the space that some tokenizers put before a text.
+At inference a model gets `encode(prompt)`. `encode(prompt + completion)` may start with different tokens, because a
+token can span the end of the prompt (`A: ` and `Paris` become `A`, `:`, ` Paris`). Such a text is split where the span
+starts, and the second part is encoded as a continuation: without the space that some tokenizers put before a text.
 """
 
 import itertools
@@ -14,15 +14,17 @@ import numpy as np
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Span, token_mask
 
 
-# Texts after which a continuation is encoded; the first that does not merge with the continuation is used.
+# A continuation is encoded after one of these texts: the first text that does not merge with the continuation.
 CONTEXTS = ("\n", "a", "0", ".", ")", "é", "|")
 
 
 class EncodedSpans(NamedTuple):
-    """Tokens of a text, which of them have characters in its spans, and how its spans were separated.
+    """Tokens of a text.
 
-    split: the text was cut where a span starts. joined: a token spans the start of a span, and no cut gives the same
-    text.
+    - `mask`: True for tokens that have characters in a span.
+    - `split`: whether the text was split where a span starts.
+    - `joined`: whether a token crosses the start of a span, because the parts of a split text would not decode to the
+        same text.
     """
 
     ids: np.ndarray
@@ -37,12 +39,12 @@ def encode_spans(
     spans: Sequence[Sequence[Span]],
     literal: Sequence[Sequence[Span]] | None = None,
 ) -> list[EncodedSpans]:
-    """Encode each text with `special=True`. The tokens before each span are those of the text up to the span.
+    """Encode each text with `special=True`. The tokens before a span are the tokens of the text up to the span.
 
-    literal: spans of each text in which names of special tokens are letters.
+    literal: spans of each text in which names of special tokens are plain text.
     """
-    letters = [()] * len(texts) if literal is None else literal
-    encodings = tokenizer.encodings(texts, letters)
+    plain_spans = [()] * len(texts) if literal is None else literal
+    encodings = tokenizer.encodings(texts, plain_spans)
     segments: list[tuple[int, int, int, int]] = []  # number of the text, first token, first and last character
     for number, (encoding, starts) in enumerate(zip(encodings, spans, strict=True)):
         for start in dict.fromkeys(span[0] for span in starts if span[0] < span[1] and span[0] > 0):
@@ -50,7 +52,7 @@ def encode_spans(
             segments.append((number, token, character, start))
     found = tokenizer.encodings(
         [texts[number][first:last] for number, _, first, last in segments],
-        [_within(letters[number], first, last) for number, _, first, last in segments],
+        [_within(plain_spans[number], first, last) for number, _, first, last in segments],
     )
     cuts: dict[int, list[int]] = {}
     first_tokens: dict[tuple[int, int], int] = {}  # by the number of the text and the start of a span
@@ -68,7 +70,7 @@ def encode_spans(
             mask |= inside
         whole = EncodedSpans(np.asarray(encoding.ids, np.int32), mask)
         if number in cuts:
-            parts = _encode_parts(tokenizer, texts[number], each, letters[number], cuts[number], whole.ids)
+            parts = _encode_parts(tokenizer, texts[number], each, plain_spans[number], cuts[number], whole.ids)
             results.append(whole._replace(joined=True) if parts is None else parts)
         else:
             results.append(whole)
@@ -76,7 +78,7 @@ def encode_spans(
 
 
 def _span_mask(encoding: Any, span: Span, length: int) -> np.ndarray:
-    """Return which tokens are in a span of a text: also those without characters at the end of the text."""
+    """Return which tokens are in a span of a text, including tokens without characters at the end of the text."""
     mask = token_mask(encoding, [span])
     if span[1] == length and mask.any():
         mask[int(np.argmax(mask)) :] = True
@@ -84,9 +86,9 @@ def _span_mask(encoding: Any, span: Span, length: int) -> np.ndarray:
 
 
 def _last_special(tokenizer: JsonTokenizer, encoding: Any, stop: int) -> tuple[int, int]:
-    """Return the last special token that ends before the character `stop`, and its first character; (0, 0) without one.
+    """Return the index of the last special token before the character `stop`, and the index of its first character.
 
-    Special tokens separate the texts around them: what follows one has the same tokens whatever precedes it.
+    Returns (0, 0) if there is none. The tokens after a special token do not depend on the text before it.
     """
     special, low, high = tokenizer.special_ids, 0, len(encoding.ids)
     while low < high:  # tokens are in the order of their characters
@@ -113,7 +115,7 @@ def _encode_parts(
     cuts: Sequence[int],
     whole: np.ndarray,
 ) -> EncodedSpans | None:
-    """Encode the parts of a text between cuts; None if their tokens are not those of the same text."""
+    """Encode the parts of a text between cuts; None if their tokens do not decode to the same text."""
     edges, expected = [0, *sorted(cuts), len(text)], tokenizer.decode(whole, special=True)
     ids: list[int] = []
     masks = []
@@ -122,11 +124,11 @@ def _encode_parts(
         inside = [(start, stop) for start, stop in parts if start < stop]
         for context in ("",) if first == 0 else CONTEXTS:
             shift, before = len(context), tokenizer.encodings([context], [()])[0].ids if context else []
-            letters = [(start + shift, stop + shift) for start, stop in _within(literal, first, last)]
-            (encoding,) = tokenizer.encodings([context + text[first:last]], [letters])
+            plain_spans = [(start + shift, stop + shift) for start, stop in _within(literal, first, last)]
+            (encoding,) = tokenizer.encodings([context + text[first:last]], [plain_spans])
             new = encoding.ids[len(before) :]
             decoded = tokenizer.decode([*ids, *new], special=True)
-            texts = (expected, text)  # some decoders lose a blank of the joint tokens
+            texts = (expected, text)  # some decoders drop a space of the joint tokens
             same = decoded in texts if last == len(text) else any(each.startswith(decoded) for each in texts)
             if same and encoding.ids[: len(before)] == before:
                 mask = np.zeros(len(encoding.ids), bool)

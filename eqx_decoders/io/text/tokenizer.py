@@ -24,7 +24,7 @@ from eqx_decoders.io.gguf.gguf_tokenizer import read_tokenizer
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.chat_template_worker import SpecialNames
-from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, complete
+from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, with_published_tokens
 from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, VOCAB, find_tokenizer_file, read_tokenizer_file
 
 
@@ -126,7 +126,7 @@ class JsonTokenizer:
 
     @functools.cached_property
     def special_ids(self) -> Mapping[int, str]:
-        """Names of the special tokens by their ids."""
+        """Names of special tokens by id."""
         added = self._inner.get_added_tokens_decoder()
         return {index: token.content for index, token in added.items() if token.special and token.content}
 
@@ -182,7 +182,10 @@ class JsonTokenizer:
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encodings(self, texts: Sequence[str], literal: Sequence[Sequence[Span]]) -> list[Any]:
-        """Return the encoding of each text with `special=True`, as of the `tokenizers` package. Uses all cores."""
+        """Encode each text with `special=True`; return objects of `tokenizers.Encoding`. Uses all cores.
+
+        literal: spans of each text in which names of special tokens are plain text.
+        """
         self._inner.encode_special_tokens = False
         try:
             encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
@@ -220,9 +223,9 @@ def decode(tokenizer: Tokenizer, ids: Ids, *, special: bool = False) -> str:
 
 
 def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids with which a text starts, in training and at inference: those that the tokenizer puts there.
+    """Return the ids that the tokenizer puts before a text, in training and at inference.
 
-    That is usually bos or nothing; eos never takes its place.
+    Usually bos or nothing; eos is never a substitute for bos.
     """
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.start_ids
@@ -230,9 +233,9 @@ def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
-    """Return the ids of a text to be continued: `start_ids`, unless the text begins with them, and the text.
+    """Return the ids of a text to be continued. Names of special tokens become special tokens.
 
-    Names of special tokens become these tokens.
+    `start_ids` are added unless the text already starts with them.
     """
     ids = tokenizer.encode(text, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(text)
     start = start_ids(tokenizer)
@@ -343,8 +346,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
 
     A `tekken.json`, a `.tiktoken`, a `tokenizer.model` (of SentencePiece: extra "sentencepiece"), `vocab.json` with
-    `merges.txt` and the tokenizer in a GGUF file (extra "gguf") are read as well. Added and special tokens are as in
-    transformers those of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` beside the file.
+    `merges.txt` and the tokenizer in a GGUF file (extra "gguf") are read as well. As in transformers, added and special
+    tokens are read from `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` in that directory.
 
     Raises DataError for malformed files, ConversionError for links that lead out of the directory.
     """
@@ -385,7 +388,7 @@ def _load_json_tokenizer(path: Path, files: PublishedTokenizer) -> JsonTokenizer
     check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
     with _as_data_error(path):
         if path.suffix == ".json" and path.name not in (TEKKEN, VOCAB):
-            inner = complete(Inner.from_str(path.read_text("utf-8")), files)
+            inner = with_published_tokens(Inner.from_str(path.read_text("utf-8")), files)
         else:
             inner = read_tokenizer_file(path, files.settings, files)
         inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails only here
@@ -413,19 +416,21 @@ def _as_data_error(path: Path) -> Iterator[None]:
 def _special(
     files: PublishedTokenizer, field: str, names: Sequence[str], find: Callable[[str], int | None]
 ) -> str | None:
-    """Return the token that the files name (None means none), or else that of the class, or the first common name."""
+    """Return a named special token: from the files, else from the tokenizer's class, else the first common name.
+
+    Returns None if the files or the class say that there is no such token, or if no common name is in the vocabulary.
+    """
     if field in files.named:
         token = files.named[field]
         if token is not None and find(token) is None:
             raise DataError(
-                f"{field}={token!r} is not in the vocabulary, and no file gives its id. Download the file that does, "
-                "from where the tokenizer is published: added_tokens.json, or a tokenizer_config.json with "
-                "added_tokens_decoder."
+                f"{field}={token!r} is not in the vocabulary, and no file gives its id. Download added_tokens.json, or "
+                "a tokenizer_config.json with added_tokens_decoder, from the tokenizer's repository."
             )
         return token
-    of_class = files.class_tokens.get(field, "")
-    if of_class is None or (of_class and find(of_class) is not None):
-        return of_class
+    default = files.class_tokens.get(field, "")
+    if default is None or (default and find(default) is not None):
+        return default
     return next((name for name in names if find(name) is not None), None)
 
 

@@ -1,8 +1,9 @@
 """Other formats of tokenizers, converted to the `tokenizers` package: tekken, tiktoken, SentencePiece, vocab.json.
 
-All are data: JSON, lines of base64 with a rank, a protocol buffer, which the package sentencepiece reads (the extra of
-that name), and `vocab.json` with `merges.txt`, whose rules follow from the tokenizer's class. The converted tokenizers
-give the same ids as mistral-common, tiktoken, sentencepiece and transformers.
+tekken is JSON, tiktoken has lines of base64 with a rank, and SentencePiece is a protocol buffer, which the package
+sentencepiece reads (the extra of that name). `vocab.json` comes with `merges.txt`; the tokenizer's class defines how a
+text is split into words. The converted tokenizers give the same ids as mistral-common, tiktoken, sentencepiece and
+transformers.
 """
 
 import base64
@@ -15,13 +16,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import DataError, check, need_extra
-from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, complete
+from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, with_published_tokens
 
 
 TEKKEN = "tekken.json"
 VOCAB, MERGES = "vocab.json", "merges.txt"
 FILES = (TEKKEN, "tokenizer.model", "tiktoken.model")  # in a directory without tokenizer.json
-_PATTERNS = ("*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*", "*.model.v*")  # in this order
+PATTERNS = (
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tokenizer.model.v*",
+    "*.model.v*",
+)  # in order of preference
 
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -71,8 +78,8 @@ KNOWN: dict[str | int, Words] = {
     128000: Words(CL100K_WORDS, _behind(128000, _LLAMA3)),  # Llama 3's tokenizer.model
     "TikTokenTokenizer": Words(KIMI_WORDS),  # Kimi's tokenizer_class: tokenizer_config.json has its special tokens
 }
-# Normal form and word patterns of tokenizer classes with vocab.json and merges.txt; GPT-2's pattern follows where the
-# patterns do not split words.
+# Unicode normal form and split patterns of tokenizer classes with vocab.json and merges.txt. GPT-2's pattern is applied
+# afterwards if the split patterns do not find words.
 _BYTE_LEVEL: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "CodeGenTokenizer": (None, ()),
     "CohereTokenizer": ("NFC", (r"\p{N}",)),
@@ -88,20 +95,20 @@ _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/
 
 def find_tokenizer_file(folder: Path) -> str | None:
     """Return the name of a tokenizer's file of these formats in a directory; None if it has none."""
-    names = [*FILES, *(name for pattern in _PATTERNS for name in sorted(file.name for file in folder.glob(pattern)))]
+    names = [*FILES, *(name for pattern in PATTERNS for name in sorted(file.name for file in folder.glob(pattern)))]
     return next((name for name in (*names, VOCAB, MERGES) if (folder / name).exists()), None)
 
 
 def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: PublishedTokenizer | None = None) -> Any:
-    """Read a tokenizer of tekken, tiktoken, SentencePiece or of `vocab.json` and `merges.txt`.
+    """Read a tokenizer in the format of tekken, tiktoken, SentencePiece, or `vocab.json` with `merges.txt`.
 
     Raises DataError for a file in none of these formats, MissingPackage where the extra sentencepiece is needed.
 
     **Arguments:**
 
-    - `path`: of the file; `vocab.json` and `merges.txt` must be in one directory.
+    - `path`: path of the file; `vocab.json` and `merges.txt` must be in one directory.
     - `settings`: content of `tokenizer_config.json`.
-    - `files`: all small files of the directory, instead of `settings`.
+    - `files`: small files of the tokenizer's directory; if given, they replace `settings`.
     """
     files = PublishedTokenizer(settings) if files is None else files
     content = path.read_bytes()
@@ -120,18 +127,19 @@ def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: Publishe
             inner, bos_names, is_sentencepiece = _sentencepiece(content, files.settings), ("<s>", "<bos>"), True
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
         raise DataError(f"tokenizer={str(path)!r} cannot be read: {type(error).__name__}: {error}.") from error
-    inner = complete(inner, files, match_raw_text=is_sentencepiece, add_class_tokens=is_class)
+    inner = with_published_tokens(inner, files, match_raw_text=is_sentencepiece, add_class_tokens=is_class)
     _add_ends(inner, files, bos_names, by_default=is_sentencepiece or path.name == TEKKEN)
     return inner
 
 
 def _add_ends(inner: Any, files: PublishedTokenizer, bos_names: Sequence[str], *, by_default: bool) -> None:
-    """Let prompts begin with bos, and end with eos, where the settings or the format's default say so.
+    """Set a post-processor that adds bos or eos to a text, if the settings or the defaults of the format say so.
 
     **Arguments:**
 
-    - `bos_names`: common names of the format's bos.
-    - `by_default`: whether prompts begin with bos where `add_bos_token` is missing; they do with one of `bos_names`.
+    - `bos_names`: common names of bos in the format.
+    - `by_default`: value of `add_bos_token` if it is missing and the vocabulary has none of `bos_names`; with one of
+        them, bos is added.
     """
     common = next((name for name in bos_names if inner.token_to_id(name) is not None), None)
     named = {
@@ -175,9 +183,9 @@ def _vocab_and_merges(
     kind = files.class_name
     if kind is None or kind not in _BYTE_LEVEL:
         raise DataError(
-            f"tokenizer={str(folder)!r} has {VOCAB} and {MERGES}, and tokenizer_class={kind!r}, which does not say how "
-            f"a text is split into words. Known: {', '.join(sorted(_BYTE_LEVEL))}. Download tokenizer.json, or "
-            "tokenizer_config.json (or config.json) if it is missing."
+            f"tokenizer={str(folder)!r} has {VOCAB} and {MERGES}, but it is unknown how tokenizer_class={kind!r} "
+            f"splits a text into words. Supported classes: {', '.join(sorted(_BYTE_LEVEL))}. Download tokenizer.json, "
+            "or tokenizer_config.json (or config.json) if it is missing."
         )
     form, splits = _BYTE_LEVEL[kind]
     space = bool(files.settings.get("add_prefix_space", False))
@@ -249,10 +257,10 @@ def byte_letters() -> list[str]:
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
 
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # kinds of pieces
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of pieces
 UNIGRAM, BPE = 1, 2
 SPACE = "▁"
-_BREAK = "\ufdd0"  # no character of any text: separates graphemes
+_BREAK = "\ufdd0"  # noncharacter, which occurs in no text; separates graphemes
 
 
 def _sentencepiece(content: bytes, settings: Mapping[str, Any]) -> Any:
@@ -287,8 +295,8 @@ def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = (), pr
 
     **Arguments:**
 
-    - `stripping`: special tokens that take the blanks behind them.
-    - `prefix_once`: add the blank of `add_dummy_prefix` at the begin of a text, not after added tokens
+    - `stripping`: special tokens that include the whitespace after them.
+    - `prefix_once`: add the space of `add_dummy_prefix` only at the start of a text, and not after added tokens
         (`"legacy": false` in transformers).
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -321,9 +329,9 @@ def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = (), pr
 
 
 def _normalizer(spec: Any, prefix: bool) -> Any:
-    """Make the normalizer: rules for characters, then blanks become letters.
+    """Make the normalizer: character rules, then `▁` for spaces.
 
-    prefix: add one more blank before a text and after added tokens.
+    prefix: add `▁` before a text and after added tokens.
     """
     from tokenizers import Regex, normalizers
 
@@ -337,11 +345,12 @@ def _normalizer(spec: Any, prefix: bool) -> Any:
 
 
 def _charsmap(content: bytes, composes: bool) -> list[Any]:
-    """Make the normalizers of the rules for characters in a SentencePiece model.
+    """Make the normalizers for the character rules in a SentencePiece model.
 
-    `Precompiled` replaces a grapheme by the rule of its first characters and drops the other ones, such as the line
-    feed of CR LF and accents without a composed form. SentencePiece applies its rules to the longest match of
-    characters. So each character becomes a grapheme of its own; compositions of NFKC are made before and after.
+    SentencePiece applies a rule to the longest match of characters. `Precompiled` replaces a complete grapheme by the
+    rule of its first characters and drops the other characters, such as the line feed in CR LF, or accents without a
+    composed form. Therefore every character is made a separate grapheme. NFKC's compositions are made before and after
+    the character rules.
     """
     from tokenizers import Regex, normalizers
 

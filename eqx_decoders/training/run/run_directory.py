@@ -221,7 +221,7 @@ class RunDirectory:
         return load_chat_template(self.tokenizer, file=None if copied else file)
 
     def write_template(self) -> None:
-        """Write the chat template of a file, or of the directory in `tokenizer`, as the only one of the run."""
+        """Write the run's only chat template: from `dataset.chat_template`, else from the directory of `tokenizer`."""
         file = self.settings.dataset.chat_template
         if file is not None:
             if Path(file).exists():
@@ -235,9 +235,10 @@ class RunDirectory:
             write_chat_template(self.tokenizer, template)
 
     def write_stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Add the tokens that end turns of the chat template to the ids that end a text; return those that are new.
+        """Add the end-of-turn tokens of the chat template to the stop ids, and return the new ids.
 
-        They are in `generation_config.json` beside the tokenizer, which exports, generation and the server read.
+        Stop ids are `eos_token_id` in the `generation_config.json` of the tokenizer's directory, which exports,
+        generation and the server read.
         """
         ends = end_of_turn_ids(tokenizer, self.template())
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -245,7 +246,7 @@ class RunDirectory:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a text: `eos_token_id` of `generation_config.json` and `config.json` beside the tokenizer."""
+        """Ids that end a text: `eos_token_id` in the run's `generation_config.json` and `config.json`."""
         folder = Directory(self.tokenizer)
         config = folder.json("config.json") if folder.has("config.json") else {}
         ids = parse_token_ids("config.json: eos_token_id", config.get("eos_token_id"))
@@ -253,7 +254,10 @@ class RunDirectory:
 
     @property
     def trains_on_chats(self) -> bool:
-        """True if the run's data have conversations, as far as its files say."""
+        """Whether the run trains on conversations.
+
+        For SFT the manifests of its data say so; other methods do if there is a chat template.
+        """
         if self.settings.method != "sft":
             return self.template() is not None
         return any("chat_template" in json.loads(file.read_bytes()) for file in self.data.rglob("manifest.json"))

@@ -75,10 +75,11 @@ def export_adapter(model: Decoder, run: RunDirectory, directory: str | Path) -> 
 
 @contextlib.contextmanager
 def tokenizer_files(run: RunDirectory) -> Iterator[Path]:
-    """Make a temporary directory of the tokenizer with which a run's model is exported.
+    """Make a temporary directory with the tokenizer files that are exported with a run's model.
 
-    After training on conversations its `eos_token` is the one token that ends their turns, as in published chat models.
-    It stays where the chat template or the post-processor of prompts write it: their texts would change.
+    After training on conversations, `eos_token` becomes the end-of-turn token if there is only one, as in published
+    chat models. `eos_token` is unchanged if the chat template or the post-processor writes it, since their output would
+    change.
     """
     with tempfile.TemporaryDirectory(prefix="eqx_decoders-") as scratch:
         folder = Path(scratch)
@@ -89,12 +90,12 @@ def tokenizer_files(run: RunDirectory) -> Iterator[Path]:
             name, is_written = tokenizer.name_of(ends[0]), "eos_token" in template.source
             is_written = is_written or tokenizer.eos_id in tokenizer.encode_prompt("a").tolist()
             if name is not None and tokenizer.eos_id != ends[0] and not is_written:
-                _rename_eos(folder, name)
+                _set_eos(folder, name)
         yield folder
 
 
-def _rename_eos(folder: Path, name: str) -> None:
-    """Make a token the eos of a tokenizer's directory, in each file that names one."""
+def _set_eos(folder: Path, name: str) -> None:
+    """Set `eos_token` in `tokenizer_config.json`, and in `special_tokens_map.json` if it has the key."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file
         if path.exists():
@@ -118,7 +119,7 @@ def _config_keys(run: RunDirectory) -> dict[str, Any]:
 
 
 def _eos_ids(run: RunDirectory) -> dict[str, Any]:
-    """Return `eos_token_id` of `config.json`, with the tokens that end turns of the run's chat template."""
+    """Return the key `eos_token_id` of the exported `config.json`, including the end-of-turn tokens of the run."""
     if run.tokenizer != run.source:
         ids = [*run.stop_ids]
         return {} if not ids else {"eos_token_id": ids if len(ids) > 1 else ids[0]}

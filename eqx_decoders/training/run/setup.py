@@ -156,7 +156,9 @@ def make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader:
         new = run.write_stop_ids(tokenizer)
         if new:
             names = ", ".join(f"{decode(tokenizer, [index], special=True)} ({index})" for index in new)
-            print_status(f"the chat template ends turns with {names}: generation stops there, also in exports")
+            print_status(
+                f"the chat template ends turns with {names}: added to the stop tokens of the run and its exports"
+            )
     length = config.dataset.seq_len
     rows = getattr(target.config.positions, "max_positions", length)
     check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")

@@ -26,7 +26,7 @@ from eqx_decoders.training.run.metrics import MetricsFile, MetricsRow, read_metr
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # each in the extra of that name
 IDS = "trackers.json"
-CLOSE_SECONDS = 60.0  # that the end of a run waits for services that do not respond
+CLOSE_SECONDS = 60.0  # max wait at the end of a run for services that do not respond
 
 _log = logging.getLogger("eqx_decoders")
 
@@ -123,7 +123,7 @@ class Trackers:
     **Arguments:**
 
     - `warn`: called with a sentence about each failure.
-    - `patience`: seconds that `close` waits for services that do not respond.
+    - `patience`: max seconds that `close` waits for services.
     """
 
     def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning, patience: float = CLOSE_SECONDS):
@@ -161,12 +161,12 @@ class Trackers:
             names = ", ".join(_name(tracker) for tracker in self._services)
             rows = max(0, self._rows.unfinished_tasks - 1)
             self._warn(
-                f"{names} not responding for {self._patience:g} s: closing without waiting. Up to {rows} rows of "
-                "metrics are missing there; metrics.jsonl has all of them."
+                f"no response from {names} within {self._patience:g} s: closing without waiting. Up to {rows} rows of "
+                "metrics are missing there; metrics.jsonl has all rows."
             )
 
     def _log_rows(self) -> None:
-        """Write rows to the services until None comes, then close the services."""
+        """Write the rows of the queue to the services until a row is None, then close the services."""
         while (row := self._rows.get()) is not None:
             for tracker in tuple(self._services):
                 self._try(tracker, lambda tracker=tracker, row=row: tracker.write(row))

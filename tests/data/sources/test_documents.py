@@ -87,7 +87,10 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
     [
         ({"prompt": "a"}, r"a\.jsonl:1 has no field 'text'; its fields: prompt\. Set --text-field"),
         ({"other": None}, "has no field 'text'; its fields: none"),
-        ({"messages": "hello"}, "field 'messages' must be a list of messages, or its JSON, not the text 'hello'"),
+        (
+            {"messages": "hello"},
+            "field 'messages' must be a list of messages, or a JSON string of such a list, not the text 'hello'",
+        ),
         ({"messages": 3}, "field 'messages' must be a text or a list of messages, not int"),
         ({"prompt": 3, "completion": 4}, "field 'prompt' must be a text or a list of messages, not int"),
         ({"prompt": "a", "completion": "\ud800"}, "field 'completion' is not valid Unicode"),

@@ -1,4 +1,4 @@
-"""One normal form of records: the same from every kind of source and for every use; nothing is dropped uncounted."""
+"""Records have the same normal form for every source and every use, and every dropped record is counted."""
 
 import codecs
 import datetime
@@ -59,7 +59,7 @@ def trained(document) -> list[str]:
 
 
 def random_records(seed: int) -> list[dict]:
-    """Conversations with keys that are not in all rows: Arrow fills the others with nulls."""
+    """Conversations with keys that some rows lack: Arrow adds these keys with null values."""
     rng = random.Random(seed)
 
     def record(number: int) -> dict:
@@ -82,7 +82,7 @@ def random_records(seed: int) -> list[dict]:
 
 
 def written_as(kind: str, records: list[dict], folder):
-    """Write records as one kind of source; return its path."""
+    """Write records to a source of the given kind, and return its path."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -141,7 +141,7 @@ SAME = {
     "alpaca without input": {"instruction": "q", "output": "a"},
     "pair": {"prompt": [USER], "completion": [ANSWER]},
     "pair as JSON": {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])},
-    "messages of one kind": {"prompt": [USER], "completion": "a"},
+    "text completion": {"prompt": [USER], "completion": "a"},
     "one message": {"prompt": [USER], "completion": ANSWER},
     "JSON of messages": {"messages": [json.dumps(USER), json.dumps(ANSWER)]},
     "columns": {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
@@ -161,14 +161,14 @@ def test_formats_are_the_same_conversation(name):
     assert prompt[0]["role"] == "user" and len(prompt) <= 2
 
 
-def test_parts_stay_parts_where_a_template_takes_no_text():
+def test_content_parts_stay_a_list_if_the_template_needs_parts():
     source = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
     source += "{% if add_generation_prompt %}<assistant>{% endif %}"
     (document,) = rendered(SAME["parts"], template=ChatTemplate(source=source))
     assert document.text == WANTED
 
 
-def test_more_of_alpaca_and_system_columns():
+def test_history_of_alpaca_and_system_column():
     record = {"instruction": "add", "input": "1 2", "output": "3", "system": "be kind", "history": [["x", "y"]]}
     (document,) = rendered(record)
     assert document.text == "<system>be kind</s><user>x</s><assistant>y</s><user>add\n1 2</s><assistant>3</s>"
@@ -177,7 +177,7 @@ def test_more_of_alpaca_and_system_columns():
 
 
 @pytest.mark.parametrize("role", [*ROLES, "Assistant", "GPT", " Human ", "SYSTEM"])
-def test_names_of_roles(role):
+def test_role_names_are_normalized(role):
     name = ROLES[role.strip().lower()]
     if name == "function_call":
         record = {"messages": [USER, {"role": role, "content": '{"name": "f", "arguments": {"x": 1}}'}]}
@@ -187,7 +187,7 @@ def test_names_of_roles(role):
     assert document.text == f"<{name}>x</s>{WANTED}"
 
 
-def test_older_calls_of_openai():
+def test_function_calls_become_tool_calls():
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     record = {"messages": [USER, call, {"role": "function", "name": "f", "content": "1"}, ANSWER]}
     (document,) = rendered(record | {"functions": [{"name": "f"}]})
@@ -199,13 +199,13 @@ def test_older_calls_of_openai():
 def test_flags_of_messages_decide_what_is_trained_on(flag, template):
     rng = random.Random(flag)
     for _ in range(4):
-        kept = [rng.random() < 0.5 for _ in range(4)]
-        values = [keep != (flag in INVERTED_FLAGS) for keep in kept]
+        is_trained = [rng.random() < 0.5 for _ in range(4)]
+        values = [trains != (flag in INVERTED_FLAGS) for trains in is_trained]
         values = [int(value) if flag == "weight" else value for value in values]
         turns = [[USER, {**ANSWER, "content": f"a{n}", flag: value}] for n, value in enumerate(values)]
         report = ReadReport()
         found = rendered({"messages": [turn for pair in turns for turn in pair]}, template=template, report=report)
-        wanted = [f"a{n}</s>" for n, keep in enumerate(kept) if keep]
+        wanted = [f"a{n}</s>" for n, trains in enumerate(is_trained) if trains]
         assert [trained(document) for document in found] == ([wanted] if wanted else [])
         assert sum(report.dropped.values()) == (not wanted)
     pair = {
@@ -233,11 +233,11 @@ def test_keys_that_are_not_supported_are_refused_by_name():
         rendered({"messages": [{**USER, "train": True}, ANSWER]})
     with pytest.raises(DataError, match=r"label=False .*--method kto"):
         rendered({"prompt": "q", "completion": "a", "label": False})
-    with pytest.raises(DataError, match="field 'system' belongs to a conversation"):
+    with pytest.raises(DataError, match="field 'system' needs a conversation"):
         rendered({"prompt": "q", "completion": "a", "system": "s"})
-    with pytest.raises(DataError, match="field 'tools' belongs to a conversation"):
+    with pytest.raises(DataError, match="field 'tools' needs a conversation"):
         rendered({"prompt": "q", "completion": "a", "tools": [{"name": "f"}]})
-    with pytest.raises(DataError, match="messages as Python writes them"):
+    with pytest.raises(DataError, match="Python repr of messages"):
         rendered({"prompt": str([USER]), "completion": str([ANSWER])})
     with pytest.raises(DataError, match=r"leaves out messages\[0\], whose role 'narrator'"):
         source = (
@@ -307,7 +307,7 @@ def test_the_system_column_of_conversations():
     for system in (["S"], {"content": "S"}, 1):
         with pytest.raises(DataError, match="field 'system'"):
             rendered({"messages": [USER, ANSWER], "system": system})
-    with pytest.raises(DataError, match="two system messages"):
+    with pytest.raises(DataError, match="different system messages"):
         rendered({"messages": [parts, USER, ANSWER], "system": "T"})
 
 
@@ -345,7 +345,7 @@ def test_dates_in_messages_are_texts_and_bytes_are_refused():
 
 
 @pytest.mark.parametrize("label", [0, 1, 0.0, True, False])
-def test_labels_are_for_kto(label, tmp_path):
+def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
     record = {"prompt": "q", "completion": "a", "label": label}
     with pytest.raises(DataError, match=f"label={label}.*--method kto"):
         rendered(record)
@@ -367,7 +367,7 @@ def test_an_excluded_answer_is_not_called_empty(tmp_path):
     assert found.dropped["excluded"] == 1 and found.dropped["empty"] == 0
 
 
-def test_stand_ins_for_none():
+def test_empty_values_are_treated_as_missing():
     assert not rendered({"messages": [USER, {**ANSWER, "content": []}]}, template=TEMPLATE)[0].text.count("[")
     for stand_in in ({"tool_calls": ""}, {"tool_calls": []}, {"function_call": ""}, {"function_call": {}}):
         assert rendered({"messages": [USER, {**ANSWER, **stand_in}]})[0].text == WANTED
@@ -377,7 +377,7 @@ def test_stand_ins_for_none():
 
 
 def test_what_is_dropped_is_counted_by_reason(tmp_path):
-    """Of 40 records 20 are left out, each for a reason that the run shows; all of them is an error."""
+    """The run shows for each reason how many records are left out. Leaving out all records is an error."""
     useless = [
         {"messages": [USER]},
         {"messages": [USER, {"role": "narrator", "content": "x"}]},
@@ -476,8 +476,7 @@ def test_prompts_in_other_formats_are_the_same(tmp_path):
     assert prompts[4].record["output"] == "a"
 
 
-def test_a_record_is_normalized_once():
-    """The normal form of a normal form is the same."""
+def test_normalization_is_idempotent():
     for seed in range(3):
         for record in [*random_records(seed), *SAME.values()]:
             once = normalize_record(record, "x")

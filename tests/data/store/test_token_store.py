@@ -428,7 +428,7 @@ def test_a_tokenizer_without_ends_is_refused(corpus):
         build(corpus, tokenizer=Endless())
 
 
-def test_bos_that_the_tokenizer_does_not_write_is_no_separator(monkeypatch):
+def test_refuses_a_tokenizer_without_eos_that_never_writes_bos(monkeypatch):
     class Half(ByteTokenizer):
         eos_id = None
 

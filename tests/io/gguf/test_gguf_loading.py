@@ -325,7 +325,7 @@ def test_pre_tokenizers_of_llama_cpp(name):
         assert [word for word, _ in cutter.pre_tokenize_str(text)] == words
 
 
-def test_a_bpe_without_the_name_of_a_pre_tokenizer_has_the_default_one():
+def test_a_bpe_without_a_named_pre_tokenizer_has_the_default_pre_tokenizer():
     metadata = {KEYS + "model": "gpt2", KEYS + "tokens": byte_letters(), KEYS + "merges": []}
     assert make_tokenizer(metadata)[0].to_str() == make_tokenizer(metadata | {KEYS + "pre": "default"})[0].to_str()
 

@@ -106,7 +106,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
     ],
 )
 def test_settings_of_config_json_count_without_a_generation_config(tmp_path, content, expected):
-    """transformers does the same; the defaults that transformers 4 writes with all other keys say nothing."""
+    """As in transformers. The defaults that transformers 4 writes into every config.json are ignored."""
     (tmp_path / "config.json").write_text(json.dumps(content))
     found = read_generation_config(tmp_path)
     assert (found.do_sample, found.temperature, found.top_k, found.top_p) == expected

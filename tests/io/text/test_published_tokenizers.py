@@ -1,4 +1,7 @@
-"""Token ids and rendered chats are those of transformers whichever files a directory has (see `make_tokenizers.py`)."""
+"""Token ids and rendered chats equal those of transformers for directories with different files.
+
+`tests/fixtures/make_tokenizers.py` writes the directories and the expected values.
+"""
 
 import json
 import shutil
@@ -86,7 +89,7 @@ def test_a_bpe_needs_both_of_its_files(file, tmp_path):
         load(write(tmp_path, CASES["gpt2: bare"], file))
 
 
-def test_a_class_that_does_not_say_how_words_are_split_is_refused(tmp_path):
+def test_a_class_with_unknown_word_splitting_is_refused(tmp_path):
     folder = write(tmp_path, CASES["qwen2: bare"], "tokenizer_config.json")
     with pytest.raises(DataError, match=r"tokenizer_config\.json"):
         load(folder)
@@ -94,13 +97,13 @@ def test_a_class_that_does_not_say_how_words_are_split_is_refused(tmp_path):
     check(load(folder), CASES["qwen2: bare"])
 
 
-def test_the_first_two_files_alone_are_those_of_gpt2(tmp_path):
+def test_vocab_and_merges_without_other_files_are_gpt2(tmp_path):
     check(load(write(tmp_path, CASES["gpt2: bare"], "tokenizer_config.json")), CASES["gpt2: bare"])
 
 
 @pytest.mark.parametrize("name", ["llama: added", "unigram: added", "gpt2: added", "llama3: added"])
 def test_added_tokens_have_the_ids_that_the_files_give(name, tmp_path):
-    """Ids after a hole, and ids of pieces that are replaced, as in `<unused0>`."""
+    """Ids may leave a gap after the vocabulary, or replace a piece such as `<unused0>`."""
     folder, size = write(tmp_path, CASES[name]), load(write(tmp_path, CASES[name])).vocab_size
     near = size - 8
     (folder / "added_tokens.json").write_text(json.dumps({"<far>": size + 9, "<next>": size + 3, "<near>": near}))

@@ -82,7 +82,7 @@ def test_added_tokens_beside_a_tiktoken_file(tmp_path):
     ids = tokenizer.encode("<|im_start|>a<tool><|im_end|><|endoftext|>", special=True).tolist()
     assert ids == [151644, RANKS[b"a"], 151701, 151700, 151643] and tokenizer.eos_id == 151700
     (tmp_path / "added_tokens.json").unlink()
-    assert load_tokenizer(tmp_path).eos_id == 151645  # of the published file
+    assert load_tokenizer(tmp_path).eos_id == 151645  # the id of the published tokenizer
 
 
 def test_special_tokens_have_the_ids_that_are_published():

@@ -1,4 +1,4 @@
-"""What training knows of turns and of the chat template is what the run directory and all of its exports say."""
+"""The run directory and all exports have the chat template and the end-of-turn tokens of the training data."""
 
 import dataclasses
 import hashlib
@@ -34,7 +34,7 @@ PLACES = ("none", "config", "jinja", "json", "list", "folder", "all")
 
 
 def base_model(folder: Path, place: str, eos: int = USER) -> Path:
-    """Copy a model whose eos separates documents, with an old chat template in some place."""
+    """Copy a model whose eos separates documents, with an old chat template in the given place."""
     shutil.copytree(BASE, folder)
     (folder / "special_tokens_map.json").unlink()
     for name in ("config.json", "generation_config.json"):
@@ -63,7 +63,7 @@ def content_of(folder: Path) -> dict[str, str]:
 
 
 def start(folder: Path, base: Path, *, template: str | None = NEW, tokenizer: str | None = None) -> RunDirectory:
-    """Make a run as its start does, up to its first step; its data are conversations."""
+    """Make a run directory as the start of a run does. Its data are conversations."""
     file = folder / "new.jinja"
     if template is not None:
         file.write_text(template)
@@ -80,7 +80,7 @@ def start(folder: Path, base: Path, *, template: str | None = NEW, tokenizer: st
 
 
 def templates_in(folder: Path) -> list[str]:
-    """All chat templates in a directory."""
+    """Return all chat templates in a directory."""
     found = [file.read_text() for file in folder.rglob("*.jinja")]
     for name in ("tokenizer_config.json", "chat_template.json"):
         content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
@@ -116,10 +116,10 @@ def test_exports_stop_at_the_end_of_turns_and_have_one_template(place, tmp_path)
     metadata = read_gguf(tmp_path / "out.gguf").metadata
     assert metadata[TEMPLATE] == NEW and set(stop_ids(metadata)) == {USER, END}
     assert END in (metadata[KEYS + "eos_token_id"], metadata[KEYS + "eot_token_id"])
-    assert content_of(base) == before  # the user's own directory
+    assert content_of(base) == before  # the directory of the user is unchanged
 
 
-def test_a_run_resumed_without_the_file_of_its_template_says_the_same(tmp_path):
+def test_a_resumed_run_does_not_need_the_template_file(tmp_path):
     run = start(tmp_path, base_model(tmp_path / "base", "all"))
     (tmp_path / "new.jinja").unlink()
     files = content_of(run.source)
@@ -129,7 +129,7 @@ def test_a_run_resumed_without_the_file_of_its_template_says_the_same(tmp_path):
     assert template is not None and template.source == NEW and content_of(run.source) == files
 
 
-def test_a_run_with_another_tokenizer_has_the_ids_of_that_tokenizer(tmp_path):
+def test_a_run_with_another_tokenizer_has_its_template_and_stop_ids(tmp_path):
     base, other = base_model(tmp_path / "base", "config"), base_model(tmp_path / "other", "none")
     (other / "chat_template.jinja").write_text(NEW)
     run = start(tmp_path, base, template=None, tokenizer=str(other))
@@ -144,7 +144,7 @@ def test_a_run_with_another_tokenizer_has_the_ids_of_that_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["plain text", "template writes eos", "prompts have eos"])
-def test_the_eos_of_documents_stays_the_tokenizer_s_where_it_has_another_use(change, tmp_path):
+def test_the_tokenizer_keeps_its_eos_if_eos_has_another_use(change, tmp_path):
     template = NEW + "{{ eos_token }}" if change == "template writes eos" else NEW
     base = base_model(tmp_path / "base", "none")
     if change == "prompts have eos":
@@ -158,7 +158,7 @@ def test_the_eos_of_documents_stays_the_tokenizer_s_where_it_has_another_use(cha
     assert END in load_text_model(tmp_path / "out").stop_ids
 
 
-def test_different_templates_of_a_source_become_the_one_that_counts(tmp_path):
+def test_only_the_loaded_template_of_a_model_is_kept(tmp_path):
     base = base_model(tmp_path / "base", "all")
     run = start(tmp_path, base, template=None)
     used = load_chat_template(base)

@@ -23,8 +23,8 @@ class EvaluationHook(Hook):
 
     **Arguments:**
 
-    - `results`: of the last evaluation: the loss of all sets as "", and of each set with a name; empty if it failed,
-        if a signal came meanwhile, or if there are no held-out sets.
+    - `results`: losses of the last evaluation by the name of the held-out set; "" is the loss of all sets. Empty if
+        the evaluation failed or was interrupted by a signal, or if there are no held-out sets.
     - `failed`: whether the last evaluation raised an error.
     """
 
@@ -35,7 +35,7 @@ class EvaluationHook(Hook):
 
     @property
     def is_finite(self) -> bool:
-        """Whether nothing in the last evaluation speaks against the weights: it did not fail, and no loss is NaN."""
+        """Whether the last evaluation did not fail and all of its losses are finite."""
         return not self.failed and all(math.isfinite(result.loss) for result in self.results.values())
 
     def begin(self, state: TrainState) -> None:
