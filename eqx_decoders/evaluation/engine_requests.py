@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.errors import EqxDecodersError, check
 from eqx_decoders.io.text.answers.formats import ReasoningFormat
-from eqx_decoders.io.text.answers.parser import AnswerFormat, AnswerParser
+from eqx_decoders.io.text.answers.parser import PROMPT_END, AnswerFormat, AnswerParser
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
@@ -14,7 +14,6 @@ from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
 from eqx_decoders.serving.rollouts import RequestEngine
 
 
-PROMPT_END = 64  # last ids of a prompt, which may start the reasoning
 OPEN = 4  # requests at once for each slot of an engine: those of one prompt wait together
 
 Progress = Callable[[int], None]

@@ -35,7 +35,7 @@ from eqx_decoders.sharding.axes import axes, computed, named_leaves
 class _NotExpressed(ConversionError):
     """The settings of a family cannot express a configuration; `distance` counts the fields that differ."""
 
-    def __init__(self, message: str, distance: float):
+    def __init__(self, message: str, distance: int | float):
         super().__init__(message)
         self.distance = distance
 

@@ -15,6 +15,7 @@ from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
+from eqx_decoders.io.text.answers.parser import PROMPT_END
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.io.text.tool_calls import ToolFormat
@@ -33,7 +34,6 @@ HEAD = 1000  # characters of a data: URL before its content
 SHRINKS = 4  # characters that a normalizer may merge into one
 TYPICAL_CHARACTERS = 8  # per token: shorter texts are encoded without a check of their beginning
 PIECE = 1 << 14  # characters that are encoded at once, to check the length of a text
-PROMPT_END = 64  # last ids of a prompt, which may contain the start or the end of the reasoning
 AROUND = 256  # characters around blanks that decide if a tokenizer drops these: longer than any special token
 ENTRIES, PER_TOKEN = 20_000, 8  # maximum entries of lists and objects in a conversation, and more per token
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.text.answers.arguments import find_reference
 from eqx_decoders.serving.frontend.api_errors import shown
 from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, OBJECT_RULES, STRING_RULES
 
@@ -236,15 +237,9 @@ class SchemaReader:
         """Return the schema to which `$ref` refers within the root schema. Other schemas are returned unchanged."""
         for _ in range(MAX_REFERENCES):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
-            if not isinstance(reference, str) or not reference.startswith("#/"):
+            if not isinstance(reference, str):
                 return schema
-            target: Any = self.root
-            for key in reference[2:].split("/"):
-                key = key.replace("~1", "/").replace("~0", "~")
-                target = target.get(key) if isinstance(target, dict) else None
-            if target is None:
-                return schema
-            schema = target
+            schema = find_reference(reference, self.root)
         return schema
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
+from eqx_decoders.io.text.answers.parser import PROMPT_END
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.frontend.answer_grammar import chat_grammar
@@ -60,7 +61,6 @@ from eqx_decoders.serving.http.served_adapters import ServedAdapters
 from eqx_decoders.serving.http.streaming import EventStream, PendingResponse, json_response
 
 
-PROMPT_END = 64  # number of last tokens of a prompt that are searched for reasoning markers
 MAX_ECHO = 1 << 22  # characters of prompts in one response
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 

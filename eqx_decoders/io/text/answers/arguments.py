@@ -119,28 +119,12 @@ class ToolSchema:
         if not isinstance(schema, Mapping) or depth == 0 or self._num_read > MAX_SCHEMAS:
             return
         yield schema
-        pending = [self._resolve(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+        pending = [find_reference(schema["$ref"], self._root)] if isinstance(schema.get("$ref"), str) else []
         for keyword in ("allOf", "anyOf", "oneOf"):
             if isinstance(schema.get(keyword), list):
                 pending += schema[keyword]
         for part in pending:
             yield from self._parts(part, depth - 1)
-
-    def _resolve(self, reference: str) -> Any:
-        """Return the schema to which a JSON pointer refers, or True if there is no such schema."""
-        if not reference.startswith("#"):
-            return True
-        value = self._root
-        for word in reference[1:].split("/")[1:]:
-            word = re.sub("%([0-9a-fA-F]{2})", lambda match: chr(int(match[1], 16)), word)
-            word = word.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, Mapping) and word in value:
-                value = value[word]
-            elif isinstance(value, list) and word.isdecimal() and int(word) < len(value):
-                value = value[int(word)]
-            else:
-                return True
-        return value if reference in ("#", "#/") or reference[1:2] == "/" else True
 
     def _accepts_all(self, schema: Any) -> bool:
         return all(self._accepts(schema, value, MAX_DEPTH) for value in ("", "x", 1, 0.5, True, None, [], {}))
@@ -167,7 +151,7 @@ class ToolSchema:
         if "const" in schema and not _same(value, schema["const"]):
             return False
         reference = schema.get("$ref")
-        if isinstance(reference, str) and not self._accepts(self._resolve(reference), value, depth - 1):
+        if isinstance(reference, str) and not self._accepts(find_reference(reference, self._root), value, depth - 1):
             return False
         for keyword, combine in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             members = schema.get(keyword)
@@ -176,6 +160,25 @@ class ToolSchema:
             if not combine(self._accepts(member, value, depth - 1) for member in members):
                 return False
         return True
+
+
+def find_reference(reference: str, root: Any) -> Any:
+    """Return the schema to which a `$ref` refers within `root` (a JSON pointer), or True if there is no such schema."""
+    if reference in ("#", "#/"):
+        return root
+    if not reference.startswith("#/"):
+        return True
+    value = root
+    for word in reference[2:].split("/"):
+        word = re.sub("%([0-9a-fA-F]{2})", lambda match: chr(int(match[1], 16)), word)
+        word = word.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping) and word in value:
+            value = value[word]
+        elif isinstance(value, list) and word.isdecimal() and int(word) < len(value):
+            value = value[int(word)]
+        else:
+            return True
+    return value
 
 
 def _candidates(text: str) -> Iterator[Any]:

@@ -42,6 +42,7 @@ from eqx_decoders.io.text.answers.scanners import (
 )
 
 
+PROMPT_END = 64  # number of last tokens of a prompt that are searched for reasoning markers
 FIRST_PLACEHOLDER = 0xD800  # surrogates: text that is decoded from tokens never contains them
 NO_REASONING = ReasoningFormat("", "", ())
 
