@@ -155,7 +155,9 @@ def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[
             view = per_row_view(scales, (*lead, rows, 1), len(lead), per_row)
             decoded[name] = scaled(name, values, view, (1, columns))
         else:
-            per_block = "" if block is None else f", or {block_grid} for one scale per block of {list(block)}"
+            per_block = (
+                "" if block is None else f", or {block_grid} for one scale per block of weight_block_size={list(block)}"
+            )
             raise ConversionError(
                 f"{scales.file}: {scales.name} is {scales.description}, but {name} of shape {values.shape} needs "
                 f"scales of shape {', '.join(map(str, row_shapes))} for one scale per matrix or row{per_block}. Check "
