@@ -150,7 +150,7 @@ def _check_no_embedding_pairs(
 def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, has_pair: np.ndarray) -> LowRank:
     """Subtract the largest singular values from the base weight (PiSSA), and the column norms from magnitudes (DoRA).
 
-    `has_pair`: which layers and experts the adapter changes. The magnitude differences of all others are 0.
+    `has_pair`: mask of the layers and experts that the adapter changes. Magnitude differences are 0 where it is false.
     """
     if settings.pissa:
         shaped = dataclasses.replace(node, start_a=node.lora_a, start_b=node.lora_b)
@@ -391,8 +391,8 @@ class _AdaptableWeight:
     ) -> tuple[dict[str, np.ndarray], float]:
         """Return the factors of the stacked pair, and its scale.
 
-        The scale is that of the first layer. Where another layer has another scale, its `lora_b` is multiplied by the
-        ratio.
+        The returned scale is the scale of the first layer. If another layer has a different scale, its `lora_b` is
+        multiplied by the ratio of the two scales.
         """
         rank = max(settings.rank_of(self.modules[index]) for index in np.flatnonzero(self.has_pair(tensors)))
         scale, *_ = scales = [settings.scale_of(module) for module in self.modules]
@@ -423,9 +423,9 @@ def _with_current_names(
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return an adapter's tensors by their names in the current transformers, and its module names in the file.
 
-    The second result maps the current name of each module to its name in the file. The original modules that PEFT
-    stores next to saved ones are left out. The names of PEFT's wrappers are removed: `base_layer`, which contains the
-    bias of an adapted module, and `modules_to_save` with or without the name of the adapter.
+    The second result maps the current name of each module to its name in the file. PEFT may also store the original
+    weights of saved modules: these are left out. The names of PEFT's wrappers are removed: `base_layer`, which contains
+    the bias of an adapted module, and `modules_to_save` with or without the name of the adapter.
 
     `known`: current names of the tensors that an adapter of this model may contain.
     """

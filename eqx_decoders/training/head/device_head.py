@@ -90,7 +90,7 @@ class LogitSums(NamedTuple):
         weighted = None
         if self.weighted is not None and other.weighted is not None:
             weighted = self.weighted * one + other.weighted * two
-        best = jnp.minimum(*(jnp.where(each.highest == top, each.best, MAX_ID) for each in (self, other)))
+        best = jnp.minimum(*(jnp.where(sums.highest == top, sums.best, MAX_ID) for sums in (self, other)))
         total, picked = self.total * one + other.total * two, self.picked + other.picked
         return LogitSums(top, best, total, self.targets, picked, weighted)
 
@@ -110,7 +110,7 @@ class LogitSums(NamedTuple):
 
     @property
     def right(self) -> Array:
-        """Whether each target is the result of `argmax`, in f32. If several logits are highest, the lowest id is."""
+        """Whether each target is the result of `argmax`, in f32: the lowest id that has the highest logit."""
         return (self.targets == self.best[..., None]).astype(jnp.float32)
 
 
