@@ -24,9 +24,9 @@ def _build_block(config: BlockConfig, embed_dim: int, key: Key[Array, ""], layer
 
 
 def map_layers(build: Callable[..., Any], *arguments: Array) -> Any:
-    """Call `build` for each index of the leading axis of `arguments`; return one tree with arrays stacked on that axis.
+    """Call `build` for each index of the leading axis of `arguments`, and stack the arrays of its results on that axis.
 
-    Unlike `eqx.filter_vmap`, the loop creates one layer at a time: temporary memory is that of a single layer.
+    Unlike `eqx.filter_vmap`, this creates one layer at a time, so temporary memory is needed for a single layer only.
     """
     static = None
 
@@ -58,19 +58,21 @@ class Segment(eqx.Module):
     def build(
         cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"], begin: int = 0
     ) -> "Segment":
-        """Return new layers, one key each: `keys` holds `repeats * len(unit)` keys in the order of the layers.
+        """Return new layers. `keys` has one key per layer, `repeats * len(unit)` keys in total.
 
-        `begin` is the index of the first layer in the decoder. A loop creates one unit at a time, and equal blocks of a
-        unit are created together. The program of `init` therefore draws few random arrays, which take most of its
-        compile time, and its temporary memory is that of one unit.
+        `begin` is the index of the first layer in the decoder.
+
+        A loop creates one unit at a time, and an inner loop creates the equal blocks of a unit. The program therefore
+        contains few random-number operations, which take most of its compile time, and needs temporary memory for one
+        unit only.
         """
         layers = begin + jnp.arange(len(keys)).reshape(-1, len(unit))
         keys = keys.reshape(layers.shape)
-        positions = {config: [i for i, other in enumerate(unit) if other == config] for config in unit}
+        indices_of = {config: [i for i, other in enumerate(unit) if other == config] for config in unit}
 
         def build_unit(keys: Key[Array, "unit"], layers: Int[Array, "unit"]) -> tuple[Block, ...]:
             blocks: dict[int, Block] = {}
-            for config, indices in positions.items():
+            for config, indices in indices_of.items():
                 build = functools.partial(_build_block, config, embed_dim)
                 copies = map_layers(build, keys[jnp.array(indices)], layers[jnp.array(indices)])
                 blocks.update((index, at_layer(copies, copy)) for copy, index in enumerate(indices))

@@ -125,28 +125,28 @@ class Fields:
         allowed: Mapping[str, tuple[Any, ...]],
         typed: Mapping[str, tuple[type, ...]] = {},
     ) -> dict[str, Any]:
-        """Return the keys that have no effect, for an export; refuse other unread keys.
+        """Return the keys without effect, which an export writes again. Raises ConversionError for unknown keys.
 
         **Arguments:**
 
-        - `known`: keys without effect, whatever their values are.
-        - `allowed`: values of unread keys that have no effect; other values are refused.
-        - `typed`: keys without effect if their value has one of these types; other values are refused.
+        - `known`: keys without effect, with any value.
+        - `allowed`: keys that have no effect if they have one of these values. Any other value is an error.
+        - `typed`: keys that have no effect if their value has one of these types. A value of another type is an error.
         """
         for key, types in typed.items():
             value = self.content.get(key)
             if not (self.is_read(key) or key in known or value is None or type(value) in types):
-                names = " or ".join(kind.__name__ for kind in types)
+                type_names = " or ".join(expected.__name__ for expected in types)
                 raise self.error(
-                    f"{key}={abbreviate(value)}: expected {names}, as in transformers' generation settings. Other uses "
-                    f"of {key} are not supported for this model_type."
+                    f"{key}={abbreviate(value)}: expected {type_names}, because {key} is a generation setting of "
+                    f"transformers. Another meaning of {key} is not supported for this model_type."
                 )
         for key, values in allowed.items():
             if not self.is_read(key):
                 self.allow_only(key, *values)
         known_keys = {*known, *typed}
         self.finish(known_keys)
-        internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
+        internal = ("_", "attn_implementation")  # how transformers runs a model, which an export does not contain
         exported_keys = [key for key in self.content if key in known_keys and not key.startswith(internal)]
         return {key: self.content[key] for key in exported_keys} | self._carried
 
@@ -166,7 +166,10 @@ class Fields:
         return value
 
     def allow_only(self, key: str, *allowed: Any, effect: str = "changes what the model computes") -> None:
-        """Refuse other values of `key`, which may be missing or null; `effect` says what they change."""
+        """Raise ConversionError unless `key` is missing or null, or has one of the `allowed` values.
+
+        `effect`: what other values mean, for the error message.
+        """
         value = self.take(key, None)
         if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
             expected = (
@@ -176,7 +179,7 @@ class Fields:
             raise self.error(f"{key}={abbreviate(value)} is not supported ({effect}). Supported: {expected}.")
 
     def rename(self, old: str, new: str) -> None:
-        """Read the key `old` as `new`; if both have a value other than null the values must agree."""
+        """Rename the key `old` to `new`. Raises ConversionError if both have values that differ; null is no value."""
         value = self.content.pop(old, None)
         if value is None:
             return
@@ -194,7 +197,7 @@ class Fields:
         self.content[key] = value
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Refuse keys that nothing has read and that are not among the `ignored` ones. null counts as missing."""
+        """Raise ConversionError if a key was neither read nor `ignored`, and has a value other than null."""
         keys = (key for key, value in self.content.items() if value is not None)
         unknown = [key for key in keys if key not in self._read and key not in ignored]
         if unknown:

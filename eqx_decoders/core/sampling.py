@@ -171,9 +171,9 @@ def choose_tokens(
 
 
 def threefry_key(key: PRNGKeyArray) -> PRNGKeyArray:
-    """Return a Threefry key: the key itself, or a new key seeded by a key of another implementation.
+    """Return the key if it is a Threefry key. Otherwise return a new Threefry key that is seeded from it.
 
-    Keys of other implementations, such as `rbg`, do not give independent numbers for each row under `vmap`.
+    Other implementations, such as `rbg`, do not give each row independent random numbers under `vmap`.
     """
     if str(jax.random.key_impl(key)) == "threefry2x32":
         return key

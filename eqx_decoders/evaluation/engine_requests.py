@@ -32,7 +32,7 @@ class EvaluationEngine(RequestEngine, Protocol):
 class AnswerRequest(NamedTuple):
     """Prompt to be answered, in at most `max_new_tokens`, up to one of the strings `stop` or the tokens `stop_ids`.
 
-    `reasoning`: markers of the reasoning that the model may write first, in which `stop` is not searched for.
+    `reasoning`: markers of the reasoning that the model may write first. Stop strings in the reasoning are ignored.
     """
 
     prompt: tuple[int, ...]
@@ -57,13 +57,13 @@ class WrittenAnswer(NamedTuple):
 
 
 class _AnswerWriter:
-    """Text of an answer as its tokens come. Stop strings do not end its reasoning, which is a part of the text."""
+    """Incremental text of an answer, which includes its reasoning. Stop strings in the reasoning are ignored."""
 
     def __init__(self, tokenizer: Tokenizer, request: AnswerRequest):
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops, self._stop_ids = StopStrings(request.stop), request.stop_ids
-        self._reasoning = _reasoning_parser(tokenizer, request)
-        self._text = ""  # of the reasoning, and what may be its start
+        self._parser = _reasoning_parser(tokenizer, request)  # None after the reasoning
+        self._reasoning = ""  # text of the reasoning, or text that may be the start of a reasoning marker
         self._pieces: list[str] = []
         self._count, self._end = 0, "length"
 
@@ -81,14 +81,15 @@ class _AnswerWriter:
         return False
 
     def _push_text(self, text: str, *, final: bool = False) -> None:
-        if self._reasoning is not None:
-            self._text += text
-            self._reasoning.push(text)
-            if (self._reasoning.in_reasoning or self._reasoning.is_undecided) and not final:
+        if self._parser is not None:
+            self._reasoning += text
+            self._parser.push(text)
+            if (self._parser.in_reasoning or self._parser.is_undecided) and not final:
                 return
-            end = len(self._text) if self._reasoning.in_reasoning else self._reasoning.reasoning_end
-            self._pieces.append(self._text[:end])
-            text, self._reasoning = self._text[end:], None
+            end = len(self._reasoning) if self._parser.in_reasoning else self._parser.reasoning_end
+            self._pieces.append(self._reasoning[:end])
+            text = self._reasoning[end:]
+            self._parser = None
         self._pieces.append(self._stops.push(text))
 
     def answer(self) -> WrittenAnswer:
@@ -102,7 +103,7 @@ class _AnswerWriter:
 
 
 def _reasoning_parser(tokenizer: Tokenizer, request: AnswerRequest) -> AnswerParser | None:
-    """Return the parser that finds the end of the reasoning; None if there is none, or no stop string could cut it."""
+    """Return a parser that finds the end of the reasoning, or None if there is no reasoning or no stop string."""
     if request.reasoning is None or not request.stop:
         return None
     return AnswerFormat(None, request.reasoning).parser(prompt=decode(tokenizer, request.prompt[-PROMPT_END:]))

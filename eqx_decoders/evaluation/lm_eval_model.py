@@ -112,37 +112,41 @@ class EngineMethods:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encode `context + continuation`, and split the tokens into a context and a continuation to be scored.
 
-        Whitespace at the end of the context belongs to the continuation, as in lm-eval. So does a token that spans the
-        end of the context: the continuation starts with the first token that is not a token of the context alone.
-        Where tokens merge across that end, lm-eval instead cuts at the number of tokens of the context. A context
-        without tokens is replaced by the token with which texts start.
+        Whitespace at the end of the context belongs to the continuation, as in lm-eval. The continuation starts at the
+        first token that differs from the tokens of the context alone. If the tokenizer merges the end of the context
+        and the start of the continuation into one token, that token belongs to the continuation. lm-eval differs in
+        this case: it splits after as many tokens as the context has alone. A context without tokens is replaced by the
+        tokenizer's bos_id or eos_id.
 
-        Raises ConfigError where the continuation is empty or has no tokens: its score would be that of nothing.
+        Raises ConfigError if the continuation has no tokens, because it would have the best possible score, 0.
         """
         if continuation == "":
             raise ConfigError(
-                f"lm-eval: continuation='' after the context {context[-60:]!r} has nothing to score: remove the empty "
+                f"lm-eval: continuation='' after the context {context[-60:]!r} has no text to score. Remove the empty "
                 f"choice or target from the task."
             )
         stripped = context.rstrip()
         continuation, context = context[len(stripped) :] + continuation, stripped
         if context == "":
-            tokens, count = self.encode(continuation, begins=False), 0
+            tokens = self.encode(continuation, begins=False)
             first = prefix_id(self.text.tokenizer)
-            if first is not None and tokens[:1] == [first]:
-                count = 1
+            context_length = 1 if first is not None and tokens[:1] == [first] else 0
         else:
             tokens = self.encode(context + continuation)
-            count = _common_length(self.encode(context), tokens)
-        if count == len(tokens):
+            context_length = _common_length(self.encode(context), tokens)
+        if context_length == len(tokens):
             raise ConfigError(
-                f"lm-eval: continuation={continuation[:60]!r} after the context {context[-60:]!r} adds no token, "
-                f"so there is nothing to score: remove it from the task."
+                f"lm-eval: continuation={continuation[:60]!r} after the context {context[-60:]!r} adds no token, so "
+                f"there is nothing to score. Remove it from the task."
             )
-        return self._with_context(tokens[:count], tokens[count:])
+        return self._with_context(tokens[:context_length], tokens[context_length:])
 
     def _with_context(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Return a context of at least one token, and what of the continuation can be scored after it."""
+        """Return a context of at least one token, and the tokens of the continuation that can be scored after it.
+
+        An empty context is replaced by the tokenizer's bos_id or eos_id, or else by the first token of the
+        continuation.
+        """
         if context:
             return context, continuation
         first = prefix_id(self.text.tokenizer)
@@ -150,8 +154,8 @@ class EngineMethods:
             return [first], continuation
         if len(continuation) < 2:
             raise ConfigError(
-                "lm-eval: a continuation of one token without a context cannot be scored, because the tokenizer has "
-                "neither bos_id nor eos_id to put before it: use a task with contexts, or another tokenizer."
+                "lm-eval: a continuation of one token cannot be scored without a context, because the tokenizer has "
+                "neither bos_id nor eos_id to precede it. Use a task with contexts, or another tokenizer."
             )
         return continuation[:1], continuation[1:]
 
@@ -196,9 +200,9 @@ class EngineMethods:
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens at the start that are equal."""
+    """Return the length of the longest common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((number for number, (left, right) in pairs if left != right), min(len(first), len(second)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def make_lm(text: TextSource, engine: EvaluationEngine, **options: Any) -> Any:

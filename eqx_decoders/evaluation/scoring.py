@@ -30,16 +30,16 @@ class Likelihood(NamedTuple):
 def score_continuations(
     engine: EvaluationEngine, pairs: Sequence[tuple[Tokens, Tokens]], progress: Progress = no_progress
 ) -> list[Likelihood]:
-    """Return `log p(continuation | context)` of each pair of token ids; those of one context should follow each other.
+    """Return `log p(continuation | context)` of each pair of token ids. Pairs with equal contexts should be adjacent.
 
-    Contexts that are too long lose their beginning. Raises ConfigError for a continuation that is too long, and for a
-    continuation or a context without tokens: the sum over no tokens, 0, would be the best possible score.
+    Contexts that are too long are cut at the start. Raises ConfigError for a continuation that is too long, and for a
+    context or continuation without tokens. A sum over no tokens would be 0, the best possible score.
     """
     for number, (context, continuation) in enumerate(pairs):
         if len(context) == 0 or len(continuation) == 0:
             raise ConfigError(
                 f"score_continuations: pair {number} has {len(context)} context tokens and {len(continuation)} "
-                f"continuation tokens, but needs at least one of each: start a context with the tokenizer's bos_id, "
+                f"continuation tokens, but needs at least one of each. Start each context with the tokenizer's bos_id, "
                 f"and remove empty continuations."
             )
     likelihoods: dict[int, Likelihood] = {}
@@ -96,11 +96,10 @@ def rolling_windows(count: int, window: int, context: int = 1) -> Iterator[tuple
 def score_texts(
     engine: EvaluationEngine, texts: Sequence[Tokens], context: int = 1, progress: Progress = no_progress
 ) -> list[float]:
-    """Return the log-probability of all tokens of each text but the first one (see `rolling_windows`).
+    """Return the sum of the log-probs of each text's tokens without its first token (see `rolling_windows`).
 
-    The sum for a text of one token, such as an empty document after bos, is 0: it has no other token.
-
-    Raises ConfigError for a text without tokens.
+    The result is 0 for a text of a single token, such as an empty document after bos. Raises ConfigError for a text
+    without tokens.
     """
     pairs: list[tuple[Tokens, Tokens]] = []
     owners: list[int] = []

@@ -151,13 +151,13 @@ def _checked(example: Any, where: str) -> Example:
     """Return an example as JSON holds it. Raises DataError for one without a prompt."""
     check(isinstance(example, Mapping), f"{where} must be a dictionary, not {type(example).__name__}.", DataError)
     columns = [name for name in COLUMNS if example.get(name)]
-    check(len(columns) < 2, f"{where} must have a 'prompt' or 'messages', and has {', '.join(example)}.", DataError)
+    check(len(columns) < 2, f"{where} has both 'prompt' and 'messages'. Remove one of them.", DataError)
     example = normalize_prompt(example, where)
     for name, value in example.items():
         check_unicode(value, str(name), where)
     prompt = example["prompt"]
-    good = isinstance(prompt, str | list) and len(prompt) > 0
-    check(good, f"{where}: the prompt must be a text or a list of messages, and not empty.", DataError)
+    is_valid = isinstance(prompt, str | list) and len(prompt) > 0
+    check(is_valid, f"{where}: the prompt must be a text or a list of messages, and not empty.", DataError)
     if isinstance(prompt, list):
         example = {name: value for name, value in example.items() if name != "prompt"} | {"messages": as_texts(prompt)}
     try:

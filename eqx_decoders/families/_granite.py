@@ -37,7 +37,7 @@ def granite(
     return scaled(shape, [block] * shape.num_layers, **scales)
 
 
-# transformers 4 writes it for models whose layers all have a rotary embedding
+# transformers 4 writes this key for models in which all layers have a rotary embedding.
 POSITIONS = Only("position_embedding_type", "rope")
 STREAM_SCALES = (
     Number("embedding_multiplier", "embedding_scale", 1.0),

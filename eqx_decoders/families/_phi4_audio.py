@@ -113,7 +113,7 @@ def _read_convolutions(fields, values):
 
 
 def _rename_misspelled(fields: Fields, values: Values) -> None:
-    """Read a key as transformers 4.5x spells it; where both spellings are given, the right one counts."""
+    """Rename `depthwise_seperable_out_channel`, as transformers 4.5x spells it, unless the right spelling is there."""
     value = fields.content.pop("depthwise_seperable_out_channel", None)
     if value is not None:
         fields.content.setdefault("depthwise_separable_out_channel", value)

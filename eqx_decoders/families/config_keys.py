@@ -31,7 +31,7 @@ IGNORED_KEYS: dict[str, str] = by_key(
 )
 
 # Generation settings that transformers 4 writes into the config.json of every family, with the types of their values.
-# Some have names that a model could use for a part of its own, so that any other value is refused.
+# Values of other types are refused, because a model may use a name such as `prefix` for a setting of its architecture.
 GENERATION_KEYS: dict[str, tuple[type, ...]] = {
     "prefix": (str,),
     "do_sample": (bool,),
@@ -40,10 +40,10 @@ GENERATION_KEYS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("temperature", "top_p", "typical_p"), (int, float)),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "diversity_penalty"), (int, float)),
 }
-# The defaults of transformers 4, which say nothing: they are written with all other keys.
+# Default values in transformers 4. They are not the author's choice, because transformers 4 may write all keys.
 GENERATION_DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
 
-# Keys that would change what a model computes in a way that is not implemented, with the values that do not.
+# Keys whose other values change what a model computes in a way that is not supported, with the supported values.
 ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),

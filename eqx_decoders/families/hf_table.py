@@ -33,7 +33,7 @@ from eqx_decoders.sharding.axes import axes, computed, named_leaves
 
 
 class _NotExpressed(ConversionError):
-    """The settings of a family cannot express a configuration; `distance` counts the fields that differ."""
+    """A family cannot express a configuration. `distance` is the number of fields that differ."""
 
     def __init__(self, message: str, distance: int | float):
         super().__init__(message)
@@ -201,7 +201,8 @@ class Family:
                 return family._as_written(), family._encode(config)
             except _NotExpressed as error:
                 errors.append(error)
-        raise min(reversed(errors), key=lambda error: error.distance)  # of equally near ones that of the family itself
+        errors.reverse()  # `min` returns the first of equal errors: prefer the family to its variants
+        raise min(errors, key=lambda error: error.distance)
 
     def _as_written(self) -> "Family":
         return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if self.writes_fused else self

@@ -129,7 +129,7 @@ FAMILY = Family(
         Rule("", _read_head_dim, _write_head_dim),
         Only("qk_head_dim", lambda values: values["nope_dim"] + values["_rope_dim"]),
         Group("shape", DecoderSizes, _SIZES),
-        Unused("num_hidden_layers", "transformers 4 writes the number of blocks, and reads num_layers"),
+        Unused("num_hidden_layers", "transformers 4 writes the number of blocks there, but reads num_layers"),
         Integer("q_lora_rank", "latent.q_rank", 1536),
         Integer("kv_lora_rank", "latent.kv_rank", 512),
         Integer("v_head_dim", "latent.value_dim", 128),

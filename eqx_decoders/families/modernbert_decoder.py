@@ -51,9 +51,9 @@ def modernbert_decoder(
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    """Read the masks; a window is half of `local_attention`, which counts both sides.
+    """Read the masks. A window is half of `local_attention`, which counts the tokens on both sides.
 
-    transformers 4 saves the window as `sliding_window`, without `local_attention`.
+    transformers 4 saves the window as `sliding_window`, and does not save `local_attention`.
     """
     period, window = fields.integer("global_attn_every_n_layers", 3), fields.integer("sliding_window", 64)
     both = fields.integer("local_attention", 2 * window, least=2)

@@ -167,7 +167,7 @@ _EXPERTS = (
 
 
 def _skip_expert_keys(fields: Fields, values: Values) -> None:
-    """Skip the sizes of experts where no layer has experts: transformers writes its defaults."""
+    """Ignore the sizes of experts if no layer has experts, because transformers writes its default sizes."""
     if "E" not in values["pattern"]:
         for setting in _EXPERTS:
             for key in (getattr(setting, name, None) for name in ("key", "twin")):

@@ -110,7 +110,7 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
             _needs("original_length", "rope_type=dynamic needs max_position_embeddings: add it."),
         ),
     ),
-    # transformers needs a factor, and reads alpha
+    # transformers requires a factor, but uses only alpha
     _BY_ALPHA: (NTKRope, (Number("alpha", "alpha"), Rule("", writes=lambda rope: {"factor": 1.0}))),
     "proportional": (
         ProportionalRope,

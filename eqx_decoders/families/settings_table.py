@@ -186,7 +186,7 @@ class Number(Key):
 
 
 class NumberOrZero(Number):
-    """Finite number above 0; 0 counts as missing, as where transformers tests whether a number is true."""
+    """Finite number above 0. The value 0 means the default, because transformers tests the number as a boolean."""
 
     def value(self, fields: Fields, default: Any, null: Any) -> Any:
         zero = fields.content.get(self.key)
@@ -259,9 +259,10 @@ def activation(key: str, path: Path, default: str, *, name: str = "") -> Word:
 
 @dataclasses.dataclass(frozen=True)
 class Only(Setting):
-    """Key that may only have one of the values `allowed`, or be missing: others are not implemented.
+    """Key that must have one of the values `allowed`, or be missing: other values are not supported.
 
-    Functions among them are called with the values before. With `written` the first one, or null, is written.
+    A function among them is called with the values of the settings before. With `written` the first allowed value, or
+    null, is written.
     """
 
     key: str
@@ -422,7 +423,7 @@ class Table(Setting):
     what: str = "the encoder"
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    # what transformers writes into every nested object; only the decoder has a table of tokens that can be tied
+    # Keys that transformers writes into every nested object. `tie_word_embeddings` matters only for the decoder.
     OUTSIDE: ClassVar[tuple[str, ...]] = ("model_type", "dtype", "torch_dtype", "architectures", "tie_word_embeddings")
 
     def read(self, fields: Fields, values: Values) -> None:

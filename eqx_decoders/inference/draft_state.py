@@ -30,7 +30,7 @@ class DraftState(eqx.Module):
         return DraftState(caches, *jax.tree.map(lambda x, new: x.at[row].set(new[0]), *others))
 
     def empty_rows(self, rows: Int[Array, "rows"]) -> "DraftState":
-        """Empty some rows; row indices beyond the last row are ignored."""
+        """Mark rows as empty. Row indices beyond the last row are ignored."""
         caches = jax.tree.map(lambda each: each.empty_rows(rows), self.layer_caches, is_leaf=is_layer_cache)
         return DraftState(caches, *jax.tree.map(lambda x: x.at[rows].set(0, mode="drop"), (self.last, self.tokens)))
 

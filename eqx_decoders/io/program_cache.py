@@ -1,7 +1,7 @@
-"""Compiled programs in a folder, which later processes read instead of compiling them again.
+"""JAX's persistent compilation cache (`jax_compilation_cache_dir`) in a folder of the user.
 
-The cache is JAX's own (`jax_compilation_cache_dir`). This module chooses a folder that is safe to read code from, and
-deletes the programs that were not used for longest when a process starts.
+This module chooses a folder that only the user can write, because its programs are executed. It deletes the least
+recently used programs when a process starts.
 """
 
 import contextlib
@@ -27,10 +27,11 @@ def keep_programs(cache_dir: str | None = None, say: Callable[[str], None] | Non
     """Keep the programs that JAX compiles in a folder of `cache_directory(cache_dir)`; return it, or None.
 
     Call it before anything is compiled; `say` is told in one line where they are, or why they are not kept.
-    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 come before it. The folder is cut to 1 GB at the start
-    of a process; with JAX_COMPILATION_CACHE_MAX_SIZE, JAX itself keeps it below that size, and looks at all files
-    whenever it adds one. Of several processes only the first one writes (JAX's rule): on CPUs, where a program belongs
-    to its process, the others compile.
+    If JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE=0 is set, nothing is changed. When a process starts,
+    the least recently used programs are deleted until the folder has at most 1 GB. With
+    JAX_COMPILATION_CACHE_MAX_SIZE, JAX limits the size itself, and reads the sizes of all files whenever it adds one.
+    In a run of several processes, JAX writes only the programs of the first process. On CPUs a program depends on the
+    process, so all other processes compile their programs.
     """
     config: Any = jax.config
     max_size = config.jax_compilation_cache_max_size
@@ -58,9 +59,10 @@ def keep_programs(cache_dir: str | None = None, say: Callable[[str], None] | Non
 
 
 def delete_oldest(folder: Path, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> None:
-    """Delete the files that were not used for longest until the others are within both limits.
+    """Delete the least recently used files until the remaining files are within both limits.
 
-    A file's last use is its access time, or the time it was written on file systems that record no access times.
+    A file was last used at its access time, or at its modification time if that is later, as on file systems that do
+    not record access times.
     """
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -71,9 +73,9 @@ def delete_oldest(folder: Path, max_bytes: int = MAX_BYTES, max_files: int = MAX
                     files.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, entry.path))
     files.sort(reverse=True)
     size = 0
-    for number, (_, bytes_of_file, path) in enumerate(files):
-        size += bytes_of_file
-        if size > max_bytes or number >= max_files:
+    for index, (_, file_size, path) in enumerate(files):
+        size += file_size
+        if size > max_bytes or index >= max_files:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
@@ -89,7 +91,7 @@ def _open_folder(cache: Path) -> Path:
 
 
 def _check_owner(status: os.stat_result, path: Path) -> None:
-    """Raise PermissionError unless a folder is this user's alone, since its code would be run."""
+    """Raise PermissionError unless only this user can write a folder, because its programs are executed."""
     if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
         remedy = "give a folder of your own: EQX_DECODERS_CACHE, or --cache-dir of train"
         raise PermissionError(f"others may write {path}, whose code would be run; {remedy}")

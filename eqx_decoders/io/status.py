@@ -129,7 +129,7 @@ def duration(seconds: int | float) -> str:
 
 
 def quantity(count: int, noun: str) -> str:
-    """Format a count with its noun, which takes an s for other counts than 1: "1 document", "1,234 documents"."""
+    """Format a count and its noun, with an s unless the count is 1: "1 document", "1,234 documents"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

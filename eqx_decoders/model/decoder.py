@@ -101,7 +101,7 @@ class Decoder(eqx.Module):
     config: DecoderConfig = eqx.field(static=True)
     execution: Execution = eqx.field(static=True)
     origin: Provenance | None = eqx.field(static=True, default=None)
-    # paths of weights that an adapter stores completely: `load_peft` records them for `save_peft`
+    # paths of weights that a loaded adapter stores completely (set by `load_peft`, used by `save_peft`)
     saved_modules: tuple[str, ...] = eqx.field(static=True, default=())
 
     @classmethod
@@ -245,7 +245,7 @@ class Decoder(eqx.Module):
             check_pipeline(self.segments, batch.ctx)
         embed_key, block_key, _ = self._keys(key)
         x, by_layer = self._embed_inputs(batch, media, encoded, embed_key)
-        if cache is not None:  # idle rows repeat an old token: a NaN in its embedding must not reach states and scores
+        if cache is not None:  # idle rows read an old token, and a NaN in its embedding must not reach the cache
             x = zero_padding(x, batch.ctx.positions)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         segments = self._rounded("segments", key).segments

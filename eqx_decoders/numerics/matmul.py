@@ -28,7 +28,7 @@ _TERMS = 8
 
 
 def cast_weight(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
-    """Cast a weight to the dtype of its product; a real cast is named "cast_weight", which remat may save."""
+    """Cast a weight to the dtype of its product. A copy has the checkpoint name "cast_weight", so remat can save it."""
     return weight if weight.dtype == dtype else checkpoint_name(weight.astype(dtype), "cast_weight")
 
 

@@ -94,7 +94,7 @@ class Layout:
             check(able, f"{self.offload} {rule}. Leave out explicit=True.")
 
     def __repr__(self) -> str:
-        """Show the fields that differ from their defaults: unequal layouts have different texts."""
+        """Return the fields that differ from their defaults. Layouts that differ have different representations."""
         tables = {"weights": (self.weights, checked_table("weights", WEIGHTS))}
         tables["activations"] = (self.activations, checked_table("activations", ACTIVATIONS))
         shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}

@@ -26,13 +26,13 @@ def ring_pairs(count: int, size: int, distance: int, step: int) -> list[tuple[in
 def send(x: Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
     """Send an array from source to target devices inside a `shard_map`.
 
-    `pairs` number the devices as `lax.axis_index(axes)` does. `lax.ppermute` numbers devices in the order of the mesh's
-    axes, and newer versions of JAX accept the axes only in that order.
+    `pairs`: indices of source and target devices, as `lax.axis_index(axes)` returns them. `lax.ppermute` uses indices
+    in the order of the mesh's axes, and newer versions of JAX accept the axes only in that order.
     """
     mesh_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
-    numbers = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(name) for name in mesh_order])
-    numbers = numbers.transpose([mesh_order.index(name) for name in axes]).flatten()
-    return lax.ppermute(x, mesh_order, [(int(numbers[source]), int(numbers[target])) for source, target in pairs])
+    indices = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(name) for name in mesh_order])
+    indices = indices.transpose([mesh_order.index(name) for name in axes]).flatten()
+    return lax.ppermute(x, mesh_order, [(int(indices[source]), int(indices[target])) for source, target in pairs])
 
 
 def busiest_link(chip: Chip, extents: Sequence[int], source: np.ndarray, target: np.ndarray) -> int:

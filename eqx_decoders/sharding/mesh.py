@@ -151,5 +151,5 @@ def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
         yield (number,)
         return
     for factor in (factor for factor in range(1, number + 1) if number % factor == 0):
-        for others in _factorizations(number // factor, count - 1):
-            yield (factor, *others)
+        for remaining in _factorizations(number // factor, count - 1):
+            yield (factor, *remaining)

@@ -31,7 +31,7 @@ def sample_text(
 ) -> str:
     """Return the prompt and a continuation, sampled with temperature 0.7 and top-p 0.95.
 
-    stop_ids: ids that end the continuation besides the tokenizer's eos.
+    `stop_ids`: ids that end the continuation, in addition to the tokenizer's eos.
     """
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     stops = tuple(dict.fromkeys((*eos, *stop_ids)))
@@ -87,5 +87,5 @@ def evaluate_sets(
 def _held_out(total: np.ndarray, depths: int) -> HeldOut:
     nats, tokens, *rest = total.tolist()
     rates = tuple(a / (p or 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))
-    loss = nats / tokens if tokens else math.nan  # not 0, which would be a perfect loss
+    loss = nats / tokens if tokens else math.nan  # 0 would be a perfect loss
     return HeldOut(loss=loss, tokens=int(tokens), nats=nats, acceptance=rates)

@@ -81,7 +81,7 @@ def merge_lora(model: Decoder) -> Decoder:
     """
     nodes = low_rank_weights(model)
     if model.saved_modules:
-        model = dataclasses.replace(model, saved_modules=())  # parts of the merged model, as other weights
+        model = dataclasses.replace(model, saved_modules=())  # ordinary weights of the merged model
     plain = _merged_shapes(model, nodes)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nodes)):
         return replaced(model, plain)

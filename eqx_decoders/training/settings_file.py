@@ -124,9 +124,9 @@ def settings_of(values: Any) -> TrainConfig | None:
 
 
 def is_of_a_run(path: str | Path) -> bool:
-    """Return whether a file of settings is the `settings.json` of a run, which has all settings.
+    """Return whether a settings file is the `settings.json` of a run, which contains all settings.
 
-    More than half of them are enough: a run may have been started before a setting was added.
+    It is enough if the file contains more than half of the settings, because a run may be older than some settings.
     """
     if Path(path).suffix != ".json":
         return False
@@ -137,8 +137,9 @@ def is_of_a_run(path: str | Path) -> bool:
 def with_file(settings: TrainConfig, path: str | Path, *, without: Sequence[str] = ()) -> TrainConfig:
     """Replace settings by those of a file, in the names of flags or fields; unchecked until flags are added.
 
-    Names in `without` are not read. JSON and YAML mean the same. Of the `settings.json` of another run, settings of
-    that run's starts, the directory of its checkpoints and exports that are written already are left out.
+    Names in `without` are not read. JSON and YAML files with the same content give the same settings. If the file is
+    the `settings.json` of another run, it is read without the settings of a single start, `checkpoint_dir`, and exports
+    that are already written.
     """
     values = read_mapping(path)
     if is_of_a_run(path):

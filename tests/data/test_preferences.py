@@ -207,7 +207,7 @@ def test_what_teaches_nothing_is_left_out_and_counted(tmp_path):
     found = read_pairs(path, BYTES, seq_len=12, template=trims)
     assert found.dropped == {"identical": 2, "empty": 2, "excluded": 0, "too_long": 1} and len(found.examples) == 2
     counts = "left out: 2 with equal answers, 2 with an empty answer, 1 longer than a sequence"
-    assert found.describe() == f"2 pairs, 20 tokens, 12 of them in answers; {counts}"
+    assert found.describe() == f"warning: 2 pairs, 20 tokens, 12 of them in answers; {counts}"
     with pytest.raises(DataError) as error:
         read_pairs(path, BYTES, seq_len=4, template=trims)
     assert "none of the 7 pairs in" in str(error.value) and "raise --seq-len 4" in str(error.value)

@@ -64,7 +64,7 @@ def test_blanks_before_a_continuation_belong_to_it(context, continuation, moved)
 
 @functools.cache
 def merging_tokenizer(begins: bool) -> JsonTokenizer:
-    """A tokenizer with many merges of letters; with `begins` texts start with its BOS token."""
+    """Return a tokenizer with many merges. `begins`: texts start with its BOS token."""
     trained = train_bpe(["hello world Answer: A Answer: B wordplay words  worldly\n\n"] * 50, 340)
     names = dict(bos=END_OF_TEXT, eos=END_OF_TEXT) if begins else {}
     return JsonTokenizer(trained._inner, **names)
@@ -87,7 +87,7 @@ PIECES = st.sampled_from(["hello", " wor", "ld", "play", " ", "\n", "Ans", "wer"
 @given(context=st.lists(PIECES, max_size=5).map("".join), continuation=st.lists(PIECES, min_size=1).map("".join))
 @settings(deadline=None, max_examples=300)
 def test_every_pair_has_tokens_to_score(begins, context, continuation):
-    """The tokens are those of the joined text, cut before the first token that is not one of the context alone."""
+    """The joined text is encoded, and split at the first token that differs from the tokens of the context alone."""
     model, tokenizer = merging_methods(begins), merging_tokenizer(begins)
     whole, alone = tokenizer.encode(context + continuation).tolist(), tokenizer.encode(context.rstrip()).tolist()
     if not begins and len(whole) == 1 and not (context.rstrip() and alone == whole[: len(alone)]):
@@ -98,7 +98,7 @@ def test_every_pair_has_tokens_to_score(begins, context, continuation):
     bos = [tokenizer.bos_id] if begins else []
     assert first and second and first + second == bos + whole
     before = first[len(bos) :]
-    if before == alone[: len(before)]:  # also where the joined text starts with another token than the context
+    if before == alone[: len(before)]:  # true for an empty `before`, if the first tokens already differ
         assert tokenizer.decode(second).endswith(continuation)
         assert before == alone or second[0] != alone[len(before)]
     else:

@@ -95,7 +95,7 @@ def test_texts_are_scored_by_windows():
 
 @pytest.mark.parametrize("pair", [([], [1, 2]), ([1, 2], []), ([], [])])
 def test_refuses_contexts_and_continuations_without_tokens(pair):
-    """A sum over no tokens would be 0, the best possible score."""
+    """Otherwise the score would be 0, the sum over no tokens and the best possible score."""
     with pytest.raises(ConfigError, match=r"pair 1 has \d context tokens"):
         score_continuations(small_engine(), [([1], [2]), pair])
 
@@ -105,8 +105,8 @@ def test_refuses_texts_without_tokens():
         score_texts(small_engine(), [[]])
 
 
-def test_an_empty_document_scores_0_among_others(monkeypatch):
-    """A rolling score is a sum over the tokens after the prefix."""
+def test_an_empty_document_has_the_score_0(monkeypatch):
+    """Documents with and without tokens after the BOS token, in one call."""
 
     def scored(engine, pairs, progress):
         return [scoring.Likelihood(-float(len(continuation)), True) for _, continuation in pairs]

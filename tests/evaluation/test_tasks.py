@@ -94,7 +94,7 @@ def test_forms_of_tasks(file):
         ("has_e", ConfigError, "its examples can't be made: TypeError: has_e() missing 2 required"),
         ("bad", DataError, "bad' has no examples."),
         ("unlike", DataError, "example 2 has no field 'prompt' or 'messages': its fields are question."),
-        ("both", DataError, "example 2 must have a 'prompt' or 'messages', and has prompt, messages."),
+        ("both", DataError, "example 2 has both 'prompt' and 'messages'"),
         ("strange", DataError, "example 1 must be plain JSON"),
         ("number", DataError, "example 1: the prompt must be a text or a list of messages"),
         ("lost", DataError, "nowhere.jsonl' does not exist"),

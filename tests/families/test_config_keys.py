@@ -65,7 +65,8 @@ def test_kernel_choices_are_neither_obeyed_nor_passed_on():
     assert "_attn_implementation" not in kept
 
 
-# PretrainedConfig().to_dict() of transformers 4.57: a configuration that is saved with all keys has them in each object
+# PretrainedConfig().to_dict() of transformers 4.57. A configuration that is saved with all keys has these keys in each
+# of its objects.
 PRETRAINED = {
     **dict(
         return_dict=True, output_hidden_states=False, output_attentions=False, torchscript=False, use_bfloat16=False
@@ -88,21 +89,21 @@ SUBCONFIGS = ("text_config", "vision_config", "audio_config", "attn_config", "ff
 
 
 def saved_with_all_keys(content: dict) -> dict:
-    own = {**PRETRAINED, **content}
+    saved = {**PRETRAINED, **content}
     for key in SUBCONFIGS:
         if isinstance(content.get(key), dict):
             tied = {} if key == "text_config" else dict(tie_word_embeddings=True)
-            own[key] = {**PRETRAINED, **tied, **content[key]}
-    return own
+            saved[key] = {**PRETRAINED, **tied, **content[key]}
+    return saved
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_keys_of_every_saved_configuration_change_nothing(name):
+def test_keys_of_pretrained_config_have_no_effect(name):
     assert decode(saved_with_all_keys(SAMPLES[name])) == decode(SAMPLES[name])
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_unknown_keys_are_refused_as_unknown(name):
+def test_unknown_keys_are_refused_by_name(name):
     content = SAMPLES[name]
     nested = [key for key in SUBCONFIGS if isinstance(content.get(key), dict)]
     for changed in (content | dict(surprise=3), *(content | {key: content[key] | dict(surprise=3)} for key in nested)):
@@ -111,7 +112,7 @@ def test_unknown_keys_are_refused_as_unknown(name):
         assert "is not supported" not in str(caught.value)
 
 
-# what transformers 4.5x writes, and later ones do not
+# Keys that transformers 4.5x writes, and that later versions do not write.
 OF_TRANSFORMERS_4 = [
     ("granitemoe", dict(position_embedding_type="rope")),
     ("granitemoeshared", dict(position_embedding_type="rope")),
@@ -122,23 +123,23 @@ OF_TRANSFORMERS_4 = [
 
 
 @pytest.mark.parametrize("kind, keys", OF_TRANSFORMERS_4, ids=str)
-def test_keys_of_transformers_4_change_nothing(kind, keys):
+def test_keys_of_transformers_4_have_no_effect(kind, keys):
     assert decode_config(sample(kind) | keys, "config.json")[0] == decode(sample(kind))
 
 
-def test_positions_that_are_not_implemented_are_refused():
+def test_other_position_embeddings_are_refused():
     with pytest.raises(ed.ConversionError, match="position_embedding_type=nope is not supported"):
         decode(sample("granitemoe", position_embedding_type="nope"))
 
 
-def test_a_window_of_modernbert_without_local_attention():
-    """transformers 4 saves the window alone."""
+def test_modernbert_window_without_local_attention():
+    """transformers 4 saves `sliding_window`, but not `local_attention`."""
     content = sample("modernbert-decoder", "local_attention", "sliding_window")
     assert decode(content | dict(sliding_window=5)) == decode(content | dict(local_attention=10))
 
 
-def test_sizes_of_experts_mean_nothing_without_experts():
-    """transformers 5 writes its defaults for Nemotron-H without experts."""
+def test_sizes_of_experts_are_ignored_without_experts():
+    """transformers 5 writes its default sizes for a Nemotron-H without experts."""
     content = FAMILIES["nemotron_h"].encode(ed.get_config("nemotron-h-8b"))
     sizes = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=7688, norm_topk_prob=True)
     assert decode(content | sizes) == decode(content)

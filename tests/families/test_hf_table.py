@@ -147,8 +147,8 @@ def timed(family, content) -> tuple[ed.DecoderConfig | ed.ConversionError, float
 
 
 @pytest.mark.parametrize("name", ["internvl3.5-8b", "internvl3.5-30b-a3b", "internvl3-8b"])
-def test_names_the_difference_to_the_nearest_variant(name):
-    """The decoders are of Qwen 3, Qwen 3 with experts and Qwen 2."""
+def test_error_shows_the_differences_from_the_nearest_variant(name):
+    """The variants have decoders of Qwen 3, Qwen 3 MoE and Qwen 2."""
     config = dataclasses.replace(ed.get_config(name), embedding_scale=3.0)
     with pytest.raises(ed.ConversionError) as caught:
         FAMILIES["internvl"].encode(config)

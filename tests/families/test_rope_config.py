@@ -94,7 +94,7 @@ def test_old_files_of_gemma_3_and_olmo_3_have_two_thetas():
     names = [dict(type="linear"), dict(type="linear", rope_type="linear")]
     names += [dict(type=None, rope_type="linear"), dict(type="linear", rope_type=None)]
     for scaling in (name | dict(factor=4.0) for name in names):
-        assert decode(gemma | dict(rope_scaling=scaling)) == decode(gemma)  # as transformers 4 reads and writes it
+        assert decode(gemma | dict(rope_scaling=scaling)) == decode(gemma)  # transformers 4 reads and writes these
     with pytest.raises(ed.ConversionError, match="type=yarn and rope_type=linear"):
         decode(gemma | dict(rope_scaling=dict(type="yarn", rope_type="linear", factor=4.0)))
     olmo = sample("olmo3", *ROPE_KEYS)
@@ -187,8 +187,8 @@ YARN_ZEROS = [
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("keys, same", YARN_ZEROS, ids=str)
-def test_zeros_of_yarn_are_missing_settings(kind, keys, same):
-    """transformers tests whether these numbers are true: `if mscale and mscale_all_dim`."""
+def test_a_zero_in_yarn_settings_means_the_default(kind, keys, same):
+    """transformers tests these numbers as booleans: `if mscale and mscale_all_dim`."""
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     content = sample(kind, *ROPE_KEYS)
     assert decode(content | dict(rope_scaling=yarn | keys)) == decode(content | dict(rope_scaling=yarn | same))

@@ -1,4 +1,4 @@
-"""Compiled programs in a folder: few, used again, and never the reason for which a program ends."""
+"""The compilation cache has a limited size, is read by later processes, and never makes a process fail."""
 
 import os
 import subprocess
@@ -31,12 +31,12 @@ def cache(tmp_path, monkeypatch):
     reset_cache()
 
 
-def test_programs_that_were_not_used_for_longest_are_deleted(tmp_path):
+def test_least_recently_used_programs_are_deleted(tmp_path):
     for age, name in enumerate("abcd"):
         (tmp_path / name).write_bytes(bytes(10))
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
-    (tmp_path / "autotuning").mkdir()  # of XLA
-    os.utime(tmp_path / "a", (2000, 1000))  # written first, and read last
+    (tmp_path / "autotuning").mkdir()  # XLA writes such a folder
+    os.utime(tmp_path / "a", (2000, 1000))  # access time and modification time: written first, and read last
     for limits, left in (
         ({}, "abcd"),
         (dict(max_bytes=30), "acd"),
@@ -50,7 +50,7 @@ def test_programs_that_were_not_used_for_longest_are_deleted(tmp_path):
 
 @pytest.mark.medium
 def test_a_damaged_program_is_compiled_again(cache):
-    """A process that is killed while it writes leaves a part of a file: JAX warns, and compiles."""
+    """A process that is killed while it writes leaves an incomplete file: JAX warns, and compiles the program."""
     folder = keep_programs(say=lambda text: None)
     assert folder is not None
 

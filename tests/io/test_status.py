@@ -80,7 +80,7 @@ def test_the_sentence_names_what_is_done_and_what_is_kept(tmp_path):
     assert list(tmp_path.iterdir()) == [] and stopped_text() == "stopped"
 
 
-def test_one_is_no_plural():
+def test_quantity_adds_an_s_unless_the_count_is_1():
     texts = [quantity(count, "document") for count in (0, 1, 2, 1234)]
     assert texts == ["0 documents", "1 document", "2 documents", "1,234 documents"]
 

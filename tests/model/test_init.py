@@ -1,4 +1,4 @@
-"""Creation of models: equal weights with and without a scan or a mesh, little temporary memory, few random arrays."""
+"""Initialization: equal weights with and without a scan or a mesh, little temporary memory, few random arrays."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ LOCAL, FULL = rich_decoder(2).blocks
 
 
 def random_arrays(build) -> collections.Counter:
-    """Count the arrays of random bits that a program draws, by shape."""
+    """Count the arrays of random bits in a program, by shape."""
     counts: collections.Counter = collections.Counter()
 
     def walk(jaxpr) -> None:
@@ -46,8 +46,8 @@ def test_each_layer_is_built_from_its_own_key(unit, repeats):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=0), layer, expected)
 
 
-def test_equal_blocks_of_a_unit_are_drawn_together():
-    """Five local blocks and a global one (Gemma 3) draw twice as many arrays as one block, not six times as many."""
+def test_equal_blocks_of_a_unit_share_random_operations():
+    """A unit of five local blocks and one global block (Gemma 3) has the random operations of two blocks."""
 
     def build(unit, repeats):
         def arrays(key):
@@ -69,7 +69,7 @@ def test_weights_are_equal_on_a_mesh():
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(fsdp=4, tensor=2)], ids=["one device", "mesh"])
-def test_temporary_memory_is_that_of_one_layer_per_device(sizes):
+def test_temporary_memory_is_bounded_by_the_size_of_a_few_layers(sizes):
     config = dataclasses.replace(ed.get_config("llama3.2-1b"), vocab_size=128)
     layout = ed.Layout.create(**sizes) if sizes else ed.Layout()
     target = ed.abstract(config, layout=layout)
@@ -83,5 +83,5 @@ def test_temporary_memory_is_that_of_one_layer_per_device(sizes):
     devices = 8 if sizes else 1
     stored = sum(leaf.size for leaf in named_leaves(target).values()) * 4 / devices
     assert memory.output_size_in_bytes < 1.2 * stored
-    # JAX's Threefry on CPUs holds several copies of the array that it draws: at most half of a layer here
+    # on CPUs, Threefry needs several copies of the array that it creates, here of at most half of a layer
     assert memory.temp_size_in_bytes < 4 * stored / len(config.blocks)

@@ -192,7 +192,7 @@ def test_too_few_devices_of_a_cpu_are_met_with_how_to_get_more():
     assert "JAX_NUM_CPU_DEVICES" not in str(caught.value)
 
 
-def test_meshes_of_many_axes_are_listed_without_trying_all_products_of_divisors():
+def test_factorizations_are_complete_and_unique():
     assert sorted(_factorizations(12, 2)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     shapes = list(_factorizations(256, 8))
     assert len(shapes) == len(set(shapes)) == math.comb(8 + 7, 7) and {math.prod(shape) for shape in shapes} == {256}
@@ -219,7 +219,7 @@ def test_a_layout_prints_what_is_not_the_default():
 
 
 def test_unequal_layouts_print_differently():
-    """Each field by itself, so that a new one is shown, too."""
+    """Changes one field at a time. A new field must be added to `others`, and to `__repr__`."""
     layout = ed.Layout.create(fsdp=8)
     others = dict(
         mesh=ed.Layout.create(tensor=8).mesh,

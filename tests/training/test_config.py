@@ -203,8 +203,8 @@ def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
         with_file(start, tmp_path / "run.yaml")
 
 
-def test_json_and_yaml_mean_the_same(tmp_path):
-    """Settings of a start, too: only the `settings.json` of a run, which has all settings, loses these."""
+def test_json_and_yaml_files_give_the_same_settings(tmp_path):
+    """Settings of a single start are read, too. They are left out only from the `settings.json` of a run."""
     values = {"run_dir": "there", "distributed": True, "distributed_timeout": 7, "describe": True, "steps": 3}
     values |= {"export": str(tmp_path), "dataset": {"seq_len": 16}, "checkpoint_dir": "c"}
     for name in ("run.json", "run.yaml"):

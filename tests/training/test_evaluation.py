@@ -14,12 +14,12 @@ from eqx_decoders.training.run.hooks.evaluation_hook import EvaluationHook
 from eqx_decoders.training.step.train_state import TrainState
 
 
-def test_no_tokens_have_no_loss():
+def test_the_loss_of_no_tokens_is_nan():
     assert np.isnan(_held_out(np.zeros(2), 0).loss) and _held_out(np.asarray([6.0, 3.0]), 0).loss == 2.0
 
 
-def test_an_evaluation_that_failed_says_nothing_for_the_weights():
-    """Older checkpoints are then kept, as after a loss that is not finite; without held-out sets there is nothing."""
+def test_a_failed_evaluation_is_treated_as_a_loss_that_is_not_finite():
+    """Older checkpoints are then kept. Without held-out sets, nothing is evaluated and nothing can fail."""
     outcomes: dict[str, Any] = {
         "none": {},
         "good": {"": HeldOut(loss=2.0, tokens=3, nats=6.0), "b": HeldOut(loss=1.0, tokens=1, nats=1.0)},

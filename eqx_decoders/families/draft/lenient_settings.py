@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.core.config_reader import Fields, abbreviate
-from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.errors import ConversionError, EqxDecodersError
 from eqx_decoders.families.config_keys import ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Setting, public
@@ -66,9 +66,12 @@ def _read(family: Family, content: Mapping[str, Any], renamed: Mapping[str, str]
             return Reading(config=None, error=error, read=fields.read_keys, renamed=renamed)
     read = fields.read_keys
     for key, allowed in ALLOWED_VALUES.items():
-        value = None if key in read else fields.take(key, None)
-        if value is not None and value not in allowed:
-            refused[key] = f"{key}={abbreviate(value)} changes what the model computes and is not implemented."
+        if key in read:
+            continue
+        try:
+            fields.allow_only(key, *allowed)
+        except ConversionError as error:
+            refused[key] = str(error).partition(": ")[2]
     try:
         config, error = family.build(**public(values)), ""
     except Exception as found:  # a table that was made for other files

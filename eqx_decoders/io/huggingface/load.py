@@ -267,20 +267,21 @@ def _untie(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Fami
 
 
 def _may_be_tied(content: Mapping[str, Any]) -> bool:
-    """Return whether transformers 4 has written a `config.json` that does not say whether the head is tied.
+    """Return whether transformers 4 wrote this `config.json` without `tie_word_embeddings`.
 
-    It leaves the key out where the value is the default of PretrainedConfig, true, whatever the family's default is.
+    transformers 4 leaves the key out if its value is true, the default of PretrainedConfig, even where the default of
+    the model's own class is false.
     """
     objects = [content, content.get("text_config")]
-    silent = all(item.get("tie_word_embeddings") is None for item in objects if isinstance(item, Mapping))
-    return silent and str(content.get("transformers_version")).startswith("4.")
+    is_absent = all(item.get("tie_word_embeddings") is None for item in objects if isinstance(item, Mapping))
+    return is_absent and str(content.get("transformers_version")).startswith("4.")
 
 
 def equal_tables(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether two tables of equal shape hold the same numbers.
+    """Return whether two matrices of the same shape are equal.
 
-    Reads some rows at a time and stops at the first difference. All rows count: a head may differ from the table only
-    in the rows of a few added tokens.
+    Reads a block of rows at a time and stops at the first difference. Compares all rows, because a head may differ from
+    the embedding only in the rows of a few added tokens.
     """
     if (first.file, first.offset) == (second.file, second.offset):
         return True

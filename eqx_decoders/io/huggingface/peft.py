@@ -57,46 +57,50 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     - `directory`: with `adapter_config.json` and `adapter_model.safetensors`.
     - `dtype`: of the pairs; None for the model's parameter dtype.
 
-    Magnitudes of DoRA become differences from the lengths at the start. For PiSSA (`init_lora_weights="pissa"`) the
-    weights lose their largest singular values first, as PEFT does when it loads; adapters that PEFT has converted have
-    the double rank and need no such thing. Layers of one stack may differ in rank: the smaller ones are filled with 0,
-    and so are layers and experts without a pair. Modules that are stored completely (`modules_to_save`, trained biases)
-    replace those of the model, and `save_peft` writes them again. A saved output head that differs from a saved
-    embedding unties the model.
+    Magnitudes of DoRA become differences from the column norms of the base weights. For PiSSA
+    (`init_lora_weights="pissa"`) the largest singular values are first subtracted from the weights, as PEFT does when
+    it loads. Adapters that PEFT has converted have twice the rank, and nothing is subtracted.
 
-    Names of tensors may be those of the files or of any version of transformers, and of the decoder alone or inside of
-    a model with encoders.
+    Layers that are stacked in one weight may have different ranks: smaller pairs are padded with zeros. Layers and
+    experts without a pair get a pair of zeros. Modules that the adapter stores completely (`modules_to_save`, trained
+    biases) replace the modules of the model, and `save_peft` writes them again. A saved output head unties the
+    embedding, unless the adapter also saves an equal embedding.
 
-    Raises ConversionError where the adapter is of another model, is no LoRA, lacks one tensor of a pair, or has
-    settings that are not understood.
+    Tensors may have the names in the checkpoint, or the names in any version of transformers. Names may start at the
+    decoder, or at a vision-language or audio model that contains it.
+
+    Raises ConversionError if the adapter belongs to another model, is not LoRA, lacks one tensor of a pair, or has
+    unknown settings.
     """
     folder, present = Directory(directory), low_rank_weights(model)
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
     settings = read_settings(Fields(folder.json(CONFIG), CONFIG))
     family, _ = export_config(model)
-    weights, modules = _adaptable(model, settings.dora, experts=True), _whole_modules(model, family)
-    shapes_of_modules = {name: mapping.shape for mapping in modules.values() for name in mapping.names}
-    known = {name for weight in weights.values() for name in weight.tensors} | shapes_of_modules.keys()
-    tensors, names = _with_current_names(family, stored_tensors(folder, TENSORS), known)
-    settings = dataclasses.replace(settings, names=names)
-    _check_no_pairs_of_tables(folder.path / TENSORS, tensors, modules)
+    weights = _adaptable(model, settings.dora, experts=True)
+    modules = _module_mappings(model, family)
+    module_shapes = {name: mapping.shape for mapping in modules.values() for name in mapping.names}
+    known = {name for weight in weights.values() for name in weight.tensors} | module_shapes.keys()
+    tensors, file_names = _with_current_names(family, stored_tensors(folder, TENSORS), known)
+    settings = dataclasses.replace(settings, file_names=file_names)
+    _check_no_embedding_pairs(folder.path / TENSORS, tensors, modules)
     check_dtypes(tensors)
     weights = {path: weight for path, weight in weights.items() if weight.tensors & tensors.keys()}
-    wanted = {name: shape for name, shape in shapes_of_modules.items() if name in tensors}
+    expected_shapes = {name: shape for name, shape in module_shapes.items() if name in tensors}
     for weight in weights.values():
-        wanted |= weight.shapes(settings, tensors)
+        expected_shapes |= weight.shapes(settings, tensors)
     check_tensors(
         folder.path,
         tensors,
-        wanted,
-        rule="An adapter must hold both factors of each adapted weight, all tensors of saved modules, and nothing else",
+        expected_shapes,
+        rule="An adapter must have both factors of each adapted weight and all tensors of saved modules, and no other "
+        "tensors",
         verdict="is not a LoRA pair or a saved module of this model",
         source=f"the model and {settings.described}",
     )
-    if not wanted:
+    if not expected_shapes:
         raise ConversionError(
-            f"{folder.path / TENSORS} holds no pair and no saved module: there is nothing to load. Save the adapter "
-            f"again after training."
+            f"{folder.path / TENSORS} contains no LoRA pair and no saved module, so there is nothing to load. Save the "
+            f"adapter again after training."
         )
     model = _with_saved_modules(model, modules, tensors, settings, folder.path / CONFIG)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
@@ -118,51 +122,50 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         return adapted
     layout = model.execution.layout
     nodes = low_rank_weights(adapted)
-    present = {path: weights[path].is_present(tensors) for path in nodes}
+    has_pair = {path: weights[path].has_pair(tensors) for path in nodes}
     return replaced(
-        adapted, {path: _relative_to_base(layout, node, settings, present[path]) for path, node in nodes.items()}
+        adapted, {path: _relative_to_base(layout, node, settings, has_pair[path]) for path, node in nodes.items()}
     )
 
 
-def _check_no_pairs_of_tables(
+def _check_no_embedding_pairs(
     file: Path, tensors: Mapping[str, StoredTensor], modules: Mapping[str, WeightMapping]
 ) -> None:
-    """Raise ConversionError for LoRA pairs of the embedding or of the output head."""
+    """Raise ConversionError if the embedding or the output head has a LoRA pair."""
     heads = {name.removesuffix(_WEIGHT) for name in modules["head.kernel"].names} if "head.kernel" in modules else set()
     for name in tensors:
         if ".lora_embedding_" in name:
             raise ConversionError(
                 f"{file}: {name} is a LoRA pair of an embedding, which is not supported. Merge the adapter with PEFT's "
-                f"merge_and_unload, or train without the embedding in target_modules."
+                f"merge_and_unload, or remove the embedding from target_modules and train again."
             )
         module = re.sub(_ENDS, "", name)
         if module in heads and re.search(r"\.lora_\w+(\.weight)?$", name):
             raise ConversionError(
                 f"{file}: {name} is a LoRA pair of the output head, which is not supported. Merge the adapter with "
-                f"PEFT's merge_and_unload, or train without {module.rpartition('.')[2]} in target_modules."
+                f"PEFT's merge_and_unload, or remove {module.rpartition('.')[2]} from target_modules and train again."
             )
 
 
-def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, present: np.ndarray) -> LowRank:
-    """Return a loaded pair beside what remains of its weight (PiSSA), and its magnitudes as differences (DoRA).
+def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, has_pair: np.ndarray) -> LowRank:
+    """Subtract the largest singular values from the base weight (PiSSA), and the column norms from magnitudes (DoRA).
 
-    Layers that are not `present` in the adapter keep their magnitudes.
+    `has_pair`: mask of the layers and experts that the adapter changes. Magnitude differences are 0 where it is false.
     """
     if settings.pissa:
         shaped = dataclasses.replace(node, start_a=node.lora_a, start_b=node.lora_b)
         split = taken_out(layout, shaped, node.lora_a.shape[-1])
         node = dataclasses.replace(node, base=split.base, start_a=split.start_a, start_b=split.start_b)
-    if node.lora_magnitude is None:
+    magnitude = node.lora_magnitude
+    if magnitude is None:
         return node
-    like = jax.tree.map(lambda leaf: leaf, node.lora_magnitude)
-
-    def difference(node: LowRank) -> jax.Array:
-        assert node.lora_magnitude is not None
-        mask = present.reshape(*present.shape, *[1] * (node.lora_magnitude.ndim - present.ndim))
-        return jnp.where(mask, node.lora_magnitude - node.lengths()[0], 0)
-
-    run = layout.automatically(difference, lambda _: partitions(like))
-    return dataclasses.replace(node, lora_magnitude=jax.jit(run, out_shardings=out_shardings(like))(node))
+    mask = has_pair.reshape(*has_pair.shape, *[1] * (magnitude.ndim - has_pair.ndim))
+    run = layout.automatically(
+        lambda node, magnitude: jnp.where(mask, magnitude - node.lengths()[0], 0), lambda _: partitions(magnitude)
+    )
+    return dataclasses.replace(
+        node, lora_magnitude=jax.jit(run, out_shardings=out_shardings(magnitude))(node, magnitude)
+    )
 
 
 def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -176,36 +179,37 @@ def save_peft(
 ) -> None:
     """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
-    Pairs that were taken out of their weights (PiSSA) are written as what they add to these, of the double rank, as
-    PEFT converts them: `scale (a b - a_0 b_0)`. Modules in `model.saved_modules`, which `load_peft` took from an
-    adapter, are written completely, with `modules_to_save` and `bias` in `adapter_config.json`. Other weights that were
-    trained besides the pairs are not written: use `merge_lora` and `save_hf` for them.
+    PiSSA pairs are written with twice the rank as a difference from the original weight, `scale (a b - a_0 b_0)`, as
+    PEFT converts them. Modules in `model.saved_modules`, which `load_peft` read from an adapter, are written completely
+    and named in `modules_to_save` and `bias` of `adapter_config.json`. Other trained weights are not written: use
+    `merge_lora` and `save_hf` to save them.
 
     **Arguments:**
 
     - `model`: with pairs, of a family that Hugging Face knows.
     - `directory`: a new or empty one; it appears completely or not at all.
     - `base_model`: name or directory of the base, for PEFT's automatic classes.
-    - `tokenizer`: a directory whose tokenizer, chat template and `generation_config.json` are copied; None: nothing is.
+    - `tokenizer`: directory from which the tokenizer, chat template and `generation_config.json` are copied. None:
+        these files are not written.
 
     Raises ConversionError where there is no pair, or one that PEFT has no name for. In a run of several processes all
     of them must call it; the first one writes.
     """
     nodes, weights = adapter_plan(model)
     adapted = {module for path in nodes for module in weights[path].modules}
-    saved, saved_settings = _saved_module_plan(model, adapted)
+    saved, saved_settings = _saved_module_plan(model)
     with exported_directory(directory) as folder:
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
             for name, part in on_originals(model.execution.layout, node).items():
                 whole = on_first_host(part)
                 tensors |= {} if whole is None else weights[path].factors[name].stored(whole)
-        for name, make in exported(named_leaves(model), saved).items():
-            whole = make()
+        for name, make_tensor in exported(named_leaves(model), saved).items():
+            tensor = make_tensor()
             module = name.removeprefix(_PREFIX).removesuffix(".bias")
             if name.endswith(".bias") and module in adapted:
                 name = f"{_PREFIX}{module}.base_layer.bias"  # PEFT wraps adapted modules
-            tensors |= {} if whole is None else {name: whole}
+            tensors |= {} if tensor is None else {name: tensor}
         if folder is not None:
             copy_tokenizer(tokenizer, folder)
             kinds = {module: _kind(node) for path, node in nodes.items() for module in weights[path].modules}
@@ -230,45 +234,50 @@ def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_Adapta
     check(bool(nodes), "save_peft: the model has no low-rank pairs. Add them with add_lora.", ConversionError)
     kinds = {node.lora_magnitude is not None for node in nodes.values()}
     check(len(kinds) == 1, "save_peft: some pairs have magnitudes and some have none. Use one kind.", ConversionError)
-    weights = _adaptable(replaced(model, {path: node.base for path, node in nodes.items()}), True in kinds)
+    weights = _adaptable(_without_pairs(model), True in kinds)
     lost = sorted(nodes.keys() - weights.keys())
     check(not lost, f"save_peft: PEFT has no module for {', '.join(lost)}: merge or remove its pair.", ConversionError)
-    _saved_module_plan(model, set())
+    _saved_module_plan(model)
     return nodes, weights
 
 
-def _saved_module_plan(model: Decoder, adapted: Set[str]) -> tuple[dict[str, WeightMapping], dict[str, Any]]:
-    """Return the mappings of the weights that `save_peft` stores completely, and their settings.
+def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[str, Any]]:
+    """Return the mappings of the weights that `save_peft` stores completely, and their settings for PEFT.
 
     Raises ConversionError for paths in `model.saved_modules` that are not weights of the model.
     """
     if not model.saved_modules:
         return {}, {}
-    base = replaced(model, {path: node.base for path, node in low_rank_weights(model).items()})
+    base = _without_pairs(model)
     family, _ = export_config(base)
-    mappings = _whole_modules(base, family)
-    missing = [path for path in model.saved_modules if path not in mappings or path not in named_leaves(base)]
+    leaves = named_leaves(base)
+    mappings = {path: mapping for path, mapping in _module_mappings(base, family).items() if path in leaves}
+    missing = [path for path in model.saved_modules if path not in mappings]
     if missing:
         raise ConversionError(
-            f"save_peft: saved_modules={list(model.saved_modules)}, but the model has no weight {missing[0]} that "
-            f"{family.model_type} stores. Merge the adapter with merge_lora and save the model with save_hf."
+            f"save_peft: saved_modules={list(model.saved_modules)}, but checkpoints of {family.model_type} have no "
+            f"tensor for {missing[0]}. Merge the adapter with merge_lora and save the model with save_hf."
         )
-    recorded = {name for path in model.saved_modules for name in mappings[path].names}
-    modules = {name.rpartition(".")[0] for name in recorded if not name.endswith(".bias")}
+    saved_names = {name for path in model.saved_modules for name in mappings[path].names}
+    modules = {name.rpartition(".")[0] for name in saved_names if not name.endswith(".bias")}
     saved = {
         path: mapping
         for path, mapping in mappings.items()
-        if path in named_leaves(base)
-        and any(name in recorded or name.rpartition(".")[0] in modules for name in mapping.names)
+        if any(name in saved_names or name.rpartition(".")[0] in modules for name in mapping.names)
     }
     names = [name for mapping in saved.values() for name in mapping.names]
     has_bias = any(name.endswith(".bias") and name.rpartition(".")[0] not in modules for name in names)
-    # complete names: PEFT compares the ends of names, and "norm" is the end of "input_layernorm", too
+    # Complete names, because PEFT matches suffixes: "norm" would also select "input_layernorm".
     settings: dict[str, Any] = {"modules_to_save": sorted(module.removeprefix(_PREFIX) for module in modules) or None}
     settings["bias"] = "all" if has_bias else "none"
     if model.config.tied and "embedding.table" in saved:
         settings["ensure_weight_tying"] = True
     return saved, settings
+
+
+def _without_pairs(model: Decoder) -> Decoder:
+    """Return the model with the base weights of its low-rank pairs."""
+    return replaced(model, {path: node.base for path, node in low_rank_weights(model).items()})
 
 
 def on_originals(layout: Layout, node: LowRank) -> dict[str, jax.Array]:
@@ -303,10 +312,10 @@ class _Factor:
 
     **Arguments:**
 
-    - `names`: its tensors, one for each layer, or each expert of each layer, of a stacked weight.
-    - `stack`: sizes of our leading axes, `layers` and `experts`.
-    - `theirs`, `ours`: einops patterns of a tensor there and of a layer here, with `rank` among the words.
-    - `sizes`: of the words other than `rank`.
+    - `names`: names of its tensors, one per layer, or one per layer and expert.
+    - `stack`: sizes of the leading axes of the stacked weight, `layers` and `experts`; empty if it is not stacked.
+    - `theirs`, `ours`: einops patterns of PEFT's tensor and of one layer of the stacked weight. `rank` is an axis.
+    - `sizes`: sizes of all other axes.
     """
 
     names: tuple[str, ...]
@@ -325,7 +334,7 @@ class _Factor:
     def load(
         self, tensors: Mapping[str, StoredTensor], rank: int, factors: Sequence[float], dtype: np.dtype
     ) -> np.ndarray:
-        """Read the tensors times `factors`, filled with zeros up to this rank, and where there is no tensor."""
+        """Return the tensors times `factors`, padded with zeros to `rank`. Missing tensors are zeros."""
         pattern, layers = f"{self.theirs} -> {self.ours}", []
         for name, factor in zip(self.names, factors, strict=True):
             if name not in tensors:
@@ -363,26 +372,29 @@ class _AdaptableWeight:
     def tensors(self) -> set[str]:
         return {name for factor in self.factors.values() for name in factor.names}
 
-    def is_present(self, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
-        """Return which layers and experts have a tensor of a pair."""
+    def has_pair(self, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
+        """Return a mask of the layers and experts for which the adapter has a pair, or one tensor of it."""
         factors = list(self.factors.values())
-        present = [any(factor.names[i] in tensors for factor in factors) for i in range(len(self.modules))]
-        return np.asarray(present).reshape(factors[0].stack)
+        mask = [any(factor.names[i] in tensors for factor in factors) for i in range(len(self.modules))]
+        return np.asarray(mask).reshape(factors[0].stack)
 
     def shapes(self, settings: AdapterSettings, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of the modules that have one."""
+        """Return the expected shapes of all tensors of the modules that have a pair."""
         return {
             factor.names[index]: factor.shape(settings.rank_of(self.modules[index]))
-            for index in np.flatnonzero(self.is_present(tensors))
+            for index in np.flatnonzero(self.has_pair(tensors))
             for factor in self.factors.values()
         }
 
     def load(
         self, tensors: Mapping[str, StoredTensor], settings: AdapterSettings, dtype: np.dtype
     ) -> tuple[dict[str, np.ndarray], float]:
-        """Return the parts of the pair, and its scale: the first layer's, with those of others in their factors."""
-        there = [self.modules[index] for index in np.flatnonzero(self.is_present(tensors))]
-        rank = max(map(settings.rank_of, there))
+        """Return the factors of the stacked pair, and its scale.
+
+        The returned scale is the scale of the first layer. If another layer has a different scale, its `lora_b` is
+        multiplied by the ratio of the two scales.
+        """
+        rank = max(settings.rank_of(self.modules[index]) for index in np.flatnonzero(self.has_pair(tensors)))
         scale, *_ = scales = [settings.scale_of(module) for module in self.modules]
         factors = {"lora_b": [each / scale for each in scales]}
         dtypes, ones = {"lora_magnitude": np.promote_types(dtype, np.float32)}, [1.0] * len(scales)
@@ -392,12 +404,13 @@ class _AdaptableWeight:
         }, scale
 
     def check_same_rank(self, settings: AdapterSettings, file: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        """Raise ConversionError where layers differ in rank or scale, or some have no pair."""
-        if not self.is_present(tensors).all():
+        """Raise ConversionError if layers differ in rank or scale, or if a layer has no pair."""
+        has_pair = self.has_pair(tensors)
+        if not has_pair.all():
+            missing = self.modules[np.flatnonzero(~has_pair)[0]]
             raise ConversionError(
-                f"{file}: init_lora_weights='pissa' for some layers of a stack that is split as a whole, "
-                f"{self.modules[0]} and others: convert the adapter with PEFT's save_pretrained("
-                f"path_initial_model_for_weight_conversion=…)."
+                f"{file}: init_lora_weights='pissa' is supported only if all layers have a pair, but {missing} has "
+                f"none. Convert the adapter with PEFT's save_pretrained(path_initial_model_for_weight_conversion=…)."
             )
         kinds = {(settings.rank_of(module), settings.scale_of(module)) for module in self.modules}
         rule = f"which the layers of a stack must share so that weights can be split: {self.modules[0]}"
@@ -408,42 +421,47 @@ class _AdaptableWeight:
 def _with_current_names(
     family: Family, stored: Mapping[str, StoredTensor], known: Set[str]
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return an adapter's tensors under their names in present transformers, and the former names of renamed modules.
+    """Return an adapter's tensors by their names in the current transformers, and its module names in the file.
 
-    PEFT's frozen copies of modules are left out, and so are its wrappers in names: `base_layer` of an adapted module
-    (its bias, with `bias="all"`), and `modules_to_save` with or without the adapter's name.
+    The second result maps the current name of each module to its name in the file. PEFT may also store the original
+    weights of saved modules: these are left out. The names of PEFT's wrappers are removed: `base_layer`, which contains
+    the bias of an adapted module, and `modules_to_save` with or without the name of the adapter.
+
+    `known`: current names of the tensors that an adapter of this model may contain.
     """
     tensors: dict[str, StoredTensor] = {}
-    modules: dict[str, str] = {}
+    file_names: dict[str, str] = {}
     for name, tensor in stored.items():
         if ".original_module." in name:
             continue
-        here, inner = name, name.removeprefix(_PREFIX)
-        for unwrapped in _without_wrappers(inner) if name.startswith(_PREFIX) else ():
-            candidates = [_PREFIX + candidate for candidate in _present_names(family, unwrapped)]
+        current_name, file_name = name, name.removeprefix(_PREFIX)
+        for unwrapped in _without_wrappers(file_name) if name.startswith(_PREFIX) else ():
+            candidates = [_PREFIX + candidate for candidate in _current_names(family, unwrapped)]
             found = next((candidate for candidate in candidates if candidate in known), None)
             if found is not None:
-                here, inner = found, unwrapped
+                current_name, file_name = found, unwrapped
                 break
-        if here in tensors:
-            raise ConversionError(f"{tensor.file}: {name} and {tensors[here].name} are the same tensor: keep one.")
-        tensors[here] = tensor
-        modules[re.sub(_ENDS, "", here).removeprefix(_PREFIX)] = re.sub(_ENDS, "", inner)
-    return tensors, modules
+        if current_name in tensors:
+            raise ConversionError(
+                f"{tensor.file}: {name} and {tensors[current_name].name} are the same tensor. Remove one of them."
+            )
+        tensors[current_name] = tensor
+        file_names[re.sub(_ENDS, "", current_name).removeprefix(_PREFIX)] = re.sub(_ENDS, "", file_name)
+    return tensors, file_names
 
 
 def _without_wrappers(name: str) -> Iterator[str]:
-    """Yield the names that a tensor may have without PEFT's wrappers of its module."""
+    """Yield the possible names of a tensor after PEFT's wrappers are removed, the most likely name first."""
     name = re.sub(r"\.base_layer(?=\.)", "", name)
     for wrapper in (r"\.modules_to_save\.default(?=\.)", r"\.modules_to_save(?=\.)", r"\.modules_to_save\.[^.]+(?=\.)"):
         yield re.sub(wrapper, "", name)
 
 
-def _present_names(family: Family, name: str) -> Iterator[str]:
-    """Yield the names that a tensor of an adapter may have in this model, as transformers names it once it is loaded.
+def _current_names(family: Family, name: str) -> Iterator[str]:
+    """Yield candidates for the name of an adapter's tensor in this model in the current version of transformers.
 
-    It may have the name of another version of transformers, of the decoder inside of a model with encoders, of the
-    decoder alone, or of the model without its head.
+    `name` may be the name in another version of transformers, or start at another module: at the decoder, at a
+    vision-language or audio model that contains it, or at a model without its output head.
     """
     yield family.module_name(family.stored_name(name))
     for text, inner in family.text_names.items():
@@ -458,7 +476,10 @@ def _present_names(family: Family, name: str) -> Iterator[str]:
 
 @functools.cache
 def _decoder_prefixes() -> tuple[tuple[str, str], ...]:
-    """Return prefixes of decoders inside of models with encoders, longest first, each with that of a decoder alone."""
+    """Return pairs of name prefixes: of a decoder in a model with encoders, and of the same decoder without encoders.
+
+    The longest prefixes come first.
+    """
     pairs = {
         (prefix, text)
         for family in FAMILIES.values()
@@ -469,10 +490,10 @@ def _decoder_prefixes() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(pairs, key=lambda pair: (-len(pair[0]), pair)))
 
 
-def _whole_modules(model: Decoder, family: Family) -> dict[str, WeightMapping]:
-    """Return the mappings of the model's weights, by their paths, to tensors that an adapter may store completely.
+def _module_mappings(model: Decoder, family: Family) -> dict[str, WeightMapping]:
+    """Return the mappings from the model's weights, by path, to tensors that an adapter may store completely.
 
-    A tied model has an output head, too.
+    They include the output head, also for a model with tied embeddings.
     """
     model = plain_shapes(model)
     if model.config.tied:
@@ -490,20 +511,24 @@ def _with_saved_modules(
     settings: AdapterSettings,
     file: Path,
 ) -> Decoder:
-    """Return the model with the modules that an adapter stores completely. Raises ConversionError."""
+    """Return the model with the modules that an adapter stores completely. Raises ConversionError.
+
+    `file`: the adapter's `adapter_config.json`.
+    """
     saved = {path: mapping for path, mapping in modules.items() if set(mapping.names) & tensors.keys()}
     for path, mapping in saved.items():
-        lacking = [name for name in mapping.names if name not in tensors]
-        if lacking:
+        missing = [name for name in mapping.names if name not in tensors]
+        if missing:
             raise ConversionError(
-                f"{file.with_name(TENSORS)} holds {len(mapping.names) - len(lacking)} of the {len(mapping.names)} "
-                f"tensors of {path}. Layers are stacked: an adapter must save this module in every layer; {lacking[0]} "
-                f"is missing."
+                f"{file.with_name(TENSORS)} has {len(mapping.names) - len(missing)} of the {len(mapping.names)} "
+                f"tensors of {path}: {missing[0]} is missing. This weight is stacked over layers, so an adapter must "
+                f"save the module in every layer."
             )
     if not saved:
         return model
     embedding = saved.get("embedding.table")
-    trained = embedding is not None and embedding.names[0].split(".")[-2] in {
+    # PEFT also stores embeddings that it did not train (save_embedding_layers)
+    is_trained = embedding is not None and embedding.names[0].split(".")[-2] in {
         name.rpartition(".")[2] for name in settings.saved
     }
     config = model.config
@@ -514,11 +539,11 @@ def _with_saved_modules(
             del saved["head.kernel"]
         else:
             config = dataclasses.replace(config, tied=False)
-    elif config.tied and trained and not settings.tied:
+    elif config.tied and is_trained and not settings.tied:
         raise ConversionError(
-            f"{file}: modules_to_save={list(settings.saved)} has the embedding of a model with a tied output head and "
-            f"not the head, which keeps the original embedding in PEFT unless ensure_weight_tying is true. Save the "
-            f"head, too, or train with ensure_weight_tying=True."
+            f"{file}: modules_to_save={list(settings.saved)} contains the embedding but not the output head, and the "
+            f"model ties them. With ensure_weight_tying=false, PEFT keeps the original embedding as the output head. "
+            f"Add the head to modules_to_save, or train with ensure_weight_tying=True."
         )
     target = abstract(config, layout=model.execution.layout, precision=model.execution.precision)
     leaves = named_leaves(target)
@@ -533,9 +558,10 @@ def _with_saved_modules(
 
 
 def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[str, _AdaptableWeight]:
-    """Find the weights that PEFT can adapt, by their paths: matrices of blocks that are one module's weight.
+    """Return the weights that PEFT can adapt, by path: matrices in blocks that correspond to a single module of the
+    Hugging Face model.
 
-    With `experts` also single experts, which are modules in transformers 4 and in no later version.
+    `experts`: include single experts, which are separate modules only in transformers 4.
     """
     model = plain_shapes(model)
     family, _ = export_config(model)
@@ -582,7 +608,7 @@ def _adaptable_weight(
 
 def _modules(model: Decoder) -> set[str]:
     """Return all modules that have a weight, also those that PEFT can't adapt."""
-    base = plain_shapes(replaced(model, {path: node.base for path, node in low_rank_weights(model).items()}))
+    base = plain_shapes(_without_pairs(model))
     family, _ = export_config(base)
     names = (family.module_name(name) for mapping in family.bind(base).values() for name in mapping.names)
     return {name.removesuffix(_WEIGHT) for name in names if name.endswith(_WEIGHT)}

@@ -16,7 +16,7 @@ IGNORED_PEFT_KEYS: dict[str, str] = {
     **dict.fromkeys(("task_type", "inference_mode"), "how PEFT wraps the model"),
     **dict.fromkeys(
         ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        "the names of the tensors say which modules have a pair",
+        "the names of the tensors show which modules have a pair",
     ),
     **dict.fromkeys(("lora_dropout", "eva_config"), "of training only"),
     **dict.fromkeys(("megatron_core", "qalora_group_size"), "a setting of what must be off"),
@@ -49,8 +49,9 @@ class AdapterSettings:
     - `dora`: whether modules have magnitudes.
     - `pissa`: whether pairs stand beside what remains of weights without their largest singular values.
     - `saved`: names of modules that are stored completely.
-    - `tied`: whether a saved embedding is the output head, too.
-    - `names`: names of modules in the adapter's files, by their names here: patterns apply to the former.
+    - `tied`: whether a saved embedding is also the output head.
+    - `file_names`: names of modules in the adapter's file, by their names in the current version of transformers.
+        `ranks` and `alphas` match the names in the file.
     """
 
     rank: int
@@ -62,16 +63,16 @@ class AdapterSettings:
     pissa: bool
     saved: tuple[str, ...] = ()
     tied: bool = False
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    file_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's pair."""
-        return _first_match(self.names.get(module, module), self.ranks, self.rank)
+        return _first_match(self.file_names.get(module, module), self.ranks, self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's pair."""
         rank = self.rank_of(module)
-        alpha = _first_match(self.names.get(module, module), self.alphas, self.alpha)
+        alpha = _first_match(self.file_names.get(module, module), self.alphas, self.alpha)
         return alpha / _divisor(rank, self.stabilized)
 
     @property
@@ -95,10 +96,12 @@ def read_settings(fields: Fields) -> AdapterSettings:
     stabilized, dora = fields.flag("use_rslora", False), fields.flag("use_dora", False, null=False)
     ranks, alphas = (_patterns(fields, key) for key in ("rank_pattern", "alpha_pattern"))
     pissa = fields.take("init_lora_weights", True) == "pissa"
-    fields.word("bias", dict.fromkeys(("none", "all", "lora_only"), True), "none")  # trained ones are stored
+    fields.word(
+        "bias", dict.fromkeys(("none", "all", "lora_only"), True), "none"
+    )  # the tensors show which biases were trained
     saved = fields.take("modules_to_save", [])
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise fields.error(f"modules_to_save={str(saved)[:60]} must be a list of names of modules.")
+        raise fields.error(f"modules_to_save={str(saved)[:60]} must be a list of module names.")
     tied = fields.flag("ensure_weight_tying", False)
     for key, allowed in UNSUPPORTED_KEYS.items():
         fields.allow_only(key, *allowed)

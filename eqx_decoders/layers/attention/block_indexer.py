@@ -179,7 +179,7 @@ class PooledIndexerConfig(BlockIndexerConfig):
         means, occupied = _means_of(keys, blocks, count)
         firsts = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32) * self.size, means.shape[:2])
         scores = self._sum(products(query, block_keys(means, firsts)))
-        # scores are never negative: an empty block's 0 could win over blocks that have keys
+        # scores are not negative, so an empty block with score 0 could be selected before blocks that have keys
         return jnp.where(occupied[:, None, None], scores, -jnp.inf)
 
     def _sum(self, scores: Float32[Array, "batch heads length blocks"]) -> Float32[Array, "batch 1 length blocks"]:
@@ -221,7 +221,7 @@ def _means_of(
 ) -> tuple[Float32[Array, "batch blocks 1 head_dim"], Bool[Array, "batch blocks"]]:
     """Return the mean key of each block, and whether it has any keys.
 
-    `blocks` has the block of each key; keys whose block is below 0 are left out.
+    `blocks`: index of each key's block. Keys with a negative index are ignored.
     """
 
     def row(key: Array, into: Array) -> tuple[Array, Array]:

@@ -99,10 +99,10 @@ class Cache(eqx.Module):
 
     @keeping_types
     def empty_rows(self, rows: Int[Array, "rows"]) -> "Cache":
-        """Empty some rows: nothing that an earlier sequence stored, NaN included, can reach what a row computes next.
+        """Mark rows as empty. Values of an earlier sequence, NaN included, do not affect the next sequence in a row.
 
-        Contiguous caches are overwritten with zeros as far as they were in use; pages stay as they are, since layers
-        replace what they read beyond a row's length by zeros. Row indices beyond the last row are ignored.
+        Used slots of contiguous caches are overwritten with zeros. Pages keep their contents, because layers replace
+        values beyond a row's length with zeros. Row indices beyond the last row are ignored.
         """
         emptied = jax.tree.map(lambda each: each.empty_rows(rows), self.segments, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else self.rope_offset.at[rows].set(0.0, mode="drop")

@@ -22,7 +22,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, Sp
 
 
 LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, and how many choices there are
-CLEARED_SLOTS = 128  # slots that one step of `KVCache.empty_rows` overwrites
+CLEARED_SLOTS = 128  # slots per row that one loop iteration of `KVCache.empty_rows` overwrites
 
 
 class NewKV(eqx.Module):
@@ -256,8 +256,8 @@ class KVCache(LayerCache):
         return self._written(rows[:, None], entries, positions)
 
     def empty_rows(self, rows: Int[Array, "rows"]) -> "KVCache":
-        # Empty slots have weight 0 in attention, but 0 * NaN is NaN: stored values are overwritten with zeros, up to
-        # the last slot in use. `_written` is the scatter that a TPU performs in place.
+        # Empty slots have attention weight 0, but 0 * NaN is NaN. So stored values are overwritten with zeros, up to
+        # the last slot in use. TPUs execute the scatter in `_written` in place.
         slots = self.positions.shape[1]
         size, index = min(slots, CLEARED_SLOTS), jnp.arange(slots, dtype=jnp.int32)
         in_use = self.positions.at[rows].get(mode="fill", fill_value=-1) >= 0

@@ -49,7 +49,7 @@ class RecurrentState(LayerCache):
         # e^-100 is 0 in float32; far below it, differences of sums would lose what is small
         decay = jnp.where(accepted, jnp.maximum(entries.log_decay, -100.0), 0.0)
         key = jnp.where(accepted, entries.key.astype(jnp.float32), 0.0)
-        value = jnp.where(accepted, entries.value.astype(jnp.float32), 0.0)  # a key of 0 does not cancel a NaN
+        value = jnp.where(accepted, entries.value.astype(jnp.float32), 0.0)  # the value may be NaN, and 0 * NaN is NaN
         sums = jnp.flip(jnp.cumsum(jnp.flip(decay, 2), axis=2), 2)  # of a token and all that follow
         key = key * jnp.exp(jnp.pad(sums[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))))
         state = jnp.exp(sums[:, :, 0])[..., None] * self.state
@@ -111,7 +111,7 @@ class ChannelState(LayerCache):
             steps, written, key = token
             return jnp.exp(rates * steps[:, :, None]) * state + key[..., None] * written[:, :, None], None
 
-        # all three: 0 times a NaN of a token that is not accepted would be NaN
+        # rejected tokens need zeros in all three arrays, because 0 * NaN is NaN
         changes = (jnp.where(accepted, x, 0.0) for x in (entries.steps, entries.written, entries.key))
         tokens = tuple(jnp.moveaxis(x.astype(jnp.float32), 2, 0) for x in changes)
         # a few tokens are written out: then they are one pass over the state, in place

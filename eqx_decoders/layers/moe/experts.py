@@ -65,8 +65,8 @@ class ExpertsConfig(CheckedFields):
     - `norms`: shared and other experts have norms of their own before and after them, and the router reads what none of
         these has normalized (Gemma 4): give the block no norm before such a layer. None for none; needs `shared`.
     - `capacity_factor`: of a sequence of S tokens an expert takes `int(max(ceil(S k / E) * factor, factor))`, the
-        earliest ones; the others are dropped. None for no limit. `Execution.experts="dense"` and `"dropless"`, chosen
-        by name, compute without a limit: a model that was trained with one can be served without it.
+        earliest ones; the others are dropped. None for no limit. If `Execution.experts` is set to "dense" or
+        "dropless", the limit is ignored: a model that was trained with a limit can be served without it.
     """
 
     takes: ClassVar[tuple[str, ...]] = (CHOICES,)

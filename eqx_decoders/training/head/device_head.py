@@ -14,7 +14,7 @@ from eqx_decoders.training.head.head_tiles import HeadForm, added, cut, joined, 
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 
 
-LAST_ID = np.iinfo(np.int32).max  # above all ids
+MAX_ID = np.iinfo(np.int32).max  # larger than all ids
 
 
 class VocabPart(NamedTuple):
@@ -47,9 +47,9 @@ class LogitSums(NamedTuple):
     **Arguments:**
 
     - `highest`: the highest logit.
-    - `best`: the lowest id with that logit, as `argmax` chooses it.
+    - `best`: the lowest id with the highest logit, which is the result of `argmax`.
     - `total`: `sum exp(logit - highest)`.
-    - `targets`: ids whose logits are asked for, of which a token may have several: `[..., targets]`.
+    - `targets`: ids whose logits are returned, one or more per token: `[..., targets]`.
     - `picked`: the logits of the targets.
     - `weighted`: `sum exp(logit - highest) logit`, of which entropy is made; None where nobody asks for it.
     """
@@ -67,9 +67,9 @@ class LogitSums(NamedTuple):
         logits, ids = part.without_repeated(logits, -jnp.inf), targets - part.first
         inside = (ids >= part.repeated) & (ids < logits.shape[-1])
         highest = jnp.max(logits, axis=-1)
-        # no `argmax`: this minimum and the sum of the exponentials are one pass over the logits
+        # instead of `argmax`: XLA computes this minimum and the sum of exponentials in one pass over the logits
         order = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        best = part.first + jnp.min(jnp.where(logits == highest[..., None], order, LAST_ID - part.first), axis=-1)
+        best = part.first + jnp.min(jnp.where(logits == highest[..., None], order, MAX_ID - part.first), axis=-1)
         terms = jnp.exp(logits - highest[..., None])
         weighted = jnp.sum(jnp.where(terms > 0, terms * logits, 0.0), axis=-1) if entropy else None
         picked = jnp.where(inside, jnp.take_along_axis(logits, ids, axis=-1, mode="clip"), 0.0)
@@ -79,7 +79,7 @@ class LogitSums(NamedTuple):
     def none(cls, targets: Array, entropy: bool = False) -> "LogitSums":
         """Return the sums over no ids."""
         nothing = jnp.zeros(targets.shape[:-1], jnp.float32)
-        highest, best = jnp.full(nothing.shape, -jnp.inf, jnp.float32), jnp.full(nothing.shape, LAST_ID, jnp.int32)
+        highest, best = jnp.full(nothing.shape, -jnp.inf, jnp.float32), jnp.full(nothing.shape, MAX_ID, jnp.int32)
         picked = jnp.zeros(targets.shape, jnp.float32)
         return cls(highest, best, nothing, targets, picked, nothing if entropy else None)
 
@@ -90,7 +90,7 @@ class LogitSums(NamedTuple):
         weighted = None
         if self.weighted is not None and other.weighted is not None:
             weighted = self.weighted * one + other.weighted * two
-        best = jnp.minimum(*(jnp.where(each.highest == top, each.best, LAST_ID) for each in (self, other)))
+        best = jnp.minimum(*(jnp.where(sums.highest == top, sums.best, MAX_ID) for sums in (self, other)))
         total, picked = self.total * one + other.total * two, self.picked + other.picked
         return LogitSums(top, best, total, self.targets, picked, weighted)
 
@@ -100,7 +100,7 @@ class LogitSums(NamedTuple):
         scale = jnp.exp(self.highest - highest)
         picked = jnp.where(known, split.over_ids(self.picked), jnp.nan)
         weighted = None if self.weighted is None else split.over_ids(self.weighted * scale)
-        best = split.lowest(jnp.where(self.highest == highest, self.best, LAST_ID))
+        best = split.lowest(jnp.where(self.highest == highest, self.best, MAX_ID))
         return LogitSums(highest, best, split.over_ids(self.total * scale), self.targets, picked, weighted)
 
     @property
@@ -110,7 +110,7 @@ class LogitSums(NamedTuple):
 
     @property
     def right(self) -> Array:
-        """Whether `argmax` chooses each target, in f32: of equal highest logits only the lowest id is right."""
+        """Whether each target is the result of `argmax`, in f32: the lowest id that has the highest logit."""
         return (self.targets == self.best[..., None]).astype(jnp.float32)
 
 

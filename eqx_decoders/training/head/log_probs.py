@@ -23,7 +23,7 @@ class LogProbs(NamedTuple):
     - `log_probs`: of the targets, `z[target] - log sum exp(z)`, never above 0.
     - `entropy`: of the distribution at each position.
     - `normalizer`: `log sum exp(z)`.
-    - `top`: 1 where `argmax` chooses the target (of equal highest logits the lowest id), otherwise 0; without gradient.
+    - `top`: 1 if the target is the result of `argmax` (the lowest id with the highest logit), otherwise 0; no gradient.
     """
 
     log_probs: Float[Array, "batch length *targets"]

@@ -108,7 +108,7 @@ class EnvironmentSettings(CheckedFields):
     episode_tokens: PositiveInt | None = None
     """Most tokens of an episode, with those of its environment; None: seq_len."""
     tool_call_parser: Literal["auto"] | ToolFormat = "auto"
-    """Format in which the model calls the tools of an environment; auto: the format of its chat template."""
+    """Format of the model's tool calls in an environment. auto: the format of its chat template."""
     returns: Literal["episode", "turn"] = "episode"
     """What rewards are credited to. episode: all of its tokens; turn: the tokens of the turn and of those before it,
     compared with the same turn of the prompt's other episodes."""
@@ -194,7 +194,7 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     def __new__(cls, **settings: Any) -> "RLConfig":
         """Note which settings are given, also those that are given their default."""
         config = super().__new__(cls)
-        if settings:  # `copy.copy` and `pickle` call it with none, and no `__post_init__` afterwards
+        if settings:  # `copy.copy` and `pickle` pass no settings, and do not call `__post_init__` afterwards
             object.__setattr__(config, "_given", settings.keys())
         return config
 

@@ -30,7 +30,7 @@ class LossMetrics(eqx.Module):
 
     - `loss`: the minimized sum, nats (with the z-loss, and those of routing and MTP, times the targets).
     - `nll`: negative log-likelihood, nats.
-    - `correct`: targets that `argmax` chooses: of equal highest logits only the lowest id counts.
+    - `correct`: number of targets that are the result of `argmax` (the lowest id with the highest logit).
     - `tokens`: targets (or the sum of their weights).
     - `stats`: statistics of the layers: of activations and largest scores if requested, of routing where there are
         experts, of indexers that learn; else None. The layers of multi-token prediction come last.

@@ -314,7 +314,7 @@ def test_a_head_of_its_own_counts(tied, tmp_path):
 
 
 @pytest.mark.parametrize("row", [0, 7, -1])
-def test_a_head_that_differs_in_added_tokens_counts(tied, row):
+def test_a_head_that_differs_in_one_row_unties_the_model(tied, row):
     def change(tensors):
         head = tensors["model.embed_tokens.weight"].copy()
         head[row] += 1
@@ -326,8 +326,8 @@ def test_a_head_that_differs_in_added_tokens_counts(tied, row):
 @pytest.mark.parametrize(
     "version, says, is_tied", [("4.57.6", None, True), ("4.57.6", False, False), ("5.0.0", None, False)]
 )
-def test_a_missing_head_is_the_table_where_transformers_4_does_not_say_it(tmp_path, version, says, is_tied):
-    """It leaves out `tie_word_embeddings` where the value is the default of its base class."""
+def test_a_missing_head_is_tied_if_transformers_4_left_out_tie_word_embeddings(tmp_path, version, says, is_tied):
+    """transformers 4 leaves out the key if its value is the default of PretrainedConfig."""
     directory = copy_of("llama_rope", tmp_path)
     content = json.loads((directory / "config.json").read_text()) | {"transformers_version": version}
     content.pop("tie_word_embeddings", None)
@@ -354,7 +354,7 @@ def test_a_head_without_a_table(tied):
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base.model."])
-def test_says_which_prefix_all_tensors_share(tmp_path, prefix):
+def test_error_names_an_unexpected_prefix_of_all_tensors(tmp_path, prefix):
     directory = copy_of("llama_rope", tmp_path)
     rewritten(directory, lambda x: {prefix + name: value for name, value in x.items()})
     with pytest.raises(ed.ConversionError, match=rf"All tensors have the prefix '{re.escape(prefix)}'"):
@@ -473,7 +473,7 @@ def test_a_missing_directory_is_a_sentence():
         ed.load_hf("runs/nothing/here")
 
 
-def test_named_templates_are_downloaded_and_other_subfolders_are_not(tmp_path, monkeypatch):
+def test_downloads_additional_chat_templates_but_no_other_subfolders(tmp_path, monkeypatch):
     patterns = {}
     module = types.ModuleType("huggingface_hub")
     module.snapshot_download = lambda name, **options: patterns.update(options) or str(tmp_path)  # ty: ignore

@@ -301,13 +301,16 @@ def test_a_pair_without_one_of_its_factors_is_refused(llama, copy):
     assert f"{Q_PROJ.format(1, 'B')} is missing" in str(caught.value)
 
 
-# --- the same model as a checkpoint whose tensors have been changed accordingly ---
+# --- adapters compared with checkpoints to which the difference was added ---
 
 RANK, ALPHA = 2, 3
 
 
 def adapter(folder: Path, pairs: dict[str, tuple[int, ...]], whole: dict[str, np.ndarray], **changed) -> dict:
-    """Write an adapter for modules of these shapes, and return the differences and whole tensors by name."""
+    """Write an adapter. Return the weight differences of its pairs and its completely stored tensors, by name.
+
+    `pairs`: shapes of the adapted modules. `whole`: tensors that are stored completely.
+    """
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True)
     content = dict(peft_type="LORA", r=RANK, lora_alpha=ALPHA, target_modules="all-linear", bias="none")
@@ -352,7 +355,7 @@ NAMED = ["model.language_model.", "language_model.model.", "model.", ""]
 
 @pytest.mark.parametrize("text", [False, True], ids=["whole", "text"])
 @pytest.mark.parametrize("prefix", NAMED)
-def test_names_of_the_decoder_alone_and_inside_of_a_model(prefix, text, tmp_path):
+def test_accepts_names_with_any_prefix_of_the_decoder(prefix, text, tmp_path):
     shapes = shapes_in("mistral3", "self_attn.q_proj.weight")
     inner = {name: prefix + name[name.index("layers.") :] for name in shapes}
     pattern = {"rank_pattern": {}, "alpha_pattern": {f"^{inner[name]}": ALPHA for name in shapes}, "lora_alpha": 77}
@@ -362,19 +365,19 @@ def test_names_of_the_decoder_alone_and_inside_of_a_model(prefix, text, tmp_path
 
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.text_names])
-def test_every_family_finds_a_decoder_by_all_of_its_names(kind):
-    """The names of the files, of transformers once they are loaded, and of the decoder alone, in both directions."""
+def test_every_family_accepts_all_names_of_its_decoder(kind):
+    """Names in checkpoints, names in transformers, and names of the text-only model, for models with and without
+    encoders.
+    """
     family = FAMILIES[kind]
     assert family.text is not None
     for text, inner in family.text_names.items():
-        alone, stored = (
-            f"{text}layers.0.self_attn.q_proj.lora_A.weight",
-            f"{inner}layers.0.self_attn.q_proj.lora_A.weight",
-        )
-        here = family.module_name(stored)
-        for name in (alone, stored, here):
-            assert here in peft._present_names(family, name), (name, here)
-            assert family.text.module_name(alone) in peft._present_names(family.text, name), (name, alone)
+        text_only = f"{text}layers.0.self_attn.q_proj.lora_A.weight"
+        stored = f"{inner}layers.0.self_attn.q_proj.lora_A.weight"
+        current = family.module_name(stored)
+        for name in (text_only, stored, current):
+            assert current in peft._current_names(family, name), (name, current)
+            assert family.text.module_name(text_only) in peft._current_names(family.text, name), (name, text_only)
 
 
 def test_pairs_of_embeddings_are_refused(llama, copy):
@@ -390,14 +393,14 @@ def test_pairs_of_the_output_head_are_refused(llama, copy):
 
 
 @pytest.mark.parametrize("layers", [[0], [1]])
-def test_some_layers_have_a_pair(layers, tmp_path):
+def test_layers_without_a_pair_do_not_change(layers, tmp_path):
     shapes = {k: v for k, v in shapes_in("llama_rope", "_proj.weight").items() if int(k.split(".")[2]) in layers}
     difference = adapter(tmp_path / "peft", shapes, {}, layers_to_transform=layers, layers_pattern="layers")
     assert_adapted("llama_rope", tmp_path, tmp_path / "peft", difference)
 
 
-def test_some_layers_have_magnitudes(tmp_path):
-    """DoRA: the columns of the other layers keep their lengths."""
+def test_layers_without_magnitudes_do_not_change(tmp_path):
+    """DoRA: column norms of layers that the adapter does not contain stay the same."""
     directory = FIXTURES / "peft_dora" / "adapter"
     stored = {name: x for name, x in tensors(directory).items() if ".layers.0." in name}
     shutil.copytree(directory, tmp_path / "some")
@@ -413,7 +416,7 @@ def test_some_layers_have_magnitudes(tmp_path):
 
 
 @pytest.mark.parametrize("experts", [None, (0, 3)])
-def test_single_experts_have_pairs(experts, tmp_path):
+def test_reads_pairs_of_single_experts(experts, tmp_path):
     shapes = shapes_in("qwen3_moe_mixed", "_proj.weight")
     chosen = lambda name: experts is None or ".experts." not in name or int(name.split(".")[5]) in experts  # noqa: E731
     difference = adapter(tmp_path / "peft", {name: shape for name, shape in shapes.items() if chosen(name)}, {})
@@ -433,7 +436,7 @@ def test_single_experts_have_pairs(experts, tmp_path):
 )
 @pytest.mark.parametrize("older", [False, True])
 def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_path):
-    """A head that was trained unties a tied model; a table alone needs `ensure_weight_tying`."""
+    """A trained head unties a tied model. A trained embedding without a head needs `ensure_weight_tying`."""
     stored, rng = stored_tensors_of(fixture), np.random.default_rng(1)
     table = stored["model.embed_tokens.weight"]
     whole = {}
@@ -442,7 +445,7 @@ def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_p
         whole[f"{module}.weight"] = rng.normal(size=like.shape).astype(np.float32)
     saved = dict(modules_to_save=[name.rpartition(".")[2] for name in modules], ensure_weight_tying=len(modules) == 1)
     difference = adapter(tmp_path / "peft", shapes_in(fixture, "q_proj.weight"), whole, **saved)
-    if older:  # names before PEFT removed the wrapper's, with the frozen copies
+    if older:  # older versions of PEFT write the names of wrappers, and the original modules
         file = tmp_path / "peft" / "adapter_model.safetensors"
         wrapped = {}
         for name, x in load_file(file).items():
@@ -467,8 +470,8 @@ SAVED_MODULES = {
 
 
 @pytest.mark.parametrize("fixture, names, changed", SAVED_MODULES.values(), ids=SAVED_MODULES)
-def test_saved_modules_are_written_again(fixture, names, changed, tmp_path):
-    """Loading, saving and loading gives the same model. The names of biases are those that PEFT writes."""
+def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
+    """Loading, saving and loading again gives the same model. Biases have the names that PEFT writes."""
     stored, rng = stored_tensors_of(fixture), np.random.default_rng(2)
     names = [key for key in stored if any(key.endswith(name) for name in names)] or names
     whole = {name: rng.normal(size=stored.get(name, stored["model.embed_tokens.weight"]).shape) for name in names}
@@ -498,7 +501,7 @@ def test_saved_modules_that_the_model_lacks_are_refused(llama, tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["modules_to_save", "modules_to_save.default", "modules_to_save.my_adapter"])
-def test_adapters_without_pairs_have_saved_modules(wrapper, tmp_path):
+def test_an_adapter_may_have_saved_modules_only(wrapper, tmp_path):
     norm = np.random.default_rng(3).normal(size=16).astype(np.float32)
     size = stored_tensors_of("llama_rope")["model.norm.weight"].size
     norm = np.resize(norm, size)
@@ -517,7 +520,7 @@ def test_an_equal_head_and_embedding_leave_the_model_tied(difference, tied, tmp_
     np.testing.assert_array_equal(model.embedding.table, table)
 
 
-def test_a_trained_table_of_a_tied_model_needs_a_head(tmp_path):
+def test_a_trained_embedding_of_a_tied_model_needs_a_head_or_weight_tying(tmp_path):
     whole = {"model.embed_tokens.weight": stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"] + 1}
     shapes = shapes_in("qwen2_mixed", "q_proj.weight")
     adapter(tmp_path / "peft", shapes, whole, modules_to_save=["embed_tokens"])
@@ -525,7 +528,7 @@ def test_a_trained_table_of_a_tied_model_needs_a_head(tmp_path):
         load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
 
 
-def test_a_module_of_some_layers_of_a_stack_is_refused(tmp_path):
+def test_a_module_that_is_saved_in_some_layers_only_is_refused(tmp_path):
     name = "model.layers.0.input_layernorm.weight"
     whole = {name: stored_tensors_of("llama_rope")[name] + 1}
     adapter(tmp_path / "peft", shapes_in("llama_rope", "q_proj.weight"), whole, modules_to_save=["input_layernorm"])
@@ -533,7 +536,7 @@ def test_a_module_of_some_layers_of_a_stack_is_refused(tmp_path):
         load_peft(load_hf(FIXTURES / "llama_rope"), tmp_path / "peft")
 
 
-def test_a_server_refuses_adapters_with_whole_modules(tmp_path):
+def test_a_server_refuses_adapters_with_saved_modules(tmp_path):
     whole = {"lm_head.weight": stored_tensors_of("mistral_window")["lm_head.weight"] + 1}
     adapter(tmp_path / "peft", shapes_in("mistral_window", "q_proj.weight"), whole, modules_to_save=["lm_head"])
     base = load_hf(FIXTURES / "mistral_window")
@@ -549,7 +552,7 @@ def test_adapters_of_another_model_are_refused(llama):
 
 
 def test_an_empty_adapter_is_refused(llama, copy):
-    with pytest.raises(ConversionError, match="holds no pair"):
+    with pytest.raises(ConversionError, match="contains no LoRA pair"):
         load_peft(llama, copy(weights=dict.fromkeys(tensors(LLAMA / "adapter"))))
 
 

@@ -152,8 +152,8 @@ def test_tokens_and_chunks_decode_as_the_whole(kind):
 
 @pytest.mark.parametrize("local", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["products", "largest", "means"])
-def test_empty_blocks_are_never_chosen(kind, local):
-    """A row whose positions start far from 0, in a cache of which some slots have no token."""
+def test_blocks_without_keys_are_never_selected(kind, local):
+    """In a row whose positions start far above 0, and whose cache has empty slots."""
     selection = {
         "products": BlockSelection(size=3, top_k=3, local_blocks=local),
         "largest": BlockIndexerConfig(size=3, top_k=3, local_blocks=local, num_heads=2, head_dim=4),
@@ -179,7 +179,7 @@ def test_empty_blocks_are_never_chosen(kind, local):
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["products", "largest", "means"])
 def test_a_row_may_start_at_any_position(kind):
-    """Pieces over a cache are the whole, as in a row that starts at 0."""
+    """Logits of two chunks with a cache equal the logits of one call without a cache."""
     sizes = dict(size=4, top_k=2)
     selection = {
         "products": BlockSelection(**sizes),

@@ -1,4 +1,4 @@
-"""A row that is emptied for a new sequence computes what a row of a new cache computes, whatever was stored in it."""
+"""A row that is emptied for a new sequence gives the same results as a row of a new cache, whatever it contained."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ from tests.layers.cached_mixers import FULL, MIXERS
 from tests.models import EMBED, VOCAB, filled, rich_decoder
 
 
-ROWS, LENGTH, POISON = 3, 16, 5  # POISON: a token whose embedding is NaN
+ROWS, LENGTH, NAN_TOKEN = 3, 16, 5  # NAN_TOKEN: a token whose embedding is NaN
 COMPRESSED = dict(num_heads=2, head_dim=8, rope_dim=4, q_rank=8, out_groups=2, out_rank=8, window=3)
 
 
@@ -50,7 +50,7 @@ def selecting(selection) -> AttentionConfig:
     return dataclasses.replace(FULL, selection=selection)
 
 
-# By kind of layer: a mixer of each kind of cache, and layers with states besides the mixer.
+# Layers by name: a mixer for each type of cache, and layers with states outside the mixer.
 LAYERS = {
     **{name: BlockConfig(mixer=mixers[-1], mlp=None) for name, mixers in MIXERS.items()},
     "block indexer": selecting(BlockIndexerConfig(size=3, top_k=2, num_heads=2, head_dim=8)),
@@ -92,16 +92,16 @@ def model_of(kind: str) -> ed.Decoder:
     layer = LAYERS[kind]
     block = layer if isinstance(layer, BlockConfig) else BlockConfig(mixer=layer, mlp=None)
     model = filled(rich_decoder(1, blocks=(block, block), tied=False))
-    return eqx.tree_at(lambda m: m.embedding.table, model, model.embedding.table.at[POISON].set(jnp.nan))
+    return eqx.tree_at(lambda m: m.embedding.table, model, model.embedding.table.at[NAN_TOKEN].set(jnp.nan))
 
 
-def spoiled(cache: ed.Cache) -> ed.Cache:
-    """A cache whose slots are all in use, and whose numbers are all NaN."""
+def filled_with_nan(cache: ed.Cache) -> ed.Cache:
+    """Return a cache whose slots are all in use, and whose floating-point values are all NaN."""
 
-    def spoil(leaf):
+    def fill(leaf):
         return jnp.full_like(leaf, jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 3)
 
-    def used(layer_cache, new):
+    def mark_used(layer_cache, new):
         if isinstance(layer_cache, KVCache):
             positions = jnp.broadcast_to(jnp.arange(layer_cache.positions.shape[1]), layer_cache.positions.shape)
             return dataclasses.replace(new, positions=positions.astype(jnp.int32))
@@ -109,55 +109,55 @@ def spoiled(cache: ed.Cache) -> ed.Cache:
             return dataclasses.replace(new, table=layer_cache.table, lengths=jnp.full_like(new.lengths, LENGTH))
         return new
 
-    whole = jax.tree.map(spoil, cache)
-    caches = jax.tree.map(used, cache.segments, whole.segments, is_leaf=is_layer_cache)
-    return dataclasses.replace(whole, segments=caches)
+    filled_cache = jax.tree.map(fill, cache)
+    caches = jax.tree.map(mark_used, cache.segments, filled_cache.segments, is_leaf=is_layer_cache)
+    return dataclasses.replace(filled_cache, segments=caches)
 
 
 @eqx.filter_jit
 def step(model, cache, tokens, positions, rows):
-    """Logits of a call, and the cache with what it stores."""
+    """Return the logits of a call, and the cache after it."""
     hidden, proposal, _ = model.forward_uncommitted(tokens, positions, cache=cache.at_rows(rows))
     return model.logits(hidden), cache.commit_rows(rows, proposal.entries, proposal.positions, proposal.rope_offset)
 
 
 def new_sequences(model, cache):
-    """Logits of a prompt in two of three rows, with padding, and of two more tokens; meanwhile the third row idles."""
+    """Return logits and cache after a padded prompt and two decoding steps in rows 0 and 2. Row 1 is idle."""
     prompts = np.random.default_rng(0).integers(6, VOCAB, (ROWS, 8)).astype(np.int32)
     lengths, order, rows = np.asarray([7, 0, 6]), np.arange(8, dtype=np.int32), jnp.arange(ROWS)
     positions = np.where(order < lengths[:, None], order, -1).astype(np.int32)
     found = []
     for begin, end in ((0, 4), (4, 8)):
-        tokens = np.where(positions < 0, POISON, prompts)[:, begin:end]
+        tokens = np.where(positions < 0, NAN_TOKEN, prompts)[:, begin:end]
         logits, cache = step(model, cache, tokens, positions[:, begin:end], rows)
         found.append(np.asarray(logits)[positions[:, begin:end] >= 0])
     for number in range(2):
         position = np.where(lengths > 0, lengths + number, -1).astype(np.int32)[:, None]
-        tokens = np.where(position < 0, POISON, prompts[:, number : number + 1])
+        tokens = np.where(position < 0, NAN_TOKEN, prompts[:, number : number + 1])
         logits, cache = step(model, cache, tokens, position, rows)
         found.append(np.asarray(logits)[position >= 0])
     return found, cache
 
 
 def emptied(cache: ed.Cache) -> ed.Cache:
-    """Empty all rows as an engine does, a few together, with an index beyond the last row."""
+    """Empty all rows as an engine does: several rows per call, and an index beyond the last row as padding."""
     empty = jax.jit(lambda cache, rows: cache.empty_rows(rows))
     return empty(empty(cache, jnp.asarray([0, 2])), jnp.asarray([1, ROWS]))
 
 
 @pytest.mark.medium(fast=("keys", "pages", "delta"))
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_of_an_earlier_sequence_remains(case):
-    """NaN in every slot, scale and state; an idle row that is fed a NaN; then results are equal bit by bit."""
+def test_emptied_rows_give_the_results_of_a_new_cache(case):
+    """Before emptying, all slots, scales and states are NaN. The idle row reads a token whose embedding is NaN."""
     kind, cache_format, pages = CASES[case]
     model = model_of(kind)
     new = ed.init_cache(model.config, ROWS, LENGTH, dtype=cache_format, pages=pages)
     want, _ = new_sequences(model, new)
-    found, after = new_sequences(model, emptied(spoiled(new)))
+    found, after = new_sequences(model, emptied(filled_with_nan(new)))
     assert all(np.isfinite(logits).all() for logits in want)
     for logits, expected in zip(found, want, strict=True):
         np.testing.assert_array_equal(logits, expected)
-    # the row that has only idled is as it was
+    # the idle row is unchanged
     idle = jax.tree.map(lambda each: each.row(1), after.segments, is_leaf=is_layer_cache)
     clean = jax.tree.map(lambda each: each.row(1), new.segments, is_leaf=is_layer_cache)
     if pages is None:
@@ -165,8 +165,8 @@ def test_nothing_of_an_earlier_sequence_remains(case):
 
 
 @pytest.mark.parametrize("length", [1, 9])
-def test_states_ignore_whatever_a_token_that_is_not_accepted_proposes(length):
-    """In one row all tokens are rejected, in the other all but the last."""
+def test_rejected_tokens_with_nan_do_not_change_states(length):
+    """All tokens of the first row are rejected, and the last token of the second row."""
     positions = np.stack([np.full(length, -1), np.r_[range(length - 1), -1]]).astype(np.int32)
     draws = np.random.default_rng(0)
 
@@ -188,8 +188,8 @@ def test_states_ignore_whatever_a_token_that_is_not_accepted_proposes(length):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("ring", [False, True])
-def test_slots_are_cleared_as_far_as_they_were_used(ring, dtype):
-    """In several steps, the last of which is not complete; other rows keep what they have."""
+def test_all_used_slots_of_a_row_are_cleared(ring, dtype):
+    """The number of slots is not a multiple of CLEARED_SLOTS. Other rows do not change."""
     slots, used = 2 * CLEARED_SLOTS + 7, CLEARED_SLOTS + 1
     cache = KVShape(slots=slots, kv_heads=1, head_dim=2, ring=ring).build(1, 2, dtype)
     ones = jax.tree.map(jnp.ones_like, cache)
@@ -202,7 +202,7 @@ def test_slots_are_cleared_as_far_as_they_were_used(ring, dtype):
             assert leaf is None or ((leaf[:, 0] == 1).all() and not leaf[:, 1, :, :count].any())
 
 
-def test_a_drafter_starts_anew():
+def test_emptied_rows_of_a_draft_state_are_zero():
     cache = KVShape(slots=4, kv_heads=1, head_dim=2, ring=False).build(1, 2, "float32")
     state = DraftState((cache,), (jnp.full((2, 1, 3), jnp.nan),), jnp.ones((2, 2), jnp.int32))
     left = state.empty_rows(jnp.asarray([1]))

@@ -283,7 +283,7 @@ def test_on_a_mesh(mesh, tied, monkeypatch):
 
 @pytest.mark.parametrize("rings", [False, True])
 def test_any_positive_bound_is_accepted(rings, monkeypatch):
-    """Where gradients travel in rings, half of the bound tells a large gradient from others: half of 1 byte, too."""
+    """With gradient rings, a gradient of more than half of the bound is large. Half of 1 byte must not become 0."""
     layout = Layout.create(fsdp=8)
     backend = dataclasses.replace(layout.backend, gradient_rings=rings)
     monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
@@ -440,7 +440,7 @@ def test_argmax_is_that_of_all_logits(monkeypatch):
 
 
 def with_ties(tied, vocab=24):
-    """Hidden states and a head of small integers, exact in every order of additions: most maxima are ties."""
+    """Return hidden states and a head of small integers, so that sums are exact and most highest logits are ties."""
     draws = np.random.default_rng(7)
     hidden = draws.integers(-1, 2, (8, 6, EMBED)).astype(np.float32)
     hidden[:, 0] = 0  # all logits are equal
@@ -463,8 +463,8 @@ def with_ties(tied, vocab=24):
         ({"data": 8}, True, HeadTiles()),
     ],
 )
-def test_of_equal_logits_the_lowest_id_is_right(mesh, tied, tiles):
-    """In every form: alone, with gradients, as log-probs and as argmax; over tiles, parts and devices."""
+def test_ties_are_resolved_to_the_lowest_id(mesh, tied, tiles):
+    """In the loss without and with gradients, in log-probs and in argmax; over tiles, parts and devices."""
     layout = Layout.create(**mesh) if mesh else Layout()
     vocab = 24 if tiles.head_bytes is None else 512  # parts are of 128 ids
     hidden, head, targets, best = with_ties(tied, vocab)
@@ -482,10 +482,10 @@ def test_of_equal_logits_the_lowest_id_is_right(mesh, tied, tiles):
         top = linear_log_probs(hidden, head, targets, **options).top
         return without_gradients, sums.correct, top, linear_argmax(hidden, head, **options)
 
-    alone, differentiated, top, likeliest = found(hidden, head)
-    assert float(alone) == float(differentiated) == right.sum()
+    without_gradients, with_gradients, top, argmax = found(hidden, head)
+    assert float(without_gradients) == float(with_gradients) == right.sum()
     np.testing.assert_array_equal(top, right)
-    np.testing.assert_array_equal(likeliest, best)
+    np.testing.assert_array_equal(argmax, best)
     logits = jnp.asarray(exact_logits(hidden, head, tied), jnp.float32)
     np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), best)  # the plain loss
 

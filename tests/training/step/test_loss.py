@@ -192,7 +192,7 @@ def test_a_mean_is_that_of_its_weights_whatever_they_add_up_to():
     assert results[2].loss == pytest.approx(results[0].loss, rel=1e-5) and np.isnan(results[3].loss)
 
 
-def test_evaluating_nothing_has_no_loss():
+def test_the_loss_of_an_empty_evaluation_is_nan():
     result = evaluate(filled(one_block()), [], ROWS)
     assert np.isnan(result.loss) and (result.tokens, result.nats) == (0, 0.0)
 

@@ -91,12 +91,12 @@ def _matrix(name: str, packed: StoredTensor, tensors: Tensors, state: Fields) ->
 
 
 def _as_bytes(packed: StoredTensor, count: int) -> StoredTensor:
-    """Return a packed matrix of any dtype (`bnb_4bit_quant_storage`) as `[count, 1]` bytes."""
+    """Return the `[count, 1]` bytes of a packed matrix, which is stored as any dtype (`bnb_4bit_quant_storage`)."""
     size = _ITEM_SIZES.get(packed.dtype, 1)
     if packed.shape != (-(-count // size), 1):
         raise ConversionError(
-            f"{packed.file}: {packed.name} is {packed.description}, but {count} bytes in this dtype have the shape "
-            f"{(-(-count // size), 1)}. Download the file again."
+            f"{packed.file}: {packed.name} is {packed.description}, but must have the shape "
+            f"{(-(-count // size), 1)}, because it stores {count} bytes in this dtype. Download the file again."
         )
     if packed.dtype == "U8":
         return packed
@@ -105,17 +105,23 @@ def _as_bytes(packed: StoredTensor, count: int) -> StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class _ByteColumn(StoredTensor):
-    """View of a column of numbers as a column of bytes."""
+    """View of a column of values as a column of bytes.
+
+    **Arguments:**
+
+    - `inner`: the stored column.
+    - `item_size`: bytes per stored value.
+    """
 
     inner: StoredTensor
-    size: int
+    item_size: int
 
     def read(self, part: Cuts) -> np.ndarray:
         rows, columns = whole_cuts(part, self.shape)
-        first, last = rows.start // self.size, -(-rows.stop // self.size)
-        octets = np.ascontiguousarray(self.inner.read((slice(first, last), slice(0, 1)))).view(np.uint8).reshape(-1, 1)
-        begin = first * self.size
-        return octets[rows.start - begin : rows.stop - begin, columns]
+        first, stop = rows.start // self.item_size, -(-rows.stop // self.item_size)
+        values = np.ascontiguousarray(self.inner.read((slice(first, stop), slice(0, 1))))
+        offset = first * self.item_size
+        return values.view(np.uint8).reshape(-1, 1)[rows.start - offset : rows.stop - offset, columns]
 
 
 def _scales(name: str, scales: StoredTensor, tensors: Tensors, state: Fields, count: int) -> StoredTensor:

@@ -7,7 +7,7 @@ from eqx_decoders.io.huggingface.quantized.unpack import DTYPE, ScaledTensor
 
 Tensors = dict[str, StoredTensor]
 FLOATS = ("F32", "BF16", "F16")
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")  # of caches and of attention
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")  # of the KV cache and of attention
 
 
 def scaled(

@@ -95,7 +95,7 @@ def read_modelopt(fields: Fields) -> Callable[[Tensors], Tensors]:
         fields.take(key, None)
     for key in ("kv_cache_quant_algo", "group_size"):  # of caches; that of weights shows in their scales
         fields.take(key, None)
-    fields.allow_only("has_zero_point", False, effect="zero points are stored")
+    fields.allow_only("has_zero_point", False, effect="weights have zero points")
     fields.allow_only("pre_quant_scale", False)
     return _modelopt_tensors
 

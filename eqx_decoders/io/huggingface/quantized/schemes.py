@@ -1,13 +1,14 @@
-"""Quantization schemes in `quantization_config`: from the stored tensors to those that they encode, by name.
+"""Quantization schemes in `quantization_config`: functions from stored tensors to dequantized tensors, by name.
 
-Known are MXFP4 of GPT-OSS, FP8 with scales of blocks, rows or matrices, FBGEMM's FP8, compressed-tensors, GPTQ, AWQ,
-AutoRound, and the schemes of `modelopt.py` and `bitsandbytes.py`. No scheme rounds activations: settings about that,
-and static scales of activations, are ignored, and the weights are the same.
+Supported are MXFP4 of GPT-OSS, FP8 with scales per block, row or matrix, FBGEMM's FP8, compressed-tensors, GPTQ, AWQ,
+AutoRound, and the schemes of `modelopt.py` and `bitsandbytes.py`. Activations are never quantized here: their settings
+and static scales are ignored, which does not change the weights.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,9 +50,10 @@ from eqx_decoders.io.huggingface.quantized.unpack import (
 
 Scheme = Callable[[Tensors], Tensors]
 T = TypeVar("T")
+_ScaleShapes = tuple[tuple[int, int], tuple[int, int]]  # of scales and of zero points
 
-_OTHER_FORM = "another format of stored weights"
-# scales of activations, which are not rounded here
+_OTHER_FORMAT = "the weights are stored in another format"
+# Scales of activations, which are not quantized here.
 _ACTIVATION_SCALES = ".activation_scale", "_activation_scale", ".input_scale", "_input_scale", ".output_scale"
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in their four bytes
@@ -114,10 +116,10 @@ def _mxfp4_tensors(tensors: Tensors) -> Tensors:
 
 
 def _fp8(fields: Fields) -> Scheme:
-    fields.word("activation_scheme", {"dynamic": False, "static": True}, "dynamic")  # activations are not rounded
-    fields.allow_only("fmt", "e4m3", effect=_OTHER_FORM)
-    fields.allow_only("expert_dtype", "fp8", effect=_OTHER_FORM)
-    fields.take("kv_cache_scheme", None)  # about caches
+    fields.word("activation_scheme", {"dynamic": False, "static": True}, "dynamic")  # activations are not quantized
+    fields.allow_only("fmt", "e4m3", effect=_OTHER_FORMAT)
+    fields.allow_only("expert_dtype", "fp8", effect=_OTHER_FORMAT)
+    fields.take("kv_cache_scheme", None)  # quantizes the KV cache, not the weights
     has_bytes = fields.word("scale_fmt", {"float": False, "ue8m0": True}, "float")
     block = fields.take("weight_block_size", None)
     whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)
@@ -131,30 +133,34 @@ def _fp8(fields: Fields) -> Scheme:
 
 
 def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[str, ...]) -> Tensors:
-    """Decode FP8 with a scale per block, row, matrix, or expert: `_scale_inv` in transformers, `_scale` in AutoFP8."""
+    """Dequantize FP8 with a scale per block, row, matrix or expert.
+
+    The scales are named `{name}_scale_inv` in transformers and `{name}_scale` in AutoFP8.
+    """
     decoded = {name: tensor for name, tensor in tensors.items() if not _is_activation_scale(name, tensors)}
     for name, values in list(decoded.items()):
         if values.dtype != "F8_E4M3":
             continue
-        short = f"{name}_scale"
-        scales = pop_companion(decoded, short if short in decoded else f"{name}_scale_inv", values)
+        autofp8_name = f"{name}_scale"
+        scales = pop_companion(decoded, autofp8_name if autofp8_name in decoded else f"{name}_scale_inv", values)
         *lead, rows, columns = matrix_shape(values)
-        count = len(lead)
-        if block is not None and scales.shape == (*lead, -(-rows // block[0]), -(-columns // block[1])):
-            check_stored(scales, dtypes, scales.shape)
-            decoded[name] = scaled(name, values, scales, block)
-        elif scales.shape in (shapes := _shapes_of_scales(lead, rows)):
+        block_grid = None if block is None else (*lead, -(-rows // block[0]), -(-columns // block[1]))
+        row_shapes = _row_scale_shapes(lead, rows)
+        if block is not None and scales.shape == block_grid:
             check_dtype(scales, *dtypes)
-            per_row = len(scales.shape) > count and scales.shape[count] == rows
-            decoded[name] = scaled(name, values, per_row_view(scales, (*lead, rows, 1), count, per_row), (1, columns))
+            decoded[name] = scaled(name, values, scales, block)
+        elif scales.shape in row_shapes:
+            check_dtype(scales, *dtypes)
+            per_row = len(scales.shape) > len(lead) and scales.shape[len(lead)] == rows
+            view = per_row_view(scales, (*lead, rows, 1), len(lead), per_row)
+            decoded[name] = scaled(name, values, view, (1, columns))
         else:
-            blocks = ""
-            if block is not None:
-                grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-                blocks = f", or {grid} for one scale per block of weight_block_size={list(block)}"
+            per_block = (
+                "" if block is None else f", or {block_grid} for one scale per block of weight_block_size={list(block)}"
+            )
             raise ConversionError(
                 f"{scales.file}: {scales.name} is {scales.description}, but {name} of shape {values.shape} needs "
-                f"scales of shape {', '.join(map(str, shapes))} for one scale per matrix or row{blocks}. Check "
+                f"scales of shape {', '.join(map(str, row_shapes))} for one scale per matrix or row{per_block}. Check "
                 f"weight_block_size in config.json."
             )
     check_none_left(decoded, "_scale_inv")
@@ -162,7 +168,7 @@ def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[
 
 
 def _is_activation_scale(name: str, tensors: Tensors) -> bool:
-    """Return whether a tensor is a scale of a cache, or of what a matrix in FP8 is multiplied by."""
+    """Return whether a tensor is a scale of the KV cache, or of the inputs or outputs of an FP8 matrix."""
     end = next((end for end in _ACTIVATION_SCALES if name.endswith(end)), None)
     weights = [] if end is None else [name.removesuffix(end), f"{name.removesuffix(end)}.weight"]
     return name.endswith(CACHE_SCALES) or any(
@@ -170,8 +176,8 @@ def _is_activation_scale(name: str, tensors: Tensors) -> bool:
     )
 
 
-def _shapes_of_scales(lead: Sequence[int], rows: int) -> list[tuple[int, ...]]:
-    """Return the shapes of scales for whole matrices or for rows of a matrix, or of a stack of them."""
+def _row_scale_shapes(lead: Sequence[int], rows: int) -> list[tuple[int, ...]]:
+    """Return all shapes in which a stack of matrices `[*lead, rows, columns]` may have one scale per matrix or row."""
     ends = ((), (1,), (1, 1), (rows,), (rows, 1))
     return list(dict.fromkeys((*lead, *end) for end in ends))
 
@@ -229,7 +235,7 @@ _UNUSED = (
 def _compressed(fields: Fields) -> Scheme:
     fields.word("format", dict.fromkeys(_FORMATS, True), "int-quantized")
     fields.take("quantization_status", None)
-    fields.allow_only("quantization_status", "compressed", "frozen", effect="the weights are not quantized")
+    fields.allow_only("quantization_status", "compressed", "frozen", effect="the weights are not quantized yet")
     for key in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):  # tensors show it; or about caches
         fields.take(key, None)
     for key in ("sparsity_config", "transform_config"):
@@ -358,43 +364,62 @@ def _with_scales(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Packed:
-    """Packing of one module, or of all: bits of a number, and rows of a quantization group (0: all rows)."""
+class _ModulePacking:
+    """Bits per weight, and rows per quantization group (0: one group for all rows)."""
 
     bits: int
-    group: int
+    group_size: int
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dynamic:
-    """Packing of modules by the `dynamic` settings of GPTQModel: regular expressions of modules' names.
+class _PackingTable:
+    """Packings of a model's modules.
 
-    Modules that a pattern with `-:` leaves out are stored without quantization, and so need no setting here.
+    **Arguments:**
+
+    - `default`: the packing of modules that no pattern matches.
+    - `overrides`: regular expressions of module names with their packings, from GPTQModel's `dynamic`. Patterns with
+        `-:` are left out: their modules are stored without quantization.
     """
 
-    default: _Packed
-    overrides: tuple[tuple[str, _Packed], ...]
+    default: _ModulePacking
+    overrides: tuple[tuple[str, _ModulePacking], ...]
 
     @property
-    def packings(self) -> tuple[_Packed, ...]:
+    def packings(self) -> tuple[_ModulePacking, ...]:
         """All packings, the default first."""
         return tuple(dict.fromkeys((self.default, *(packing for _, packing in self.overrides))))
 
-    def of(self, module: str, fitting: Set[_Packed]) -> _Packed | None:
-        """Return the packing of a module: the first in the order of precedence of those `fitting` its tensors.
+    def find(
+        self,
+        module: str,
+        packed: StoredTensor,
+        scales: StoredTensor,
+        zeros: StoredTensor,
+        expected_shapes: Callable[[_ModulePacking], _ScaleShapes],
+    ) -> _ModulePacking:
+        """Return the packing of a module. Raises ConversionError if no packing fits the module's tensors.
 
-        Modules may have been renamed since patterns were written, so that all packings count if none matches.
+        The packing of the first pattern that matches the name comes first. All other packings are tried after it,
+        because the module may have been renamed since the patterns were written.
+
+        `expected_shapes` returns the shapes of the scales and zero points for a packing.
         """
+        check_dtype(scales, *FLOATS)
+        check_dtype(zeros, "I32")
         matching = [packing for pattern, packing in self.overrides if re.match(pattern, module)]
-        return next((packing for packing in (*matching[:1], *self.packings) if packing in fitting), None)
+        for packing in (*matching[:1], *self.packings):
+            if expected_shapes(packing) == (scales.shape, zeros.shape):
+                return packing
+        known = " or ".join(f"bits={packing.bits}, group_size={packing.group_size or -1}" for packing in self.packings)
+        raise ConversionError(
+            f"{packed.file}: {packed.name} is {packed.description}, with scales of shape {scales.shape} and zero "
+            f"points of shape {zeros.shape}, which is not the packing of {known}. Check bits, group_size and dynamic "
+            f"of quantization_config in config.json."
+        )
 
-    @property
-    def described(self) -> str:
-        """The packings, for error messages."""
-        return " or ".join(f"bits={kind.bits}, group_size={kind.group or -1}" for kind in self.packings)
 
-
-# how a program quantized, packs or runs the weights; tensors are the same
+# Settings of how a program quantizes, packs or runs the weights. The stored tensors do not depend on them.
 _QUANTIZER_KEYS = (  # noqa: SIM905 - a list of words
     "damp_percent damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name "
     "model_seqlen block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id use_exllama "
@@ -407,161 +432,153 @@ _QUANTIZER_KEYS = (  # noqa: SIM905 - a list of words
 ).split()
 
 
-def _read_packing(fields: Fields, method: str, known: Sequence[int]) -> _Dynamic:
-    """Read the settings that GPTQ and AWQ share in all programs: AutoGPTQ, AutoAWQ, GPTQModel and transformers."""
+def _read_packings(fields: Fields, method: str, known_bits: Sequence[int]) -> _PackingTable:
+    """Read the settings that GPTQ and AWQ share, as AutoGPTQ, AutoAWQ, GPTQModel and transformers write them."""
     for old, new in (("w_bit", "bits"), ("q_group_size", "group_size")):
         fields.rename(old, new)
-    fields.allow_only("method", method, effect="another quantization method")
-    fields.allow_only("is_marlin_format", False, effect=_OTHER_FORM)
-    default = _read_packed(fields, known, None)
-    return _Dynamic(default, tuple(_overrides(fields, known, default)))
+    fields.allow_only("method", method, effect="another quantization method was used")
+    fields.allow_only("is_marlin_format", False, effect=_OTHER_FORMAT)
+    default = _read_packing(fields, known_bits, None)
+    return _PackingTable(default, tuple(_read_overrides(fields, known_bits, default)))
 
 
-def _overrides(fields: Fields, known: Sequence[int], default: _Packed) -> Iterator[tuple[str, _Packed]]:
+def _read_overrides(
+    fields: Fields, known_bits: Sequence[int], default: _ModulePacking
+) -> Iterator[tuple[str, _ModulePacking]]:
+    """Yield the patterns of `dynamic` with their packings, without patterns of modules that are not quantized."""
     table = fields.table("dynamic")
     if table is None:
         return
     for pattern in table.content:
         inner = table.table(pattern)
-        plain = pattern.removeprefix("+:")
+        expression = pattern.removeprefix("+:")
         try:
-            re.compile(plain.removeprefix("-:"))
+            re.compile(expression.removeprefix("-:"))
         except re.error as error:
             raise fields.error(f"dynamic: {pattern[:60]!r} is not a regular expression: {error}.") from error
         if inner is None or pattern.startswith("-:"):
             continue
-        packed = _read_packed(inner, known, default)
+        packing = _read_packing(inner, known_bits, default)
         inner.finish()
-        yield plain, packed
+        yield expression, packing
 
 
-def _read_packed(fields: Fields, known: Sequence[int], default: _Packed | None) -> _Packed:
+def _read_packing(fields: Fields, known_bits: Sequence[int], default: _ModulePacking | None) -> _ModulePacking:
     bits = fields.integer("bits") if default is None else fields.integer("bits", default.bits)
-    group = fields.take("group_size", 128 if default is None else default.group or -1)
-    if bits not in known:
-        raise fields.error(f"bits={bits} is not read: must be one of {', '.join(map(str, known))}.")
-    if type(group) is not int or (group < 1 and group != -1):
-        raise fields.error(f"group_size={str(group)[:40]} must be an integer of at least 1, or -1 for whole columns.")
-    fields.allow_only("pack_dtype", "int32", effect="numbers are packed into another type")
+    size = fields.take("group_size", 128 if default is None else default.group_size or -1)
+    if bits not in known_bits:
+        raise fields.error(f"bits={bits} is not read: must be one of {', '.join(map(str, known_bits))}.")
+    if type(size) is not int or (size < 1 and size != -1):
+        raise fields.error(f"group_size={str(size)[:40]} must be an integer of at least 1, or -1 for whole columns.")
+    fields.allow_only("pack_dtype", "int32", effect="weights are packed into another dtype")
     fields.allow_only("rotation", effect="activations are rotated")
-    fields.flag("desc_act", False)  # the stored g_idx says which row has which group
-    fields.flag("sym", True)  # zeros are stored in any case
+    fields.flag("desc_act", False)  # the stored g_idx shows the quantization group of each row
+    fields.flag("sym", True)  # zero points are stored for symmetric quantization, too
     for key in _QUANTIZER_KEYS:
         fields.take(key, None)
-    return _Packed(bits, max(group, 0))
+    return _ModulePacking(bits, max(size, 0))
 
 
 def _read_format(fields: Fields, formats: Mapping[str, T], keys: Sequence[str], default: str) -> T:
-    """Read the format of packed numbers, which programs name by different keys."""
+    """Read the format of packed weights from one of `keys`: each program uses another key."""
     names = {key: str(fields.take(key)).lower() for key in keys if fields.take(key, None) is not None}
     for key, name in names.items():
         if name not in formats:
             raise fields.error(f"{key}={name[:40]} is not supported. Supported: {', '.join(formats)}.")
     if len({formats[name] for name in names.values()}) > 1:
-        both = " and ".join(f"{key}={name}" for key, name in names.items())
-        raise fields.error(f"{both} are the same setting: make them equal.")
+        listed = " and ".join(f"{key}={name}" for key, name in names.items())
+        raise fields.error(f"{listed} are the same setting: make them equal.")
     return formats[next(iter(names.values()), default)]
 
 
 def _gptq(fields: Fields) -> Scheme:
     formats = {"gptq": False, "gptq_v2": True}
-    plain = _read_format(fields, formats, ("checkpoint_format", "format"), "gptq")
-    dynamic = _read_packing(fields, "gptq", (2, 3, 4, 8))
-    return lambda tensors: _gptq_tensors(tensors, dynamic, plain)
+    is_v2 = _read_format(fields, formats, ("checkpoint_format", "format"), "gptq")
+    packings = _read_packings(fields, "gptq", (2, 3, 4, 8))
+    return lambda tensors: _gptq_tensors(tensors, packings, is_v2)
 
 
-def _gptq_tensors(tensors: Tensors, dynamic: _Dynamic, plain: bool) -> Tensors:
-    """Decode GPTQ (Frantar et al. 2022): numbers packed along a weight's inputs, zeros along its outputs."""
+def _gptq_tensors(tensors: Tensors, packings: _PackingTable, is_v2: bool) -> Tensors:
+    """Dequantize GPTQ (Frantar et al. 2022): weights are packed along the inputs, zero points along the outputs."""
     decoded = dict(tensors)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
         packed = decoded.pop(f"{name}qweight")
         words, columns = matrix_shape(packed, 2)
         check_dtype(packed, "I32")
         scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
-        stored = scales.shape, zeros.shape
-        fitting = {kind for kind in dynamic.packings if _gptq_shapes(kind, words, columns) == stored}
-        kind = dynamic.of(name.removesuffix("."), fitting)
-        if kind is None:
-            raise _not_packed(packed, scales, zeros, dynamic)
-        bits, group, rows, half = kind.bits, kind.group, words * 32 // kind.bits, 2 ** (kind.bits - 1)
-        check_stored(scales, FLOATS, scales.shape)
-        check_stored(zeros, ("I32",), zeros.shape)
+        expected_shapes = functools.partial(_gptq_shapes, words=words, columns=columns)
+        packing = packings.find(name.removesuffix("."), packed, scales, zeros, expected_shapes)
+        bits, half = packing.bits, 2 ** (packing.bits - 1)
+        rows = words * 32 // bits
+        group_size = packing.group_size or rows
         group_index = decoded.pop(f"{name}g_idx", None)
         if group_index is not None:
-            group_index = _checked_group_index(group_index, rows, group or rows, scales.shape[0])
+            group_index = _checked_group_index(group_index, rows, group_size, scales.shape[0])
         kinds = ("I4", "I8") if bits <= 4 else ("I8", "I16")
         numbers = PackedTensor(packed.file, name, (rows, columns), kinds[0], packed.offset, packed, 0, bits, half)
-        minus = half - (not plain)  # older files store each zero minus one
+        minus = half if is_v2 else half - 1  # the first version stores each zero point minus one
         unpacked = PackedTensor(zeros.file, name, scales.shape, kinds[1], zeros.offset, zeros, 1, bits, minus)
-        views = swapped(numbers), swapped(scales), (1, group or rows), swapped(unpacked), group_index
+        views = swapped(numbers), swapped(scales), (1, group_size), swapped(unpacked), group_index
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros", ".g_idx")
     return decoded
 
 
-def _gptq_shapes(kind: _Packed, words: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of scales and zeros of a matrix with so many words of 32 bits along its inputs."""
-    groups = 1 if kind.group == 0 else -(-(words * 32 // kind.bits) // kind.group)
-    return (groups, columns), (groups, -(-columns * kind.bits // 32))
+def _gptq_shapes(packing: _ModulePacking, words: int, columns: int) -> _ScaleShapes:
+    """Return the shapes of the scales and zero points of a matrix that is stored in `words` 32-bit words along its
+    input dimension.
+    """
+    groups = 1 if packing.group_size == 0 else -(-(words * 32 // packing.bits) // packing.group_size)
+    return (groups, columns), (groups, -(-columns * packing.bits // 32))
 
 
 def _checked_group_index(
-    group_index: StoredTensor, rows: int, group: int, groups: int, unset: int | None = None
+    group_index: StoredTensor, rows: int, group_size: int, num_groups: int, unset: int | None = None
 ) -> StoredTensor | None:
-    """Return the quantization group of each row, None if each `group` rows in order share one.
+    """Return the index of each row's quantization group. None: groups are `group_size` consecutive rows.
 
-    An index that contains `unset` was never written, and means rows in order.
+    `unset`: value of an index that was never written, which means consecutive rows.
 
-    Raises ConversionError for another shape, and for an index without scales.
+    Raises ConversionError for another shape, and for an index of a group that has no scales.
     """
     check_stored(group_index, ("I32", "I64"), (rows,))
     indices = group_index.read_all()
-    if np.array_equal(indices, np.arange(rows) // group) or (unset is not None and unset in indices):
+    if np.array_equal(indices, np.arange(rows) // group_size) or (unset is not None and unset in indices):
         return None
-    if indices.min() < 0 or indices.max() >= groups:
+    if indices.min() < 0 or indices.max() >= num_groups:
         raise ConversionError(
-            f"{group_index.file}: {group_index.name} has indices from {indices.min()} to {indices.max()}, but there "
-            f"are scales of {groups} groups: indices must be between 0 and {groups - 1}. Download the file again."
+            f"{group_index.file}: {group_index.name} has indices from {indices.min()} to {indices.max()}, but indices "
+            f"must be between 0 and {num_groups - 1}, because there are scales of {num_groups} groups. Download the "
+            f"file again."
         )
     return group_index
 
 
-def _not_packed(packed: StoredTensor, scales: StoredTensor, zeros: StoredTensor, dynamic: _Dynamic) -> ConversionError:
-    return ConversionError(
-        f"{packed.file}: {packed.name} is {packed.description}, with scales of shape {scales.shape} and zeros of shape "
-        f"{zeros.shape}, which is not the packing of {dynamic.described}. Check bits, group_size and dynamic of "
-        f"quantization_config in config.json."
-    )
-
-
 def _awq(fields: Fields) -> Scheme:
     _read_format(fields, {"gemm": True}, ("version", "format", "checkpoint_format"), "gemm")
-    dynamic = _read_packing(fields, "awq", (4,))
+    packings = _read_packings(fields, "awq", (4,))
     fields.flag("zero_point", True)
-    return lambda tensors: _awq_tensors(tensors, dynamic)
+    return lambda tensors: _awq_tensors(tensors, packings)
 
 
-def _awq_shapes(kind: _Packed, rows: int, words: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of scales and zeros of a matrix with so many words of 32 bits along its outputs."""
-    groups = 1 if kind.group == 0 else -(-rows // kind.group)
+def _awq_shapes(packing: _ModulePacking, rows: int, words: int) -> _ScaleShapes:
+    """Return the shapes of the scales and zero points of a matrix that is stored in `words` 32-bit words along its
+    output dimension.
+    """
+    groups = 1 if packing.group_size == 0 else -(-rows // packing.group_size)
     return (groups, 8 * words), (groups, words)
 
 
-def _awq_tensors(tensors: Tensors, dynamic: _Dynamic) -> Tensors:
-    """Decode AWQ (Lin et al. 2023): numbers and zeros packed along a weight's outputs, eight of them interleaved."""
+def _awq_tensors(tensors: Tensors, packings: _PackingTable) -> Tensors:
+    """Dequantize AWQ (Lin et al. 2023): weights and zero points are packed along the outputs, eight interleaved."""
     decoded = dict(tensors)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
         packed = decoded.pop(f"{name}qweight")
         check_dtype(packed, "I32")
         rows, words = matrix_shape(packed, 2)
         scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
-        stored = scales.shape, zeros.shape
-        fitting = {kind for kind in dynamic.packings if _awq_shapes(kind, rows, words) == stored}
-        kind = dynamic.of(name.removesuffix("."), fitting)
-        if kind is None:
-            raise _not_packed(packed, scales, zeros, dynamic)
-        check_stored(scales, FLOATS, scales.shape)
-        check_stored(zeros, ("I32",), zeros.shape)
+        expected_shapes = functools.partial(_awq_shapes, rows=rows, words=words)
+        packing = packings.find(name.removesuffix("."), packed, scales, zeros, expected_shapes)
         group_index = decoded.pop(f"{name}g_idx", None)
         if group_index is not None:
             check_stored(group_index, ("I32", "I64"), (rows,))
@@ -570,13 +587,13 @@ def _awq_tensors(tensors: Tensors, dynamic: _Dynamic) -> Tensors:
             shape, start = (inner.shape[0], 8 * inner.shape[1]), inner.offset
             return swapped(PackedTensor(inner.file, inner.name, shape, kind, start, inner, 1, 4, 8, _AWQ_ORDER))
 
-        views = unpacked(packed, "I4"), swapped(scales), (1, kind.group or rows), unpacked(zeros, "I8")
+        views = unpacked(packed, "I4"), swapped(scales), (1, packing.group_size or rows), unpacked(zeros, "I8")
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros")
     return decoded
 
 
-_AUTO_ROUND_KEYS = (  # how it was quantized
+_AUTO_ROUND_KEYS = (  # settings of the quantization, which do not change how weights are stored
     "iters", "nsamples", "seqlen", "autoround_version", "model_free", "amp", "lr", "minmax_lr", "low_gpu_mem_usage",
     "gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning",
     "to_quant_block_names", "quant_block_list", "scale_dtype", "super_bits", "super_group_size",
@@ -584,22 +601,22 @@ _AUTO_ROUND_KEYS = (  # how it was quantized
 
 
 def _auto_round(fields: Fields) -> Scheme:
-    """Read AutoRound's settings, whose tensors are packed as GPTQ's or AWQ's."""
+    """Read the settings of AutoRound, which stores tensors as GPTQ or AWQ does."""
     formats = {f"auto_round:{prefix}{name}": name for name in ("gptq", "awq") for prefix in ("auto_", "")}
-    # without packing_format the backend says it, such as auto_round:awq:gemm
+    # without packing_format, the backend names the format, for example "auto_round:awq:gemm"
     default = "auto_round:auto_awq" if "awq" in str(fields.take("backend", "")) else "auto_round:auto_gptq"
     packing = _read_format(fields, formats, ("packing_format",), default)
-    fields.allow_only("data_type", "int", effect=_OTHER_FORM)
+    fields.allow_only("data_type", "int", effect=_OTHER_FORMAT)
     for key in _AUTO_ROUND_KEYS:
         fields.take(key, None)
     modules = fields.take("extra_config", {})
     if not isinstance(modules, Mapping) or not all(isinstance(entry, Mapping) for entry in modules.values()):
-        raise fields.error("extra_config must be an object of objects: the settings of single modules.")
+        raise fields.error("extra_config must map names of modules to objects with their settings.")
     dynamic = {}
     for name, settings in modules.items():
-        packed = {key: settings[key] for key in ("bits", "group_size") if settings.get(key) is not None}
-        if packed.get("bits", 0) in range(16):  # modules of 16 bits are stored without quantization
-            dynamic[f"+:(.*[.])?{re.escape(name)}$"] = packed
+        overrides = {key: settings[key] for key in ("bits", "group_size") if settings.get(key) is not None}
+        if overrides.get("bits", 0) in range(16):  # modules of 16 bits are stored without quantization
+            dynamic[f"+:(.*[.])?{re.escape(name)}$"] = overrides
     fields.supply("dynamic", dynamic)
     return _gptq(fields) if packing == "gptq" else _awq(fields)
 

@@ -129,9 +129,13 @@ class RepeatedTensor(StoredTensor):
 
 @dataclasses.dataclass(frozen=True)
 class _PerRowTensor(StoredTensor):
-    """View of one number per row, or with `per_row=False` per matrix, as one number per row in a column.
+    """View of one value per row or per matrix as a column `[*lead, rows, 1]` with one value per row.
 
-    `inner` has the `lead` dimensions of a stack of matrices, then the rows if it has any, then dimensions of size 1.
+    **Arguments:**
+
+    - `inner`: the stored values: leading dimensions of a stack of matrices, rows if `per_row`, dimensions of size 1.
+    - `lead`: number of leading dimensions.
+    - `per_row`: whether there is one value per row, or else one per matrix.
     """
 
     inner: StoredTensor
@@ -141,15 +145,15 @@ class _PerRowTensor(StoredTensor):
     def read(self, part: Cuts) -> np.ndarray:
         """Read a part, one slice for each dimension."""
         cuts = whole_cuts(part, self.shape)
-        kept = cuts[: self.lead + self.per_row]
-        x = self.inner.read((*kept, *[slice(0, 1)] * (len(self.inner.shape) - len(kept))))
+        stored_cuts = cuts[: self.lead + self.per_row]
+        x = self.inner.read((*stored_cuts, *[slice(0, 1)] * (len(self.inner.shape) - len(stored_cuts))))
         sizes = [cut.stop - cut.start for cut in cuts]
-        x = x.reshape(*sizes[: len(kept)], *[1] * (len(sizes) - len(kept)))
+        x = x.reshape(*sizes[: len(stored_cuts)], *[1] * (len(sizes) - len(stored_cuts)))
         return np.broadcast_to(x, sizes)
 
 
 def per_row_view(inner: StoredTensor, shape: tuple[int, ...], lead: int, per_row: bool) -> StoredTensor:
-    """Return the view of scales of matrices or rows as a column of `shape`, with one number per row."""
+    """Return a view of scales per matrix or row as a column of `shape`, with one scale per row."""
     return _PerRowTensor(inner.file, inner.name, shape, inner.dtype, inner.offset, inner, lead, per_row)
 
 

@@ -135,7 +135,7 @@ SCALES_OF_MATRICES = [(), (1,), (1, 1), (6,), (6, 1)]
 @pytest.mark.parametrize("block", [None, [4, 4]])
 @pytest.mark.parametrize("number", range(5))
 def test_fp8_with_one_scale_per_matrix_or_row(number, block, end, tmp_path):
-    """The shape of a scale says what it belongs to. Static scales of activations are ignored: nothing is rounded."""
+    """The shape of the scales shows their granularity. Static scales of activations are ignored."""
     rng = np.random.default_rng(number)
     stack = rng.normal(size=(2, 6, 5)).astype(E4M3)
     scales, scale = (

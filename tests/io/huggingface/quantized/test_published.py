@@ -70,7 +70,7 @@ def test_numbers_are_those_of_the_package(name, tmp_path):
 @pytest.mark.parametrize("dtype, size", [("I8", 1), ("BF16", 2), ("F16", 2), ("F32", 4), ("F64", 8), ("I32", 4)])
 @pytest.mark.parametrize("name", ["nf4", "nf4_nested"])
 def test_bitsandbytes_stores_bytes_as_any_dtype(name, dtype, size, tmp_path):
-    """FSDP needs one dtype in all tensors, so that bytes are stored as numbers of `bnb_4bit_quant_storage`."""
+    """FSDP needs one dtype for all tensors, so bitsandbytes stores bytes as any dtype: `bnb_4bit_quant_storage`."""
     tensors = stored(name)
     octets = tensors["m.weight"][1].reshape(-1, size)
     config = FOUR | {"bnb_4bit_quant_storage": dtype}
@@ -170,7 +170,7 @@ def text(**edit) -> Typed:
     ("name", "change", "says"),
     [
         ("nf4", {"m.weight.absmax": None}, "absmax is missing"),
-        ("nf4", {STATE: text(shape=[6, 64])}, "192 bytes in this dtype"),
+        ("nf4", {STATE: text(shape=[6, 64])}, "it stores 192 bytes in this dtype"),
         ("nf4", {STATE: text(shape=[2**40, 2**40])}, "whole numbers|must be those of a matrix"),
         ("nf4", {STATE: text(blocksize=0)}, "blocksize"),
         ("nf4", {STATE: text(quant_type="nf5")}, "nf5"),

@@ -279,8 +279,8 @@ def test_gptq_of_all_bits(bits, group, tmp_path):
         dict(desc_act=True, dynamic={"m": {"desc_act": False}}),
     ],
 )
-def test_stored_indices_say_which_row_has_which_group(shuffled, changed, tmp_path):
-    """`desc_act` says how a module was quantized, but its pattern may not match the module's present name."""
+def test_the_stored_g_idx_counts_and_desc_act_is_ignored(shuffled, changed, tmp_path):
+    """`desc_act` may be wrong for a module, because its pattern may not match the module's current name."""
     stored, wide = gptq(4, 16, shuffled=shuffled)("w", np.zeros((64, 96)))
     write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
     config = GPTQ | dict(group_size=16) | changed
@@ -294,7 +294,7 @@ def test_stored_indices_say_which_row_has_which_group(shuffled, changed, tmp_pat
     "nulls",
     [dict(w_bit=None), dict(q_group_size=None), dict(w_bit=4, bits=None), dict(q_group_size=8, group_size=None)],
 )
-def test_null_is_no_second_value_of_a_setting(nulls, tmp_path):
+def test_a_null_key_does_not_conflict_with_its_other_name(nulls, tmp_path):
     few, _ = quantised(tmp_path, gptq(), GPTQ | nulls)
     ed.abstract_hf(few)
 
@@ -307,20 +307,20 @@ def test_autoround_reads_the_packing_from_the_backend(kind, backend, keys, tmp_p
     assert_same(ed.load_hf(few), ed.load_hf(plain))
 
 
-OF_GPTQMODEL = {
+GPTQMODEL_KEYS = {
     **dict(lm_head=False, pack_dtype="int32", act_group_aware=True, pack_impl="cpu", sym=True, mse=0.0),
     "meta": {"quantizer": ["gptqmodel:5.6.12"], "uri": "https://github.com/modelcloud/gptqmodel"},
 }
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_modules_with_other_packings(renamed, tmp_path):
-    """By the patterns of `dynamic` or, where names have changed since, by the shapes of the tensors."""
+def test_modules_with_different_packings(renamed, tmp_path):
+    """The packing is found by the patterns of `dynamic` or, if modules were renamed, by the shapes of the tensors."""
     base, down = gptq(), gptq(bits=8, group=4)
     store = lambda name, w: (down if "down_proj" in name else base)(name, w)  # noqa: E731
     pattern = "+:old.*down_proj" if renamed else "+:.*down_proj"
     dynamic = {"-:.*lm_head": {}, pattern: {"bits": 8, "group_size": 4}, ".*never": {"group_size": 16}}
-    config = GPTQ | OF_GPTQMODEL | dict(checkpoint_format="gptq", format="gptq", method="gptq", dynamic=dynamic)
+    config = GPTQ | GPTQMODEL_KEYS | dict(checkpoint_format="gptq", format="gptq", method="gptq", dynamic=dynamic)
     few, plain = quantised(tmp_path, store, config)
     assert_same(ed.load_hf(few), ed.load_hf(plain))
 
@@ -333,13 +333,13 @@ def test_modules_with_other_packings(renamed, tmp_path):
         dict(version=None, format="gemm"),
     ],
 )
-def test_awq_of_gptqmodel(keys, tmp_path):
-    few, plain = quantised(tmp_path, awq, AWQ | OF_GPTQMODEL | keys)
+def test_reads_awq_settings_of_gptqmodel(keys, tmp_path):
+    few, plain = quantised(tmp_path, awq, AWQ | GPTQMODEL_KEYS | keys)
     assert_same(ed.load_hf(few), ed.load_hf(plain))
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_autoround_packs_as_gptq_and_awq(kind, tmp_path):
+def test_autoround_files_are_read_as_gptq_or_awq(kind, tmp_path):
     few_bits = {"bits": 8, "group_size": 4} if kind == "gptq" else {"group_size": 8}
     modules = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.down_proj": few_bits}
     config = dict(quant_method="auto-round", bits=4, group_size=8, sym=True, data_type="int", iters=200)
