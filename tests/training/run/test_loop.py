@@ -859,9 +859,7 @@ ELSEWHERE = {
     ),
     "TrainConfig.distributed_timeout": "tests/data/test_host_rows.py::test_processes_that_do_not_come_are_named",
     "DataConfig.special_tokens_in_content": "tests/io/text/test_special_names.py::test_the_setting_of_training",
-    "DataConfig.special_tokens_in_text": (
-        "tests/data/test_prompt_prefix.py::test_a_rendered_chat_is_read_as_its_template_is"
-    ),
+    "DataConfig.special_tokens_in_text": ("tests/data/test_prompt_prefix.py::test_special_tokens_in_rendered_chats"),
     "DataConfig.cache_dir": "tests/data/store/test_token_store.py::test_where_the_cache_is",
     "TrainConfig.distributed": "tests/data/test_host_rows.py::test_a_run_of_two_processes_is_that_of_one",
     **{
