@@ -85,13 +85,9 @@ def _rendered(
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
     variables_by_key = {_settings_key(chat.variables): chat.variables for _, chat in chats}
     probes = [probe for variables in variables_by_key.values() for probe in _probes(variables)]
-    takes_texts = True
-    if any(as_texts(chat.messages) != chat.messages for _, chat in chats):
-        probed = _render(probes, template, documents)
-        takes_texts = all(not isinstance(text, Rendered) or ANSWER in text.text for text in probed[::3])
     files, conversations, all_turns = [], [], []
     for document, chat in chats:
-        messages, names = _checked(as_texts(chat.messages) if takes_texts else chat.messages, document.where)
+        messages, names = _checked(as_texts(chat.messages), document.where)
         files.append(names)
         conversations.append(Conversation(messages, chat.variables))
         turns = [number for number in range(chat.first, len(messages)) if messages[number]["role"] == "assistant"]

@@ -44,6 +44,10 @@ MARKED = ChatTemplate(
     "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 BYTES = ByteTokenizer()
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 WANTED = "<user>q</s><assistant>a</s>"
@@ -161,11 +165,17 @@ def test_formats_are_the_same_conversation(name):
     assert prompt[0]["role"] == "user" and len(prompt) <= 2
 
 
-def test_content_parts_stay_a_list_if_the_template_needs_parts():
-    source = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
-    source += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    (document,) = rendered(SAME["parts"], template=ChatTemplate(source=source))
-    assert document.text == WANTED
+@pytest.mark.parametrize("messages", [[USER, ANSWER], SAME["parts"]["messages"]], ids=["texts", "parts"])
+def test_templates_that_need_parts_write_texts(messages, tmp_path):
+    template = ChatTemplate(source=PARTS)
+    (document,) = rendered({"messages": messages}, template=template)
+    assert document.text == WANTED and trained(document) == ["a</s>"]
+    pair = write(tmp_path / "pair.jsonl", {"chosen": messages, "rejected": [messages[0], {**ANSWER, "content": "b"}]})
+    (example,) = read_pairs(str(pair), BYTES, seq_len=99, template=template).examples
+    assert [BYTES.decode(answer.tokens) for answer in example.answers] == [WANTED, WANTED.replace(">a<", ">b<")]
+    prompt = write(tmp_path / "prompt.jsonl", {"prompt": messages[:1]})
+    (found,) = read_prompts(str(prompt), BYTES, most_tokens=99, template=template).prompts
+    assert BYTES.decode(found.tokens) == "<user>q</s><assistant>"
 
 
 def test_history_of_alpaca_and_system_column():
