@@ -35,6 +35,8 @@ KNOWN_ROLES = ("system", "user", "assistant", "tool")
 PROMPT_DIFFERS = (
     "the prompt before the last answer differs from what the template generates with add_generation_prompt=True"
 )
+LEAVES_OUT_REASONING = "the chat template leaves out the reasoning of an answer that is trained on"
+LEAVES_OUT_TOOLS = "the chat template leaves out the definitions of tools"
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
 Span = tuple[int, int]
@@ -107,8 +109,7 @@ def _rendered(
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
         rendered_chat = _RenderedChat(conversation, text, chat.first, turns, chat.excluded)
-        for role in rendered_chat.left_out_roles(f"{document.where}: {template.where}"):
-            report.notes[f"the chat template leaves out a message of the role {role!r}"] += 1
+        report.notes.update(rendered_chat.left_out(f"{document.where}: {template.where}"))
         rendered_chats.append(rendered_chat)
     spans = [
         rendered_chat.spans(headers[_settings_key(rendered_chat.chat.variables)], each.where)
@@ -185,7 +186,20 @@ class _RenderedChat(NamedTuple):
             return _without_excluded(self, _marked(self.text, self.first, (*self.turns, *self.excluded)), where)
         return _turns(self.text, len(self.chat.messages), self.turns, header)
 
-    def left_out_roles(self, where: str) -> set[str]:
+    def left_out(self, where: str) -> list[str]:
+        """Return a warning for each kind of content that the template leaves out.
+
+        Raises DataError for a message whose role is not in KNOWN_ROLES.
+        """
+        roles = sorted(self._left_out_roles(where))
+        warnings = [f"the chat template leaves out a message of the role {role!r}" for role in roles]
+        if any(_reasoning(self.chat.messages[turn]) not in self.text.text for turn in self.turns):
+            warnings.append(LEAVES_OUT_REASONING)
+        if any(name not in self.text.text for name in _tool_names(self.chat.variables.get("tools"))):
+            warnings.append(LEAVES_OUT_TOOLS)
+        return warnings
+
+    def _left_out_roles(self, where: str) -> set[str]:
         """Return the roles of messages that the template leaves out. Raises DataError for a role not in KNOWN_ROLES."""
         left_out = set[str]()
         for number, message in enumerate(self.chat.messages):
@@ -224,6 +238,31 @@ class _RenderedChat(NamedTuple):
         remedy = "Give one that writes them (--chat-template), or leave such conversations out"
         rule = f"leaves out calls of tools, such as that of {missing!r}, and the assistant would learn to say nothing"
         check(missing is None, f"{where} {rule}. {remedy}.", DataError)
+
+
+def left_out_of_prompt(prompt: Conversation, text: Rendered, where: str) -> list[str]:
+    """Return a warning for each kind of content that the template leaves out of a prompt.
+
+    Raises DataError for a message whose role is not in KNOWN_ROLES.
+    """
+    return _RenderedChat(prompt, text, len(prompt.messages), ()).left_out(where)
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    """Return the reasoning of an assistant message: a key of the message, or the text up to `</think>`."""
+    reasoning, content = message.get("reasoning_content"), message.get("content")
+    if not isinstance(reasoning, str):
+        before, end, _ = content.partition("</think>") if isinstance(content, str) else ("", "", "")
+        reasoning = before.rpartition("<think>")[2] if end else ""
+    return reasoning.strip()
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """Return the names of the functions in the definitions of tools."""
+    objects = [tool for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
+    functions = [tool.get("function", tool) for tool in objects]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data import chats as chats_module
-from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.chats import LEAVES_OUT_REASONING, LEAVES_OUT_TOOLS, encode_spans, render_documents
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
@@ -303,6 +303,27 @@ def test_messages_that_a_template_leaves_out_are_noted_or_refused():
     report = ReadReport()
     list(render_documents(iter(chats[:1]), ChatTemplate(source=merged), report))
     assert not [note for note in report.notes if "leaves out" in note]
+
+
+def test_reasoning_and_tools_that_a_template_leaves_out_are_noted():
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "answer", "reasoning_content": "long thoughts"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    inline = [messages[0], {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nanswer"}]
+    chats = [ChatDocument(messages), ChatDocument(inline), ChatDocument(messages[:1] * 2 + inline, 3, {"tools": tools})]
+    documents = [Document("a.jsonl:1", chat=chat) for chat in chats]
+    strips = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+    report = ReadReport()
+    list(render_documents(iter(documents), ChatTemplate(source=strips), report))
+    assert report.notes == {LEAVES_OUT_REASONING: 3, LEAVES_OUT_TOOLS: 1}
+    writes = "{{ tools | tojson if tools }}" + CHATML.replace(
+        "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"
+    )
+    report = ReadReport()
+    list(render_documents(iter(documents), ChatTemplate(source=writes), report))
+    assert not report.notes
 
 
 def test_an_empty_tool_list_means_no_tools():
