@@ -23,7 +23,6 @@ from jaxtyping import Bool, Int
 from eqx_decoders.data.chats import encode_spans, render_documents, render_requests
 from eqx_decoders.data.end_of_turn import note_missing_end
 from eqx_decoders.data.sources.documents import (
-    FILES,
     ChatDocument,
     Document,
     ReadReport,
@@ -33,7 +32,7 @@ from eqx_decoders.data.sources.documents import (
     warning_prefix,
 )
 from eqx_decoders.data.sources.readers import read_records
-from eqx_decoders.data.sources.records import COLUMNS, TRAIN, normalize_record, split_flags
+from eqx_decoders.data.sources.records import COLUMNS, FILES, TRAIN, normalize_record, split_flags
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import DataError, check
@@ -182,7 +181,7 @@ def _records(
     parse: Callable[[Mapping[str, Any], str], _Record],
     more: Sequence[str] = (),
 ) -> Iterator[_Record]:
-    columns = (*COLUMNS, *more, *FILES)
+    columns = (*COLUMNS, *more)
     for source in find_sources(path, flag):
         for where, raw in read_records(source, columns):
             record = normalize_record(raw, where, "prompt")

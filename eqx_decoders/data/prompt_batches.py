@@ -16,9 +16,9 @@ import numpy as np
 
 from eqx_decoders.data.chats import left_out_of_prompt
 from eqx_decoders.data.packing_plans import check_same_data, permutation
-from eqx_decoders.data.sources.documents import FILES, ReadReport, checked_text, template_variables, warning_prefix
+from eqx_decoders.data.sources.documents import ReadReport, checked_text, template_variables, warning_prefix
 from eqx_decoders.data.sources.readers import ALL, read_records
-from eqx_decoders.data.sources.records import as_texts, normalize_prompt
+from eqx_decoders.data.sources.records import FILES, as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.status import StatusLine, quantity
@@ -109,7 +109,7 @@ def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for source in find_sources(path, flag):
         for where, record in read_records(source, ALL):
             record = normalize_prompt(record, where)
-            media = [name for name in FILES if record.get(name)]
+            media = [name for names in FILES.items() for name in names if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: prompts are read as text alone.", DataError)
             prompt = record["prompt"]
             if isinstance(prompt, list):

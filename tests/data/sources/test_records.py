@@ -364,6 +364,32 @@ def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
     assert rendered({**record, "label": 3})[0].text == "qa"
 
 
+@pytest.mark.parametrize("record", [{"label": False}, {"kto_tag": False}, {"mask": "Assistant"}])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_labels_and_masks_beside_messages_are_refused(kind, record, tmp_path):
+    messages = {"messages": [USER, ANSWER]}
+    ((key, value),) = record.items()
+    with pytest.raises(DataError, match=f"{key}={value}"):
+        list(read_documents(written_as(kind, [messages | record], tmp_path)))
+    assert rendered(messages | {"label": 0, "mask": "User"})[0].text == WANTED
+
+
+@pytest.mark.parametrize("name", ["image", "video", "audio"])
+def test_a_single_file_is_read_like_a_list(name, tmp_path):
+    question = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    (wanted,) = rendered(question | {f"{name}s": ["a.bin"]})
+    for value in ("a.bin", ["a.bin"]):
+        (document,) = rendered(question | {name: value})
+        assert document.media == wanted.media and wanted.media
+    assert rendered(question | {name: ""})[0].media == () == rendered(question | {name: None})[0].media
+    assert rendered({"text": "a caption", name: {"bytes": "0"}})[0].media == ()
+    pair = write(tmp_path / "pair.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b", name: "a.bin"})
+    with pytest.raises(DataError, match=f"has {name}s: preferences are read as text"):
+        read_pairs(pair, BYTES, seq_len=99)
+    with pytest.raises(DataError, match=f"has {name}: prompts are read as text"):
+        read_prompts(pair, BYTES, most_tokens=99)
+
+
 def test_pairs_in_a_table_name_the_methods_for_pairs(tmp_path):
     path = written_as("parquet", [{"prompt": "q", "chosen": "a", "rejected": "b"}], tmp_path)
     with pytest.raises(DataError, match="--method dpo"):
