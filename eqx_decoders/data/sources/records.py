@@ -346,7 +346,7 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
         message["tool_calls"] = _parse_json(message["tool_calls"], f"{name}.tool_calls", where)
     if isinstance(message.get("tool_calls"), list):
         calls = [_parse_json(call, name, where) if isinstance(call, str) else call for call in message["tool_calls"]]
-        message["tool_calls"] = calls
+        message["tool_calls"] = [_with_arguments(call) for call in calls]
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     if "function_call" in message:
@@ -358,7 +358,26 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
 def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
-    return {"type": "function", "function": {"arguments": {}, **call}}
+    return {"type": "function", "function": _with_arguments({"arguments": {}, **call})}
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, as in the server, if they are the JSON text of an object.
+
+    OpenAI's format has texts. Many templates convert the arguments to JSON, also those that are JSON already.
+    """
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "arguments": value} if isinstance(value, dict) else call
 
 
 def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:

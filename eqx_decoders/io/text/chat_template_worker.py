@@ -163,7 +163,8 @@ def changed(value: Any, change) -> Any:
 def render(tracker, template, variables):
     """Return the best rendering of a conversation, usually of the first of `forms`, as in transformers.
 
-    The best one has all the calls of tools, and no word None where a message has no content.
+    The best one has all the calls of tools, no arguments as Python writes them, and no word None where a message has
+    no content.
     """
     names = [name for message in variables["messages"] for name in called(message)]
     best, error = None, None
@@ -175,10 +176,11 @@ def render(tracker, template, variables):
                 error = error or raised
                 continue
             text = rendered["text"]
-            rank = sum(text.count(name) for name in names), -text.count("None")
+            in_python = sum(text.count(arguments) for arguments in python_arguments(messages))
+            rank = sum(text.count(name) for name in names), -in_python, -text.count("None")
             if best is None or rank > best[0]:
                 best = rank, rendered
-        if best is not None and error is None:
+        if best is not None and error is None and best[0][1] == 0:
             break
     if best is not None:
         return best[1]
@@ -233,6 +235,16 @@ def called(message):
     calls = message.get("tool_calls")
     functions = [one.get("function", one) for one in calls if isinstance(one, dict)] if isinstance(calls, list) else []
     return [one["name"] for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
+
+
+def python_arguments(messages):
+    """Return the arguments of all calls as Python writes objects: templates that need texts of JSON write that."""
+    calls = [
+        call for message in messages if called(message) for call in message["tool_calls"] if isinstance(call, dict)
+    ]
+    functions = [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+    arguments = [function.get("arguments") for function in functions]
+    return {str(value) for value in arguments if value and isinstance(value, dict) and str(value) != as_texts(value)}
 
 
 def without_content(message):

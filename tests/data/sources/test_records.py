@@ -204,6 +204,24 @@ def test_function_calls_become_tool_calls():
     assert "<assistant>f" in document.text and "<tool>1</s>" in document.text and '"name": "f"' in document.text
 
 
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', "", " ", "print(1)", '["x"]', '{"x": null}'])
+def test_arguments_in_json_are_objects_as_in_the_server(arguments):
+    """A template that converts arguments to JSON would write a text of JSON twice encoded."""
+    function = {"name": "f", "arguments": arguments}
+    expected = {"": {}, " ": {}, '{"x": 1}': {"x": 1}, '{"x": null}': {"x": None}}
+    parsed = arguments if isinstance(arguments, dict) else expected.get(arguments, arguments)
+    calls = [{"type": "function", "function": function}]
+    messages = (
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)},
+        {"role": "assistant", "content": None, "function_call": function},
+        {"from": "function_call", "value": json.dumps(function)},
+    )
+    for message in messages:
+        (document,) = rendered({"messages": [USER, message]})
+        assert trained(document) == [f"f{json.dumps(parsed)}</s>"]
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 @pytest.mark.parametrize("flag", [*TRAIN_FLAGS, *INVERTED_FLAGS])
 def test_flags_of_messages_decide_what_is_trained_on(flag, template):
