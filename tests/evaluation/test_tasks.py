@@ -12,9 +12,10 @@ from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, _AnswerWriter, write_answers
 from eqx_decoders.evaluation.grading import Grade, grade_answers
 from eqx_decoders.evaluation.score_tables import compare, describe
-from eqx_decoders.evaluation.task import LoadedTask, Task, load_task
+from eqx_decoders.evaluation.task import LoadedTask, Task, _examples, load_task
 from eqx_decoders.evaluation.task_run import AnswerSettings, answer_requests, evaluate_task
 from eqx_decoders.evaluation.task_scores import TaskScores
+from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
@@ -239,6 +240,21 @@ def test_prompts_are_messages_where_the_model_has_a_template(file):
     assert [each.prompt for each in answer_requests(without, short, AnswerSettings())] == [each.prompt for each in raw]
     with pytest.raises(ConfigError, match="'chats' has examples with messages, and this model has no chat template"):
         answer_requests(without, load_task(f"{file}:chats"), AnswerSettings())
+
+
+def test_tools_and_other_variables_are_in_the_prompt():
+    source = (
+        "{{ tools | tojson if tools }}{{ style }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    )
+    text = dataclasses.replace(chat_model(), chat=ChatTemplate(source=source))
+    question = {"messages": [{"role": "user", "content": "hi"}]}
+    variables = {"tools": json.dumps([{"name": "f"}]), "chat_template_kwargs": {"style": "short"}}
+    examples = [question | variables, question, {"prompt": "hi", "tools": "calculator"}]
+    task = Task(examples=examples, grade=lambda example, answer: 1)
+    loaded = LoadedTask(name="t", task=task, examples=_examples(task, Path(), None, "t"), grader="")
+    prompts = [each.prompt for each in answer_requests(text, loaded, AnswerSettings())]
+    expected = ['[{"name": "f"}]short<|user|>hi', "<|user|>hi", "<|user|>hi"]
+    assert prompts == [tuple(text.tokenizer.encode(each, special=True).tolist()) for each in expected]
 
 
 def test_a_model_is_evaluated(file, tmp_path):
