@@ -36,6 +36,7 @@ PROMPT_DIFFERS = (
     "the prompt before the last answer differs from what the template generates with add_generation_prompt=True"
 )
 LEAVES_OUT_REASONING = "the chat template leaves out the reasoning of an answer that is trained on"
+LEAVES_OUT_TEXT = "the chat template leaves out the text of an answer that is trained on"
 LEAVES_OUT_TOOLS = "the chat template leaves out the definitions of tools"
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
@@ -193,8 +194,11 @@ class _RenderedChat(NamedTuple):
         """
         roles = sorted(self._left_out_roles(where))
         warnings = [f"the chat template leaves out a message of the role {role!r}" for role in roles]
-        if any(_reasoning(self.chat.messages[turn]) not in self.text.text for turn in self.turns):
+        parts = [_reasoning_and_text(self.chat.messages[turn]) for turn in self.turns]
+        if any(reasoning not in self.text.text for reasoning, _ in parts):
             warnings.append(LEAVES_OUT_REASONING)
+        if any(text not in self.text.text for _, text in parts):
+            warnings.append(LEAVES_OUT_TEXT)
         if any(name not in self.text.text for name in _tool_names(self.chat.variables.get("tools"))):
             warnings.append(LEAVES_OUT_TOOLS)
         return warnings
@@ -248,13 +252,12 @@ def left_out_of_prompt(prompt: Conversation, text: Rendered, where: str) -> list
     return _RenderedChat(prompt, text, len(prompt.messages), ()).left_out(where)
 
 
-def _reasoning(message: Mapping[str, Any]) -> str:
-    """Return the reasoning of an assistant message: a key of the message, or the text up to `</think>`."""
+def _reasoning_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the reasoning of an assistant message, a key or the text up to `</think>`, and the other text."""
     reasoning, content = message.get("reasoning_content"), message.get("content")
-    if not isinstance(reasoning, str):
-        before, end, _ = content.partition("</think>") if isinstance(content, str) else ("", "", "")
-        reasoning = before.rpartition("<think>")[2] if end else ""
-    return reasoning.strip()
+    before, _, text = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
+    before = reasoning if isinstance(reasoning, str) else before.rpartition("<think>")[2]
+    return before.strip(), text.strip()
 
 
 def _tool_names(tools: Any) -> list[str]:

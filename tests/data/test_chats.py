@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data import chats as chats_module
-from eqx_decoders.data.chats import LEAVES_OUT_REASONING, LEAVES_OUT_TOOLS, encode_spans, render_documents
+from eqx_decoders.data.chats import (
+    LEAVES_OUT_REASONING,
+    LEAVES_OUT_TEXT,
+    LEAVES_OUT_TOOLS,
+    encode_spans,
+    render_documents,
+)
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
@@ -324,6 +330,15 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_noted():
     report = ReadReport()
     list(render_documents(iter(documents), ChatTemplate(source=writes), report))
     assert not report.notes
+
+
+def test_text_beside_a_call_that_a_template_leaves_out_is_noted():
+    source = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}"
+    source += "{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    for content, notes in ((None, {}), ("let me look", {LEAVES_OUT_TEXT: 1})):
+        report = ReadReport()
+        list(render_documents(iter([calling(content=content)]), ChatTemplate(source=source), report))
+        assert report.notes == notes
 
 
 def test_an_empty_tool_list_means_no_tools():
