@@ -137,6 +137,18 @@ def test_every_source_gives_the_same_documents(kind, seed, tmp_path):
     ]
 
 
+def test_maps_of_arrow_are_objects(tmp_path):
+    """Spark and DuckDB write messages as maps."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    kind = pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    messages = pyarrow.array([[list(USER.items()), list(ANSWER.items())]], kind)
+    parquet.write_table(pyarrow.table({"messages": messages}), tmp_path / "a.parquet")
+    (document,) = render_documents(read_documents(str(tmp_path / "a.parquet")), TEMPLATE)
+    assert document.text == WANTED
+
+
 SAME = {
     "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     "sharegpt in messages": {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
