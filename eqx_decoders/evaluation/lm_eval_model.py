@@ -80,10 +80,22 @@ class EngineMethods:
         return results
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as the text that the model reads."""
+        """Return a conversation as the text that the model reads.
+
+        Without `add_generation_prompt` the model continues the last message, the task's `gen_prefix`: the text ends
+        with it, as with `continue_final_message` in transformers.
+        """
         check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
         assert self.text.chat is not None
-        return self.text.chat.render(list(chat_history), add_generation_prompt=add_generation_prompt)
+        text = self.text.chat.render(list(chat_history), add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"]
+        stop = text.rfind(last)
+        stop, last = (text.rfind(last.strip()), last.strip()) if stop < 0 else (stop, last)
+        rule = f"lm-eval: the chat template does not write the last message, {last[-60:]!r}, which is to be continued"
+        check(stop >= 0, f"{rule}. Leave out --lm-eval-chat, or use a task without gen_prefix.")
+        return text[: stop + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template."""

@@ -126,6 +126,16 @@ def test_a_template_has_written_what_texts_begin_with():
     assert name.startswith("chat__llama-") and chat_model().chat.content_hash in name
 
 
+@pytest.mark.parametrize("prefix", ["The best answer is", "The best answer is "])
+def test_a_prefix_of_the_answer_is_continued(prefix):
+    """The text of a task with `gen_prefix` has no end of the turn after the prefix."""
+    question = {"role": "user", "content": "the fox"}
+    text = methods().apply_chat_template([question, {"role": "assistant", "content": prefix}], False)
+    assert text.rstrip() == methods().apply_chat_template([question]) + prefix.rstrip()
+    context, continuation = methods().encode_pair(text, " A" if text == text.rstrip() else "A")
+    assert chat_model().tokenizer.decode(continuation) == " A" and context
+
+
 @pytest.mark.slow
 def test_log_likelihoods_are_those_of_a_forward_pass():
     """lm-eval's requests: several continuations of each context, some of which the model would write."""
