@@ -15,6 +15,7 @@ from eqx_decoders.evaluation.scoring import score_continuations, score_texts
 from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
 from eqx_decoders.evaluation.text_sets import prefix_id, with_prefix
 from eqx_decoders.io.text.answers.formats import reasoning_format
+from eqx_decoders.io.text.chat_template import up_to_last_message
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
@@ -87,15 +88,10 @@ class EngineMethods:
         """
         check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
         assert self.text.chat is not None
-        text = self.text.chat.render(list(chat_history), add_generation_prompt=add_generation_prompt)
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"]
-        stop = text.rfind(last)
-        stop, last = (text.rfind(last.strip()), last.strip()) if stop < 0 else (stop, last)
-        rule = f"lm-eval: the chat template does not write the last message, {last[-60:]!r}, which is to be continued"
-        check(stop >= 0, f"{rule}. Leave out --lm-eval-chat, or use a task without gen_prefix.")
-        return text[: stop + len(last)]
+        rendered = self.text.chat.rendered(list(chat_history), add_generation_prompt=add_generation_prompt)
+        return (
+            rendered.text if add_generation_prompt else up_to_last_message(rendered, chat_history[-1]["content"]).text
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template."""

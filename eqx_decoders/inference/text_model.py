@@ -21,7 +21,13 @@ from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
-from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check_messages, load_chat_template
+from eqx_decoders.io.text.chat_template import (
+    ChatTemplate,
+    Conversation,
+    check_messages,
+    load_chat_template,
+    up_to_last_message,
+)
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
@@ -84,7 +90,10 @@ class TextModel:
         return tuple(sorted(ids))
 
     def encode(self, prompt: Prompt) -> Int[np.ndarray, "length"]:
-        """Return the ids of a text to be continued, or of a conversation to be answered (or continued)."""
+        """Return the ids of a text to be continued, or of a conversation to be answered.
+
+        If the last message is from the assistant, it is continued.
+        """
         (ids,) = self.encode_many([prompt])
         return ids
 
@@ -145,9 +154,12 @@ class TextModel:
             for messages, variables in conversations
         ]
         ids = []
-        for rendered in self.chat.render_many(requests):
+        for request, rendered in zip(requests, self.chat.render_many(requests), strict=True):
             if isinstance(rendered, ConversionError):
                 raise rendered
+            content = request.messages[-1].get("content")
+            if not request.add_generation_prompt and isinstance(content, str):
+                rendered = up_to_last_message(rendered, content)
             ids.append(self.tokenizer.encode(rendered.text, special=True, literal=rendered.literal))
         return ids
 

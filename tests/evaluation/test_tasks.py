@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, _AnswerWriter, write_answers
 from eqx_decoders.evaluation.grading import Grade, grade_answers
 from eqx_decoders.evaluation.score_tables import compare, describe
@@ -315,3 +315,13 @@ def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():
         assert cut.text == re.split("[ea]", whole.text)[0]
         assert (cut.end == "stop_string") == (cut.text != whole.text) and cut.num_tokens <= whole.num_tokens
     assert {answer.end for answer in found} >= {"stop_string"} and "length" in {answer.end for answer in known}
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued():
+    text, question = chat_model(), {"role": "user", "content": "the fox"}
+    continued = text.encode([question, {"role": "assistant", "content": "the dog"}]).tolist()
+    answered = text.encode([question]).tolist()
+    assert continued == [*answered, *text.tokenizer.encode("the dog").tolist()]
+    with pytest.raises(ConversionError, match="does not write the last message, 'the dog'"):
+        silent = dataclasses.replace(text, chat=ChatTemplate(source="{{ messages[0].content }}"))
+        silent.encode([question, {"role": "assistant", "content": "the dog"}])
