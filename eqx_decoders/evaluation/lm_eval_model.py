@@ -51,6 +51,7 @@ class EngineMethods:
         super().__init__()
         self.text, self.engine, self.name, self.seed, self.progress = text, engine, name, seed, progress
         self._drawn = 0
+        self._is_templated = False  # lm-eval renders the contexts of all requests, or none
 
     @property
     def max_length(self) -> int:
@@ -88,6 +89,7 @@ class EngineMethods:
         """
         check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
         assert self.text.chat is not None
+        self._is_templated = True
         rendered = self.text.chat.rendered(list(chat_history), add_generation_prompt=add_generation_prompt)
         return (
             rendered.text if add_generation_prompt else up_to_last_message(rendered, chat_history[-1]["content"]).text
@@ -108,12 +110,15 @@ class EngineMethods:
         return {"model": self.name, "model_dtype": str(self.text.model.execution.precision.compute)}
 
     def encode(self, string: str, *, begins: bool = True) -> list[int]:
-        """Encode a text: with what a text of the model begins with, unless it stands there already."""
+        """Encode a text: with what a text of the model begins with, unless it stands there already.
+
+        A rendered conversation has all of its tokens, as in training.
+        """
         tokenizer = self.text.tokenizer
         if not isinstance(tokenizer, JsonTokenizer):
             return (self.text.encode(string) if begins else tokenizer.encode(string)).tolist()
         first = None if tokenizer.bos_id is None else tokenizer.name_of(tokenizer.bos_id)
-        if begins and not (first and string.startswith(first)):
+        if begins and not self._is_templated and not (first and string.startswith(first)):
             return self.text.encode(string).tolist()
         return tokenizer.encode(string, special=True).tolist()
 
