@@ -123,8 +123,12 @@ def _rendered(
     for number, turns in zip(unknown, requested, strict=True):
         spans[number] = turns
     for number, prompt in prompts.items():
-        text = rendered_chats[number].text.text
-        if spans[number] and isinstance(prompt, Rendered) and not text.startswith(prompt.text):
+        text, turns = rendered_chats[number].text.text, spans[number]
+        if not turns or not isinstance(prompt, Rendered):
+            continue
+        if text.startswith(prompt.text):
+            spans[number] = _split_at_prompt(turns, text, len(prompt.text))
+        else:
             report.notes[PROMPT_DIFFERS] += 1
     for document, rendered_chat, turns, names in zip(documents, rendered_chats, spans, files, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
@@ -266,6 +270,18 @@ def _tool_names(tools: Any) -> list[str]:
     functions = [tool.get("function", tool) for tool in objects]
     names = [function.get("name") for function in functions if isinstance(function, Mapping)]
     return [name for name in names if isinstance(name, str)]
+
+
+def _split_at_prompt(spans: tuple[Span, ...], text: str, end: int) -> tuple[Span, ...]:
+    """Split the span in which a prompt ends, such as one that ends with `<think>` and a newline, before a blank.
+
+    A token may join blanks, but no token crosses the start of a span (see `encode_spans`).
+    """
+    number = next((number for number, (start, stop) in enumerate(spans) if start < end < stop), None)
+    if number is None or not text[end].isspace():
+        return spans
+    start, stop = spans[number]
+    return (*spans[:number], (start, end), (end, stop), *spans[number + 1 :])
 
 
 def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
