@@ -203,7 +203,8 @@ class _RenderedChat(NamedTuple):
             warnings.append(LEAVES_OUT_REASONING)
         if any(text not in self.text.text for _, text in parts):
             warnings.append(LEAVES_OUT_TEXT)
-        if any(name not in self.text.text for name in _tool_names(self.chat.variables.get("tools"))):
+        tools = [self.chat.variables.get("tools"), *(message.get("tools") for message in self.chat.messages)]
+        if any(name not in self.text.text for name in itertools.chain.from_iterable(map(_tool_names, tools))):
             warnings.append(LEAVES_OUT_TOOLS)
         return warnings
 

@@ -319,16 +319,17 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_noted():
     tools = [{"type": "function", "function": {"name": "weather"}}]
     inline = [messages[0], {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nanswer"}]
     chats = [ChatDocument(messages), ChatDocument(inline), ChatDocument(messages[:1] * 2 + inline, 3, {"tools": tools})]
+    chats.append(ChatDocument([{"role": "system", "content": "weather", "tools": [{"name": "search"}]}, *messages]))
     documents = [Document("a.jsonl:1", chat=chat) for chat in chats]
     strips = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
     report = ReadReport()
     list(render_documents(iter(documents), ChatTemplate(source=strips), report))
-    assert report.notes == {LEAVES_OUT_REASONING: 3, LEAVES_OUT_TOOLS: 1}
+    assert report.notes == {LEAVES_OUT_REASONING: 4, LEAVES_OUT_TOOLS: 2}
     writes = "{{ tools | tojson if tools }}" + CHATML.replace(
         "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"
     )
     report = ReadReport()
-    list(render_documents(iter(documents), ChatTemplate(source=writes), report))
+    list(render_documents(iter(documents[:3]), ChatTemplate(source=writes), report))
     assert not report.notes
 
 
