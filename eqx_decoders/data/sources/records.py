@@ -344,9 +344,11 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
             del message[key]
     if isinstance(message.get("tool_calls"), str):
         message["tool_calls"] = _parse_json(message["tool_calls"], f"{name}.tool_calls", where)
+    if isinstance(message.get("tool_calls"), Mapping):
+        message["tool_calls"] = [message["tool_calls"]]
     if isinstance(message.get("tool_calls"), list):
         calls = [_parse_json(call, name, where) if isinstance(call, str) else call for call in message["tool_calls"]]
-        message["tool_calls"] = [_with_arguments(call) for call in calls]
+        message["tool_calls"] = [_with_arguments(_with_function(call)) for call in calls]
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     if "function_call" in message:
@@ -359,6 +361,14 @@ def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
     return {"type": "function", "function": _with_arguments({"arguments": {}, **call})}
+
+
+def _with_function(call: Any) -> Any:
+    """Return a tool call in which `function` holds the name and the arguments, as many templates need it."""
+    if not isinstance(call, Mapping) or "function" in call or not isinstance(call.get("name"), str):
+        return call
+    function = {key: call[key] for key in ("name", "arguments") if key in call}
+    return {"type": "function", **{key: call[key] for key in call if key not in function}, "function": function}
 
 
 def _with_arguments(call: Any) -> Any:
@@ -506,7 +516,7 @@ def _convert_files(record: dict[str, Any]) -> None:
 
 def _add_system(record: dict[str, Any], where: str, field: str) -> None:
     """Insert the text of the column `system` as the first message of each conversation."""
-    system = record.get("system")
+    system = text_of_parts(record.get("system"))
     if not system or _is_plain_text(record, field):
         return
     if not is_chat(record, field):

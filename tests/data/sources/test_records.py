@@ -194,8 +194,9 @@ def test_history_of_alpaca_and_system_column():
     record = {"instruction": "add", "input": "1 2", "output": "3", "system": "be kind", "history": [["x", "y"]]}
     (document,) = rendered(record)
     assert document.text == "<system>be kind</s><user>x</s><assistant>y</s><user>add\n1 2</s><assistant>3</s>"
-    (document,) = rendered({"system": "be kind", "messages": [USER, ANSWER]})
-    assert document.text == "<system>be kind</s>" + WANTED
+    for system in ("be kind", [{"type": "text", "text": "be kind"}]):
+        (document,) = rendered({"system": system, "messages": [USER, ANSWER]})
+        assert document.text == "<system>be kind</s>" + WANTED
 
 
 @pytest.mark.parametrize("role", [*ROLES, "Assistant", "GPT", " Human ", "SYSTEM"])
@@ -228,6 +229,8 @@ def test_arguments_in_json_are_objects_as_in_the_server(arguments):
         {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)},
         {"role": "assistant", "content": None, "function_call": function},
         {"from": "function_call", "value": json.dumps(function)},
+        {"role": "assistant", "content": None, "tool_calls": [function]},
+        {"role": "assistant", "content": None, "tool_calls": calls[0]},
     )
     for message in messages:
         (document,) = rendered({"messages": [USER, message]})
