@@ -35,6 +35,9 @@ KNOWN_ROLES = ("system", "user", "assistant", "tool")
 PROMPT_DIFFERS = (
     "the prompt before the last answer differs from what the template generates with add_generation_prompt=True"
 )
+LEAVES_OUT_REASONING = "the chat template leaves out the reasoning of an answer that is trained on"
+LEAVES_OUT_TEXT = "the chat template leaves out the text of an answer that is trained on"
+LEAVES_OUT_TOOLS = "the chat template leaves out the definitions of tools"
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
 Span = tuple[int, int]
@@ -85,13 +88,9 @@ def _rendered(
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
     variables_by_key = {_settings_key(chat.variables): chat.variables for _, chat in chats}
     probes = [probe for variables in variables_by_key.values() for probe in _probes(variables)]
-    takes_texts = True
-    if any(as_texts(chat.messages) != chat.messages for _, chat in chats):
-        probed = _render(probes, template, documents)
-        takes_texts = all(not isinstance(text, Rendered) or ANSWER in text.text for text in probed[::3])
     files, conversations, all_turns = [], [], []
     for document, chat in chats:
-        messages, names = _checked(as_texts(chat.messages) if takes_texts else chat.messages, document.where)
+        messages, names = _checked(as_texts(chat.messages), document.where)
         files.append(names)
         conversations.append(Conversation(messages, chat.variables))
         turns = [number for number in range(chat.first, len(messages)) if messages[number]["role"] == "assistant"]
@@ -111,8 +110,7 @@ def _rendered(
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
         rendered_chat = _RenderedChat(conversation, text, chat.first, turns, chat.excluded)
-        for role in rendered_chat.left_out_roles(f"{document.where}: {template.where}"):
-            report.notes[f"the chat template leaves out a message of the role {role!r}"] += 1
+        report.notes.update(rendered_chat.left_out(f"{document.where}: {template.where}"))
         rendered_chats.append(rendered_chat)
     spans = [
         rendered_chat.spans(headers[_settings_key(rendered_chat.chat.variables)], each.where)
@@ -125,8 +123,12 @@ def _rendered(
     for number, turns in zip(unknown, requested, strict=True):
         spans[number] = turns
     for number, prompt in prompts.items():
-        text = rendered_chats[number].text.text
-        if spans[number] and isinstance(prompt, Rendered) and not text.startswith(prompt.text):
+        text, turns = rendered_chats[number].text.text, spans[number]
+        if not turns or not isinstance(prompt, Rendered):
+            continue
+        if text.startswith(prompt.text):
+            spans[number] = _split_at_prompt(turns, text, len(prompt.text))
+        else:
             report.notes[PROMPT_DIFFERS] += 1
     for document, rendered_chat, turns, names in zip(documents, rendered_chats, spans, files, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
@@ -189,7 +191,24 @@ class _RenderedChat(NamedTuple):
             return _without_excluded(self, _marked(self.text, self.first, (*self.turns, *self.excluded)), where)
         return _turns(self.text, len(self.chat.messages), self.turns, header)
 
-    def left_out_roles(self, where: str) -> set[str]:
+    def left_out(self, where: str) -> list[str]:
+        """Return a warning for each kind of content that the template leaves out.
+
+        Raises DataError for a message whose role is not in KNOWN_ROLES.
+        """
+        roles = sorted(self._left_out_roles(where))
+        warnings = [f"the chat template leaves out a message of the role {role!r}" for role in roles]
+        parts = [_reasoning_and_text(self.chat.messages[turn]) for turn in self.turns]
+        if any(reasoning not in self.text.text for reasoning, _ in parts):
+            warnings.append(LEAVES_OUT_REASONING)
+        if any(text not in self.text.text for _, text in parts):
+            warnings.append(LEAVES_OUT_TEXT)
+        tools = [self.chat.variables.get("tools"), *(message.get("tools") for message in self.chat.messages)]
+        if any(name not in self.text.text for name in itertools.chain.from_iterable(map(_tool_names, tools))):
+            warnings.append(LEAVES_OUT_TOOLS)
+        return warnings
+
+    def _left_out_roles(self, where: str) -> set[str]:
         """Return the roles of messages that the template leaves out. Raises DataError for a role not in KNOWN_ROLES."""
         left_out = set[str]()
         for number, message in enumerate(self.chat.messages):
@@ -228,6 +247,42 @@ class _RenderedChat(NamedTuple):
         remedy = "Give one that writes them (--chat-template), or leave such conversations out"
         rule = f"leaves out calls of tools, such as that of {missing!r}, and the assistant would learn to say nothing"
         check(missing is None, f"{where} {rule}. {remedy}.", DataError)
+
+
+def left_out_of_prompt(prompt: Conversation, text: Rendered, where: str) -> list[str]:
+    """Return a warning for each kind of content that the template leaves out of a prompt.
+
+    Raises DataError for a message whose role is not in KNOWN_ROLES.
+    """
+    return _RenderedChat(prompt, text, len(prompt.messages), ()).left_out(where)
+
+
+def _reasoning_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the reasoning of an assistant message, a key or the text up to `</think>`, and the other text."""
+    reasoning, content = message.get("reasoning_content"), message.get("content")
+    before, _, text = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
+    before = reasoning if isinstance(reasoning, str) else before.rpartition("<think>")[2]
+    return before.strip(), text.strip()
+
+
+def _tool_names(tools: Any) -> list[str]:
+    """Return the names of the functions in the definitions of tools."""
+    objects = [tool for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
+    functions = [tool.get("function", tool) for tool in objects]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _split_at_prompt(spans: tuple[Span, ...], text: str, end: int) -> tuple[Span, ...]:
+    """Split the span in which a prompt ends, such as one that ends with `<think>` and a newline, before a blank.
+
+    A token may join blanks, but no token crosses the start of a span (see `encode_spans`).
+    """
+    number = next((number for number, (start, stop) in enumerate(spans) if start < end < stop), None)
+    if number is None or not text[end].isspace():
+        return spans
+    start, stop = spans[number]
+    return (*spans[:number], (start, end), (end, stop), *spans[number + 1 :])
 
 
 def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:

@@ -6,11 +6,16 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.data.chats import encode_spans, render_documents
-from eqx_decoders.data.sources.documents import ChatDocument, Document
+from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
+
+NO_END = (
+    "no special token that ends a turn is trained on after the last answer, so the model does not learn to stop. Use a "
+    "chat template that writes such a token after each answer, inside of its {% generation %} block if it has one"
+)
 
 _TOOL = {
     "type": "function",
@@ -53,6 +58,17 @@ def _trailing_ids(
     except (ConversionError, DataError, ValueError):
         return []
     ((ids, targets),) = encode_spans(tokenizer, [rendered.text or ""], [rendered.spans or ()], [rendered.literal])
+    return _last_added_ids(tokenizer, ids, targets)
+
+
+def note_missing_end(tokenizer: Tokenizer, ids: np.ndarray, targets: np.ndarray, report: ReadReport) -> None:
+    """Count a conversation in `report` if no added token ends the last answer that is trained on."""
+    if isinstance(tokenizer, JsonTokenizer) and np.any(targets) and not _last_added_ids(tokenizer, ids, targets):
+        report.notes[NO_END] += 1
+
+
+def _last_added_ids(tokenizer: JsonTokenizer, ids: np.ndarray, targets: np.ndarray) -> list[int]:
+    """Return the added tokens at the end of the tokens that are trained on, ignoring whitespace."""
     found: list[int] = []
     for index in reversed(ids[np.asarray(targets, bool)].tolist()):
         name = tokenizer.decode([index], special=True)

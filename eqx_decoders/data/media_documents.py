@@ -14,7 +14,8 @@ import numpy as np
 
 from eqx_decoders.data.media_reader import MaskedTokens, MediaReader, Span
 from eqx_decoders.data.sources.data_files import is_remote
-from eqx_decoders.data.sources.documents import FILES, parse_reference, reference
+from eqx_decoders.data.sources.documents import parse_reference, reference
+from eqx_decoders.data.sources.records import FILES
 from eqx_decoders.data.synthetic_images import SIZE, drawn_pixels
 from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.encoders.stem import WholeImageStem

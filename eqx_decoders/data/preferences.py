@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from eqx_decoders.data.chats import encode_spans, render_documents, render_requests
+from eqx_decoders.data.end_of_turn import note_missing_end
 from eqx_decoders.data.sources.documents import (
-    FILES,
     ChatDocument,
     Document,
     ReadReport,
@@ -32,7 +32,7 @@ from eqx_decoders.data.sources.documents import (
     warning_prefix,
 )
 from eqx_decoders.data.sources.readers import read_records
-from eqx_decoders.data.sources.records import COLUMNS, TRAIN, normalize_record, split_flags
+from eqx_decoders.data.sources.records import COLUMNS, FILES, TRAIN, normalize_record, split_flags
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import DataError, check
@@ -181,7 +181,7 @@ def _records(
     parse: Callable[[Mapping[str, Any], str], _Record],
     more: Sequence[str] = (),
 ) -> Iterator[_Record]:
-    columns = (*COLUMNS, *more, *FILES)
+    columns = (*COLUMNS, *more)
     for source in find_sources(path, flag):
         for where, raw in read_records(source, columns):
             record = normalize_record(raw, where, "prompt")
@@ -356,10 +356,13 @@ def _encode_chats(
         [_document(record, answer, f"{number} {index}") for index, answer in enumerate(record.answers)]
         for number, record in enumerate(records)
     ]
-    rendered = list(render_documents(itertools.chain(*documents), template))  # without those that have no answer
+    counts = ReadReport(notes=report.notes)  # answers that are left out are counted with their records
+    rendered = list(render_documents(itertools.chain(*documents), template, counts))
     requests = [] if template is None else render_requests([each[0] for each in documents], template)
     parts = [(document.text or "", document.spans or (), document.literal) for document in rendered]
     encoded = encode_spans(tokenizer, *zip(*parts, strict=True), report=report) if parts else []
+    for ids, targets in encoded:
+        note_missing_end(tokenizer, ids, targets, report)
     pairs = {document.key: (document, ids) for document, ids in zip(rendered, encoded, strict=True)}
     for each, request in zip(documents, requests, strict=True):
         answers = [pairs.get(document.key) for document in each]

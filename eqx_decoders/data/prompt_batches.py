@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eqx_decoders.data.chats import left_out_of_prompt
 from eqx_decoders.data.packing_plans import check_same_data, permutation
-from eqx_decoders.data.sources.documents import FILES, checked_text, template_variables, warning_prefix
+from eqx_decoders.data.sources.documents import ReadReport, checked_text, template_variables, warning_prefix
 from eqx_decoders.data.sources.readers import ALL, read_records
-from eqx_decoders.data.sources.records import as_texts, normalize_prompt
+from eqx_decoders.data.sources.records import FILES, as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.status import StatusLine, quantity
@@ -37,10 +38,15 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Prompts of at most `most_tokens` tokens in the order of their records; `too_long` counts those left out."""
+    """Prompts of at most `most_tokens` tokens in the order of their records; `too_long` counts those left out.
 
-    def __init__(self, prompts: Sequence[Prompt], most_tokens: int, too_long: int):
-        self.prompts, self.most_tokens, self.too_long = prompts, most_tokens, too_long
+    `notes`: number of prompts with each warning.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], most_tokens: int, too_long: int, notes: Mapping[str, int] | None = None
+    ):
+        self.prompts, self.most_tokens, self.too_long, self.notes = prompts, most_tokens, too_long, dict(notes or {})
 
     @functools.cached_property
     def content_hash(self) -> str:
@@ -56,14 +62,15 @@ class Prompts:
         return max(len(prompt.tokens) for prompt in self.prompts)
 
     def describe(self) -> str:
-        """Describe the prompts and what was left out, in one line."""
+        """Describe the prompts, what was left out, and warnings."""
         if not self.longest:
             return quantity(len(self.prompts), "task")
         line = f"{quantity(len(self.prompts), 'prompt')} of up to {quantity(self.longest, 'token')}"
-        if not self.too_long:
-            return line
-        warning = warning_prefix(self.too_long, len(self.prompts))
-        return f"{warning}{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}"
+        if self.too_long:
+            warning = warning_prefix(self.too_long, len(self.prompts))
+            line = f"{warning}{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}"
+        notes = [f"warning: {quantity(count, 'prompt')}: {note}" for note, count in self.notes.items()]
+        return "\n".join([line, *notes])
 
 
 def read_prompts(
@@ -74,16 +81,17 @@ def read_prompts(
     Raises DataError that names file and row for what is no such record, and if no prompt is left.
     """
     records, prompts, too_long, number = _records(path, flag), list[Prompt](), 0, 0
+    report = ReadReport()
     with StatusLine("tokenizing prompts", remains="nothing of them is kept"):
         while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
-            for (_, record), tokens in zip(group, _encode(group, tokenizer, template), strict=True):
+            for (_, record), tokens in zip(group, _encode(group, tokenizer, template, report), strict=True):
                 if len(tokens) <= most_tokens:
                     prompts.append(Prompt(number, tokens, record))
                 too_long += len(tokens) > most_tokens
                 number += 1
     reason = f"all {number:,} have more than {most_tokens:,} tokens: raise --seq-len" if number else "there are none"
     check(bool(prompts), f"{path} has no prompt that can be answered: {reason}.", DataError)
-    return Prompts(prompts, most_tokens, too_long)
+    return Prompts(prompts, most_tokens, too_long, report.notes)
 
 
 def read_tasks(path: Paths, *, flag: str = DATA) -> Prompts:
@@ -101,7 +109,7 @@ def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for source in find_sources(path, flag):
         for where, record in read_records(source, ALL):
             record = normalize_prompt(record, where)
-            media = [name for name in FILES if record.get(name)]
+            media = [name for names in FILES.items() for name in names if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: prompts are read as text alone.", DataError)
             prompt = record["prompt"]
             if isinstance(prompt, list):
@@ -117,17 +125,23 @@ def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _encode(
-    group: Sequence[tuple[str, Mapping[str, Any]]], tokenizer: Tokenizer, template: ChatTemplate | None
+    group: Sequence[tuple[str, Mapping[str, Any]]],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    report: ReadReport,
 ) -> Iterator[tuple[int, ...]]:
     chats = [(where, record) for where, record in group if isinstance(record["prompt"], list)]
-    encoded = iter(_encode_chats(chats, tokenizer, template) if chats else ())
+    encoded = iter(_encode_chats(chats, tokenizer, template, report) if chats else ())
     for _, record in group:
         prompt = record["prompt"]
         yield next(encoded) if isinstance(prompt, list) else encode_beginning(tokenizer, prompt)
 
 
 def _encode_chats(
-    chats: Sequence[tuple[str, Mapping[str, Any]]], tokenizer: Tokenizer, template: ChatTemplate | None
+    chats: Sequence[tuple[str, Mapping[str, Any]]],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    report: ReadReport,
 ) -> Iterator[tuple[int, ...]]:
     rule = "is a conversation, and there is no chat template that writes it as a text"
     remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
@@ -137,9 +151,10 @@ def _encode_chats(
         Conversation(record["prompt"], template_variables(record, where), add_generation_prompt=True)
         for where, record in chats
     ]
-    for (where, _), text in zip(chats, template.render_many(requests), strict=True):
+    for (where, _), request, text in zip(chats, requests, template.render_many(requests), strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{where}: {text}") from text
+        report.notes.update(left_out_of_prompt(request, text, f"{where}: {template.where}"))
         yield encode_rendered(tokenizer, text.text, text.literal)
 
 

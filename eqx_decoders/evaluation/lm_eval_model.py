@@ -15,6 +15,7 @@ from eqx_decoders.evaluation.scoring import score_continuations, score_texts
 from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
 from eqx_decoders.evaluation.text_sets import prefix_id, with_prefix
 from eqx_decoders.io.text.answers.formats import reasoning_format
+from eqx_decoders.io.text.chat_template import up_to_last_message
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
@@ -50,6 +51,7 @@ class EngineMethods:
         super().__init__()
         self.text, self.engine, self.name, self.seed, self.progress = text, engine, name, seed, progress
         self._drawn = 0
+        self._is_templated = False  # lm-eval renders the contexts of all requests, or none
 
     @property
     def max_length(self) -> int:
@@ -80,10 +82,18 @@ class EngineMethods:
         return results
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as the text that the model reads."""
+        """Return a conversation as the text that the model reads.
+
+        Without `add_generation_prompt` the model continues the last message, the task's `gen_prefix`: the text ends
+        with it, as with `continue_final_message` in transformers.
+        """
         check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
         assert self.text.chat is not None
-        return self.text.chat.render(list(chat_history), add_generation_prompt=add_generation_prompt)
+        self._is_templated = True
+        rendered = self.text.chat.rendered(list(chat_history), add_generation_prompt=add_generation_prompt)
+        return (
+            rendered.text if add_generation_prompt else up_to_last_message(rendered, chat_history[-1]["content"]).text
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template."""
@@ -100,12 +110,15 @@ class EngineMethods:
         return {"model": self.name, "model_dtype": str(self.text.model.execution.precision.compute)}
 
     def encode(self, string: str, *, begins: bool = True) -> list[int]:
-        """Encode a text: with what a text of the model begins with, unless it stands there already."""
+        """Encode a text: with what a text of the model begins with, unless it stands there already.
+
+        A rendered conversation has all of its tokens, as in training.
+        """
         tokenizer = self.text.tokenizer
         if not isinstance(tokenizer, JsonTokenizer):
             return (self.text.encode(string) if begins else tokenizer.encode(string)).tolist()
         first = None if tokenizer.bos_id is None else tokenizer.name_of(tokenizer.bos_id)
-        if begins and not (first and string.startswith(first)):
+        if begins and not self._is_templated and not (first and string.startswith(first)):
             return self.text.encode(string).tolist()
         return tokenizer.encode(string, special=True).tolist()
 

@@ -43,7 +43,8 @@ class Task(CheckedFields):
     **Arguments:**
 
     - `examples`: examples, a function that returns them, or the path of their file (.jsonl, .json, .parquet), from the
-        folder of the task's file. An example has a `prompt` or `messages`, and whatever its grade needs.
+        folder of the task's file. An example has a `prompt` or `messages`, and whatever its grade needs. Beside
+        messages, `tools` and `chat_template_kwargs` are variables of the chat template.
     - `grade`: `grade(example, answer)` returns a number or a bool, or several by name, the first of which is the score;
         None for an answer that cannot be judged. An answer of at least 1 is right. Or where such a function stands:
         `rewards.py:exact`.

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from eqx_decoders.core.sampling import Probability
+from eqx_decoders.data.sources.documents import template_variables
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.evaluation.engine_requests import (
     AnswerRequest,
@@ -40,7 +41,9 @@ class TextSource(Protocol):
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
     def encode(self, prompt: Any) -> Any: ...
-    def encode_many(self, prompts: Sequence[Any]) -> list[np.ndarray]: ...
+    def encode_many(
+        self, prompts: Sequence[Any], variables: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[np.ndarray]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,13 +119,17 @@ def answer_requests(text: TextSource, task: LoadedTask, settings: AnswerSettings
     conversations = not all(isinstance(one, str) for one in prompts)
     rule = "and this model has no chat template: give a prompt in their place"
     check(text.chat is not None or not conversations, f"task {task.name!r} has examples with messages, {rule}.")
+    variables = [
+        template_variables(example, f"task {task.name!r}, example {number}") if example.get("messages") else {}
+        for number, example in enumerate(task.examples, 1)
+    ]
     new, stop = settings.max_new_tokens or task.task.max_new_tokens, task.task.stop
     reasoning = None if text.chat is None else reasoning_format(text.chat.source)
     return [
         AnswerRequest(
             tuple(ids.tolist()), new, settings.sampling(task.name, number, sample), stop, text.stop_ids, reasoning
         )
-        for number, ids in enumerate(text.encode_many(prompts))
+        for number, ids in enumerate(text.encode_many(prompts, variables))
         for sample in range(settings.samples)
     ]
 

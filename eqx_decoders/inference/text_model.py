@@ -21,7 +21,13 @@ from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
-from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check_messages, load_chat_template
+from eqx_decoders.io.text.chat_template import (
+    ChatTemplate,
+    Conversation,
+    check_messages,
+    load_chat_template,
+    up_to_last_message,
+)
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
@@ -84,13 +90,23 @@ class TextModel:
         return tuple(sorted(ids))
 
     def encode(self, prompt: Prompt) -> Int[np.ndarray, "length"]:
-        """Return the ids of a text to be continued, or of a conversation to be answered (or continued)."""
+        """Return the ids of a text to be continued, or of a conversation to be answered.
+
+        If the last message is from the assistant, it is continued.
+        """
         (ids,) = self.encode_many([prompt])
         return ids
 
-    def encode_many(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        """Return the ids of each prompt; conversations are rendered together."""
-        conversations = iter(self._conversations([each for each in prompts if not isinstance(each, str)]))
+    def encode_many(
+        self, prompts: Sequence[Prompt], variables: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[np.ndarray]:
+        """Return the ids of each prompt; conversations are rendered together.
+
+        variables: other variables of the chat template for each prompt, such as `tools`.
+        """
+        settings = [{}] * len(prompts) if variables is None else variables
+        pairs = zip(prompts, settings, strict=True)
+        conversations = iter(self._conversations([(each, more) for each, more in pairs if not isinstance(each, str)]))
         return [prompt_ids(self.tokenizer, each) if isinstance(each, str) else next(conversations) for each in prompts]
 
     def prepare(self, prompt: Prompt, files: Files = Files()) -> tuple[Int[np.ndarray, "length"], Media | None]:
@@ -126,19 +142,24 @@ class TextModel:
         media = Media.create(self.model.config, prepared.input_ids, **arrays) if arrays else None
         return prepared.input_ids[0], media
 
-    def _conversations(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[np.ndarray]:
+    def _conversations(
+        self, conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]]
+    ) -> list[np.ndarray]:
         if not conversations:
             return []
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             raise ConfigError("This model has no chat template: give a text to be continued.")
         requests = [
-            Conversation(check_messages(messages), {}, not messages or messages[-1].get("role") != "assistant")
-            for messages in conversations
+            Conversation(check_messages(messages), variables, not messages or messages[-1].get("role") != "assistant")
+            for messages, variables in conversations
         ]
         ids = []
-        for rendered in self.chat.render_many(requests):
+        for request, rendered in zip(requests, self.chat.render_many(requests), strict=True):
             if isinstance(rendered, ConversionError):
                 raise rendered
+            content = request.messages[-1].get("content")
+            if not request.add_generation_prompt and isinstance(content, str):
+                rendered = up_to_last_message(rendered, content)
             ids.append(self.tokenizer.encode(rendered.text, special=True, literal=rendered.literal))
         return ids
 

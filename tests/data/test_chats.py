@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data import chats as chats_module
-from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.chats import (
+    LEAVES_OUT_REASONING,
+    LEAVES_OUT_TEXT,
+    LEAVES_OUT_TOOLS,
+    encode_spans,
+    render_documents,
+)
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
@@ -303,6 +309,37 @@ def test_messages_that_a_template_leaves_out_are_noted_or_refused():
     report = ReadReport()
     list(render_documents(iter(chats[:1]), ChatTemplate(source=merged), report))
     assert not [note for note in report.notes if "leaves out" in note]
+
+
+def test_reasoning_and_tools_that_a_template_leaves_out_are_noted():
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "answer", "reasoning_content": "long thoughts"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    inline = [messages[0], {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nanswer"}]
+    chats = [ChatDocument(messages), ChatDocument(inline), ChatDocument(messages[:1] * 2 + inline, 3, {"tools": tools})]
+    chats.append(ChatDocument([{"role": "system", "content": "weather", "tools": [{"name": "search"}]}, *messages]))
+    documents = [Document("a.jsonl:1", chat=chat) for chat in chats]
+    strips = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
+    report = ReadReport()
+    list(render_documents(iter(documents), ChatTemplate(source=strips), report))
+    assert report.notes == {LEAVES_OUT_REASONING: 4, LEAVES_OUT_TOOLS: 2}
+    writes = "{{ tools | tojson if tools }}" + CHATML.replace(
+        "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"
+    )
+    report = ReadReport()
+    list(render_documents(iter(documents[:3]), ChatTemplate(source=writes), report))
+    assert not report.notes
+
+
+def test_text_beside_a_call_that_a_template_leaves_out_is_noted():
+    source = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}"
+    source += "{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    for content, notes in ((None, {}), ("let me look", {LEAVES_OUT_TEXT: 1})):
+        report = ReadReport()
+        list(render_documents(iter([calling(content=content)]), ChatTemplate(source=source), report))
+        assert report.notes == notes
 
 
 def test_an_empty_tool_list_means_no_tools():

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from eqx_decoders.data.end_of_turn import end_of_turn_ids
+from eqx_decoders.data.end_of_turn import NO_END, end_of_turn_ids
+from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
+from eqx_decoders.data.store.shard_writer import write_shard
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, decode, load_tokenizer
 
@@ -59,3 +61,23 @@ def test_added_tokens_without_the_special_flag_count():
 def test_no_end_of_turn_tokens_without_a_template_or_added_tokens():
     assert end_of_turn_ids(TOKENIZER, None) == ()
     assert end_of_turn_ids(ByteTokenizer(), ChatTemplate(source=TURNS)) == ()
+
+
+@pytest.mark.parametrize(
+    "answer, count",
+    [
+        ("{% generation %}{{ m.content }}{% endgeneration %}<|end|>", 1),
+        ("{% generation %}{{ m.content }}<|end|>\n{% endgeneration %}", 0),
+        ("{{ m.content }}<|end|>\n", 0),
+        ("{{ m.content }}\n\n", 1),
+    ],
+)
+def test_answers_without_an_end_are_counted(answer, count, tmp_path):
+    source = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{% if m.role == 'user' %}{{ m.content }}<|end|>"
+    source += f"{{% else %}}{answer}{{% endif %}}{{% endfor %}}"
+    source += "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    report = ReadReport()
+    documents = [Document("a.jsonl:1", chat=ChatDocument(messages))]
+    write_shard(tmp_path / "a", documents, TOKENIZER, ChatTemplate(source=source), report=report)
+    assert report.notes == ({NO_END: count} if count else {})

@@ -8,13 +8,15 @@ import random
 import numpy as np
 import pytest
 
+from eqx_decoders.data.chats import PROMPT_DIFFERS
+from eqx_decoders.data.end_of_turn import NO_END
 from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
 from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import ByteTokenizer
-from tests.data.test_chats import CHATML, template_of, tokenizer, write
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+from tests.data.test_chats import CHATML, FOLDER, template_of, tokenizer, write
 
 
 __all__ = ["tokenizer"]  # a fixture
@@ -22,6 +24,7 @@ __all__ = ["tokenizer"]  # a fixture
 BYTES = ByteTokenizer()
 BOS, EOS = 256, 257
 CHAT = ChatTemplate(source=CHATML, where="chatml.jinja")
+SYSTEM = {"role": "system", "content": "be kind"}
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "hello"), ("assistant", "go"))
 )
@@ -217,6 +220,18 @@ def test_what_teaches_nothing_is_left_out_and_counted(tmp_path):
     assert [one.targets.tolist() for one in example.answers] == [[False, *[True] * 3], [False, *[True] * 4]]
     with pytest.raises(DataError, match="there are no records; give others"):
         read_pairs(write(tmp_path / "b.jsonl"), BYTES, seq_len=4)
+
+
+def test_what_a_template_changes_is_reported(tmp_path):
+    """The system message is left out, prompts end with the start of a thought, and no special token ends an answer."""
+    tokenizer = load_tokenizer(FOLDER / "tokenizer.json")
+    source = CHATML.replace("in messages", "in messages if m.role != 'system'").replace("<|end|>", "\n")
+    thinks = ChatTemplate(source=source.replace("<|assistant|>", "<|assistant|><think>"))
+    path = write(tmp_path / "a.jsonl", {"prompt": [SYSTEM, USER], "chosen": "good", "rejected": "bad"})
+    found = read_pairs(path, tokenizer, seq_len=99, template=thinks)
+    left_out = "the chat template leaves out a message of the role 'system'"
+    assert found.notes == {left_out: 2, PROMPT_DIFFERS: 2, NO_END: 2}
+    assert f"warning: 2 answers: {PROMPT_DIFFERS}" in found.describe()
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

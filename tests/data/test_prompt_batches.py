@@ -71,6 +71,19 @@ def test_conversations_need_a_template(file):
         read(file, template=None)
 
 
+def test_what_a_template_leaves_out_is_reported(tmp_path):
+    source = "{% for m in messages if m.role == 'user' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    users = ChatTemplate(source=source)
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2"}]
+    row = {"prompt": chat, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    lines = read(write(tmp_path / "a.jsonl", row, row), template=users).describe().splitlines()
+    assert len(lines) == 3 and all(
+        line.startswith("warning: 2 prompts: the chat template leaves") for line in lines[1:]
+    )
+    with pytest.raises(DataError, match="whose role 'narrator' it does not support"):
+        read(write(tmp_path / "b.jsonl", {"prompt": [{**chat[0], "role": "narrator"}, chat[1]]}), template=users)
+
+
 def dealt(batches, steps):
     return [[(each.number, each.record["prompt"]) for each in next(batches)] for _ in range(steps)]
 

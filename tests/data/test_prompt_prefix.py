@@ -219,6 +219,25 @@ def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
     assert mismatches <= report.notes[JOINED] + report.notes[SPLIT] and mismatches <= 5
 
 
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("kind", ["trained here", *KINDS])
+def test_a_prompt_may_end_within_what_is_trained_on(kind, marked, tmp_path):
+    """The generation prompt has the start of a thought, and a newline that a token might join with the next one."""
+    answer = "<|assistant|>{{ m.content }}<|end|>"
+    answer = "{% generation %}" + answer + "{% endgeneration %}" if marked else answer
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + "{% else %}<|user|>{{ m.content }}<|end|>"
+    )
+    source += "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>a:\\n' }}{% endif %}"
+    tokenizer, template, user = tokenizer_of(kind), ChatTemplate(source=source), {"role": "user", "content": "Q:"}
+    for content in ("a:\n\nParis", "a:\n b", "a:\nParis"):
+        record = {"messages": [user, {"role": "assistant", "content": content}]}
+        ((row, targets),), report = rows_of(write(tmp_path / "a.jsonl", record), tokenizer, tmp_path, template)
+        ids = tokenizer.encode(template.render([user]), special=True).tolist()
+        assert row[: len(ids)] == ids or report.notes[JOINED] == 1
+        assert targets[len(ids) :].all()
+
+
 def test_special_tokens_in_rendered_chats(tmp_path):
     """A text that starts with the name of a special token and contains another is tokenized like a conversation."""
     tokenizer = tokenizer_of("bytes bos")

@@ -1,5 +1,6 @@
 """lm-eval with the model in this process, on tasks of local files."""
 
+import dataclasses
 import functools
 import json
 import random
@@ -14,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.evaluation.lm_eval_model import EngineMethods, make_lm
 from eqx_decoders.evaluation.lm_eval_tasks import HarnessSettings, own_random_numbers, run_tasks, task_names
+from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import END_OF_TEXT, JsonTokenizer, train_bpe
 from tests.evaluation.models import chat_model, forward, most_likely, small_engine
 
@@ -124,6 +126,26 @@ def test_a_template_has_written_what_texts_begin_with():
     assert methods().chat_template(True) == chat_model().chat.source and methods().chat_template() is None
     name = methods().tokenizer_name
     assert name.startswith("chat__llama-") and chat_model().chat.content_hash in name
+
+
+def test_nothing_is_put_before_a_conversation():
+    chat = ChatTemplate(source="{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>")
+    text, question = dataclasses.replace(chat_model(), chat=chat), {"role": "user", "content": "the fox"}
+    model = EngineMethods(text, small_engine())
+    assert model.encode("the fox")[0] == text.tokenizer.bos_id
+    context, continuation = model.encode_pair(model.apply_chat_template([question]), "the dog")
+    assert context == text.encode([question]).tolist() and text.tokenizer.bos_id not in context
+    assert continuation == text.tokenizer.encode("the dog").tolist()
+
+
+@pytest.mark.parametrize("prefix", ["The best answer is", "The best answer is "])
+def test_a_prefix_of_the_answer_is_continued(prefix):
+    """The text of a task with `gen_prefix` has no end of the turn after the prefix."""
+    question = {"role": "user", "content": "the fox"}
+    text = methods().apply_chat_template([question, {"role": "assistant", "content": prefix}], False)
+    assert text.rstrip() == methods().apply_chat_template([question]) + prefix.rstrip()
+    context, continuation = methods().encode_pair(text, " A" if text == text.rstrip() else "A")
+    assert chat_model().tokenizer.decode(continuation) == " A" and context
 
 
 @pytest.mark.slow

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, _AnswerWriter, write_answers
 from eqx_decoders.evaluation.grading import Grade, grade_answers
 from eqx_decoders.evaluation.score_tables import compare, describe
-from eqx_decoders.evaluation.task import LoadedTask, Task, load_task
+from eqx_decoders.evaluation.task import LoadedTask, Task, _examples, load_task
 from eqx_decoders.evaluation.task_run import AnswerSettings, answer_requests, evaluate_task
 from eqx_decoders.evaluation.task_scores import TaskScores
+from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
@@ -241,6 +242,21 @@ def test_prompts_are_messages_where_the_model_has_a_template(file):
         answer_requests(without, load_task(f"{file}:chats"), AnswerSettings())
 
 
+def test_tools_and_other_variables_are_in_the_prompt():
+    source = (
+        "{{ tools | tojson if tools }}{{ style }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    )
+    text = dataclasses.replace(chat_model(), chat=ChatTemplate(source=source))
+    question = {"messages": [{"role": "user", "content": "hi"}]}
+    variables = {"tools": json.dumps([{"name": "f"}]), "chat_template_kwargs": {"style": "short"}}
+    examples = [question | variables, question, {"prompt": "hi", "tools": "calculator"}]
+    task = Task(examples=examples, grade=lambda example, answer: 1)
+    loaded = LoadedTask(name="t", task=task, examples=_examples(task, Path(), None, "t"), grader="")
+    prompts = [each.prompt for each in answer_requests(text, loaded, AnswerSettings())]
+    expected = ['[{"name": "f"}]short<|user|>hi', "<|user|>hi", "<|user|>hi"]
+    assert prompts == [tuple(text.tokenizer.encode(each, special=True).tolist()) for each in expected]
+
+
 def test_a_model_is_evaluated(file, tmp_path):
     """Answers and grades are those of single requests; the same again, whatever was computed before."""
     text, engine = chat_model(), small_engine()
@@ -299,3 +315,13 @@ def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():
         assert cut.text == re.split("[ea]", whole.text)[0]
         assert (cut.end == "stop_string") == (cut.text != whole.text) and cut.num_tokens <= whole.num_tokens
     assert {answer.end for answer in found} >= {"stop_string"} and "length" in {answer.end for answer in known}
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued():
+    text, question = chat_model(), {"role": "user", "content": "the fox"}
+    continued = text.encode([question, {"role": "assistant", "content": "the dog"}]).tolist()
+    answered = text.encode([question]).tolist()
+    assert continued == [*answered, *text.tokenizer.encode("the dog").tolist()]
+    with pytest.raises(ConversionError, match="does not write the last message, 'the dog'"):
+        silent = dataclasses.replace(text, chat=ChatTemplate(source="{{ messages[0].content }}"))
+        silent.encode([question, {"role": "assistant", "content": "the dog"}])

@@ -12,6 +12,7 @@ import numpy as np
 
 from eqx_decoders.data.sources.records import (
     COLUMNS,
+    FILES,
     OPENAI_PAIRS,
     VARIABLES,
     check_unicode,
@@ -160,7 +161,7 @@ def _reason_to_drop(document: Document) -> str | None:
 
 def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
     """Return the columns of a table that documents are made of. Raises DataError if it has none of them."""
-    known = [name for name in dict.fromkeys((field, *COLUMNS, *FILES)) if name in columns]
+    known = [name for name in dict.fromkeys((field, *COLUMNS)) if name in columns]
     if not _has_form(known, field):
         remedy = PAIRS if _is_pair(columns) else SET_FIELD
         raise DataError(f"{where} has no column {field!r}; its columns: {', '.join(columns)}. {remedy}.")
@@ -208,16 +209,15 @@ def _document(record: dict[str, Any], field: str, where: str) -> Document:
 def _text_or_messages(record: dict[str, Any], field: str, where: str) -> Document:
     value = record[field]
     if isinstance(value, list):
+        if isinstance(record.get("label"), bool):
+            raise _label_error(record["label"], where)
         return Document(where, chat=ChatDocument.create(value, 0, template_variables(record, where)))
     return Document(where, checked_text(value, field, where))
 
 
 def _pair(record: dict[str, Any], where: str) -> Document:
     if isinstance(record.get("label"), bool | int | float) and record["label"] in (0, 1):
-        raise DataError(
-            f"{where}: label={record['label']} marks a completion as desirable or undesirable, which this method does "
-            "not use. Train with --method kto, or remove the field and the undesirable completions."
-        )
+        raise _label_error(record["label"], where)
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
         prompt, completion = (
@@ -232,12 +232,16 @@ def _pair(record: dict[str, Any], where: str) -> Document:
     return Document(where, whole, spans=((len(text), len(whole)),))
 
 
+def _label_error(label: Any, where: str) -> DataError:
+    return DataError(
+        f"{where}: label={label} marks a completion as desirable or undesirable, which this method does not use. Train "
+        "with --method kto, or remove the field and the undesirable completions."
+    )
+
+
 def as_messages(value: Any, role: str, field: str, where: str) -> list[Any]:
     """Return a list of messages unchanged, and a text as one message of `role`."""
     return value if isinstance(value, list) else [{"role": role, "content": checked_text(value, field, where)}]
-
-
-FILES = {"images": "image", "videos": "video", "audios": "audio"}  # lists of references, in the order of placeholders
 
 
 def reference(kind: str, name: str, digest: str = "") -> str:
@@ -264,7 +268,7 @@ def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
         names = record.get(field)
         valid = names is None or (isinstance(names, list) and all(isinstance(name, str) and name for name in names))
         rule = f"must be a list of texts, each naming one {kind}"
-        check(valid, f"{where}: field {field!r} {rule}.", DataError)
+        check(valid, f"{where}: field {field!r} {rule}. Save the files and list their paths, or remove it.", DataError)
         references += [reference(kind, name) for name in names or ()]
     return tuple(references)
 

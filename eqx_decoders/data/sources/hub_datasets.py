@@ -107,7 +107,7 @@ def saved_rows(dataset: Any, part: tuple[int, int], columns: list[str]) -> Itera
     """Yield the rows of a saved dataset from `part[0]` up to `part[1]`."""
     chosen = dataset.select_columns(columns)
     for start in range(part[0], part[1], ROWS):
-        yield from chosen[start : min(start + ROWS, part[1])].to_pylist()
+        yield from chosen[start : min(start + ROWS, part[1])].to_pylist(maps_as_pydicts="strict")
 
 
 def _package() -> Any:

@@ -239,7 +239,7 @@ def _parquet_records(source: Source, reading: ReadOptions, part: Part | None) ->
         begin = sum(table.metadata.row_group(group).num_rows for group in range(first))
         groups = list(range(first, last))
         batches = table.iter_batches(batch_size=512, row_groups=groups, columns=columns)  # one row group at a time
-        rows = (row for batch in batches for row in batch.to_pylist())
+        rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="strict"))
         yield from _numbered(f"{file}, row", rows, begin)
 
 

@@ -34,10 +34,12 @@ ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 TRAIN = "train"  # key of normalized messages: False if the message is not trained on
 
 # Keys of messages that say whether the message is trained on: OpenAI, Mistral and Together (weight), axolotl (train,
-# training), ms-swift and XTuner (loss), verl (trainable, loss_mask), torchtune (masked, inverted).
-# A weight must be 0 or 1. Messages of all roles may have a weight; other keys may be true only for assistant messages.
+# training), ms-swift and XTuner (loss), verl (trainable, loss_mask), torchtune (masked, inverted), slime
+# (step_loss_mask). A weight must be 0 or 1. Messages of all roles may have a weight; other keys may be true only for
+# assistant messages.
 WEIGHTS = ("weight", "loss_scale", "loss_weight")
 TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask")
+TRAIN_FLAGS += ("step_loss_mask",)
 INVERTED_FLAGS = ("masked",)
 
 # Keys of messages and records that change what is learned, and that this library does not support.
@@ -62,17 +64,20 @@ UNSUPPORTED_CHAT_KEYS = {
     "train": "flags of records",
     "training": "flags of records",
     "chat_template": "chat templates of records",
+    "kto_tag": "labels with this name (--method kto reads 'label')",
+    "mask": "loss masks of records",
 }
 
 # Variables of chat templates, with the names of TRL's conversational formats.
 VARIABLES = ("tools", "documents", "chat_template_kwargs")
+FILES = {"images": "image", "videos": "video", "audios": "audio"}  # lists of references, in the order of placeholders
 MESSAGE_FIELDS = ("messages", "prompt", "completion", "chosen", "rejected")
 ALPACA = ("instruction", "input", "output", "system", "history")
 OPENAI_PAIRS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 
 # Columns of a table that `normalize_record` reads.
 COLUMNS = (*MESSAGE_FIELDS, "conversations", *ALPACA, *OPENAI_PAIRS, *VARIABLES, "functions", "label")
-COLUMNS += (*UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS)
+COLUMNS += (*FILES, *FILES.values(), *UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS)
 
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
 _PYTHON_ROLE = re.compile(r"'(?:role|from)'\s*:\s*'([^']*)'")
@@ -104,6 +109,8 @@ def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, 
     _convert_alpaca(result, where, field)
     if is_chat(result, field):
         _convert_variables(result, where)
+    if is_chat(result, field) or "prompt" in result:
+        _convert_files(result)
     _add_system(result, where, field)
     variables = VARIABLES if is_chat(result, field) else ()
     for name in dict.fromkeys((*MESSAGE_FIELDS, *variables, field)):
@@ -337,9 +344,11 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
             del message[key]
     if isinstance(message.get("tool_calls"), str):
         message["tool_calls"] = _parse_json(message["tool_calls"], f"{name}.tool_calls", where)
+    if isinstance(message.get("tool_calls"), Mapping):
+        message["tool_calls"] = [message["tool_calls"]]
     if isinstance(message.get("tool_calls"), list):
         calls = [_parse_json(call, name, where) if isinstance(call, str) else call for call in message["tool_calls"]]
-        message["tool_calls"] = calls
+        message["tool_calls"] = [_with_arguments(_with_function(call)) for call in calls]
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     if "function_call" in message:
@@ -351,7 +360,34 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
 def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
-    return {"type": "function", "function": {"arguments": {}, **call}}
+    return {"type": "function", "function": _with_arguments({"arguments": {}, **call})}
+
+
+def _with_function(call: Any) -> Any:
+    """Return a tool call in which `function` holds the name and the arguments, as many templates need it."""
+    if not isinstance(call, Mapping) or "function" in call or not isinstance(call.get("name"), str):
+        return call
+    function = {key: call[key] for key in ("name", "arguments") if key in call}
+    return {"type": "function", **{key: call[key] for key in call if key not in function}, "function": function}
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, as in the server, if they are the JSON text of an object.
+
+    OpenAI's format has texts. Many templates convert the arguments to JSON, also those that are JSON already.
+    """
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "arguments": value} if isinstance(value, dict) else call
 
 
 def _convert_flags(message: dict[str, Any], name: str, where: str) -> None:
@@ -471,9 +507,16 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
         record["tools"] = [{"type": "function", "function": function} for function in record.pop("functions")]
 
 
+def _convert_files(record: dict[str, Any]) -> None:
+    """Convert `image`, `video` and `audio` (one file, or a list as in LLaVA's records) to `images` and so on."""
+    for name, kind in FILES.items():
+        if record.get(kind, "") != "" and name not in record:
+            record[name] = _as_list(record.pop(kind))
+
+
 def _add_system(record: dict[str, Any], where: str, field: str) -> None:
     """Insert the text of the column `system` as the first message of each conversation."""
-    system = record.get("system")
+    system = text_of_parts(record.get("system"))
     if not system or _is_plain_text(record, field):
         return
     if not is_chat(record, field):
@@ -532,7 +575,8 @@ def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
     chat, is_plain = is_chat(record, field), _is_plain_text(record, field)
     refused = UNSUPPORTED_RECORD_KEYS | (UNSUPPORTED_CHAT_KEYS if (chat or "prompt" in record) and not is_plain else {})
     for key, meaning in refused.items():
-        if key in record and record[key] is not True and record[key] != 1:
+        masks_user = key == "mask" and ROLES.get(str(record.get(key)).strip().lower()) == "user"  # as in NeMo's records
+        if key in record and record[key] is not True and record[key] != 1 and not masks_user:
             raise DataError(
                 f"{where}: {key}={str(record[key])[:60]}: {meaning} are not supported. Remove the field, or leave the "
                 "record out."

@@ -13,6 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.end_of_turn import note_missing_end
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.sources.documents import Document, ReadReport
 from eqx_decoders.data.store.shards import MARK, TAIL, ShardInfo, checksum
@@ -234,6 +235,7 @@ class _Writer:
         tokens = tokens.astype(self._dtype)
         if document.chat is not None:
             self._has_chats = True
+            note_missing_end(self._tokenizer, tokens, targets, self._report)
             return tokens, targets
         start = self._start[:0] if np.array_equal(tokens[: len(self._start)], self._start) else self._start
         end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]

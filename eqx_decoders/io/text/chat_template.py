@@ -241,6 +241,24 @@ class ChatTemplate:
         return ConversionError(f"{sentence}. Change the messages, or give the text without the template.")
 
 
+def up_to_last_message(rendered: Rendered, content: str) -> Rendered:
+    """Return a rendering up to the end of the last message, so that a model continues the message.
+
+    content: text of the last message. This is `continue_final_message` in transformers. Raises ConversionError if the
+    template does not write the text.
+    """
+    for text in (content, content.strip()):  # many templates strip messages
+        start = rendered.text.rfind(text)
+        if start >= 0:
+            stop = start + len(text)
+            literal = [span for span in rendered.literal if span[1] <= stop]
+            return rendered._replace(text=rendered.text[:stop], literal=literal)
+    raise ConversionError(
+        f"the chat template does not write the last message, {content[-60:]!r}, so it cannot be continued. End the "
+        "conversation with a message of the user."
+    )
+
+
 def _without_empty(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Remove empty lists of tools or documents: templates often only test `tools is not none`."""
     return {name: value for name, value in variables.items() if value or name not in ("tools", "documents")}

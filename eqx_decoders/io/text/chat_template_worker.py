@@ -25,6 +25,7 @@ from typing import Any
 MEMORY = 1 << 30  # bytes of address space, of which Python takes some 100 MB
 CHARACTERS = 10_000_000  # of a rendered text, and of all together beyond which this process begins no other
 PIECE = 1 << 16  # characters in one line: the reader does other things in between
+PROBE = "@text@"  # content of a message that shows which form of content a template writes
 
 
 def main() -> None:
@@ -34,13 +35,18 @@ def main() -> None:
     task = json.load(sys.stdin.buffer)
     confine(task["total_seconds"])
     template, length, letters = None, 0, EscapedNames(task["literal"])
+    needs_parts = False
     for variables in task["tasks"]:
         if length > CHARACTERS:
             break
         signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
         try:
-            template = template or environment.from_string(traced(environment, task["source"]))
+            if template is None:
+                template = environment.from_string(traced(environment, task["source"]))
+                needs_parts = "text" in task["source"] and only_writes_parts(tracker, template, variables)
             variables, marks = letters.marked(variables)
+            if needs_parts:
+                variables = variables | {"messages": [*map(with_parts, variables["messages"])]}
             answer = letters.restored(render(tracker, template, variables), marks)
             length += len(answer["text"])
         except Exception as error:  # a template can raise anything
@@ -157,7 +163,8 @@ def changed(value: Any, change) -> Any:
 def render(tracker, template, variables):
     """Return the best rendering of a conversation, usually of the first of `forms`, as in transformers.
 
-    The best one has all the calls of tools, and no word None where a message has no content.
+    The best one has all the calls of tools, no arguments as Python writes them, and no word None where a message has
+    no content.
     """
     names = [name for message in variables["messages"] for name in called(message)]
     best, error = None, None
@@ -169,14 +176,35 @@ def render(tracker, template, variables):
                 error = error or raised
                 continue
             text = rendered["text"]
-            rank = sum(text.count(name) for name in names), -text.count("None")
+            in_python = sum(text.count(arguments) for arguments in python_arguments(messages))
+            rank = sum(text.count(name) for name in names), -in_python, -text.count("None")
             if best is None or rank > best[0]:
                 best = rank, rendered
-        if best is not None and error is None:
+        if best is not None and error is None and best[0][1] == 0:
             break
     if best is not None:
         return best[1]
     raise error or ValueError("it has no form")
+
+
+def only_writes_parts(tracker, template, variables):
+    """Return whether a template writes a list of text parts, but not a text: templates of vision-language models."""
+    texts = []
+    for content in (PROBE, [{"type": "text", "text": PROBE}]):
+        messages = [{"role": "user", "content": content}]
+        try:
+            texts.append(tracker.render(template, {**variables, "messages": messages})["text"])
+        except Exception:  # a template can raise anything
+            texts.append("")
+    text, parts = texts
+    quoted = any(quote + PROBE + quote in parts for quote in "'\"")  # the list was written in Python or JSON
+    return PROBE not in text and PROBE in parts and not quoted
+
+
+def with_parts(message):
+    """Return the message with a list of one text part in place of a text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def forms(messages):
@@ -207,6 +235,16 @@ def called(message):
     calls = message.get("tool_calls")
     functions = [one.get("function", one) for one in calls if isinstance(one, dict)] if isinstance(calls, list) else []
     return [one["name"] for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
+
+
+def python_arguments(messages):
+    """Return the arguments of all calls as Python writes objects: templates that need texts of JSON write that."""
+    calls = [
+        call for message in messages if called(message) for call in message["tool_calls"] if isinstance(call, dict)
+    ]
+    functions = [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+    arguments = [function.get("arguments") for function in functions]
+    return {str(value) for value in arguments if value and isinstance(value, dict) and str(value) != as_texts(value)}
 
 
 def without_content(message):

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
-from eqx_decoders.data.sources.documents import FILES, parse_reference
+from eqx_decoders.data.sources.documents import parse_reference
+from eqx_decoders.data.sources.records import FILES
 from eqx_decoders.data.store.open_store import is_made
 from eqx_decoders.data.store.shard_tasks import Recipe
 from eqx_decoders.data.store.token_store import TRAIN, TokenStore

@@ -44,6 +44,10 @@ MARKED = ChatTemplate(
     "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 BYTES = ByteTokenizer()
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 WANTED = "<user>q</s><assistant>a</s>"
@@ -133,6 +137,18 @@ def test_every_source_gives_the_same_documents(kind, seed, tmp_path):
     ]
 
 
+def test_maps_of_arrow_are_objects(tmp_path):
+    """Spark and DuckDB write messages as maps."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    kind = pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    messages = pyarrow.array([[list(USER.items()), list(ANSWER.items())]], kind)
+    parquet.write_table(pyarrow.table({"messages": messages}), tmp_path / "a.parquet")
+    (document,) = render_documents(read_documents(str(tmp_path / "a.parquet")), TEMPLATE)
+    assert document.text == WANTED
+
+
 SAME = {
     "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     "sharegpt in messages": {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
@@ -161,19 +177,26 @@ def test_formats_are_the_same_conversation(name):
     assert prompt[0]["role"] == "user" and len(prompt) <= 2
 
 
-def test_content_parts_stay_a_list_if_the_template_needs_parts():
-    source = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}</s>{% endfor %}"
-    source += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    (document,) = rendered(SAME["parts"], template=ChatTemplate(source=source))
-    assert document.text == WANTED
+@pytest.mark.parametrize("messages", [[USER, ANSWER], SAME["parts"]["messages"]], ids=["texts", "parts"])
+def test_templates_that_need_parts_write_texts(messages, tmp_path):
+    template = ChatTemplate(source=PARTS)
+    (document,) = rendered({"messages": messages}, template=template)
+    assert document.text == WANTED and trained(document) == ["a</s>"]
+    pair = write(tmp_path / "pair.jsonl", {"chosen": messages, "rejected": [messages[0], {**ANSWER, "content": "b"}]})
+    (example,) = read_pairs(str(pair), BYTES, seq_len=99, template=template).examples
+    assert [BYTES.decode(answer.tokens) for answer in example.answers] == [WANTED, WANTED.replace(">a<", ">b<")]
+    prompt = write(tmp_path / "prompt.jsonl", {"prompt": messages[:1]})
+    (found,) = read_prompts(str(prompt), BYTES, most_tokens=99, template=template).prompts
+    assert BYTES.decode(found.tokens) == "<user>q</s><assistant>"
 
 
 def test_history_of_alpaca_and_system_column():
     record = {"instruction": "add", "input": "1 2", "output": "3", "system": "be kind", "history": [["x", "y"]]}
     (document,) = rendered(record)
     assert document.text == "<system>be kind</s><user>x</s><assistant>y</s><user>add\n1 2</s><assistant>3</s>"
-    (document,) = rendered({"system": "be kind", "messages": [USER, ANSWER]})
-    assert document.text == "<system>be kind</s>" + WANTED
+    for system in ("be kind", [{"type": "text", "text": "be kind"}]):
+        (document,) = rendered({"system": system, "messages": [USER, ANSWER]})
+        assert document.text == "<system>be kind</s>" + WANTED
 
 
 @pytest.mark.parametrize("role", [*ROLES, "Assistant", "GPT", " Human ", "SYSTEM"])
@@ -192,6 +215,26 @@ def test_function_calls_become_tool_calls():
     record = {"messages": [USER, call, {"role": "function", "name": "f", "content": "1"}, ANSWER]}
     (document,) = rendered(record | {"functions": [{"name": "f"}]})
     assert "<assistant>f" in document.text and "<tool>1</s>" in document.text and '"name": "f"' in document.text
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', "", " ", "print(1)", '["x"]', '{"x": null}'])
+def test_arguments_in_json_are_objects_as_in_the_server(arguments):
+    """A template that converts arguments to JSON would write a text of JSON twice encoded."""
+    function = {"name": "f", "arguments": arguments}
+    expected = {"": {}, " ": {}, '{"x": 1}': {"x": 1}, '{"x": null}': {"x": None}}
+    parsed = arguments if isinstance(arguments, dict) else expected.get(arguments, arguments)
+    calls = [{"type": "function", "function": function}]
+    messages = (
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": None, "tool_calls": json.dumps(calls)},
+        {"role": "assistant", "content": None, "function_call": function},
+        {"from": "function_call", "value": json.dumps(function)},
+        {"role": "assistant", "content": None, "tool_calls": [function]},
+        {"role": "assistant", "content": None, "tool_calls": calls[0]},
+    )
+    for message in messages:
+        (document,) = rendered({"messages": [USER, message]})
+        assert trained(document) == [f"f{json.dumps(parsed)}</s>"]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
@@ -352,6 +395,32 @@ def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
     found = read_labelled_answers(write(tmp_path / "a.jsonl", record), BYTES, seq_len=64)
     assert found.examples[0].label == (1 if label else -1)
     assert rendered({**record, "label": 3})[0].text == "qa"
+
+
+@pytest.mark.parametrize("record", [{"label": False}, {"kto_tag": False}, {"mask": "Assistant"}])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_labels_and_masks_beside_messages_are_refused(kind, record, tmp_path):
+    messages = {"messages": [USER, ANSWER]}
+    ((key, value),) = record.items()
+    with pytest.raises(DataError, match=f"{key}={value}"):
+        list(read_documents(written_as(kind, [messages | record], tmp_path)))
+    assert rendered(messages | {"label": 0, "mask": "User"})[0].text == WANTED
+
+
+@pytest.mark.parametrize("name", ["image", "video", "audio"])
+def test_a_single_file_is_read_like_a_list(name, tmp_path):
+    question = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    (wanted,) = rendered(question | {f"{name}s": ["a.bin"]})
+    for value in ("a.bin", ["a.bin"]):
+        (document,) = rendered(question | {name: value})
+        assert document.media == wanted.media and wanted.media
+    assert rendered(question | {name: ""})[0].media == () == rendered(question | {name: None})[0].media
+    assert rendered({"text": "a caption", name: {"bytes": "0"}})[0].media == ()
+    pair = write(tmp_path / "pair.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b", name: "a.bin"})
+    with pytest.raises(DataError, match=f"has {name}s: preferences are read as text"):
+        read_pairs(pair, BYTES, seq_len=99)
+    with pytest.raises(DataError, match=f"has {name}: prompts are read as text"):
+        read_prompts(pair, BYTES, most_tokens=99)
 
 
 def test_pairs_in_a_table_name_the_methods_for_pairs(tmp_path):

@@ -169,6 +169,32 @@ def test_what_the_template_takes_is_given_as_it_is():
         assert found == f"True{json.dumps(arguments)}"
 
 
+@pytest.mark.parametrize("written", ["{{ f.arguments }}", "{{ '' ~ f.arguments }}", "{{ f.arguments | tojson }}"])
+def test_arguments_are_written_as_json(written):
+    source = "{% for m in messages %}{% for c in m.tool_calls %}{% set f = c.function %}{{ f.name }}" + written
+    source += "{% endfor %}{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": None, "y": [True, "é"]}}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ChatTemplate(source=source).render(messages) == 'f{"x": null, "y": [true, "é"]}'
+
+
+PARTS = "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p['text'] }}{% endfor %};{% endfor %}"
+EITHER = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}[{{ p['text'] }}]{% endfor %}{% endif %};{% endfor %}"
+)
+IN_PYTHON = "{% for m in messages %}{{ m.role }}:{{ m.content if m.content is not string }};{% endfor %}{# text #}"
+
+
+@pytest.mark.parametrize(
+    "source, text",
+    [(PARTS, "user:hello;"), (EITHER, "user:hello;"), (IN_PYTHON, "user:;")],
+    ids=["parts", "either", "python"],
+)
+def test_texts_become_parts_if_a_template_only_writes_parts(source, text):
+    assert ChatTemplate(source=source).render(HELLO) == text
+
+
 def test_the_time_is_told():
     text = ChatTemplate(source="{{ strftime_now('%Y-%m-%d %H') }}").render(HELLO)
     now = time.time()
