@@ -522,7 +522,9 @@ class TaggedParser(AnswerParser):
             return
         self._state = "malformed"
         marker = next((marker for marker in self._call_starts if self._buffer.startswith(marker)), "")
-        size = result.position - num_returned if self._is_xml else len(marker)  # XML calls may have several markers
+        size = len(marker)
+        if self._is_xml:  # XML calls may have several markers
+            size = max(size, result.position - num_returned)
         events.append(Malformed(self._take(size), self._readable(result.reason)))
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:
