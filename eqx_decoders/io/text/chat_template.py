@@ -413,6 +413,9 @@ def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dic
     calls tools without a text stays None, as with transformers. A template that cannot take that, or the form of the
     calls' arguments, gets other forms (`chat_template_worker.forms`). The assistant's thoughts, which go by several
     names, are given as `reasoning_content` and `thinking`.
+
+    An empty list of tool calls is left out, because some templates (such as Llama 3.1's) require a call if the message
+    has the key `tool_calls`.
     """
     valid = isinstance(messages, list | tuple) and len(messages) > 0
     check(valid, f"{where}={str(messages)[:60]} must be a list with at least one message.", DataError)
@@ -424,9 +427,14 @@ def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dic
         text = isinstance(content, str) or (content is None and "tool_calls" in message)
         check(text, f"{path}: content={str(content)[:60]!r} must be a text.", DataError)
     messages = [
-        {key: value for key, value in message.items() if value is not None or key == "content"} for message in messages
+        {key: value for key, value in message.items() if key == "content" or not _is_absent(key, value)}
+        for message in messages
     ]
     return [_with_thoughts(message) for message in messages]
+
+
+def _is_absent(key: str, value: Any) -> bool:
+    return value is None or (key == "tool_calls" and isinstance(value, list | tuple) and not value)
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from eqx_decoders.serving.frontend.api_errors import shown
 from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, STRING_RULES, prepare_schema
 from eqx_decoders.serving.frontend.schema_reader import (
     ALL_TYPES,
-    MAX_NESTING,
+    RULES,
     Arguments,
     SchemaReader,
     VisitBudget,
@@ -58,6 +58,7 @@ MARKERS = frozenset(
         *("<|channel>", "<answer>", "</answer>"),
     }
 )
+MAX_LEVELS = 32  # levels of a schema without references in tool calls that are not written as JSON
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
 
@@ -488,10 +489,20 @@ class _Writer:
         known = self._names.get((rule, name.isupper()))  # names of terminals are in upper case
         if known is not None:
             return known
-        name = f"{name}_{len(self._rules)}"
+        name = self.reserve_rule(name)
         self._rules[name] = rule
         self._names[rule, name.isupper()] = name
         return name
+
+    def reserve_rule(self, name: str) -> str:
+        """Return the name of a new rule. A recursive rule needs its name before its body: see `define_rule`."""
+        name = f"{name}_{len(self._rules)}"
+        self._rules[name] = ""
+        return name
+
+    def define_rule(self, name: str, body: str) -> None:
+        """Set the body of a rule whose name is reserved."""
+        self._rules[name] = f": {body}"
 
     def _terminal(self, body: str) -> str:
         return self.rule("TEXT", body)
@@ -761,11 +772,24 @@ class _Writer:
         return self.rule("parameter", " | ".join(bodies))
 
 
+def _only_reference(schema: Any) -> str | None:
+    """Return the `$ref` of a schema that has no other rules. The `$ref` may be the only schema of `allOf`."""
+    rules = {name: value for name, value in schema.items() if name in RULES} if isinstance(schema, dict) else {}
+    if len(rules) != 1:
+        return None
+    if isinstance(rules.get("allOf"), list) and len(rules["allOf"]) == 1:
+        return _only_reference(rules["allOf"][0])
+    reference = rules.get("$ref")
+    return reference if isinstance(reference, str) else None
+
+
 class _Values:
     """Writer of the rules of argument values in Python's syntax and in Gemma's syntax.
 
     The rules constrain types, `const`, `enum`, properties, the number of items, and numbers. Strings are constrained
     (for example by `pattern`) in Python's syntax only.
+
+    A `$ref` becomes a rule, so that schemas may be recursive.
     """
 
     def __init__(self, row: ToolCallFormat, reader: SchemaReader, writer: _Writer):
@@ -773,9 +797,27 @@ class _Values:
         self._python = row.syntax == "python"
         self._names = ("True", "False", "None") if self._python else ("true", "false", "null")
         self._separator = quoted(", " if self._python else ",")
+        self._references: dict[str, str] = {}  # name of the rule of each `$ref`
+        self._any_rule = ""  # name of the rule of any value
 
     def value_rule(self, schema: Any, depth: int = 0) -> str:
         """Return the rule that matches the values of a JSON Schema."""
+        if schema is True or (isinstance(schema, dict) and not RULES & schema.keys()):
+            return self._any()
+        reference = _only_reference(schema)
+        if reference is None:
+            return self._value_rule(schema, depth)
+        if reference not in self._references:
+            name = self._references[reference] = self._writer.reserve_rule("reference")
+            self._writer.define_rule(name, self._value_rule({"$ref": reference}, 0))
+        return self._references[reference]
+
+    def _value_rule(self, schema: Any, depth: int) -> str:
+        if depth > MAX_LEVELS:
+            raise ConfigError(
+                f"The JSON Schema is not supported: it has more than {MAX_LEVELS} levels of lists, objects and "
+                "compositions. Move inner schemas to `$defs`."
+            )
         schema = self._reader.merged(schema)
         schema = schema if isinstance(schema, dict) else {}
         types = self._reader.types(schema)
@@ -787,9 +829,10 @@ class _Values:
             return self._writer.rule("value", " | ".join(self._literal(value) for value in literals))
         true, false, null = map(quoted, self._names)
         keyword = next((keyword for keyword in ("anyOf", "oneOf") if schema.get(keyword)), None)
-        if keyword is not None and depth < MAX_NESTING:
-            base = {name: value for name, value in schema.items() if name != keyword}
-            options = [self.value_rule({"allOf": [base, option]}, depth + 1) for option in schema[keyword]]
+        if keyword is not None:
+            base = {name: value for name, value in schema.items() if name != keyword and name in RULES}
+            parts = [[base, option] if base else [option] for option in schema[keyword]]
+            options = [self.value_rule({"allOf": part}, depth + 1) for part in parts]
             return self._writer.rule("value", " | ".join(dict.fromkeys(options)))
         alternatives = []
         if "boolean" in types:
@@ -806,10 +849,10 @@ class _Values:
                 raise ConfigError(
                     f"prefixItems is not supported for tool calls in the format {self._row.name}. Use `items` instead."
                 )
-            simple = isinstance(items, dict) and depth < MAX_NESTING
-            item = self.value_rule(items, depth + 1) if simple else self._any(depth)
-            if "array" in types:
-                alternatives.append('"[" "]"' if items is False else self._array(item, schema))
+            if "array" in types and items is False:
+                alternatives.append('"[" "]"')
+            elif "array" in types:
+                alternatives.append(self._array(self.value_rule(items, depth + 1), schema))
             if "object" in types:
                 alternatives.append(self._object(schema, depth))
         if not alternatives:
@@ -832,9 +875,6 @@ class _Values:
         return f'"[" {item} {more} "]"' if minimum else f'"[" ({item} {more})? "]"'
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        if depth >= MAX_NESTING:
-            member = f"{self._key()} {self._any(depth)}"
-            return f'"{{" ({member} ({self._separator} {member})*)? "}}"'
         quote, sign, separator = ('"', ": ", ", ") if self._python else ("", ":", ",")
         bodies = [
             self._writer.members(arguments, quote, sign, separator, self, depth)
@@ -844,10 +884,16 @@ class _Values:
             raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
         return f'"{{" ({" | ".join(bodies)}) "}}"'
 
-    def _any(self, depth: int) -> str:
-        """Return the rule of any value. Lists and objects are nested at most MAX_NESTING levels deep."""
-        types = ["string", "number", "boolean", "null", *(("array", "object") if depth < MAX_NESTING else ())]
-        return self.value_rule({"type": types}, depth + 1)
+    def _any(self) -> str:
+        """Return the rule of any value."""
+        if not self._any_rule:
+            name = self._any_rule = self._writer.reserve_rule("any")
+            scalars = self._value_rule({"type": ["string", "number", "boolean", "null"]}, 0)
+            member = f"{self._key()} {name}"
+            array = f'"[" ({name} ({self._separator} {name})*)? "]"'
+            items = f'"{{" ({member} ({self._separator} {member})*)? "}}"'
+            self._writer.define_rule(name, f"{scalars} | {array} | {items}")
+        return self._any_rule
 
     def _string(self) -> str:
         if self._python:

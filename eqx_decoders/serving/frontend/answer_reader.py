@@ -91,6 +91,10 @@ class AnswerReader:
         """Whether the tokens so far may be the start of the reasoning."""
         return self._parser.is_undecided
 
+    def separates_parts(self, token: int) -> bool:
+        """Return whether the last token belongs to no part: it is a marker, or a blank between parts."""
+        return self._special_names.get(token) in self._form.placeholders or self._parser.skips_blanks
+
     def may_stop(self, token: int) -> bool:
         """Return whether a stop token ends the answer here. It does not within the reasoning or its start marker."""
         name = self._special_names.get(token)

@@ -86,6 +86,14 @@ PATTERN_OF_FORMAT = {
     "date-time": f"^{_DATE}[Tt][0-9]{{2}}:[0-9]{{2}}:[0-5]",  # without leap seconds
     "time": "^[0-9]{2}:[0-9]{2}:[0-5]",
 }
+# Formats that JSON Schema defines. Other formats, such as `password` and `binary` of OpenAPI, restrict nothing.
+FORMATS = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri"),
+        *("iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference"),
+        *("uri-template", "uuid"),
+    }
+)
 
 
 def prepare_schema(schema: Any) -> Any:
@@ -214,6 +222,8 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
             ]
         elif keyword in SCHEMA:
             prepared[keyword] = _prepare(value, f"{path}.{keyword}", depth + 1)
+        elif keyword == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
         elif not (keyword == "x-guidance" and path == "$"):  # clients must not set llguidance's options
             prepared[keyword] = value
     _check_numbers(prepared, path)

@@ -14,7 +14,7 @@ from eqx_decoders.serving.frontend.json_schemas import NUMBER_RULES, OBJECT_RULE
 
 MAX_VISITS = 50_000  # visited subschemas for one grammar
 MAX_REFERENCES = 8  # levels of nested references and compositions
-MAX_NESTING = 4  # levels of lists and objects in tool calls that are not written as JSON
+MAX_NESTING = 4  # levels of nested anyOf and oneOf in the schema of an object
 ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
@@ -25,6 +25,7 @@ MERGED_RULES = frozenset(
         *(*OBJECT_RULES, *STRING_RULES, *NUMBER_RULES, *LOWER_BOUNDS, *UPPER_BOUNDS),
     }
 )
+RULES = MERGED_RULES | {"$ref", "allOf", "type"}  # keywords that restrict values
 
 
 class VisitBudget:

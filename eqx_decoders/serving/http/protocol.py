@@ -65,12 +65,13 @@ class JsonSchemaFormat(RequestFields):
 
 
 class ResponseFormat(RequestFields):
-    """`response_format`."""
+    """`response_format`. `schema` is the JSON Schema as llama.cpp takes it, with both types of JSON."""
 
     type: Annotated[
         Literal["text", "json_object", "json_schema"], Meta(description="one of text, json_object, json_schema")
     ]
     json_schema: Annotated[JsonSchemaFormat, Meta(description="an object")] | None = None
+    schema: Schema | None = None
 
 
 class StructuredOutputs(RequestFields):
@@ -164,12 +165,14 @@ class GenerationRequest(RequestBody):
                     grammars[prefix + kind] = Grammar(kind, _grammar_content(content))
         if outputs is not None and outputs.json_object:
             grammars["structured_outputs.json_object"] = ANY_OBJECT
-        if form is not None and form.type == "json_object":
-            grammars["response_format"] = ANY_OBJECT
-        elif form is not None and form.type == "json_schema":
-            if form.json_schema is None or form.json_schema.schema is None:
+        if form is not None and form.type != "text":
+            schema = form.schema if form.json_schema is None else form.json_schema.schema
+            if schema is not None:
+                grammars["response_format"] = Grammar("json", _grammar_content(schema))
+            elif form.type == "json_object":
+                grammars["response_format"] = ANY_OBJECT
+            else:
                 raise ApiError(400, "response_format.json_schema.schema is missing.", param="response_format")
-            grammars["response_format"] = Grammar("json", _grammar_content(form.json_schema.schema))
         if len(grammars) > 1:
             raise ApiError(400, f"{' and '.join(grammars)} exclude each other: give one.", param=list(grammars)[1])
         return next(iter(grammars.items()), ("", None))

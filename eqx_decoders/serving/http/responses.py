@@ -224,7 +224,8 @@ class Choice:
             finish = "stop"
         started_in_reasoning = self._reader is not None and self._reader.in_reasoning
         offset, ended_reasoning = self._length, False
-        if finish != "stop" or self._request.include_stop_str_in_output:
+        is_pushed = finish != "stop" or self._request.include_stop_str_in_output
+        if is_pushed:
             search = finish != "stop" and self.count > self._request.min_tokens
             if self._reader is None:
                 offset += self._add_text(delta, token, search=search)
@@ -236,8 +237,10 @@ class Choice:
             if ended_reasoning and not self._request.return_token_ids:
                 delta.clear_scores()
                 delta.discards_scores, self._undecided = True, Delta()
-            is_reasoning = started_in_reasoning or (ended_reasoning and not delta.text)
-            self._add_token_score(delta, token, score, offset, is_reasoning=is_reasoning)
+            is_content = not (started_in_reasoning or (ended_reasoning and not delta.text))
+            if is_pushed and self._reader is not None and self._reader.separates_parts(token):
+                is_content, self._undecided = False, Delta()
+            self._add_token_score(delta, token, score, offset, is_content=is_content)
         if self._stops.found is not None:
             self._finish(delta, "stop", self._stops.found)
         elif finish is not None:
@@ -256,13 +259,13 @@ class Choice:
         delta.offsets.append(offset)
 
     def _add_token_score(
-        self, delta: Delta, token: int, score: TokenScore | None, offset: int, *, is_reasoning: bool
+        self, delta: Delta, token: int, score: TokenScore | None, offset: int, *, is_content: bool
     ) -> None:
         """Add the score of a token if it belongs to the content, or if the response contains all token ids."""
         reader = self._reader
         if reader is None or self._request.return_token_ids:
             self._add_score(delta, token, score, offset)
-        elif is_reasoning:
+        elif not is_content:
             return
         elif reader.is_undecided:
             self._add_score(self._undecided, token, score, offset)

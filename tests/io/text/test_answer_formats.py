@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -387,3 +388,22 @@ def test_empty_harmony_message_does_not_depend_on_the_pieces():
     call = ROWS["harmony"].write([WEATHER])
     for text in (f"<|start|>assistant<|call|>{call}", f"<|channel|>final<|end|>{call}"):
         assert collected(events_of(form, [text])) == collected(events_of(form, text)) == ("", "", [WEATHER], "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm4_moe", "<tool_call><tool_call>find\n</tool_call>"),
+        ("gemma4", "<|tool_call>call:find<|tool_call>{}<tool_call|>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="find<minimax:tool_call>">\n</invoke>'),
+    ],
+)
+def test_names_of_tools_and_parameters_contain_no_special_tokens(name: Any, text):
+    form = AnswerFormat(name, None, re.findall(r"<[^ <>]+>|\[[A-Z_]+\]", text))
+    for pieces in ([form.translate(text)], form.translate(text)):
+        parser = form.parser()
+        events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+        names = [
+            name for event in events if isinstance(event, Call) for name in (event.call.name, *event.call.arguments)
+        ]
+        assert [form.restore(name) for name in names] == names

@@ -402,6 +402,13 @@ def test_a_call_of_a_tool_needs_no_content():
     assert ChatTemplate(source="{{ messages[0].tool_calls[0].name }}").render(messages) == "f"
 
 
+@pytest.mark.parametrize("calls", [None, [], ()])
+def test_omits_tool_calls_if_there_are_none(calls):
+    source = "{% for m in messages %}{{ m.tool_calls[0].name if 'tool_calls' in m else m.content }}{% endfor %}"
+    messages = [{"role": "assistant", "content": "Hi", "tool_calls": calls}]
+    assert ChatTemplate(source=source).render(messages) == "Hi"
+
+
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"jinja2.*eqx_decoders\[hf\]"):

@@ -449,7 +449,30 @@ def test_parameters_follow_schemas_with_compositions(kind, name):
 
 
 E = {"enum": ["x", "y"]}
+
+
+def nested(schema, levels: int) -> dict[str, Any]:
+    """Return the schema of lists of objects, which are nested `levels` deep around values of another schema."""
+    for _ in range(levels):
+        inner = {"type": "object", "properties": {"k": schema}, "required": ["k"], "additionalProperties": False}
+        schema = {"type": "array", "items": inner}
+    return schema
+
+
+NODE = {
+    "type": "object",
+    "properties": {"k": E, "n": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}], "default": None}},
+    "required": ["k", "n"],
+    "additionalProperties": False,
+}
 VALUES = {
+    "nested": (nested(E, 3), [[{"k": [{"k": [{"k": "x"}]}]}]], [[{"k": [{"k": [{"k": "z"}]}]}], [{"k": [{"z": []}]}]]),
+    "recursive": (
+        {"$ref": "#/$defs/N"},
+        [{"k": "x", "n": {"k": "y", "n": {"k": "x", "n": None}}}],
+        [{"k": "x", "n": {"k": "y", "n": {"k": "z", "n": None}}}, {"k": "x", "n": {"k": "y", "n": {"k": "x"}}}],
+    ),
+    "anything nested": (nested({}, 3), [[{"k": [{"k": [{"k": [[[{"a": 1}]], {}]}]}]}]], []),
     "reference": ({"$ref": "#/$defs/E"}, ["x"], ["zzz"]),
     "optional": ({"anyOf": [E, {"type": "null"}]}, ["x", None], ["zzz", 1]),
     "allOf": ({"allOf": [{"$ref": "#/$defs/E"}], "description": "d"}, ["y"], ["zzz"]),
@@ -465,7 +488,7 @@ VALUES = {
 @pytest.mark.parametrize("kind", VALUES)
 def test_values_of_parameters_follow_schemas_with_compositions(kind, name):
     schema, good, bad = VALUES[kind]
-    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"E": E}}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"E": E, "N": NODE}}
     for value in good:
         assert call_accepted(name, parameters, {"a": value}), value
         assert call_accepted(name, parameters, {"a": value}, required=False), value

@@ -214,6 +214,21 @@ def test_log_probs_cover_the_content():
             assert whole.scored == whole.tokens == ids_of(text)  # one score per token
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (QWEN, "\n<think>\nHm.\n</think>\n\nYes"),
+        (HARMONY, f"{SAID}<|channel|>final<|message|>Yes"),
+        (HARMONY, "<|channel|>final<|message|>Y<|end|><|start|>assistant<|channel|>final<|message|>es"),
+        (HARMONY, "Yes"),
+    ],
+)
+def test_log_probs_omit_markers_and_blanks_between_the_parts(source, text):
+    for size in (1, 3, 100):
+        whole, _ = take(choice_of(source, "x", tools=(), logprobs=True), ids_of(text), size)
+        assert TOKENIZER.decode(whole.scored, special=True) == whole.text == "Yes"
+
+
 def test_content_before_an_unopened_end_marker_is_reasoning():
     whole, deltas = take(choice_of(QWEN, "x"), ids_of("plan \n</think>\nYes"))
     assert (whole.reasoning, whole.text) == ("plan", "Yes")

@@ -78,6 +78,7 @@ SCHEMAS = {
     "pattern": record({"a": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]$"}}),
     "pattern unanchored": record({"a": {"type": "string", "pattern": "[0-9]", "maxLength": 4}}),
     "format": record({"a": {"type": "string", "format": "ipv4"}, "b": {"type": "string", "format": "uuid"}}),
+    "format of OpenAPI": record({"a": {"type": "string", "format": "password", "maxLength": 3}}),
     "date": {"type": "array", "items": {"type": "string", "format": "date"}, "minItems": 5, "maxItems": 5},
     "date with a pattern": {"type": "string", "format": "date", "pattern": "-02-"},
     "date-time": {"type": "string", "format": "date-time"},

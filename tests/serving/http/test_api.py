@@ -372,6 +372,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
     "options",
     [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"guided_json": SCHEMA},
         {"guided_json": json.dumps(SCHEMA)},
         {"structured_outputs": {"json": SCHEMA}},

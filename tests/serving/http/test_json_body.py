@@ -200,6 +200,23 @@ def test_other_values_of_unknown_fields_are_refused(kind):
             assert error.value.param == name and error.value.code == "unsupported_parameter"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            ("top_n_tokens", 0),
+            ("watermark", False),
+            ("samplers", []),
+            ("reasoning_budget", -1),
+            ("grammar_lazy", False),
+        ],
+        *[("guided_decoding_backend", "xgrammar"), ("guidance_scale", 1.0), ("custom_logit_processor", "")],
+    ],
+)
+def test_accepts_settings_that_are_off_in_other_servers(name, value):
+    assert changes_nothing(name, value) and not changes_nothing(name, "other")
+
+
 def test_booleans_do_not_equal_numbers():
     assert changes_nothing("typical_p", 1) and changes_nothing("typical_p", 1.0)
     assert not changes_nothing("typical_p", True) and not changes_nothing("use_beam_search", 0)

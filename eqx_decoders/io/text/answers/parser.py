@@ -134,6 +134,11 @@ class AnswerParser(abc.ABC):
     def is_undecided(self) -> bool:
         """Whether the text so far may be the start of the reasoning."""
 
+    @property
+    def skips_blanks(self) -> bool:
+        """Whether blanks are left out here, because the current part has no text yet."""
+        return False
+
     @abc.abstractmethod
     def may_reason(self, text: str) -> bool:
         """Return whether the answer is in its reasoning, or could start its reasoning with `text`."""
@@ -326,6 +331,10 @@ class TaggedParser(AnswerParser):
     @property
     def is_undecided(self) -> bool:
         return self._state == "start"
+
+    @property
+    def skips_blanks(self) -> bool:
+        return self._skips_blanks
 
     def may_reason(self, text: str) -> bool:
         if self._state != "start":
@@ -522,7 +531,9 @@ class TaggedParser(AnswerParser):
             return
         self._state = "malformed"
         marker = next((marker for marker in self._call_starts if self._buffer.startswith(marker)), "")
-        size = result.position - num_returned if self._is_xml else len(marker)  # XML calls may have several markers
+        size = len(marker)
+        if self._is_xml:  # XML calls may have several markers
+            size = max(size, result.position - num_returned)
         events.append(Malformed(self._take(size), self._readable(result.reason)))
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:

@@ -28,7 +28,8 @@ from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, f
 MAX_HEADER = 512  # max. characters between the marker of a call and its arguments
 _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
-_NAME = r"[^\s<>\[\](){}\"'`=,;|｜]+"
+_PLACEHOLDERS = r"\ud800-\udfff"  # special tokens: they cannot be part of a name
+_NAME = rf"[^\s<>\[\](){{}}\"'`=,;|｜{_PLACEHOLDERS}]+"
 _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
@@ -462,7 +463,11 @@ class XmlCall:
     def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
         """Return the expression for the start of a parameter. Its groups are the key and `true` for a string value."""
         is_quoted = row.parameter_begin.endswith('"')
-        key = r'"?([^"<>\n]{1,256}?)"?' if is_quoted else r"([^<>\n/][^<>\n]{0,255}?)"
+        key = (
+            rf'"?([^"<>\n{_PLACEHOLDERS}]{{1,256}}?)"?'
+            if is_quoted
+            else rf"([^<>\n/{_PLACEHOLDERS}][^<>\n{_PLACEHOLDERS}]{{0,255}}?)"
+        )
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
             return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>")
@@ -490,9 +495,10 @@ class XmlCall:
         position, heads = self._start, self._heads
         first = next((index for index, head in enumerate(heads) if text.startswith(head, position)), None)
         rest = text[position:]
-        if first is None and not any(head.startswith(rest) or head.rstrip('"').startswith(rest) for head in heads):
-            return Failed(position + 1, "the call has no tool name")
-        for head in () if first is None else heads[first:]:
+        if first is None:
+            is_incomplete = any(head.startswith(rest) or head.rstrip('"').startswith(rest) for head in heads)
+            return None if is_incomplete else Failed(position + 1, "the call has no tool name")
+        for head in heads[first:]:
             if not text.startswith(head, position):
                 if head.startswith(text[position:]):
                     return None
@@ -949,7 +955,7 @@ class GemmaCall:
             quoted = re.compile(r'"([^"\n]*)"\s*(?=:)').match(text, position)
             at = text.find(":", position) if quoted is None else quoted.end()
             key, position = (text[position:at].strip().strip('"') if quoted is None else quoted[1]), at
-            if at < 0 or "\n" in key:
+            if at < 0 or "\n" in key or self._context.is_special(key):
                 raise ValueError("a key has no value")
         if not text.startswith(":", position):
             raise ValueError(f"unexpected {text[position : position + 20]!r}")
