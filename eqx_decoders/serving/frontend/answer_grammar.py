@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.answers.formats import (
+    ANSWER_WRAPPERS,
     REASONING_FORMATS,
     TOOL_CALL_FORMAT,
     TOOL_CALL_FORMATS,
@@ -55,7 +56,8 @@ MARKERS = frozenset(
         *(text for row in REASONING_FORMATS for pair in row.wrappers for text in pair),
         # gpt-oss writes its reasoning and its tool calls as messages of the same format
         *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
-        *("<|channel>", "<answer>", "</answer>"),
+        *(text for pair in ANSWER_WRAPPERS for text in pair),
+        "<|channel>",
     }
 )
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")

@@ -19,6 +19,7 @@ ToolFormat = Literal[
     "qwen3_coder",
     "harmony",
     "glm4_moe",
+    "glm47_moe",
     "deepseek_v3",
     "deepseek_v31",
     "deepseek_v32",
@@ -34,6 +35,7 @@ ToolFormat = Literal[
     "cohere",
     "hunyuan",
     "hy_v3",
+    "hy_v3_opensource",
     "seed_oss",
     "gemma3",
     "gemma4",
@@ -42,6 +44,7 @@ ToolFormat = Literal[
     "phi4_mini",
     "internlm",
     "longcat",
+    "longcat_xml",
 ]
 Syntax = Literal["json", "named_json", "xml", "python", "gemma", "harmony"]
 
@@ -223,6 +226,43 @@ def _functions(tag: str) -> dict[str, Any]:
     )
 
 
+def _argument_keys(prefix: str = "", line_break: str = "\n") -> dict[str, Any]:
+    """Return the fields of a format that writes a call as a name, and keys and values in separate tags.
+
+    `prefix`: start of the names of all tags. `line_break`: text after the name and after each key and value.
+    """
+    return dict(
+        syntax="xml",
+        begins=(f"<{prefix}tool_call>",),
+        ends=(f"</{prefix}tool_call>",),
+        call_begin=f"<{prefix}tool_call>",
+        name_end=line_break,
+        call_end=f"</{prefix}tool_call>",
+        separator=line_break,
+        parameter_begin=f"<{prefix}arg_key>",
+        key_end=f"</{prefix}arg_key>{line_break}<{prefix}arg_value>",
+        parameter_end=f"</{prefix}arg_value>{line_break}",
+    )
+
+
+def _hunyuan_v3(suffix: str = "") -> dict[str, Any]:
+    """Return the fields of Hunyuan 3's format. `suffix`: end of the names of all tags."""
+    return dict(
+        syntax="xml",
+        begins=(f"<tool_calls{suffix}>", f"<tool_call{suffix}>"),
+        ends=(f"</tool_call{suffix}>", f"</tool_calls{suffix}>"),
+        section_begin=f"<tool_calls{suffix}>\n",
+        section_end=f"\n</tool_calls{suffix}>",
+        call_begin=f"<tool_call{suffix}>",
+        name_end=f"<tool_sep{suffix}>\n",
+        call_end=f"</tool_call{suffix}>",
+        separator="\n",
+        parameter_begin=f"<arg_key{suffix}>",
+        key_end=f"</arg_key{suffix}>\n<arg_value{suffix}>",
+        parameter_end=f"</arg_value{suffix}>\n",
+    )
+
+
 # A chat template selects the first row whose selectors match.
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
@@ -233,10 +273,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name_end=" <|constrain|>json<|message|>",
         call_end="<|call|>",
     ),
-    ToolCallFormat(
-        name="deepseek_v4", selectors=(("｜DSML｜tool_calls",), ("dsml_token }}tool_calls",)), **_dsml("tool_calls")
-    ),
-    ToolCallFormat(name="deepseek_v32", selectors=(("｜DSML｜",),), **_dsml("function_calls")),
+    ToolCallFormat(name="deepseek_v32", selectors=(("｜DSML｜", "function_calls"),), **_dsml("function_calls")),
+    ToolCallFormat(name="deepseek_v4", selectors=(("｜DSML｜",),), **_dsml("tool_calls")),
     ToolCallFormat(
         name="deepseek_v3",
         selectors=(("<｜tool▁call▁begin｜>", "```json"),),
@@ -328,35 +366,14 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         **_functions("tool_call"),
     ),
     ToolCallFormat(
-        name="hy_v3",
-        syntax="xml",
-        selectors=(("<tool_sep>",), ("tool_sep", "arg_key")),
-        begins=("<tool_calls>", "<tool_call>"),
-        ends=("</tool_call>", "</tool_calls>"),
-        section_begin="<tool_calls>\n",
-        section_end="\n</tool_calls>",
-        call_begin="<tool_call>",
-        name_end="<tool_sep>\n",
-        call_end="</tool_call>",
-        separator="\n",
-        parameter_begin="<arg_key>",
-        key_end="</arg_key>\n<arg_value>",
-        parameter_end="</arg_value>\n",
+        name="hy_v3_opensource",
+        selectors=(("tool_sep", "arg_key", ":opensource"),),
+        **_hunyuan_v3(":opensource"),
     ),
-    ToolCallFormat(
-        name="glm4_moe",
-        syntax="xml",
-        selectors=(("<arg_key>",),),
-        begins=("<tool_call>",),
-        ends=("</tool_call>",),
-        call_begin="<tool_call>",
-        name_end="\n",
-        call_end="</tool_call>",
-        separator="\n",
-        parameter_begin="<arg_key>",
-        key_end="</arg_key>\n<arg_value>",
-        parameter_end="</arg_value>\n",
-    ),
+    ToolCallFormat(name="hy_v3", selectors=(("tool_sep", "arg_key"),), **_hunyuan_v3()),
+    ToolCallFormat(name="longcat_xml", selectors=(("<longcat_arg_key>",),), **_argument_keys("longcat_")),
+    ToolCallFormat(name="glm47_moe", selectors=(("</arg_key><arg_value>",),), **_argument_keys(line_break="")),
+    ToolCallFormat(name="glm4_moe", selectors=(("<arg_key>",),), **_argument_keys()),
     ToolCallFormat(
         name="mistral_v11",
         syntax="named_json",
@@ -389,7 +406,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ),
     ToolCallFormat(
         name="phi4_mini",
-        selectors=(("<|/tool_call|>",), ("functools[",)),
+        selectors=(("<|/tool_call|>",), ("functools[",), ("<|tool|>", "<|/tool|>")),
         begins=("<|tool_call|>", "functools["),
         ends=("<|/tool_call|>",),
         **_json_list("<|tool_call|>", "<|/tool_call|>"),
@@ -397,7 +414,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="granite",
         selectors=(("<|tool_call|>",),),
-        begins=("<|tool_call|>",),
+        begins=("<|tool_call|>", "<tool_call>"),  # Granite 3.1 writes the second marker
         **_json_list("<|tool_call|>"),
     ),
     ToolCallFormat(
@@ -440,7 +457,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="lfm2",
         syntax="python",
-        selectors=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        selectors=(("<|tool_call_start|>",), ("<|tool_list_start|>",), ("List of tools: [",)),
         begins=("<|tool_call_start|>",),
         ends=("<|tool_call_end|>",),
         section_begin="<|tool_call_start|>[",
@@ -522,7 +539,15 @@ _PARTS: dict[str, tuple[str, ...]] = {row.name: () for row in TOOL_CALL_FORMATS}
     "mistral_v11": ("[ARGS]", "[CALL_ID]"),
     "internlm": ("<|action_start|>", "<|plugin|>", "<|interpreter|>"),
     "hy_v3": ("<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "hy_v3_opensource": (
+        "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>",
+        "</arg_value:opensource>",
+    ),
     "glm4_moe": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "glm47_moe": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "longcat_xml": (
+        "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>",
+    ),
     "minimax_m3": ("]<]minimax[>[",),
 }  # fmt: skip
 
@@ -539,6 +564,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
     ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")),
     ReasoningFormat("<longcat_think>", "</longcat_think>", ("<longcat_think>", "</longcat_think>")),
+    ReasoningFormat("<think:opensource>", "</think:opensource>", ("think:opensource", ":opensource")),
     ReasoningFormat("<mm:think>", "</mm:think>", ("<mm:think>", "</mm:think>")),
     ReasoningFormat("◁think▷", "◁/think▷", ("◁think▷", "◁/think▷")),
     ReasoningFormat(
@@ -548,6 +574,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         (("<|begin_of_solution|>", "<|end_of_solution|>"),),
     ),
     ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
+)
+
+# Markers around the content after `</think>`. A chat template selects the pairs that it contains.
+ANSWER_WRAPPERS = (
+    ("<answer>", "</answer>"),  # Hunyuan A13B
+    ("<response>", "</response>"),  # Granite 3.3 and ERNIE 4.5
 )
 
 # `[name(key=`: how chat templates of pythonic formats describe calls. Name and key may be Jinja expressions.
@@ -573,8 +605,8 @@ def reasoning_format(template: str) -> ReasoningFormat | None:
     """Return the format of the reasoning that a chat template selects; None if the model does not reason."""
     for row in REASONING_FORMATS:
         if any(text in template for text in row.selectors):
-            if row.begin == "<think>" and "<answer>" in template:  # Hunyuan A13B
-                return row._replace(wrappers=(("<answer>", "</answer>"),))
+            if row.begin == "<think>":
+                return row._replace(wrappers=tuple(pair for pair in ANSWER_WRAPPERS if pair[0] in template))
             return row
     return None
 

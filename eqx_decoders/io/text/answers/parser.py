@@ -786,6 +786,8 @@ _REASONING_STARTS: dict[str, str] = {
     "gemma4": "<|channel>thought",
     "apertus": "<|inner_prefix|>",
     "longcat": "<longcat_think>",
+    "longcat_xml": "<longcat_think>",
+    "hy_v3_opensource": "<think:opensource>",
     "minimax_m3": "<mm:think>",
 }
 

@@ -28,7 +28,7 @@ from eqx_decoders.io.text.answers.formats import FunctionCall, ToolCallFormat, f
 MAX_HEADER = 512  # max. characters between the marker of a call and its arguments
 _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
-_NAME = r"[^\s<>\[\](){}\"'`=,;|｜]+"
+_NAME = r"[^\s<>\[\](){}\"'`=,;|｜\ud800-\udfff]+"  # without placeholders of special tokens
 _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
