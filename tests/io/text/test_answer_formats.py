@@ -349,6 +349,36 @@ def test_templates_of_related_models_select_different_formats(name, template):
     assert find_tool_format(template) == name
 
 
+def test_minimax_m3_writes_lists_and_objects_as_elements():
+    properties = {
+        "ids": {"type": "array", "items": {"type": "string"}},
+        "rows": {"type": "array", "items": {"$ref": "#/$defs/row"}},
+        "row": {"anyOf": [{"$ref": "#/$defs/row"}, {"type": "null"}]},
+        "any": {},
+    }
+    row = {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "n": {"type": "number"}, "row": {"type": "object"}},
+    }
+    tools = [{"name": "edit", "parameters": {"properties": properties, "$defs": {"row": row}}}]
+    values = {
+        "ids": ["02134", "5", "true", "a\nb", ""],
+        "rows": [{"id": "7", "n": 0.5}, {"id": "<b> [1]"}],
+        "row": {"id": "x", "row": {"row": {"a": [1, [2]]}}},
+        "any": {"x": [1, True, "é"], "y": {"item": 3, "z": "a"}},
+    }
+    call = FunctionCall("edit", values)
+    text = ROWS["minimax_m3"].write([call])
+    assert "<ids>]<]minimax[>[<item>02134]<]minimax[>[</item>" in text and '"' not in text.split(">", 4)[4]
+    for special in ([], ["]<]minimax[>["]):
+        form = AnswerFormat("minimax_m3", None, special)
+        for pieces in ([form.translate(text)], form.translate(text)):
+            assert collected(events_of(form, pieces, tools=tools)) == ("", "", [call], "")
+    nested = "]<]minimax[>[<a>" * 5000 + "]<]minimax[>[</a>" * 5000
+    found = parse_tool_calls(ROWS["minimax_m3"].write([FunctionCall("edit", {"any": nested})]), "minimax_m3", tools)
+    assert len(found.calls) == 1
+
+
 def test_granite_writes_the_marker_as_text():
     form = AnswerFormat("granite", None, ["<|tool_call|>"])
     assert collected(events_of(form, f"<tool_call>{JSON_LIST}")) == ("", "", CALLS, "")

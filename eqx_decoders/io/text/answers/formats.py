@@ -69,7 +69,8 @@ class ToolCallFormat:
     - `"json"`: a JSON object. It is a member of another JSON object, which also contains the name of the tool.
     - `"named_json"`, `"harmony"`: a JSON object. The name of the tool precedes it.
     - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, joined by
-        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON.
+        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON. MiniMax M3
+        writes the members of lists and objects as nested parameters.
     - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
     - `"gemma"`: `key:value,other:value`. A string is enclosed in `quote`.
 
@@ -136,7 +137,11 @@ class ToolCallFormat:
     def _parameter(self, key: str, value: Any) -> str:
         is_string = isinstance(value, str)
         key_end = self.key_end.replace("{string}", "true" if is_string else "false")
-        text = value if is_string else json.dumps(value, ensure_ascii=False)
+        if self.name == "minimax_m3" and isinstance(value, Mapping | list | tuple):
+            members = value.items() if isinstance(value, Mapping) else [("item", member) for member in value]
+            text = "".join(self._parameter(*member) for member in members)
+        else:
+            text = value if is_string else json.dumps(value, ensure_ascii=False)
         return self.parameter_begin + key + key_end + text + self.parameter_end.replace("{key}", key)
 
     def _gemma_value(self, value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.io.text.answers.arguments import (
     MAX_LEVELS,
+    Elements,
     ToolSchema,
     literal,
     parse_expression,
@@ -594,8 +595,37 @@ class XmlCall:
             value = text[opened.end() : value_end]
             if self._has_lines(text, opened.end()):
                 value = value[1:]
+            if self._context.row.name == "minimax_m3" and self._parameter.match(value, skip_blanks(value, 0)):
+                values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
+                continue
             value = self._context.restore(value)
             values[key] = value if opened[2] == "true" else self._schema.convert(key, value)
+
+    def _elements(self, text: str, max_levels: int) -> Elements:
+        """Return the elements of an object or a list in the format of MiniMax M3.
+
+        Text that is not a sequence of elements is returned unchanged.
+        """
+        elements, position = list[tuple[str, Elements]](), skip_blanks(text, 0)
+        while position < len(text):
+            opened = self._parameter.match(text, position) if max_levels else None
+            ended = None if opened is None else self._element_end(text, opened)
+            if opened is None or ended is None:
+                return self._context.restore(text)
+            content = self._elements(text[opened.end() : ended[0]], max_levels - 1)
+            elements.append((self._context.restore(opened[1]), content))
+            position = skip_blanks(text, ended[1])
+        return elements or self._context.restore(text)
+
+    def _element_end(self, text: str, opened: re.Match[str]) -> tuple[int, int] | None:
+        """Return the end of an element's content and the position after the element; None if it does not end."""
+        close_tag = self._context.row.parameter_end.replace("{key}", opened[1])
+        depth = 1
+        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end()):
+            depth += 1 if tag[0] == opened[0] else -1
+            if depth == 0:
+                return tag.span()
+        return None
 
     def _has_lines(self, text: str, start: int) -> bool:
         """Return whether the format writes a line break around values, and this value starts with one."""
