@@ -52,6 +52,7 @@ SPECIAL = {
     "gemma3": ["<escape>", "<start_function_call>", "<end_function_call>"],
     "deepseek_v31": [*ROWS["deepseek_v31"].markers],
     "kimi_k2": [*ROWS["kimi_k2"].markers],
+    "glm4_moe": [*ROWS["glm4_moe"].markers],
     "glm47_moe": [*ROWS["glm47_moe"].markers],
     "hy_v3_opensource": [*ROWS["hy_v3_opensource"].markers],
     "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
@@ -377,6 +378,14 @@ def test_minimax_m3_writes_lists_and_objects_as_elements():
     nested = "]<]minimax[>[<a>" * 5000 + "]<]minimax[>[</a>" * 5000
     found = parse_tool_calls(ROWS["minimax_m3"].write([FunctionCall("edit", {"any": nested})]), "minimax_m3", tools)
     assert len(found.calls) == 1
+
+
+@pytest.mark.parametrize(("name", "other"), [("glm4_moe", "glm47_moe"), ("glm47_moe", "glm4_moe")])
+def test_glm_calls_may_have_other_line_breaks(name, other):
+    for form in forms(name):
+        for text in (form.translate(PUBLISHED[other]), form.translate(PUBLISHED[other].replace("\n<arg_v", "<arg_v"))):
+            for pieces in ([text], text):
+                assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
 
 
 def test_granite_writes_the_marker_as_text():

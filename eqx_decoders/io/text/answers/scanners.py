@@ -30,6 +30,7 @@ MAX_HEADER = 512  # max. characters between the marker of a call and its argumen
 _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
 _NAME = r"[^\s<>\[\](){}\"'`=,;|｜\ud800-\udfff]+"  # without placeholders of special tokens
+_TAG_START = re.compile(r"(?<=[>\ud800-\udfff])(?=[<\ud800-\udfff])")  # between two tags or placeholders
 _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
@@ -467,8 +468,8 @@ class XmlCall:
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
             return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>")
-        pieces = row.key_end.removeprefix('"' if is_quoted else "").split()
-        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, pieces)) + "()")
+        tags = _TAG_START.sub(" ", row.key_end.removeprefix('"' if is_quoted else "")).split()
+        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, tags)) + "()")
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
         if self._body < 0:
