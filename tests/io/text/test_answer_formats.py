@@ -136,6 +136,8 @@ PUBLISHED = {
     "<longcat_arg_value>a</longcat_arg_value>\n<longcat_arg_key>count</longcat_arg_key>\n"
     "<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>\n<longcat_tool_call>get_weather\n"
     "<longcat_arg_key>text</longcat_arg_key>\n<longcat_arg_value>Ulm</longcat_arg_value>\n</longcat_tool_call>",
+    "minicpm5": '<function name="edit"><param name="text">a</param><param name="count">3</param></function>\n'
+    '<function name="get_weather"><param name="text">Ulm</param></function>',
 }  # fmt: skip
 PUBLISHED["deepseek_v4"] = PUBLISHED["deepseek_v32"].replace("function_calls", "tool_calls")
 PUBLISHED["hy_v3_opensource"] = PUBLISHED["hy_v3"].replace(">", ":opensource>")
@@ -212,7 +214,7 @@ def test_parses_the_published_syntax(name):
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_v11", "qwen3_coder", "glm4_moe", "glm47_moe",
     "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "minimax_m1", "minimax_m2", "minimax_m3",
     "granite", "olmo3", "lfm2", "cohere", "hunyuan", "hy_v3", "hy_v3_opensource", "seed_oss", "gemma3", "gemma4",
-    "apertus", "nemotron", "longcat", "longcat_xml"])  # fmt: skip
+    "apertus", "nemotron", "longcat", "longcat_xml", "minicpm5"])  # fmt: skip
 def test_writes_the_published_syntax(name):
     assert ROWS[name].write(CALLS) == PUBLISHED[name]
 
@@ -306,7 +308,7 @@ def test_malformed_call_does_not_discard_other_calls(name):
         row.syntax,
         one.replace("text", "te}xt")
         if row.syntax == "gemma"
-        else one.replace("parameter", "p").replace("arg_value", "q"),
+        else one.replace("parameter", "p").replace("arg_value", "q").replace("<param name", "<p name"),
     )
     assert text != one
     for texts in itertools.permutations((one, two, text)):
@@ -339,7 +341,7 @@ def test_templates_select_the_format_of_their_calls():
         ("deepseek_v4", "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'tool_calls>' }}"),
         ("hy_v3_opensource", "{% set suffix = ':opensource' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}"),
         ("hy_v3", "{% set suffix = '' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}"),
-        (None, """{{ '<function name="f"><param name="a">b</param></function>' }}{{ content.split('<tool_sep>') }}"""),
+        ("minicpm5", """{{ '<function name="f"><param name="a">' }}{{ content.split('<tool_sep>') }}"""),
         ("glm4_moe", "{{ '<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>' }}"),
         ("glm47_moe", "{{ '<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>' }}"),
         ("lfm2", "{{ 'List of tools: [' }}{{ tools | tojson }}"),
@@ -388,6 +390,20 @@ def test_glm_calls_may_have_other_line_breaks(name, other):
                 assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
 
 
+def test_minicpm5_writes_text_with_tags_as_cdata():
+    text = '<function name="edit"><param name="text"><![CDATA[<b>1 & 2</b>\n</param></function>]]></param></function>'
+    call = FunctionCall("edit", {"text": "<b>1 & 2</b>\n</param></function>"})
+    assert ROWS["minicpm5"].write([call]) == text
+    for pieces in ([text], text):
+        assert collected(events_of(AnswerFormat("minicpm5", None), pieces)) == ("", "", [call], "")
+
+
+def test_content_of_minimax_m2_may_be_a_response_element():
+    form = AnswerFormat(None, reasoning_format("<think></think> <minimax:tool_call> <response>"))
+    answer = "<think>Hm.</think>\n<response>1</response>"
+    assert collected(events_of(form, [answer]))[:2] == ("Hm.", "<response>1</response>")
+
+
 def test_granite_writes_the_marker_as_text():
     form = AnswerFormat("granite", None, ["<|tool_call|>"])
     assert collected(events_of(form, f"<tool_call>{JSON_LIST}")) == ("", "", CALLS, "")
@@ -398,6 +414,11 @@ def test_granite_writes_the_marker_as_text():
     [
         ("<think></think> <response></response>", "<think>Hm.</think>\n<response>Yes.</response>"),
         ("<think></think> <answer></answer>", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("after 'Here is my thought process:'", "Here is my thought process: Hm.\nHere is my response: Yes."),
+        (
+            "[BEGIN FINAL RESPONSE] [END FINAL RESPONSE]",
+            "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nYes.\n[END FINAL RESPONSE]",
+        ),
         ("{% set s = ':opensource' %}{{ '<think{}>'.format(s) }}", "<think:opensource>Hm.</think:opensource>Yes."),
     ],
 )

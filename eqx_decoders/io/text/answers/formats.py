@@ -25,6 +25,7 @@ ToolFormat = Literal[
     "deepseek_v32",
     "deepseek_v4",
     "kimi_k2",
+    "minicpm5",
     "minimax_m1",
     "minimax_m2",
     "minimax_m3",
@@ -70,7 +71,7 @@ class ToolCallFormat:
     - `"named_json"`, `"harmony"`: a JSON object. The name of the tool precedes it.
     - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, joined by
         `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON. MiniMax M3
-        writes the members of lists and objects as nested parameters.
+        writes the members of lists and objects as nested parameters. MiniCPM5 writes some strings as CDATA.
     - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
     - `"gemma"`: `key:value,other:value`. A string is enclosed in `quote`.
 
@@ -142,6 +143,8 @@ class ToolCallFormat:
             text = "".join(self._parameter(*member) for member in members)
         else:
             text = value if is_string else json.dumps(value, ensure_ascii=False)
+        if self.name == "minicpm5" and is_string and any(character in text for character in "<&\n"):
+            text = f"<![CDATA[{text}]]>"
         return self.parameter_begin + key + key_end + text + self.parameter_end.replace("{key}", key)
 
     def _gemma_value(self, value: Any) -> str:
@@ -333,6 +336,20 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         parameter_begin='<parameter name="',
         key_end='">',
         parameter_end="</parameter>\n",
+    ),
+    ToolCallFormat(
+        name="minicpm5",
+        syntax="xml",
+        selectors=(('<function name="', '<param name="'),),
+        begins=('<function name="',),
+        ends=("</function>",),
+        call_begin='<function name="',
+        name_end='">',
+        call_end="</function>",
+        separator="\n",
+        parameter_begin='<param name="',
+        key_end='">',
+        parameter_end="</param>",
     ),
     ToolCallFormat(
         name="gemma4",
@@ -578,6 +595,13 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         ("<|begin_of_thought|>",),
         (("<|begin_of_solution|>", "<|end_of_solution|>"),),
     ),
+    ReasoningFormat("Here is my thought process:", "Here is my response:", ("Here is my thought process:",)),
+    ReasoningFormat(
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        ("[BEGIN FINAL RESPONSE]",),
+        (("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),),
+    ),
     ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
 )
 
@@ -610,7 +634,7 @@ def reasoning_format(template: str) -> ReasoningFormat | None:
     """Return the format of the reasoning that a chat template selects; None if the model does not reason."""
     for row in REASONING_FORMATS:
         if any(text in template for text in row.selectors):
-            if row.begin == "<think>":
+            if row.begin == "<think>" and "minimax:" not in template:  # MiniMax M2: <response> is a tool's result
                 return row._replace(wrappers=tuple(pair for pair in ANSWER_WRAPPERS if pair[0] in template))
             return row
     return None

@@ -373,7 +373,9 @@ class TaggedParser(AnswerParser):
         if found is not None:
             position, marker = found
             self._add(events, Reasoning, self._take(position).rstrip())
-            self._take(len(marker) if marker == end else 0)
+            if marker == end:
+                self._take(len(end))
+                self._wrapper_end = dict(self._reasoning.wrappers).get(end, "")
             self.reasoning_end = self._num_taken
             self._state, self._skips_blanks, self._may_be_reasoning = "content", True, False
             return True
@@ -425,6 +427,7 @@ class TaggedParser(AnswerParser):
             self._take(len(marker))
             events.append(ContentWasReasoning())
             self.reasoning_end = self._num_taken
+            self._wrapper_end = dict(self._reasoning.wrappers).get(marker, "")
             self._may_be_reasoning, self._at_start, self._skips_blanks = False, True, True
         elif marker == self._reasoning.begin:
             self._may_be_reasoning = False

@@ -31,6 +31,7 @@ _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
 _NAME = r"[^\s<>\[\](){}\"'`=,;|｜\ud800-\udfff]+"  # without placeholders of special tokens
 _TAG_START = re.compile(r"(?<=[>\ud800-\udfff])(?=[<\ud800-\udfff])")  # between two tags or placeholders
+_CHARACTER_DATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
@@ -599,7 +600,8 @@ class XmlCall:
             if self._context.row.name == "minimax_m3" and self._parameter.match(value, skip_blanks(value, 0)):
                 values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
                 continue
-            value = self._context.restore(value)
+            character_data = _CHARACTER_DATA.fullmatch(value) if self._context.row.name == "minicpm5" else None
+            value = self._context.restore(value if character_data is None else character_data[1])
             values[key] = value if opened[2] == "true" else self._schema.convert(key, value)
 
     def _elements(self, text: str, max_levels: int) -> Elements:
