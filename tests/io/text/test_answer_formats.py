@@ -390,6 +390,18 @@ def test_glm_calls_may_have_other_line_breaks(name, other):
                 assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
 
 
+def test_line_breaks_of_qwen3_coder_may_be_missing():
+    properties = {key: {"type": "string"} for key in ("a", "b")}
+    tools, form = [{"name": "edit", "parameters": {"properties": properties}}], AnswerFormat("qwen3_coder", None)
+    call = FunctionCall("edit", {"a": "x", "b": "y\n"})
+    for a, b in itertools.product(("x", "\nx", "x\n", "\nx\n"), ("\ny\n\n", "y\n\n")):
+        text = (
+            f"<tool_call>\n<function=edit>\n<parameter=a>{a}</parameter>\n<parameter=b>{b}</parameter>\n</function>\n"
+        )
+        for pieces in ([text + "</tool_call>"], text + "</tool_call>"):
+            assert collected(events_of(form, pieces, tools=tools)) == ("", "", [call], ""), (a, b)
+
+
 def test_minicpm5_writes_text_with_tags_as_cdata():
     text = '<function name="edit"><param name="text"><![CDATA[<b>1 & 2</b>\n</param></function>]]></param></function>'
     call = FunctionCall("edit", {"text": "<b>1 & 2</b>\n</param></function>"})

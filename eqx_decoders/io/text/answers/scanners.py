@@ -595,8 +595,9 @@ class XmlCall:
                 return None
             value_end, position = ended
             value = text[opened.end() : value_end]
-            if self._has_lines(text, opened.end()):
-                value = value[1:]
+            if self._context.row.key_end.endswith(">\n"):
+                value = value.removeprefix("\n")
+                value = value if text[value_end] == "\n" else value.removesuffix("\n")
             if self._context.row.name == "minimax_m3" and self._parameter.match(value, skip_blanks(value, 0)):
                 values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
                 continue
@@ -646,22 +647,26 @@ class XmlCall:
     ) -> tuple[int, int] | None:
         """Return the end of a value and the position after its closing tag; None if the value does not end."""
         close = self._close.replace("{key}", opened[1])
-        closes = f"\n{close}" if self._has_lines(text, opened.end()) and gap.pattern == _LINES else close
+        writes_lines = self._context.row.key_end.endswith(">\n")
+        has_lines = self._has_lines(text, opened.end()) and gap.pattern == _LINES
         last = None
-        at = text.find(closes, opened.end(), extent)
+        at = text.find(close, opened.end(), extent)
         while at >= 0:
-            after = at + len(closes)
+            is_line = has_lines and text[at - 1] == "\n"
+            begin, after = at - 1 if is_line else at, at + len(close)
             following = gap.match(text, after, extent)
             position = after if following is None else following.end()
             opens = self._parameter.match(text, position, extent)
-            if opens is not None and opens[1] not in used and (known is None or opens[1] in known):
-                return at, after
-            is_line = closes.startswith("\n") or not self._context.row.key_end.endswith(">\n")
-            if opens is not None and is_line and text[after:position] == self._written_gap:
-                return at, after
-            if call_end.match(text, position, extent):
-                last = at, after
-            at = text.find(closes, at + 1, extent)
+            # A model may leave out the line break before the tag. Only the schema distinguishes this from an argument
+            # that contains the tags.
+            may_end = is_line or not has_lines if known is None else opens is not None and opens[1] in known
+            if opens is not None and opens[1] not in used and may_end:
+                return begin, after
+            if opens is not None and (is_line or not writes_lines) and text[after:position] == self._written_gap:
+                return begin, after
+            if (is_line or not has_lines) and call_end.match(text, position, extent):
+                last = begin, after
+            at = text.find(close, at + 1, extent)
         return last
 
 
