@@ -8,7 +8,7 @@ matched as ordinary text.
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.errors import ConfigError
@@ -721,6 +721,7 @@ class _Writer:
         reader: SchemaReader,
         before: str,
         declared: Sequence[str] = (),
+        depth: int = 0,
     ) -> str:
         """Return the rule of one parameter in an XML format.
 
@@ -729,6 +730,7 @@ class _Writer:
         - `key`: name of the parameter; None: any name that is not in `declared`.
         - `schema`: JSON Schema of the value. `reader`: reader of the JSON Schema that contains `schema`.
         - `before`: text before the parameter.
+        - `depth`: number of parameters around the parameter.
         """
         schema = {} if schema is True else schema
         types, root = reader.types(schema), reader.root
@@ -744,6 +746,8 @@ class _Writer:
             written = [json.dumps(value, ensure_ascii=False) for value in literals if not isinstance(value, str)]
             if written:
                 other_values = f"({' | '.join(map(quoted, written))}) {self.text(end)}"
+        elif (elements := self._elements(row, schema, reader, types, depth)) is not None:
+            other_values = f"{elements} {self.text(end)}"
         elif types != {"string"}:
             definitions = {name: root[name] for name in ("$defs", "definitions", "$schema") if name in root}
             inner: dict[str, Any] = {**definitions, **schema}
@@ -761,6 +765,42 @@ class _Writer:
         if not bodies:
             raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
         return self.rule("parameter", " | ".join(bodies))
+
+    def _elements(
+        self, row: ToolCallFormat, schema: Any, reader: SchemaReader, types: Collection[str], depth: int
+    ) -> str | None:
+        """Return the rule of the members of a list or an object in the format of MiniMax M3.
+
+        Returns None for other formats and for schemas that do not declare the members. These values are JSON.
+        """
+        if row.name != "minimax_m3" or depth >= MAX_NESTING:
+            return None
+        schema = reader.merged(schema)
+        if not isinstance(schema, dict):
+            return None
+        if types == {"array"} and isinstance(schema.get("items"), dict) and not schema.get("prefixItems"):
+            item = self._parameter(row, "item", schema["items"], reader, "", depth=depth + 1)
+            return self.rule("elements", f"({item}){{{schema.get('minItems', 0)},{schema.get('maxItems', '')}}}")
+        try:
+            alternatives = reader.alternatives(schema) if types == {"object"} else []
+        except ConfigError:  # JSON can express more schemas
+            return None
+        is_declared = all(item.properties and isinstance(item.additional, bool) for item in alternatives)
+        if not alternatives or not is_declared:
+            return None
+        bodies = []
+        for arguments in alternatives:
+            items = [
+                (
+                    lambda before, key=key, inner=inner: self._parameter(
+                        row, key, inner, reader, before, depth=depth + 1
+                    ),
+                    key in arguments.required,
+                )
+                for key, inner in arguments.properties.items()
+            ]
+            bodies.append(self.ordered(items, ""))
+        return self.rule("elements", " | ".join(dict.fromkeys(bodies)))
 
 
 class _Values:

@@ -415,6 +415,29 @@ def test_calls_as_the_format_writes_them_are_accepted(name, required):
             assert call_accepted(name, parameters, arguments, required=required, count=count), (arguments, count)
 
 
+def test_minimax_m3_writes_declared_lists_and_objects_as_elements():
+    row = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["b"]}
+    properties = {
+        "rows": {"type": "array", "items": row, "maxItems": 2},
+        "row": {"$ref": "#/$defs/row"},
+        "open": {"type": "object"},
+    }
+    parameters = {"type": "object", "properties": properties, "$defs": {"row": row}}
+    for arguments in (
+        {"rows": [{"b": 1}, {"a": "x", "b": 2}]},
+        {"rows": [], "row": {"a": "<x>", "b": 3}},
+        {"row": {"b": 4}},
+    ):
+        assert call_accepted("minimax_m3", parameters, arguments), arguments
+    for arguments in ({"rows": [{"b": 1}] * 3}, {"row": {"a": "x"}}, {"row": {"b": "x"}}):
+        assert not call_accepted("minimax_m3", parameters, arguments), arguments
+    written = ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<{}>{}]<]minimax[>[</{}>'
+    end = "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>"
+    grammar = AnswerGrammar(None, call_grammar("minimax_m3", tool(parameters), required=True))
+    assert accepts(PLAIN_COMPILER, grammar, written.replace("<{}>{}", '<open>{"a": 1}').replace("{}", "open") + end)
+    assert not accepts(PLAIN_COMPILER, grammar, written.replace("<{}>{}", '<row>{"b": 1}').replace("{}", "row") + end)
+
+
 OTHER_SYNTAX = ("qwen3_coder", "deepseek_v32", "minimax_m2", "hy_v3", "lfm2", "gemma4")
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
