@@ -466,12 +466,16 @@ class _Writer:
         if row.syntax != "json":
             return self._calls(calls)
         # llguidance can choose between several JSON Schemas, but not between a JSON Schema and a literal
+        argument_key = next(key for key in row.argument_keys if f'"{key}"' in row.name_end)
         schemas = []
         for name, text in calls.tools:
-            properties = {row.name_keys[0]: {"const": name}, row.argument_keys[-1]: json.loads(text)}
+            properties = {row.name_keys[0]: {"const": name}, argument_key: json.loads(text)}
             required = list(properties)
             schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
             schemas.append(schema)
+        if row.section_begin == "[":
+            limit = {} if calls.max_calls is None else {"maxItems": calls.max_calls}
+            schemas = [{"type": "array", "items": {"anyOf": schemas}, "minItems": 1, **limit}]
         return " | ".join(f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}" for schema in schemas)
 
     def _final_answer(self, form: Grammar | None) -> str:

@@ -138,6 +138,7 @@ PUBLISHED = {
     "<longcat_arg_key>text</longcat_arg_key>\n<longcat_arg_value>Ulm</longcat_arg_value>\n</longcat_tool_call>",
     "minicpm5": '<function name="edit"><param name="text">a</param><param name="count">3</param></function>\n'
     '<function name="get_weather"><param name="text">Ulm</param></function>',
+    "xlam": JSON_LIST,
 }  # fmt: skip
 PUBLISHED["deepseek_v4"] = PUBLISHED["deepseek_v32"].replace("function_calls", "tool_calls")
 PUBLISHED["hy_v3_opensource"] = PUBLISHED["hy_v3"].replace(">", ":opensource>")
@@ -214,7 +215,8 @@ def test_parses_the_published_syntax(name):
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_v11", "qwen3_coder", "glm4_moe", "glm47_moe",
     "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "minimax_m1", "minimax_m2", "minimax_m3",
     "granite", "olmo3", "lfm2", "cohere", "hunyuan", "hy_v3", "hy_v3_opensource", "seed_oss", "gemma3", "gemma4",
-    "apertus", "nemotron", "longcat", "longcat_xml", "minicpm5"])  # fmt: skip
+    "apertus", "nemotron", "longcat", "longcat_xml", "minicpm5",
+    "xlam"])  # fmt: skip
 def test_writes_the_published_syntax(name):
     assert ROWS[name].write(CALLS) == PUBLISHED[name]
 
@@ -329,7 +331,7 @@ def found_in_pieces(form, text):
 def test_templates_select_the_format_of_their_calls():
     for row in TOOL_CALL_FORMATS:
         call = row.write([FunctionCall("{{ name }}", {"key": "value"})])
-        if row.name not in ("llama3_json", "minimax_m1"):
+        if row.name not in ("llama3_json", "minimax_m1", "xlam"):
             assert find_tool_format("{% for tool in tools %}" + call) == row.name
     assert find_tool_format("{{ tools }}") is None
 
@@ -345,6 +347,7 @@ def test_templates_select_the_format_of_their_calls():
         ("glm4_moe", "{{ '<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>' }}"),
         ("glm47_moe", "{{ '<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>' }}"),
         ("lfm2", "{{ 'List of tools: [' }}{{ tools | tojson }}"),
+        ("xlam", "make calls in a single JSON array: {% if message.role == 'ipython' %}"),
         ("phi4_mini", "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}"),
     ],
 )

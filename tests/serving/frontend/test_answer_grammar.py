@@ -340,7 +340,7 @@ def test_max_calls_limits_calls_after_free_text(name, style):
 
 @pytest.mark.parametrize("style", ["text", "special"])
 @pytest.mark.parametrize(
-    "name", [name for name in FORMATS if name not in ("harmony", "llama3_json", "llama4_pythonic")]
+    "name", [name for name in FORMATS if name not in ("harmony", "llama3_json", "llama4_pythonic", "xlam")]
 )
 def test_free_text_ends_with_its_first_call(name, style):
     words = PLAIN if style == "text" else marked_tokenizer(name, True)

@@ -46,6 +46,7 @@ ToolFormat = Literal[
     "internlm",
     "longcat",
     "longcat_xml",
+    "xlam",
 ]
 Syntax = Literal["json", "named_json", "xml", "python", "gemma", "harmony"]
 
@@ -411,6 +412,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         bare=True,
         **_json_list("[TOOL_CALLS] "),
     ),
+    ToolCallFormat(name="xlam", selectors=(("make calls in a single JSON array",),), bare=True, **_json_list("")),
     ToolCallFormat(
         name="longcat",
         selectors=(("<longcat_tool_call>",),),

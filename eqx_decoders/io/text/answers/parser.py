@@ -296,7 +296,7 @@ class TaggedParser(AnswerParser):
         is_fenced = row is not None and row.name == "deepseek_v3"
         self._after_call_markers = (*self._call_ends, "```") if is_fenced else self._call_ends
         # First character of a call without a marker; empty if calls need a marker.
-        is_list = row is not None and (row.syntax == "python" or row.name == "mistral")
+        is_list = row is not None and row.section_begin.endswith("[")
         self._bare_start = "" if row is None or not row.bare else "[" if is_list else "{"
         self._scanner: CallScanner | None = None
         self._num_returned = 0  # characters at the start of the buffer whose calls have been returned
