@@ -130,7 +130,7 @@ PUBLISHED = {
     "phi4_mini": f"functools{JSON_LIST}",
     "internlm": f'<|action_start|><|plugin|>\n{{"name": "edit", "parameters": {EDIT}}}<|action_end|>'
     f'<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {ULM}}}<|action_end|>',
-    "longcat": f'<longcat_tool_call>\n{{"name": "edit", "arguments": {EDIT}}}\n</longcat_tool_call>\n'
+    "longcat": f'<longcat_tool_call>\n{{"name": "edit", "arguments": {EDIT}}}\n</longcat_tool_call>'
     f'<longcat_tool_call>\n{{"name": "get_weather", "arguments": {ULM}}}\n</longcat_tool_call>',
     "longcat_xml": "<longcat_tool_call>edit\n<longcat_arg_key>text</longcat_arg_key>\n"
     "<longcat_arg_value>a</longcat_arg_value>\n<longcat_arg_key>count</longcat_arg_key>\n"
@@ -434,6 +434,7 @@ def test_granite_writes_the_marker_as_text():
             "[BEGIN FINAL RESPONSE] [END FINAL RESPONSE]",
             "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nYes.\n[END FINAL RESPONSE]",
         ),
+        ("{{ '<beginning_of_sentence>ai name=assistant\\n' }}", "<think>\nHm.\n</think>\n\nYes."),
         ("{% set s = ':opensource' %}{{ '<think{}>'.format(s) }}", "<think:opensource>Hm.</think:opensource>Yes."),
     ],
 )

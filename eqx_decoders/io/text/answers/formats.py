@@ -418,7 +418,6 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         selectors=(("<longcat_tool_call>",),),
         begins=("<longcat_tool_call>",),
         ends=("</longcat_tool_call>",),
-        separator="\n",
         **_json_call("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     ),
     ToolCallFormat(
@@ -604,7 +603,8 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         ("[BEGIN FINAL RESPONSE]",),
         (("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),),
     ),
-    ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
+    # MiniMax M1 writes the markers, but its template does not contain them.
+    ReasoningFormat("<think>", "</think>", ("<think>", "</think>", "<beginning_of_sentence>ai ")),
 )
 
 # Markers around the content after `</think>`. A chat template selects the pairs that it contains.
