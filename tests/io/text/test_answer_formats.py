@@ -393,6 +393,20 @@ def test_glm_calls_may_have_other_line_breaks(name, other):
                 assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm2", f"<|tool_call_start|>{JSON_LIST}<|tool_call_end|>"),
+        ("lfm2", f"<|tool_call_start|>\n[ {JSON_LIST[1:]}<|tool_call_end|>"),
+        ("llama4_pythonic", f"<|python_start|>{PUBLISHED['llama3_json']}<|python_end|>"),
+    ],
+)
+def test_calls_of_pythonic_formats_may_be_json(name, text):
+    for form in forms(name):
+        for pieces in ([form.translate(text)], form.translate(text)):
+            assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
+
+
 def test_line_breaks_of_qwen3_coder_may_be_missing():
     properties = {key: {"type": "string"} for key in ("a", "b")}
     tools, form = [{"name": "edit", "parameters": {"properties": properties}}], AnswerFormat("qwen3_coder", None)

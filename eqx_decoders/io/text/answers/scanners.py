@@ -1012,6 +1012,11 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
     if row.syntax == "xml":
         return XmlCall(context, start)
     if row.syntax == "python":
+        head = text[after : after + MAX_HEADER].replace("[", " ", 1).lstrip()
+        if marker and not head and not final:
+            return None
+        if marker and head.startswith("{"):  # LFM2 and Llama 4 also write calls as JSON
+            return JsonCalls(context, after)
         return PythonCalls(context, after, is_bare=not marker)
     if row.syntax == "gemma":
         return GemmaCall(context, after)
