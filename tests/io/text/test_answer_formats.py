@@ -53,6 +53,7 @@ SPECIAL = {
     "deepseek_v31": [*ROWS["deepseek_v31"].markers],
     "kimi_k2": [*ROWS["kimi_k2"].markers],
     "glm4_moe": [*ROWS["glm4_moe"].markers],
+    "solar_open": [*ROWS["solar_open"].markers],
     "glm47_moe": [*ROWS["glm47_moe"].markers],
     "hy_v3_opensource": [*ROWS["hy_v3_opensource"].markers],
     "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
@@ -139,6 +140,8 @@ PUBLISHED = {
     "minicpm5": '<function name="edit"><param name="text">a</param><param name="count">3</param></function>\n'
     '<function name="get_weather"><param name="text">Ulm</param></function>',
     "xlam": JSON_LIST,
+    "solar_open": f"<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>edit<|tool_call:args|>{EDIT}<|tool_call:end|>"
+    f"<|tool_call:begin|>1<|tool_call:name|>get_weather<|tool_call:args|>{ULM}<|tool_call:end|><|calls|>",
 }  # fmt: skip
 PUBLISHED["deepseek_v4"] = PUBLISHED["deepseek_v32"].replace("function_calls", "tool_calls")
 PUBLISHED["hy_v3_opensource"] = PUBLISHED["hy_v3"].replace(">", ":opensource>")
@@ -216,7 +219,7 @@ def test_parses_the_published_syntax(name):
     "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "minimax_m1", "minimax_m2", "minimax_m3",
     "granite", "olmo3", "lfm2", "cohere", "hunyuan", "hy_v3", "hy_v3_opensource", "seed_oss", "gemma3", "gemma4",
     "apertus", "nemotron", "longcat", "longcat_xml", "minicpm5",
-    "xlam"])  # fmt: skip
+    "xlam", "solar_open"])  # fmt: skip
 def test_writes_the_published_syntax(name):
     assert ROWS[name].write(CALLS) == PUBLISHED[name]
 
@@ -431,6 +434,20 @@ def test_content_of_minimax_m2_may_be_a_response_element():
     form = AnswerFormat(None, reasoning_format("<think></think> <minimax:tool_call> <response>"))
     answer = "<think>Hm.</think>\n<response>1</response>"
     assert collected(events_of(form, [answer]))[:2] == ("Hm.", "<response>1</response>")
+
+
+def test_solar_open_writes_its_reasoning_as_a_message():
+    template = "<|begin|>assistant<|think|> <|tool_call:begin|>"
+    call = PUBLISHED["solar_open"].replace("begin|>0", "begin|>a1b2c3d4e5")
+    special = ["<|begin|>", "<|end|>", "<|think|>", "<|content|>", *ROWS["solar_open"].markers]
+    for form in (AnswerFormat.of_template(template, names, find_tool_format(template)) for names in ([], special)):
+        user = form.translate("<|begin|>user<|content|>Hi<|end|>")
+        for thought, reasoning in (("<|think|>Hm.<|end|><|begin|>assistant", "Hm."), ("", "")):
+            for rest, content, calls in (("<|content|>Yes.<|end|>", "Yes.", []), (call, "", CALLS)):
+                answer = form.translate(thought + rest)
+                for pieces in ([answer], answer):
+                    found = collected(events_of(form, pieces, prompt=user + form.translate("<|begin|>assistant")))
+                    assert found == (reasoning, content, calls, "")
 
 
 def test_granite_writes_the_marker_as_text():

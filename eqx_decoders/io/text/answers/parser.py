@@ -786,6 +786,7 @@ _REASONING_STARTS: dict[str, str] = {
     "mistral_v11": "[THINK]",
     "cohere": "<|START_THINKING|>",
     "seed_oss": "<seed:think>",
+    "solar_open": "<|begin|>assistant<|think|>",
     "gemma4": "<|channel>thought",
     "apertus": "<|inner_prefix|>",
     "longcat": "<longcat_think>",

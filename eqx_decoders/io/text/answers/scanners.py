@@ -371,11 +371,13 @@ class NamedJsonCall:
             "deepseek_v3": pattern("<｜tool▁sep｜>"),
             "deepseek_v31": pattern("<｜tool▁sep｜>"),
             "kimi_k2": pattern("<|tool_call_argument_begin|>"),
+            "solar_open": pattern("<|tool_call:args|>"),
         }.get(row.name, pattern("[ARGS]"))
         before = {
             "deepseek_v3": rf"(?:\w*\s*{separator})?",
             "deepseek_v31": rf"(?:function\s*{separator})?",
             "kimi_k2": r"(?:functions\.)?",
+            "solar_open": rf"\w*\s*{pattern('<|tool_call:name|>')}",
         }.get(row.name, "")
         number = r"(?::[0-9]+)?" if row.name == "kimi_k2" else rf"(?:{pattern('[CALL_ID]')}\w+)?"
         fence = r"(?:```(?:json)?\s*)?"
