@@ -57,7 +57,7 @@ SPECIAL = {
     "glm47_moe": [*ROWS["glm47_moe"].markers],
     "hy_v3_opensource": [*ROWS["hy_v3_opensource"].markers],
     "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
-    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=", "</invoke>"],
     "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
     "mistral_v11": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
     "mistral": ["[TOOL_CALLS]"],

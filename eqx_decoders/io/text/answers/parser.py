@@ -525,7 +525,8 @@ class TaggedParser(AnswerParser):
             return
         self._state = "malformed"
         marker = next((marker for marker in self._call_starts if self._buffer.startswith(marker)), "")
-        size = result.position - num_returned if self._is_xml else len(marker)  # XML calls may have several markers
+        # XML calls may have several markers. At least one character is taken, so that the marker is not found again.
+        size = max(1, result.position - num_returned) if self._is_xml else len(marker)
         events.append(Malformed(self._take(size), self._readable(result.reason)))
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:

@@ -495,9 +495,10 @@ class XmlCall:
         position, heads = self._start, self._heads
         first = next((index for index, head in enumerate(heads) if text.startswith(head, position)), None)
         rest = text[position:]
-        if first is None and not any(head.startswith(rest) or head.rstrip('"').startswith(rest) for head in heads):
-            return Failed(position + 1, "the call has no tool name")
-        for head in () if first is None else heads[first:]:
+        if first is None:
+            is_incomplete = any(head.startswith(rest) for head in heads)
+            return None if is_incomplete else Failed(position + 1, "the call has no tool name")
+        for head in heads[first:]:
             if not text.startswith(head, position):
                 if head.startswith(text[position:]):
                     return None
