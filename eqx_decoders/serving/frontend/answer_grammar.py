@@ -8,11 +8,12 @@ matched as ordinary text.
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.answers.formats import (
+    ANSWER_WRAPPERS,
     REASONING_FORMATS,
     TOOL_CALL_FORMAT,
     TOOL_CALL_FORMATS,
@@ -55,9 +56,11 @@ MARKERS = frozenset(
         *(text for row in REASONING_FORMATS for pair in row.wrappers for text in pair),
         # gpt-oss writes its reasoning and its tool calls as messages of the same format
         *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
-        *("<|channel>", "<answer>", "</answer>"),
+        *(text for pair in ANSWER_WRAPPERS for text in pair),
+        "<|channel>",
     }
 )
+MAX_ELEMENT_LEVELS = 4  # levels of nested elements in MiniMax M3 calls; lists and objects below are written as JSON
 MAX_LEVELS = 32  # levels of a schema without references in tool calls that are not written as JSON
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
@@ -465,12 +468,16 @@ class _Writer:
         if row.syntax != "json":
             return self._calls(calls)
         # llguidance can choose between several JSON Schemas, but not between a JSON Schema and a literal
+        argument_key = next(key for key in row.argument_keys if f'"{key}"' in row.name_end)
         schemas = []
         for name, text in calls.tools:
-            properties = {row.name_keys[0]: {"const": name}, row.argument_keys[-1]: json.loads(text)}
+            properties = {row.name_keys[0]: {"const": name}, argument_key: json.loads(text)}
             required = list(properties)
             schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
             schemas.append(schema)
+        if row.section_begin == "[":
+            limit = {} if calls.max_calls is None else {"maxItems": calls.max_calls}
+            schemas = [{"type": "array", "items": {"anyOf": schemas}, "minItems": 1, **limit}]
         return " | ".join(f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}" for schema in schemas)
 
     def _final_answer(self, form: Grammar | None) -> str:
@@ -730,6 +737,7 @@ class _Writer:
         reader: SchemaReader,
         before: str,
         declared: Sequence[str] = (),
+        depth: int = 0,
     ) -> str:
         """Return the rule of one parameter in an XML format.
 
@@ -738,6 +746,7 @@ class _Writer:
         - `key`: name of the parameter; None: any name that is not in `declared`.
         - `schema`: JSON Schema of the value. `reader`: reader of the JSON Schema that contains `schema`.
         - `before`: text before the parameter.
+        - `depth`: number of parameters around the parameter.
         """
         schema = {} if schema is True else schema
         types, root = reader.types(schema), reader.root
@@ -753,6 +762,8 @@ class _Writer:
             written = [json.dumps(value, ensure_ascii=False) for value in literals if not isinstance(value, str)]
             if written:
                 other_values = f"({' | '.join(map(quoted, written))}) {self.text(end)}"
+        elif (elements := self._elements(row, schema, reader, types, depth)) is not None:
+            other_values = f"{elements} {self.text(end)}"
         elif types != {"string"}:
             definitions = {name: root[name] for name in ("$defs", "definitions", "$schema") if name in root}
             inner: dict[str, Any] = {**definitions, **schema}
@@ -770,6 +781,42 @@ class _Writer:
         if not bodies:
             raise ConfigError(f"Invalid JSON Schema: no value matches {shown(schema)}.")
         return self.rule("parameter", " | ".join(bodies))
+
+    def _elements(
+        self, row: ToolCallFormat, schema: Any, reader: SchemaReader, types: Collection[str], depth: int
+    ) -> str | None:
+        """Return the rule of the members of a list or an object in the format of MiniMax M3.
+
+        Returns None for other formats and for schemas that do not declare the members. These values are JSON.
+        """
+        if row.name != "minimax_m3" or depth >= MAX_ELEMENT_LEVELS:
+            return None
+        schema = reader.merged(schema)
+        if not isinstance(schema, dict):
+            return None
+        if types == {"array"} and isinstance(schema.get("items"), dict) and not schema.get("prefixItems"):
+            item = self._parameter(row, "item", schema["items"], reader, "", depth=depth + 1)
+            return self.rule("elements", f"({item}){{{schema.get('minItems', 0)},{schema.get('maxItems', '')}}}")
+        try:
+            alternatives = reader.alternatives(schema) if types == {"object"} else []
+        except ConfigError:  # JSON can express more schemas
+            return None
+        is_declared = all(item.properties and isinstance(item.additional, bool) for item in alternatives)
+        if not alternatives or not is_declared:
+            return None
+        bodies = []
+        for arguments in alternatives:
+            items = [
+                (
+                    lambda before, key=key, inner=inner: self._parameter(
+                        row, key, inner, reader, before, depth=depth + 1
+                    ),
+                    key in arguments.required,
+                )
+                for key, inner in arguments.properties.items()
+            ]
+            bodies.append(self.ordered(items, ""))
+        return self.rule("elements", " | ".join(dict.fromkeys(bodies)))
 
 
 def _only_reference(schema: Any) -> str | None:

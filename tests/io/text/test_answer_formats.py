@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from eqx_decoders.io.text.answers.formats import REASONING_FORMATS, TOOL_CALL_FORMATS, FunctionCall, find_tool_format
+from eqx_decoders.io.text.answers.formats import (
+    REASONING_FORMATS,
+    TOOL_CALL_FORMATS,
+    FunctionCall,
+    find_tool_format,
+    reasoning_format,
+)
 from eqx_decoders.io.text.answers.parser import (
     AnswerFormat,
     Call,
@@ -47,8 +53,12 @@ SPECIAL = {
     "gemma3": ["<escape>", "<start_function_call>", "<end_function_call>"],
     "deepseek_v31": [*ROWS["deepseek_v31"].markers],
     "kimi_k2": [*ROWS["kimi_k2"].markers],
+    "glm4_moe": [*ROWS["glm4_moe"].markers],
+    "solar_open": [*ROWS["solar_open"].markers],
+    "glm47_moe": [*ROWS["glm47_moe"].markers],
+    "hy_v3_opensource": [*ROWS["hy_v3_opensource"].markers],
     "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
-    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=", "</invoke>"],
     "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"],
     "mistral_v11": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
     "mistral": ["[TOOL_CALLS]"],
@@ -56,6 +66,86 @@ SPECIAL = {
     "granite": ["<|tool_call|>"],
     "internlm": ["<|action_start|>", "<|action_end|>", "<|plugin|>"],
 }  # fmt: skip
+
+
+# Two calls in the syntax that is published for each format: `edit(text="a", count=3)` and `get_weather(text="Ulm")`.
+EDIT, ULM = '{"text": "a", "count": 3}', '{"text": "Ulm"}'
+CALLS = [FunctionCall("edit", {"text": "a", "count": 3}), FunctionCall("get_weather", {"text": "Ulm"})]
+JSON_LIST = f'[{{"name": "edit", "arguments": {EDIT}}}, {{"name": "get_weather", "arguments": {ULM}}}]'
+PUBLISHED = {
+    "hermes": f'<tool_call>\n{{"name": "edit", "arguments": {EDIT}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {ULM}}}\n</tool_call>',
+    "llama3_json": f'{{"name": "edit", "parameters": {EDIT}}}; {{"name": "get_weather", "parameters": {ULM}}}',
+    "mistral": "[TOOL_CALLS] " + JSON_LIST.replace('}},', '}, "id": "abcdefgh0"},'),
+    "mistral_v11": f"[TOOL_CALLS]edit[ARGS]{EDIT}[TOOL_CALLS]get_weather[ARGS]{ULM}",
+    "qwen3_coder": "<tool_call>\n<function=edit>\n<parameter=text>\na\n</parameter>\n"
+    "<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=text>\nUlm\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "harmony": f"<|channel|>commentary to=functions.edit <|constrain|>json<|message|>{EDIT}<|call|><|start|>assistant"
+    f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ULM}<|call|>",
+    "glm4_moe": "<tool_call>edit\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n<arg_key>count</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>get_weather\n<arg_key>text</arg_key>\n<arg_value>Ulm</arg_value>\n"
+    "</tool_call>",
+    "glm47_moe": "<tool_call>edit<arg_key>text</arg_key><arg_value>a</arg_value><arg_key>count</arg_key>"
+    "<arg_value>3</arg_value></tool_call><tool_call>get_weather<arg_key>text</arg_key><arg_value>Ulm</arg_value>"
+    "</tool_call>",
+    "deepseek_v3": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>edit\n```json\n{EDIT}\n```"
+    f"<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ULM}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>edit<｜tool▁sep｜>{EDIT}<｜tool▁call▁end｜>"
+    f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ULM}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n'
+    '<｜DSML｜parameter name="text" string="true">a</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="count" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="text" string="true">Ulm</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.edit:0<|tool_call_argument_begin|>"
+    f"{EDIT}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{ULM}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "minimax_m1": f'<tool_calls>\n{{"name": "edit", "arguments": {EDIT}}}\n'
+    f'{{"name": "get_weather", "arguments": {ULM}}}\n</tool_calls>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="edit">\n<parameter name="text">a</parameter>\n'
+    '<parameter name="count">3</parameter>\n</invoke>\n<invoke name="get_weather">\n'
+    '<parameter name="text">Ulm</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="edit">]<]minimax[>[<text>a]<]minimax[>[</text>'
+    "]<]minimax[>[<count>3]<]minimax[>[</count>]<]minimax[>[</invoke>\n"
+    ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<text>Ulm]<]minimax[>[</text>]<]minimax[>[</invoke>\n'
+    "]<]minimax[>[</tool_call>",
+    "granite": f"<|tool_call|>{JSON_LIST}",
+    "llama4_pythonic": '[edit(text="a", count=3), get_weather(text="Ulm")]',
+    "olmo3": "<function_calls>\nedit(text='a', count=3)\nget_weather(text='Ulm')\n</function_calls>",
+    "lfm2": "<|tool_call_start|>[edit(text='a', count=3), get_weather(text='Ulm')]<|tool_call_end|>",
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "edit", "parameters": '
+    f'{EDIT}}},\n    {{"tool_call_id": "1", "tool_name": "get_weather", "parameters": {ULM}}}\n]<|END_ACTION|>',
+    "hunyuan": f"<tool_calls>{JSON_LIST}</tool_calls>",
+    "hy_v3": "<tool_calls>\n<tool_call>edit<tool_sep>\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n"
+    "<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>get_weather<tool_sep>\n"
+    "<arg_key>text</arg_key>\n<arg_value>Ulm</arg_value>\n</tool_call>\n</tool_calls>",
+    "seed_oss": "<seed:tool_call>\n<function=edit>\n<parameter=text>a</parameter>\n<parameter=count>3</parameter>\n"
+    "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=get_weather>\n<parameter=text>Ulm</parameter>\n</function>\n"
+    "</seed:tool_call>",
+    "gemma3": "<start_function_call>call:edit{text:<escape>a<escape>,count:3}<end_function_call>"
+    "<start_function_call>call:get_weather{text:<escape>Ulm<escape>}<end_function_call>",
+    "gemma4": '<|tool_call>call:edit{text:<|"|>a<|"|>,count:3}<tool_call|>'
+    '<|tool_call>call:get_weather{text:<|"|>Ulm<|"|>}<tool_call|>',
+    "apertus": f'<|tools_prefix|>[{{"edit": {EDIT}}}, {{"get_weather": {ULM}}}]<|tools_suffix|>',
+    "nemotron": f"<TOOLCALL>{JSON_LIST}</TOOLCALL>",
+    "phi4_mini": f"functools{JSON_LIST}",
+    "internlm": f'<|action_start|><|plugin|>\n{{"name": "edit", "parameters": {EDIT}}}<|action_end|>'
+    f'<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {ULM}}}<|action_end|>',
+    "longcat": f'<longcat_tool_call>\n{{"name": "edit", "arguments": {EDIT}}}\n</longcat_tool_call>'
+    f'<longcat_tool_call>\n{{"name": "get_weather", "arguments": {ULM}}}\n</longcat_tool_call>',
+    "longcat_xml": "<longcat_tool_call>edit\n<longcat_arg_key>text</longcat_arg_key>\n"
+    "<longcat_arg_value>a</longcat_arg_value>\n<longcat_arg_key>count</longcat_arg_key>\n"
+    "<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>\n<longcat_tool_call>get_weather\n"
+    "<longcat_arg_key>text</longcat_arg_key>\n<longcat_arg_value>Ulm</longcat_arg_value>\n</longcat_tool_call>",
+    "minicpm5": '<function name="edit"><param name="text">a</param><param name="count">3</param></function>\n'
+    '<function name="get_weather"><param name="text">Ulm</param></function>',
+    "xlam": JSON_LIST,
+    "solar_open": f"<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>edit<|tool_call:args|>{EDIT}<|tool_call:end|>"
+    f"<|tool_call:begin|>1<|tool_call:name|>get_weather<|tool_call:args|>{ULM}<|tool_call:end|><|calls|>",
+}  # fmt: skip
+PUBLISHED["deepseek_v4"] = PUBLISHED["deepseek_v32"].replace("function_calls", "tool_calls")
+PUBLISHED["hy_v3_opensource"] = PUBLISHED["hy_v3"].replace(">", ":opensource>")
 
 
 def events_of(form, pieces, prompt="", tools=TOOLS):
@@ -116,6 +206,23 @@ def test_parses_the_calls_that_were_written(name):
             for calls in ([one], [one, two], [two, one]):
                 text = written(name, calls, form)
                 assert collected(events_of(form, [text])) == ("", "", calls, ""), text
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_parses_the_published_syntax(name):
+    for form in forms(name):
+        text = form.translate(PUBLISHED[name])
+        for pieces in ([text], text):
+            assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_v11", "qwen3_coder", "glm4_moe", "glm47_moe",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "minimax_m1", "minimax_m2", "minimax_m3",
+    "granite", "olmo3", "lfm2", "cohere", "hunyuan", "hy_v3", "hy_v3_opensource", "seed_oss", "gemma3", "gemma4",
+    "apertus", "nemotron", "longcat", "longcat_xml", "minicpm5",
+    "xlam", "solar_open"])  # fmt: skip
+def test_writes_the_published_syntax(name):
+    assert ROWS[name].write(CALLS) == PUBLISHED[name]
 
 
 def sample_texts(name, form):
@@ -207,7 +314,7 @@ def test_malformed_call_does_not_discard_other_calls(name):
         row.syntax,
         one.replace("text", "te}xt")
         if row.syntax == "gemma"
-        else one.replace("parameter", "p").replace("arg_value", "q"),
+        else one.replace("parameter", "p").replace("arg_value", "q").replace("<param name", "<p name"),
     )
     assert text != one
     for texts in itertools.permutations((one, two, text)):
@@ -228,9 +335,146 @@ def found_in_pieces(form, text):
 def test_templates_select_the_format_of_their_calls():
     for row in TOOL_CALL_FORMATS:
         call = row.write([FunctionCall("{{ name }}", {"key": "value"})])
-        if row.name not in ("llama3_json", "minimax_m1"):
+        if row.name not in ("llama3_json", "minimax_m1", "xlam"):
             assert find_tool_format("{% for tool in tools %}" + call) == row.name
     assert find_tool_format("{{ tools }}") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("deepseek_v32", "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }}{% if message.tool_calls %}"),
+        ("deepseek_v4", "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'tool_calls>' }}"),
+        ("hy_v3_opensource", "{% set suffix = ':opensource' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}"),
+        ("hy_v3", "{% set suffix = '' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}"),
+        ("minicpm5", """{{ '<function name="f"><param name="a">' }}{{ content.split('<tool_sep>') }}"""),
+        ("glm4_moe", "{{ '<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>' }}"),
+        ("glm47_moe", "{{ '<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>' }}"),
+        ("lfm2", "{{ 'List of tools: [' }}{{ tools | tojson }}"),
+        ("xlam", "make calls in a single JSON array: {% if message.role == 'ipython' %}"),
+        ("phi4_mini", "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}"),
+    ],
+)
+def test_templates_of_related_models_select_different_formats(name, template):
+    assert find_tool_format(template) == name
+
+
+def test_minimax_m3_writes_lists_and_objects_as_elements():
+    properties = {
+        "ids": {"type": "array", "items": {"type": "string"}},
+        "rows": {"type": "array", "items": {"$ref": "#/$defs/row"}},
+        "row": {"anyOf": [{"$ref": "#/$defs/row"}, {"type": "null"}]},
+        "any": {},
+    }
+    row = {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "n": {"type": "number"}, "row": {"type": "object"}},
+    }
+    tools = [{"name": "edit", "parameters": {"properties": properties, "$defs": {"row": row}}}]
+    values = {
+        "ids": ["02134", "5", "true", "a\nb", ""],
+        "rows": [{"id": "7", "n": 0.5}, {"id": "<b> [1]"}],
+        "row": {"id": "x", "row": {"row": {"a": [1, [2]]}}},
+        "any": {"x": [1, True, "é"], "y": {"item": 3, "z": "a"}},
+    }
+    call = FunctionCall("edit", values)
+    text = ROWS["minimax_m3"].write([call])
+    assert "<ids>]<]minimax[>[<item>02134]<]minimax[>[</item>" in text and '"' not in text.split(">", 4)[4]
+    for special in ([], ["]<]minimax[>["]):
+        form = AnswerFormat("minimax_m3", None, special)
+        for pieces in ([form.translate(text)], form.translate(text)):
+            assert collected(events_of(form, pieces, tools=tools)) == ("", "", [call], "")
+    nested = "]<]minimax[>[<a>" * 5000 + "]<]minimax[>[</a>" * 5000
+    found = parse_tool_calls(ROWS["minimax_m3"].write([FunctionCall("edit", {"any": nested})]), "minimax_m3", tools)
+    assert len(found.calls) == 1
+
+
+@pytest.mark.parametrize(("name", "other"), [("glm4_moe", "glm47_moe"), ("glm47_moe", "glm4_moe")])
+def test_glm_calls_may_have_other_line_breaks(name, other):
+    for form in forms(name):
+        for text in (form.translate(PUBLISHED[other]), form.translate(PUBLISHED[other].replace("\n<arg_v", "<arg_v"))):
+            for pieces in ([text], text):
+                assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm2", f"<|tool_call_start|>{JSON_LIST}<|tool_call_end|>"),
+        ("lfm2", f"<|tool_call_start|>\n[ {JSON_LIST[1:]}<|tool_call_end|>"),
+        ("llama4_pythonic", f"<|python_start|>{PUBLISHED['llama3_json']}<|python_end|>"),
+    ],
+)
+def test_calls_of_pythonic_formats_may_be_json(name, text):
+    for form in forms(name):
+        for pieces in ([form.translate(text)], form.translate(text)):
+            assert collected(events_of(form, pieces)) == ("", "", CALLS, "")
+
+
+def test_line_breaks_of_qwen3_coder_may_be_missing():
+    properties = {key: {"type": "string"} for key in ("a", "b")}
+    tools, form = [{"name": "edit", "parameters": {"properties": properties}}], AnswerFormat("qwen3_coder", None)
+    call = FunctionCall("edit", {"a": "x", "b": "y\n"})
+    for a, b in itertools.product(("x", "\nx", "x\n", "\nx\n"), ("\ny\n\n", "y\n\n")):
+        text = (
+            f"<tool_call>\n<function=edit>\n<parameter=a>{a}</parameter>\n<parameter=b>{b}</parameter>\n</function>\n"
+        )
+        for pieces in ([text + "</tool_call>"], text + "</tool_call>"):
+            assert collected(events_of(form, pieces, tools=tools)) == ("", "", [call], ""), (a, b)
+
+
+def test_minicpm5_writes_text_with_tags_as_cdata():
+    text = '<function name="edit"><param name="text"><![CDATA[<b>1 & 2</b>\n</param></function>]]></param></function>'
+    call = FunctionCall("edit", {"text": "<b>1 & 2</b>\n</param></function>"})
+    assert ROWS["minicpm5"].write([call]) == text
+    for pieces in ([text], text):
+        assert collected(events_of(AnswerFormat("minicpm5", None), pieces)) == ("", "", [call], "")
+
+
+def test_content_of_minimax_m2_may_be_a_response_element():
+    form = AnswerFormat(None, reasoning_format("<think></think> <minimax:tool_call> <response>"))
+    answer = "<think>Hm.</think>\n<response>1</response>"
+    assert collected(events_of(form, [answer]))[:2] == ("Hm.", "<response>1</response>")
+
+
+def test_solar_open_writes_its_reasoning_as_a_message():
+    template = "<|begin|>assistant<|think|> <|tool_call:begin|>"
+    call = PUBLISHED["solar_open"].replace("begin|>0", "begin|>a1b2c3d4e5")
+    special = ["<|begin|>", "<|end|>", "<|think|>", "<|content|>", *ROWS["solar_open"].markers]
+    for form in (AnswerFormat.of_template(template, names, find_tool_format(template)) for names in ([], special)):
+        user = form.translate("<|begin|>user<|content|>Hi<|end|>")
+        for thought, reasoning in (("<|think|>Hm.<|end|><|begin|>assistant", "Hm."), ("", "")):
+            for rest, content, calls in (("<|content|>Yes.<|end|>", "Yes.", []), (call, "", CALLS)):
+                answer = form.translate(thought + rest)
+                for pieces in ([answer], answer):
+                    found = collected(events_of(form, pieces, prompt=user + form.translate("<|begin|>assistant")))
+                    assert found == (reasoning, content, calls, "")
+
+
+def test_granite_writes_the_marker_as_text():
+    form = AnswerFormat("granite", None, ["<|tool_call|>"])
+    assert collected(events_of(form, f"<tool_call>{JSON_LIST}")) == ("", "", CALLS, "")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        ("<think></think> <response></response>", "<think>Hm.</think>\n<response>Yes.</response>"),
+        ("<think></think> <answer></answer>", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("after 'Here is my thought process:'", "Here is my thought process: Hm.\nHere is my response: Yes."),
+        (
+            "[BEGIN FINAL RESPONSE] [END FINAL RESPONSE]",
+            "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nYes.\n[END FINAL RESPONSE]",
+        ),
+        ("{{ '<beginning_of_sentence>ai name=assistant\\n' }}", "<think>\nHm.\n</think>\n\nYes."),
+        ("{% set s = ':opensource' %}{{ '<think{}>'.format(s) }}", "<think:opensource>Hm.</think:opensource>Yes."),
+    ],
+)
+def test_answers_are_split_as_published(template, answer):
+    form = AnswerFormat(None, reasoning_format(template))
+    for pieces in ([answer], answer):
+        reasoning, content, _, _ = collected(events_of(form, pieces))
+        assert (reasoning, content.strip()) == ("Hm.", "Yes.")
 
 
 def test_call_without_a_marker_must_call_an_offered_tool():

@@ -16,7 +16,7 @@ CALL = FunctionCall("get_weather", {"city": "Paris", "days": 2})
 @pytest.mark.parametrize("row", TOOL_CALL_FORMATS, ids=lambda row: row.name)
 def test_returns_a_cut_call_once_its_name_is_complete(row):
     written = row.write([CALL])
-    name_end = row.name_end.rstrip() or row.name_end
+    name_end = row.name_end.rstrip() or row.name_end or row.parameter_begin
     head = (row.section_begin + row.call_begin + CALL.name + name_end).replace("{index}", "0")
     arguments = []
     for size in range(len(written) + 1):

@@ -340,7 +340,7 @@ def test_max_calls_limits_calls_after_free_text(name, style):
 
 @pytest.mark.parametrize("style", ["text", "special"])
 @pytest.mark.parametrize(
-    "name", [name for name in FORMATS if name not in ("harmony", "llama3_json", "llama4_pythonic")]
+    "name", [name for name in FORMATS if name not in ("harmony", "llama3_json", "llama4_pythonic", "xlam")]
 )
 def test_free_text_ends_with_its_first_call(name, style):
     words = PLAIN if style == "text" else marked_tokenizer(name, True)
@@ -413,6 +413,29 @@ def test_calls_as_the_format_writes_them_are_accepted(name, required):
     for arguments in ({"city": "P"}, {"city": "P", "days": 3}, {"city": "P", "exact": True}):
         for count in (1, 2, 3):
             assert call_accepted(name, parameters, arguments, required=required, count=count), (arguments, count)
+
+
+def test_minimax_m3_writes_declared_lists_and_objects_as_elements():
+    row = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["b"]}
+    properties = {
+        "rows": {"type": "array", "items": row, "maxItems": 2},
+        "row": {"$ref": "#/$defs/row"},
+        "open": {"type": "object"},
+    }
+    parameters = {"type": "object", "properties": properties, "$defs": {"row": row}}
+    for arguments in (
+        {"rows": [{"b": 1}, {"a": "x", "b": 2}]},
+        {"rows": [], "row": {"a": "<x>", "b": 3}},
+        {"row": {"b": 4}},
+    ):
+        assert call_accepted("minimax_m3", parameters, arguments), arguments
+    for arguments in ({"rows": [{"b": 1}] * 3}, {"row": {"a": "x"}}, {"row": {"b": "x"}}):
+        assert not call_accepted("minimax_m3", parameters, arguments), arguments
+    written = ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<{}>{}]<]minimax[>[</{}>'
+    end = "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>"
+    grammar = AnswerGrammar(None, call_grammar("minimax_m3", tool(parameters), required=True))
+    assert accepts(PLAIN_COMPILER, grammar, written.replace("<{}>{}", '<open>{"a": 1}').replace("{}", "open") + end)
+    assert not accepts(PLAIN_COMPILER, grammar, written.replace("<{}>{}", '<row>{"b": 1}').replace("{}", "row") + end)
 
 
 OTHER_SYNTAX = ("qwen3_coder", "deepseek_v32", "minimax_m2", "hy_v3", "lfm2", "gemma4")

@@ -31,6 +31,10 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
+Elements = str | list[tuple[str, "Elements"]]
+"""Text of an element, or the names and contents of the elements within it."""
+
+
 class ToolSchema:
     """JSON Schema of a tool's parameters.
 
@@ -64,7 +68,31 @@ class ToolSchema:
         schema also allows the text as a string, null and numbers must be written as canonical JSON. For example,
         "02134" and "none" remain strings.
         """
-        schema = self._schema_of(key)
+        return self._convert_text(self._schema_of(key), text)
+
+    def convert_elements(self, key: str, elements: "Elements") -> Any:
+        """Convert an argument that is written as nested elements, whose texts are converted as by `convert`."""
+        return self._convert_elements(self._schema_of(key), elements)
+
+    def _convert_elements(self, schema: Any, elements: "Elements") -> Any:
+        self._num_read = 0
+        if isinstance(elements, str):
+            is_empty = not elements and not self._accepts(schema, "", MAX_DEPTH)
+            empty = next((value for value in ([], {}) if self._accepts(schema, value, MAX_DEPTH)), "")
+            return empty if is_empty else self._convert_text(schema, elements)
+        parts = [*self._parts(schema, MAX_DEPTH)]
+        if all(name == "item" for name, _ in elements) and self._accepts(schema, [], MAX_DEPTH):
+            items = _any_of([part["items"] for part in parts if "items" in part])
+            return [self._convert_elements(items, value) for _, value in elements]
+        members = dict[str, Any]()
+        for name, value in elements:
+            properties = [part.get("properties") for part in parts]
+            inner = [known[name] for known in properties if isinstance(known, Mapping) and name in known]
+            inner = _any_of(inner or self._additional(schema))
+            members[name] = self._convert_elements(inner, value)
+        return members
+
+    def _convert_text(self, schema: Any, text: str) -> Any:
         if self._accepts_all(schema):
             return untyped_value(text)
         candidates = [*_candidates(text)]
@@ -89,8 +117,7 @@ class ToolSchema:
 
     def _schema_of(self, key: str) -> Any:
         self._num_read = 0
-        schemas = self._named.get(key) or self._additional(self._root)
-        return True if not schemas else schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        return _any_of(self._named.get(key) or self._additional(self._root))
 
     def _collect(self, schema: Any, depth: int) -> None:
         """Collect the properties that the schema of an object declares, including references and combined schemas."""
@@ -160,6 +187,11 @@ class ToolSchema:
             if not combine(self._accepts(member, value, depth - 1) for member in members):
                 return False
         return True
+
+
+def _any_of(schemas: Sequence[Any]) -> Any:
+    """Return the schema of values that match one of the schemas; True if there are no schemas."""
+    return True if not schemas else schemas[0] if len(schemas) == 1 else {"anyOf": [*schemas]}
 
 
 def find_reference(reference: str, root: Any) -> Any:

@@ -45,6 +45,8 @@ def cut_call(row: ToolCallFormat, tools: Sequence[Mapping[str, Any]], text: str,
     names = sorted((str(function["name"]) for function in functions_of(tools)), key=len, reverse=True)
     begin = re.escape(row.call_begin.lstrip()).replace(re.escape("{index}"), "[0-9]+")
     end = re.escape(row.name_end.rstrip() or row.name_end).replace(re.escape("{index}"), "[0-9]+")
+    if not end:  # the arguments or the end of the call follow the name directly
+        end = f"(?={re.escape(row.parameter_begin)}|{re.escape(row.call_end)})"
     found = re.search(f"{begin}({'|'.join(map(re.escape, names))}){end}", text) if names else None
     if found is None:
         return None

@@ -19,11 +19,13 @@ ToolFormat = Literal[
     "qwen3_coder",
     "harmony",
     "glm4_moe",
+    "glm47_moe",
     "deepseek_v3",
     "deepseek_v31",
     "deepseek_v32",
     "deepseek_v4",
     "kimi_k2",
+    "minicpm5",
     "minimax_m1",
     "minimax_m2",
     "minimax_m3",
@@ -34,7 +36,9 @@ ToolFormat = Literal[
     "cohere",
     "hunyuan",
     "hy_v3",
+    "hy_v3_opensource",
     "seed_oss",
+    "solar_open",
     "gemma3",
     "gemma4",
     "apertus",
@@ -42,6 +46,8 @@ ToolFormat = Literal[
     "phi4_mini",
     "internlm",
     "longcat",
+    "longcat_xml",
+    "xlam",
 ]
 Syntax = Literal["json", "named_json", "xml", "python", "gemma", "harmony"]
 
@@ -66,7 +72,8 @@ class ToolCallFormat:
     - `"json"`: a JSON object. It is a member of another JSON object, which also contains the name of the tool.
     - `"named_json"`, `"harmony"`: a JSON object. The name of the tool precedes it.
     - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, joined by
-        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON.
+        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON. MiniMax M3
+        writes the members of lists and objects as nested parameters. MiniCPM5 writes some strings as CDATA.
     - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
     - `"gemma"`: `key:value,other:value`. A string is enclosed in `quote`.
 
@@ -133,7 +140,13 @@ class ToolCallFormat:
     def _parameter(self, key: str, value: Any) -> str:
         is_string = isinstance(value, str)
         key_end = self.key_end.replace("{string}", "true" if is_string else "false")
-        text = value if is_string else json.dumps(value, ensure_ascii=False)
+        if self.name == "minimax_m3" and isinstance(value, Mapping | list | tuple):
+            members = value.items() if isinstance(value, Mapping) else [("item", member) for member in value]
+            text = "".join(self._parameter(*member) for member in members)
+        else:
+            text = value if is_string else json.dumps(value, ensure_ascii=False)
+        if self.name == "minicpm5" and is_string and any(character in text for character in "<&\n"):
+            text = f"<![CDATA[{text}]]>"
         return self.parameter_begin + key + key_end + text + self.parameter_end.replace("{key}", key)
 
     def _gemma_value(self, value: Any) -> str:
@@ -223,6 +236,43 @@ def _functions(tag: str) -> dict[str, Any]:
     )
 
 
+def _argument_keys(prefix: str = "", line_break: str = "\n") -> dict[str, Any]:
+    """Return the fields of a format that writes a call as a name, and keys and values in separate tags.
+
+    `prefix`: start of the names of all tags. `line_break`: text after the name and after each key and value.
+    """
+    return dict(
+        syntax="xml",
+        begins=(f"<{prefix}tool_call>",),
+        ends=(f"</{prefix}tool_call>",),
+        call_begin=f"<{prefix}tool_call>",
+        name_end=line_break,
+        call_end=f"</{prefix}tool_call>",
+        separator=line_break,
+        parameter_begin=f"<{prefix}arg_key>",
+        key_end=f"</{prefix}arg_key>{line_break}<{prefix}arg_value>",
+        parameter_end=f"</{prefix}arg_value>{line_break}",
+    )
+
+
+def _hunyuan_v3(suffix: str = "") -> dict[str, Any]:
+    """Return the fields of Hunyuan 3's format. `suffix`: end of the names of all tags."""
+    return dict(
+        syntax="xml",
+        begins=(f"<tool_calls{suffix}>", f"<tool_call{suffix}>"),
+        ends=(f"</tool_call{suffix}>", f"</tool_calls{suffix}>"),
+        section_begin=f"<tool_calls{suffix}>\n",
+        section_end=f"\n</tool_calls{suffix}>",
+        call_begin=f"<tool_call{suffix}>",
+        name_end=f"<tool_sep{suffix}>\n",
+        call_end=f"</tool_call{suffix}>",
+        separator="\n",
+        parameter_begin=f"<arg_key{suffix}>",
+        key_end=f"</arg_key{suffix}>\n<arg_value{suffix}>",
+        parameter_end=f"</arg_value{suffix}>\n",
+    )
+
+
 # A chat template selects the first row whose selectors match.
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
@@ -233,10 +283,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name_end=" <|constrain|>json<|message|>",
         call_end="<|call|>",
     ),
-    ToolCallFormat(
-        name="deepseek_v4", selectors=(("｜DSML｜tool_calls",), ("dsml_token }}tool_calls",)), **_dsml("tool_calls")
-    ),
-    ToolCallFormat(name="deepseek_v32", selectors=(("｜DSML｜",),), **_dsml("function_calls")),
+    ToolCallFormat(name="deepseek_v32", selectors=(("｜DSML｜", "function_calls"),), **_dsml("function_calls")),
+    ToolCallFormat(name="deepseek_v4", selectors=(("｜DSML｜",),), **_dsml("tool_calls")),
     ToolCallFormat(
         name="deepseek_v3",
         selectors=(("<｜tool▁call▁begin｜>", "```json"),),
@@ -258,6 +306,18 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         call_begin="<|tool_call_begin|>functions.",
         name_end=":{index}<|tool_call_argument_begin|>",
         call_end="<|tool_call_end|>",
+    ),
+    ToolCallFormat(
+        name="solar_open",
+        syntax="named_json",
+        selectors=(("<|tool_call:begin|>",),),
+        begins=("<|tool_calls|>", "<|tool_call:begin|>"),
+        ends=("<|tool_call:end|>", "<|calls|>"),
+        section_begin="<|tool_calls|>",
+        section_end="<|calls|>",
+        call_begin="<|tool_call:begin|>{index}<|tool_call:name|>",
+        name_end="<|tool_call:args|>",
+        call_end="<|tool_call:end|>",
     ),
     ToolCallFormat(
         name="minimax_m3",
@@ -290,6 +350,20 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         parameter_begin='<parameter name="',
         key_end='">',
         parameter_end="</parameter>\n",
+    ),
+    ToolCallFormat(
+        name="minicpm5",
+        syntax="xml",
+        selectors=(('<function name="', '<param name="'),),
+        begins=('<function name="',),
+        ends=("</function>",),
+        call_begin='<function name="',
+        name_end='">',
+        call_end="</function>",
+        separator="\n",
+        parameter_begin='<param name="',
+        key_end='">',
+        parameter_end="</param>",
     ),
     ToolCallFormat(
         name="gemma4",
@@ -328,35 +402,14 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         **_functions("tool_call"),
     ),
     ToolCallFormat(
-        name="hy_v3",
-        syntax="xml",
-        selectors=(("<tool_sep>",), ("tool_sep", "arg_key")),
-        begins=("<tool_calls>", "<tool_call>"),
-        ends=("</tool_call>", "</tool_calls>"),
-        section_begin="<tool_calls>\n",
-        section_end="\n</tool_calls>",
-        call_begin="<tool_call>",
-        name_end="<tool_sep>\n",
-        call_end="</tool_call>",
-        separator="\n",
-        parameter_begin="<arg_key>",
-        key_end="</arg_key>\n<arg_value>",
-        parameter_end="</arg_value>\n",
+        name="hy_v3_opensource",
+        selectors=(("tool_sep", "arg_key", ":opensource"),),
+        **_hunyuan_v3(":opensource"),
     ),
-    ToolCallFormat(
-        name="glm4_moe",
-        syntax="xml",
-        selectors=(("<arg_key>",),),
-        begins=("<tool_call>",),
-        ends=("</tool_call>",),
-        call_begin="<tool_call>",
-        name_end="\n",
-        call_end="</tool_call>",
-        separator="\n",
-        parameter_begin="<arg_key>",
-        key_end="</arg_key>\n<arg_value>",
-        parameter_end="</arg_value>\n",
-    ),
+    ToolCallFormat(name="hy_v3", selectors=(("tool_sep", "arg_key"),), **_hunyuan_v3()),
+    ToolCallFormat(name="longcat_xml", selectors=(("<longcat_arg_key>",),), **_argument_keys("longcat_")),
+    ToolCallFormat(name="glm47_moe", selectors=(("</arg_key><arg_value>",),), **_argument_keys(line_break="")),
+    ToolCallFormat(name="glm4_moe", selectors=(("<arg_key>",),), **_argument_keys()),
     ToolCallFormat(
         name="mistral_v11",
         syntax="named_json",
@@ -372,12 +425,12 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         bare=True,
         **_json_list("[TOOL_CALLS] "),
     ),
+    ToolCallFormat(name="xlam", selectors=(("make calls in a single JSON array",),), bare=True, **_json_list("")),
     ToolCallFormat(
         name="longcat",
         selectors=(("<longcat_tool_call>",),),
         begins=("<longcat_tool_call>",),
         ends=("</longcat_tool_call>",),
-        separator="\n",
         **_json_call("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     ),
     ToolCallFormat(
@@ -389,7 +442,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ),
     ToolCallFormat(
         name="phi4_mini",
-        selectors=(("<|/tool_call|>",), ("functools[",)),
+        selectors=(("<|/tool_call|>",), ("functools[",), ("<|tool|>", "<|/tool|>")),
         begins=("<|tool_call|>", "functools["),
         ends=("<|/tool_call|>",),
         **_json_list("<|tool_call|>", "<|/tool_call|>"),
@@ -397,7 +450,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="granite",
         selectors=(("<|tool_call|>",),),
-        begins=("<|tool_call|>",),
+        begins=("<|tool_call|>", "<tool_call>"),  # Granite 3.1 writes the second marker
         **_json_list("<|tool_call|>"),
     ),
     ToolCallFormat(
@@ -440,7 +493,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="lfm2",
         syntax="python",
-        selectors=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        selectors=(("<|tool_call_start|>",), ("<|tool_list_start|>",), ("List of tools: [",)),
         begins=("<|tool_call_start|>",),
         ends=("<|tool_call_end|>",),
         section_begin="<|tool_call_start|>[",
@@ -518,11 +571,20 @@ _PARTS: dict[str, tuple[str, ...]] = {row.name: () for row in TOOL_CALL_FORMATS}
     "deepseek_v32": ("｜DSML｜",),
     "deepseek_v4": ("｜DSML｜",),
     "kimi_k2": ("<|tool_call_argument_begin|>",),
+    "solar_open": ("<|tool_call:name|>", "<|tool_call:args|>"),
     "mistral": ("[ARGS]", "[CALL_ID]"),
     "mistral_v11": ("[ARGS]", "[CALL_ID]"),
     "internlm": ("<|action_start|>", "<|plugin|>", "<|interpreter|>"),
     "hy_v3": ("<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "hy_v3_opensource": (
+        "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>",
+        "</arg_value:opensource>",
+    ),
     "glm4_moe": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "glm47_moe": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "longcat_xml": (
+        "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>",
+    ),
     "minimax_m3": ("]<]minimax[>[",),
 }  # fmt: skip
 
@@ -537,8 +599,16 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>", "seed:think")),
     ReasoningFormat("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+    # Solar Open writes its reasoning as a separate message.
+    ReasoningFormat(
+        "<|think|>",
+        "<|end|><|begin|>assistant",
+        ("<|begin|>assistant<|think|>",),
+        (("<|content|>", "<|end|>"),),
+    ),
     ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")),
     ReasoningFormat("<longcat_think>", "</longcat_think>", ("<longcat_think>", "</longcat_think>")),
+    ReasoningFormat("<think:opensource>", "</think:opensource>", ("think:opensource", ":opensource")),
     ReasoningFormat("<mm:think>", "</mm:think>", ("<mm:think>", "</mm:think>")),
     ReasoningFormat("◁think▷", "◁/think▷", ("◁think▷", "◁/think▷")),
     ReasoningFormat(
@@ -547,7 +617,21 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         ("<|begin_of_thought|>",),
         (("<|begin_of_solution|>", "<|end_of_solution|>"),),
     ),
-    ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
+    ReasoningFormat("Here is my thought process:", "Here is my response:", ("Here is my thought process:",)),
+    ReasoningFormat(
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        ("[BEGIN FINAL RESPONSE]",),
+        (("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),),
+    ),
+    # MiniMax M1 writes the markers, but its template does not contain them.
+    ReasoningFormat("<think>", "</think>", ("<think>", "</think>", "<beginning_of_sentence>ai ")),
+)
+
+# Markers around the content after `</think>`. A chat template selects the pairs that it contains.
+ANSWER_WRAPPERS = (
+    ("<answer>", "</answer>"),  # Hunyuan A13B
+    ("<response>", "</response>"),  # Granite 3.3 and ERNIE 4.5
 )
 
 # `[name(key=`: how chat templates of pythonic formats describe calls. Name and key may be Jinja expressions.
@@ -573,8 +657,8 @@ def reasoning_format(template: str) -> ReasoningFormat | None:
     """Return the format of the reasoning that a chat template selects; None if the model does not reason."""
     for row in REASONING_FORMATS:
         if any(text in template for text in row.selectors):
-            if row.begin == "<think>" and "<answer>" in template:  # Hunyuan A13B
-                return row._replace(wrappers=(("<answer>", "</answer>"),))
+            if row.begin == "<think>" and "minimax:" not in template:  # MiniMax M2: <response> is a tool's result
+                return row._replace(wrappers=tuple(pair for pair in ANSWER_WRAPPERS if pair[0] in template))
             return row
     return None
 

@@ -301,7 +301,7 @@ class TaggedParser(AnswerParser):
         is_fenced = row is not None and row.name == "deepseek_v3"
         self._after_call_markers = (*self._call_ends, "```") if is_fenced else self._call_ends
         # First character of a call without a marker; empty if calls need a marker.
-        is_list = row is not None and (row.syntax == "python" or row.name == "mistral")
+        is_list = row is not None and row.section_begin.endswith("[")
         self._bare_start = "" if row is None or not row.bare else "[" if is_list else "{"
         self._scanner: CallScanner | None = None
         self._num_returned = 0  # characters at the start of the buffer whose calls have been returned
@@ -382,7 +382,9 @@ class TaggedParser(AnswerParser):
         if found is not None:
             position, marker = found
             self._add(events, Reasoning, self._take(position).rstrip())
-            self._take(len(marker) if marker == end else 0)
+            if marker == end:
+                self._take(len(end))
+                self._wrapper_end = dict(self._reasoning.wrappers).get(end, "")
             self.reasoning_end = self._num_taken
             self._state, self._skips_blanks, self._may_be_reasoning = "content", True, False
             return True
@@ -434,6 +436,7 @@ class TaggedParser(AnswerParser):
             self._take(len(marker))
             events.append(ContentWasReasoning())
             self.reasoning_end = self._num_taken
+            self._wrapper_end = dict(self._reasoning.wrappers).get(marker, "")
             self._may_be_reasoning, self._at_start, self._skips_blanks = False, True, True
         elif marker == self._reasoning.begin:
             self._may_be_reasoning = False
@@ -532,7 +535,9 @@ class TaggedParser(AnswerParser):
         self._state = "malformed"
         marker = next((marker for marker in self._call_starts if self._buffer.startswith(marker)), "")
         size = len(marker)
-        if self._is_xml:  # XML calls may have several markers
+        if (
+            self._is_xml
+        ):  # XML calls may have several markers. At least one marker is taken: it must not be found again.
             size = max(size, result.position - num_returned)
         events.append(Malformed(self._take(size), self._readable(result.reason)))
 
@@ -794,9 +799,12 @@ _REASONING_STARTS: dict[str, str] = {
     "mistral_v11": "[THINK]",
     "cohere": "<|START_THINKING|>",
     "seed_oss": "<seed:think>",
+    "solar_open": "<|begin|>assistant<|think|>",
     "gemma4": "<|channel>thought",
     "apertus": "<|inner_prefix|>",
     "longcat": "<longcat_think>",
+    "longcat_xml": "<longcat_think>",
+    "hy_v3_opensource": "<think:opensource>",
     "minimax_m3": "<mm:think>",
 }
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.io.text.answers.arguments import (
     MAX_LEVELS,
+    Elements,
     ToolSchema,
     literal,
     parse_expression,
@@ -30,6 +31,8 @@ _BLANK = re.compile(r"\s*")
 _BLANKS, _LINES = r"\s*", r"[\r\n]*"
 _PLACEHOLDERS = r"\ud800-\udfff"  # special tokens: they cannot be part of a name
 _NAME = rf"[^\s<>\[\](){{}}\"'`=,;|｜{_PLACEHOLDERS}]+"
+_TAG_START = re.compile(rf"(?<=[>{_PLACEHOLDERS}])(?=[<{_PLACEHOLDERS}])")  # between two tags or placeholders
+_CHARACTER_DATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 _WORD = re.compile(r"[^\s\[\]{}:,\"']+")
 _JSON_WORDS = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _JSON_PREFIX = re.compile(r"-?[0-9.eE+-]*|[a-zA-Z]*|-[a-zA-Z]*")
@@ -369,11 +372,13 @@ class NamedJsonCall:
             "deepseek_v3": pattern("<｜tool▁sep｜>"),
             "deepseek_v31": pattern("<｜tool▁sep｜>"),
             "kimi_k2": pattern("<|tool_call_argument_begin|>"),
+            "solar_open": pattern("<|tool_call:args|>"),
         }.get(row.name, pattern("[ARGS]"))
         before = {
             "deepseek_v3": rf"(?:\w*\s*{separator})?",
             "deepseek_v31": rf"(?:function\s*{separator})?",
             "kimi_k2": r"(?:functions\.)?",
+            "solar_open": rf"\w*\s*{pattern('<|tool_call:name|>')}",
         }.get(row.name, "")
         number = r"(?::[0-9]+)?" if row.name == "kimi_k2" else rf"(?:{pattern('[CALL_ID]')}\w+)?"
         fence = r"(?:```(?:json)?\s*)?"
@@ -471,8 +476,8 @@ class XmlCall:
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
             return re.compile(rf"{begin}{key}(?:\s+string=\"?(true|false)\"?)?\s*>")
-        pieces = row.key_end.removeprefix('"' if is_quoted else "").split()
-        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, pieces)) + "()")
+        tags = _TAG_START.sub(" ", row.key_end.removeprefix('"' if is_quoted else "")).split()
+        return re.compile(rf"{begin}\s*{key}\s*" + r"\s*".join(map(re.escape, tags)) + "()")
 
     def scan(self, text: str, *, final: bool) -> Found | Failed | None:
         if self._body < 0:
@@ -598,10 +603,41 @@ class XmlCall:
                 return None
             value_end, position = ended
             value = text[opened.end() : value_end]
-            if self._has_lines(text, opened.end()):
-                value = value[1:]
-            value = self._context.restore(value)
+            if self._context.row.key_end.endswith(">\n"):
+                value = value.removeprefix("\n")
+                value = value if text[value_end] == "\n" else value.removesuffix("\n")
+            if self._context.row.name == "minimax_m3" and self._parameter.match(value, skip_blanks(value, 0)):
+                values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
+                continue
+            character_data = _CHARACTER_DATA.fullmatch(value) if self._context.row.name == "minicpm5" else None
+            value = self._context.restore(value if character_data is None else character_data[1])
             values[key] = value if opened[2] == "true" else self._schema.convert(key, value)
+
+    def _elements(self, text: str, max_levels: int) -> Elements:
+        """Return the elements of an object or a list in the format of MiniMax M3.
+
+        Text that is not a sequence of elements is returned unchanged.
+        """
+        elements, position = list[tuple[str, Elements]](), skip_blanks(text, 0)
+        while position < len(text):
+            opened = self._parameter.match(text, position) if max_levels else None
+            ended = None if opened is None else self._element_end(text, opened)
+            if opened is None or ended is None:
+                return self._context.restore(text)
+            content = self._elements(text[opened.end() : ended[0]], max_levels - 1)
+            elements.append((self._context.restore(opened[1]), content))
+            position = skip_blanks(text, ended[1])
+        return elements or self._context.restore(text)
+
+    def _element_end(self, text: str, opened: re.Match[str]) -> tuple[int, int] | None:
+        """Return the end of an element's content and the position after the element; None if it does not end."""
+        close_tag = self._context.row.parameter_end.replace("{key}", opened[1])
+        depth = 1
+        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end()):
+            depth += 1 if tag[0] == opened[0] else -1
+            if depth == 0:
+                return tag.span()
+        return None
 
     def _has_lines(self, text: str, start: int) -> bool:
         """Return whether the format writes a line break around values, and this value starts with one."""
@@ -619,22 +655,26 @@ class XmlCall:
     ) -> tuple[int, int] | None:
         """Return the end of a value and the position after its closing tag; None if the value does not end."""
         close = self._close.replace("{key}", opened[1])
-        closes = f"\n{close}" if self._has_lines(text, opened.end()) and gap.pattern == _LINES else close
+        writes_lines = self._context.row.key_end.endswith(">\n")
+        has_lines = self._has_lines(text, opened.end()) and gap.pattern == _LINES
         last = None
-        at = text.find(closes, opened.end(), extent)
+        at = text.find(close, opened.end(), extent)
         while at >= 0:
-            after = at + len(closes)
+            is_line = has_lines and text[at - 1] == "\n"
+            begin, after = at - 1 if is_line else at, at + len(close)
             following = gap.match(text, after, extent)
             position = after if following is None else following.end()
             opens = self._parameter.match(text, position, extent)
-            if opens is not None and opens[1] not in used and (known is None or opens[1] in known):
-                return at, after
-            is_line = closes.startswith("\n") or not self._context.row.key_end.endswith(">\n")
-            if opens is not None and is_line and text[after:position] == self._written_gap:
-                return at, after
-            if call_end.match(text, position, extent):
-                last = at, after
-            at = text.find(closes, at + 1, extent)
+            # A model may leave out the line break before the tag. Only the schema distinguishes this from an argument
+            # that contains the tags.
+            may_end = is_line or not has_lines if known is None else opens is not None and opens[1] in known
+            if opens is not None and opens[1] not in used and may_end:
+                return begin, after
+            if opens is not None and (is_line or not writes_lines) and text[after:position] == self._written_gap:
+                return begin, after
+            if (is_line or not has_lines) and call_end.match(text, position, extent):
+                last = begin, after
+            at = text.find(close, at + 1, extent)
         return last
 
 
@@ -980,6 +1020,11 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
     if row.syntax == "xml":
         return XmlCall(context, start)
     if row.syntax == "python":
+        head = text[after : after + MAX_HEADER].replace("[", " ", 1).lstrip()
+        if marker and not head and not final:
+            return None
+        if marker and head.startswith("{"):  # LFM2 and Llama 4 also write calls as JSON
+            return JsonCalls(context, after)
         return PythonCalls(context, after, is_bare=not marker)
     if row.syntax == "gemma":
         return GemmaCall(context, after)
