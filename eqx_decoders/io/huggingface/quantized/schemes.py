@@ -580,14 +580,18 @@ def _awq_tensors(tensors: Tensors, packings: _PackingTable) -> Tensors:
         expected_shapes = functools.partial(_awq_shapes, rows=rows, words=words)
         packing = packings.find(name.removesuffix("."), packed, scales, zeros, expected_shapes)
         group_index = decoded.pop(f"{name}g_idx", None)
-        if group_index is not None:
-            check_stored(group_index, ("I32", "I64"), (rows,))
+        group_size = packing.group_size or rows
+        if group_index is not None and _checked_group_index(group_index, rows, group_size, scales.shape[0]) is not None:
+            raise ConversionError(
+                f"{group_index.file}: {group_index.name} assigns rows to quantization groups in another order, but AWQ "
+                f"groups are {group_size} consecutive rows. Load a checkpoint that was quantized without act-order."
+            )
 
         def unpacked(inner: StoredTensor, kind: str) -> StoredTensor:
             shape, start = (inner.shape[0], 8 * inner.shape[1]), inner.offset
             return swapped(PackedTensor(inner.file, inner.name, shape, kind, start, inner, 1, 4, 8, _AWQ_ORDER))
 
-        views = unpacked(packed, "I4"), swapped(scales), (1, packing.group_size or rows), unpacked(zeros, "I8")
+        views = unpacked(packed, "I4"), swapped(scales), (1, group_size), unpacked(zeros, "I8")
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros")
     return decoded

@@ -307,6 +307,20 @@ def test_autoround_reads_the_packing_from_the_backend(kind, backend, keys, tmp_p
     assert_same(ed.load_hf(few), ed.load_hf(plain))
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_awq_accepts_a_g_idx_in_order_only(shuffled, tmp_path):
+    stored, wide = awq("w", np.zeros((64, 96)))
+    places = np.arange(96) // 8
+    stored |= {"g_idx": (places[::-1] if shuffled else places).astype(np.int32)}
+    write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": AWQ}))
+    if not shuffled:
+        assert np.array_equal(checkpoint_tensors(Directory(tmp_path))["m.weight"].read_all(), wide)
+        return
+    with pytest.raises(ed.ConversionError, match=r"m\.g_idx assigns rows to quantization groups in another order"):
+        checkpoint_tensors(Directory(tmp_path))
+
+
 GPTQMODEL_KEYS = {
     **dict(lm_head=False, pack_dtype="int32", act_group_aware=True, pack_impl="cpu", sym=True, mse=0.0),
     "meta": {"quantizer": ["gptqmodel:5.6.12"], "uri": "https://github.com/modelcloud/gptqmodel"},
