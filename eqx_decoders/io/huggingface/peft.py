@@ -180,9 +180,10 @@ def save_peft(
     """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
     PiSSA pairs are written with twice the rank as a difference from the original weight, `scale (a b - a_0 b_0)`, as
-    PEFT converts them. Modules in `model.saved_modules`, which `load_peft` read from an adapter, are written completely
-    and named in `modules_to_save` and `bias` of `adapter_config.json`. Other trained weights are not written: use
-    `merge_lora` and `save_hf` to save them.
+    PEFT converts them. Weights in `model.saved_modules` are written completely and named in `modules_to_save` and
+    `bias` of `adapter_config.json`: weights that `load_peft` read from an adapter, and weights that a `Trainer` trains
+    beside the pairs. A custom training loop must add the paths of such weights to `saved_modules`, or save the model
+    with `merge_lora` and `save_hf`.
 
     **Arguments:**
 

@@ -22,7 +22,7 @@ from eqx_decoders.io.huggingface.peft import load_peft, save_peft
 from eqx_decoders.io.huggingface.peft_config import IGNORED_PEFT_KEYS, UNSUPPORTED_KEYS
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.lora import merge_lora, without_lora
+from eqx_decoders.training.lora import add_lora, merge_lora, without_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import pairs, trained
 
@@ -492,6 +492,26 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     changed_paths = [path for path in want if path in before and not np.array_equal(want[path], before[path])]
     assert changed_paths or "head.kernel" in want.keys() - before.keys()
     assert merge_lora(model).saved_modules == ()
+
+
+@pytest.mark.medium
+def test_weights_that_are_trained_beside_the_pairs_are_written(tmp_path):
+    """Also after a step and for the state of a restored run."""
+    base = load_hf(FIXTURES / "qwen2_mixed")
+    before = {path: np.asarray(leaf) for path, leaf in named_leaves(base).items()}
+    optimizer = ed.OptimizerConfig(trainable=("*.lora_*", "embedding.table", "final_norm.scale"))
+    adapted = add_lora(base, LoRAConfig(rank=2), key=jax.random.key(0))
+    trainer = ed.Trainer.create(optimizer, adapted, steps=2)
+    abstract = trainer.abstract(adapted, key=jax.random.key(1))
+    state = trainer.init(adapted, key=jax.random.key(1))
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    state, _ = trainer.step(state, ed.Batch(np.asarray([[1, 2, 3, 4]])))
+    assert np.abs(named_leaves(state.model)["final_norm.scale"] - before["final_norm.scale"]).max() > 0
+    save_peft(state.model, tmp_path / "new")
+    assert settings(tmp_path / "new")["modules_to_save"] == ["model.embed_tokens", "model.norm"]
+    again = load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "new")
+    for path, leaf in named_leaves(state.model).items():
+        np.testing.assert_array_equal(named_leaves(again)[path], leaf, err_msg=path)
 
 
 def test_saved_modules_that_the_model_lacks_are_refused(llama, tmp_path):
