@@ -32,6 +32,13 @@ from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exporte
 from eqx_decoders.io.huggingface.gather import on_first_host
 from eqx_decoders.io.huggingface.load import equal_tables, load_weight
 from eqx_decoders.io.huggingface.peft_config import AdapterSettings, adapter_config, read_settings
+from eqx_decoders.io.huggingface.peft_experts import (
+    ExpertParameters,
+    expert_mappings,
+    renamed_modules,
+    single_expert,
+    with_fused_experts,
+)
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
@@ -45,7 +52,8 @@ from eqx_decoders.sharding.layout import Layout, device_bytes, out_shardings, pa
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
-_ENDS = r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$"
+_ROWS = ".token_adapter.trainable_tokens_delta"
+_ENDS = rf"({re.escape(_ROWS)}|\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias))$"
 
 
 def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None = None) -> Decoder:
@@ -66,6 +74,9 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     biases) replace the modules of the model, and `save_peft` writes them again. A saved output head unties the
     embedding, unless the adapter also saves an equal embedding.
 
+    Experts that transformers stores in one parameter may have a pair (`target_parameters`), and rows of the embedding
+    and the output head may be trained (`trainable_token_indices`); such an embedding is then a saved module.
+
     Tensors may have the names in the checkpoint, or the names in any version of transformers. Names may start at the
     decoder, or at a vision-language or audio model that contains it.
 
@@ -76,13 +87,27 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
     settings = read_settings(Fields(folder.json(CONFIG), CONFIG))
     family, _ = export_config(model)
-    weights = _adaptable(model, settings.dora, experts=True)
-    modules = _module_mappings(model, family)
+    shapes = plain_shapes(model)
+    stored = stored_tensors(folder, TENSORS)
+    expert_weights = expert_mappings(shapes, with_fused_experts(family))
+    weights = _adaptable(model, settings.dora, experts=expert_weights)
+    modules = _module_mappings(model, family.stored_as(stored))
     module_shapes = {name: mapping.shape for mapping in modules.values() for name in mapping.names}
+    parameters = ExpertParameters(expert_weights, {path: weights[path].modules for path in expert_weights})
+    parameter_names = {name for mapping in expert_weights.values() for name in mapping.names}
+    others, expert_tensors, file_parameters = parameters.split(
+        stored,
+        settings.parameters,
+        lambda name: next((found for found in _current_names(family, name) if found in parameter_names), name),
+    )
     known = {name for weight in weights.values() for name in weight.tensors} | module_shapes.keys()
-    tensors, file_names = _with_current_names(family, stored_tensors(folder, TENSORS), known)
-    settings = dataclasses.replace(settings, file_names=file_names)
+    known |= {name.removesuffix(_WEIGHT) + _ROWS for name in module_shapes}
+    tensors, file_names = _with_current_names(family, others, known, renamed_modules(shapes, family))
+    tensors |= {_PREFIX + name: tensor for name, tensor in expert_tensors.items()}
+    settings = dataclasses.replace(settings, file_names=file_names | file_parameters)
     _check_no_embedding_pairs(folder.path / TENSORS, tensors, modules)
+    _check_vocabulary(tensors, modules)
+    tensors, token_rows = _without_token_rows(tensors, modules)
     check_dtypes(tensors)
     weights = {path: weight for path, weight in weights.items() if weight.tensors & tensors.keys()}
     expected_shapes = {name: shape for name, shape in module_shapes.items() if name in tensors}
@@ -97,17 +122,20 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         verdict="is not a LoRA pair or a saved module of this model",
         source=f"the model and {settings.described}",
     )
-    if not expected_shapes:
+    if not expected_shapes and not token_rows:
         raise ConversionError(
             f"{folder.path / TENSORS} contains no LoRA pair and no saved module, so there is nothing to load. Save the "
             f"adapter again after training."
         )
     model = _with_saved_modules(model, modules, tensors, settings, folder.path / CONFIG)
+    model = _with_token_rows(model, modules, token_rows, settings, folder.path / CONFIG)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
     leaves, nodes = whole_weights(model)[1], {}
-    shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves([leaves[path] for path in weights]))
+    is_abstract = any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves([leaves[path] for path in weights])
+    )
     text = f"{folder.path / CONFIG}: use_dora and init_lora_weights='pissa' are read beside the weights"
-    free = not (shapes and (settings.dora or settings.pissa))
+    free = not (is_abstract and (settings.dora or settings.pissa))
     check(free, f"{text}, and this model has shapes alone.", ConversionError)
     for path, weight in weights.items():
         parts, scale = weight.load(tensors, settings, params)
@@ -145,6 +173,85 @@ def _check_no_embedding_pairs(
                 f"{file}: {name} is a LoRA pair of the output head, which is not supported. Merge the adapter with "
                 f"PEFT's merge_and_unload, or remove {module.rpartition('.')[2]} from target_modules and train again."
             )
+
+
+def _check_vocabulary(tensors: Mapping[str, StoredTensor], modules: Mapping[str, WeightMapping]) -> None:
+    """Raise ConversionError if the adapter stores an embedding or output head with another number of tokens."""
+    for path in modules.keys() & {"embedding.table", "head.kernel"}:
+        shape = modules[path].shape
+        tensor = tensors.get(modules[path].names[0])
+        if tensor is not None and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
+            raise ConversionError(
+                f"{tensor.file}: {tensor.name} has {tensor.shape[0]} tokens, but the model has {shape[0]}. Before the "
+                f"adapter was trained, the vocabulary was resized: call resize_token_embeddings({tensor.shape[0]}) on "
+                f"the base model with transformers, save it, and load the adapter into that model."
+            )
+
+
+def _without_token_rows(
+    tensors: Mapping[str, StoredTensor], modules: Mapping[str, WeightMapping]
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return the tensors without rows of trained tokens (`trainable_token_indices`), and these rows by path."""
+    names = {
+        path: modules[path].names[0].removesuffix(_WEIGHT) + _ROWS
+        for path in ("embedding.table", "head.kernel")
+        if path in modules
+    }
+    rows = {path: tensors[name] for path, name in names.items() if name in tensors}
+    return {name: tensor for name, tensor in tensors.items() if name not in names.values()}, rows
+
+
+def _with_token_rows(
+    model: Decoder,
+    modules: Mapping[str, WeightMapping],
+    token_rows: Mapping[str, StoredTensor],
+    settings: AdapterSettings,
+    file: Path,
+) -> Decoder:
+    """Return the model with the trained rows of the embedding and the output head. Raises ConversionError.
+
+    `file`: the adapter's `adapter_config.json`.
+    """
+    if model.config.tied and "head.kernel" in token_rows:
+        raise ConversionError(
+            f"{file}: trainable_token_indices={dict(settings.token_ids)} trains tokens of the output head apart from "
+            f"the embedding, but the model ties them. This is not supported: merge the adapter with PEFT's "
+            f"merge_and_unload, or train with ensure_weight_tying=True."
+        )
+    arrays: dict[str, Any] = {}
+    leaves, words = named_leaves(model), axes(model)
+    for path, stored in token_rows.items():
+        module = modules[path].names[0].removeprefix(_PREFIX).removesuffix(_WEIGHT)
+        module = settings.file_names.get(module, module)
+        ids = next(
+            (ids for name, ids in settings.token_ids.items() if name and f".{module}".endswith(f".{name}")), None
+        )
+        ids = settings.token_ids.get("") if ids is None and path == "embedding.table" else ids
+        leaf = leaves.get(path)
+        vocab, features = modules[path].shape
+        if leaf is None:
+            raise ConversionError(f"{file}: trainable_token_indices needs a {path} that is not quantized.")
+        if ids is None or stored.shape != (len(ids), features) or max(ids, default=0) >= vocab:
+            raise ConversionError(
+                f"{stored.file}: {stored.name} is {stored.description}, which does not fit trainable_token_indices="
+                f"{dict(settings.token_ids)} and a vocabulary of {vocab} tokens. Load the adapter into its base model."
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            arrays[path] = leaf
+            continue
+        axis = words[path].index("vocab")
+
+        def replace(leaf: jax.Array, rows: jax.Array, axis: int = axis, ids: Any = tuple(ids)) -> jax.Array:
+            rows = rows.astype(leaf.dtype)
+            index = jnp.asarray(ids)
+            return leaf.at[index].set(rows) if axis == 0 else leaf.at[:, index].set(rows.T)
+
+        run = model.execution.layout.automatically(replace, lambda _, leaf=leaf: partitions(leaf))
+        arrays[path] = jax.jit(run, out_shardings=out_shardings(leaf))(leaf, stored.read_all())
+    if not token_rows:
+        return model
+    saved = tuple(sorted({*model.saved_modules, *token_rows}))
+    return dataclasses.replace(replaced(model, arrays), saved_modules=saved)
 
 
 def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, has_pair: np.ndarray) -> LowRank:
@@ -420,7 +527,7 @@ class _AdaptableWeight:
 
 
 def _with_current_names(
-    family: Family, stored: Mapping[str, StoredTensor], known: Set[str]
+    family: Family, stored: Mapping[str, StoredTensor], known: Set[str], renamed: Mapping[str, str] = {}
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return an adapter's tensors by their names in the current transformers, and its module names in the file.
 
@@ -428,7 +535,10 @@ def _with_current_names(
     weights of saved modules: these are left out. The names of PEFT's wrappers are removed: `base_layer`, which contains
     the bias of an adapted module, and `modules_to_save` with or without the name of the adapter.
 
-    `known`: current names of the tensors that an adapter of this model may contain.
+    **Arguments:**
+
+    - `known`: names of the tensors that an adapter of this model may contain.
+    - `renamed`: names of modules in `known`, by different names of the same modules.
     """
     tensors: dict[str, StoredTensor] = {}
     file_names: dict[str, str] = {}
@@ -437,15 +547,22 @@ def _with_current_names(
             continue
         current_name, file_name = name, name.removeprefix(_PREFIX)
         for unwrapped in _without_wrappers(file_name) if name.startswith(_PREFIX) else ():
-            candidates = [_PREFIX + candidate for candidate in _current_names(family, unwrapped)]
+            ending = re.search(_ENDS, unwrapped)
+            start = len(unwrapped) if ending is None else ending.start()
+            modules = [renamed.get(module, module) for module in _current_names(family, unwrapped[:start])]
+            candidates = [_PREFIX + module + unwrapped[start:] for module in modules]
             found = next((candidate for candidate in candidates if candidate in known), None)
             if found is not None:
                 current_name, file_name = found, unwrapped
                 break
         if current_name in tensors:
-            raise ConversionError(
-                f"{tensor.file}: {name} and {tensors[current_name].name} are the same tensor. Remove one of them."
-            )
+            # after resize_token_embeddings, PEFT stores trained embeddings under two names
+            trained = [same for same in (tensors[current_name], tensor) if ".modules_to_save." in same.name]
+            if len(trained) != 1:
+                raise ConversionError(
+                    f"{tensor.file}: {name} and {tensors[current_name].name} are the same tensor. Remove one of them."
+                )
+            tensor = trained[0]
         tensors[current_name] = tensor
         file_names[re.sub(_ENDS, "", current_name).removeprefix(_PREFIX)] = re.sub(_ENDS, "", file_name)
     return tensors, file_names
@@ -558,11 +675,14 @@ def _with_saved_modules(
     return dataclasses.replace(replaced(model, arrays), saved_modules=tuple(sorted(saved)))
 
 
-def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[str, _AdaptableWeight]:
+def _adaptable(
+    model: Decoder, magnitudes: bool, experts: Mapping[str, WeightMapping] | None = None
+) -> dict[str, _AdaptableWeight]:
     """Return the weights that PEFT can adapt, by path: matrices in blocks that correspond to a single module of the
     Hugging Face model.
 
-    `experts`: include single experts, which are separate modules only in transformers 4.
+    `experts`: mappings of experts in one parameter, which are then included as if each expert were a module. Single
+    experts are separate modules only in transformers 4.
     """
     model = plain_shapes(model)
     family, _ = export_config(model)
@@ -571,8 +691,8 @@ def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[
         split = product_axes(words[path])
         whole = (
             mapping.section is None
-            and "experts" not in mapping.words
-            and (experts or "experts" not in words[path])
+            and mapping.words[:1] != ("experts",)
+            and (experts is not None or "experts" not in words[path] or "experts" in mapping.words)
             and all(name.endswith(_WEIGHT) for name in mapping.names)
         )
         if split is not None and whole:
@@ -580,6 +700,12 @@ def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):
                 modules = tuple(family.module_name(name).removesuffix(_WEIGHT) for name in mapping.names)
                 weights[path] = _adaptable_weight(mapping, modules, inputs, outputs, magnitudes)
+    for path, mapping in {} if experts is None else experts.items():
+        split = product_axes(mapping.words)
+        if path not in weights and split is not None:
+            single = single_expert(mapping, path.rpartition(".")[2])
+            modules = tuple(name.removesuffix(_WEIGHT) for name in single.names)
+            weights[path] = _adaptable_weight(single, modules, *split, magnitudes)
     return weights
 
 
