@@ -254,6 +254,8 @@ def check_tensors(
 
 def _shared_prefix(tensors: Mapping[str, StoredTensor], wanted: Mapping[str, Any]) -> str:
     """Return a sentence if all tensor names have an additional prefix or lack a prefix, else an empty string."""
+    if not tensors.keys() - wanted.keys():
+        return ""
     files = {tensor.name for tensor in tensors.values()}
     for names in (files, tensors.keys()):
         unknown = sorted(names - wanted.keys())

@@ -649,7 +649,7 @@ def _with_saved_modules(
     is_trained = embedding is not None and embedding.names[0].split(".")[-2] in {
         name.rpartition(".")[2] for name in settings.saved
     }
-    config = model.config
+    config, keeps_head = model.config, False
     if config.tied and "head.kernel" in saved:
         head = tensors[saved["head.kernel"].names[0]]
         table = None if embedding is None else tensors[embedding.names[0]]
@@ -658,11 +658,7 @@ def _with_saved_modules(
         else:
             config = dataclasses.replace(config, tied=False)
     elif config.tied and is_trained and not settings.tied:
-        raise ConversionError(
-            f"{file}: modules_to_save={list(settings.saved)} contains the embedding but not the output head, and the "
-            f"model ties them. With ensure_weight_tying=false, PEFT keeps the original embedding as the output head. "
-            f"Add the head to modules_to_save, or train with ensure_weight_tying=True."
-        )
+        config, keeps_head = dataclasses.replace(config, tied=False), True
     target = abstract(config, layout=model.execution.layout, precision=model.execution.precision)
     leaves = named_leaves(target)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
@@ -670,9 +666,20 @@ def _with_saved_modules(
     else:
         with StatusLine("loading modules", total=sum(device_bytes(leaves[path]) for path in saved)) as status:
             arrays = {path: load_weight(leaves[path], mapping, tensors, status) for path, mapping in saved.items()}
+    if keeps_head:  # PEFT without ensure_weight_tying: the original embedding is still the output head
+        arrays["head.kernel"] = _head_of_table(model, leaves["head.kernel"])
     if config.tied != model.config.tied:
         model = dataclasses.replace(model, config=config, head=target.head)
-    return dataclasses.replace(replaced(model, arrays), saved_modules=tuple(sorted(saved)))
+    return dataclasses.replace(replaced(model, arrays), saved_modules=tuple(sorted(arrays)))
+
+
+def _head_of_table(model: Decoder, head: jax.ShapeDtypeStruct) -> Any:
+    """Return the embedding of a model as the kernel of a separate output head."""
+    table = named_leaves(model)["embedding.table"]
+    if isinstance(table, jax.ShapeDtypeStruct):
+        return head
+    run = model.execution.layout.automatically(lambda table: table.T.astype(head.dtype), lambda _: partitions(head))
+    return jax.jit(run, out_shardings=out_shardings(head))(table)
 
 
 def _adaptable(

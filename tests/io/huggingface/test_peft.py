@@ -682,12 +682,21 @@ def test_an_equal_head_and_embedding_leave_the_model_tied(difference, tied, tmp_
     np.testing.assert_array_equal(model.embedding.table, table)
 
 
-def test_a_trained_embedding_of_a_tied_model_needs_a_head_or_weight_tying(tmp_path):
-    whole = {"model.embed_tokens.weight": stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"] + 1}
+def test_a_trained_embedding_without_weight_tying_keeps_the_original_head(tmp_path):
+    """PEFT's default: the output head of a tied model stays the original embedding."""
+    table = stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"]
     shapes = shapes_in("qwen2_mixed", "q_proj.weight")
-    adapter(tmp_path / "peft", shapes, whole, modules_to_save=["embed_tokens"])
-    with pytest.raises(ConversionError, match="ensure_weight_tying"):
-        load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
+    adapter(tmp_path / "peft", shapes, {"model.embed_tokens.weight": table + 1}, modules_to_save=["embed_tokens"])
+    base = load_hf(FIXTURES / "qwen2_mixed")
+    model = load_peft(base, tmp_path / "peft")
+    leaves = named_leaves(model)
+    assert not model.config.tied
+    np.testing.assert_array_equal(leaves["embedding.table"], table + 1)
+    np.testing.assert_array_equal(leaves["head.kernel"], table.T)
+    abstract = load_peft(ed.abstract_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
+    assert jax.tree.structure(abstract) == jax.tree.structure(model)
+    save_peft(model, tmp_path / "again")
+    same(load_peft(base, tmp_path / "again"), model)
 
 
 def test_a_module_that_is_saved_in_some_layers_only_is_refused(tmp_path):

@@ -263,6 +263,8 @@ def _compressed(fields: Fields) -> Scheme:
             sizes.add(size)
         block = inner.take("block_structure", None)
         if block is not None:
+            if isinstance(block, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", block):  # an older notation
+                block = [int(size) for size in block.split("x")]
             valid = isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block)
             if not valid:
                 raise inner.error(f"block_structure={str(block)[:60]} must be two integers of at least 1.")
@@ -600,7 +602,10 @@ def _awq_tensors(tensors: Tensors, packings: _PackingTable) -> Tensors:
 _AUTO_ROUND_KEYS = (  # settings of the quantization, which do not change how weights are stored
     "iters", "nsamples", "seqlen", "autoround_version", "model_free", "amp", "lr", "minmax_lr", "low_gpu_mem_usage",
     "gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning",
-    "to_quant_block_names", "quant_block_list", "scale_dtype", "super_bits", "super_group_size",
+    "to_quant_block_names", "quant_block_list", "scale_dtype", "super_bits", "super_group_size", "super_sym",
+    "train_bs", "low_cpu_mem_usage", "lr_scheduler", "not_use_best_mse", "dynamic_max_gap", "sampler",
+    "enable_torch_compile", "enable_alg_ext", "quant_nontext_module", "supported_types", "static_kv_dtype",
+    "static_attention_dtype", "act_bits", "act_group_size", "act_sym", "act_dynamic", "act_data_type",
 )  # fmt: skip
 
 

@@ -178,6 +178,11 @@ FORMATS: dict[str, tuple[Callable, dict[str, Any], str | None]] = {  # the last:
         compressed("float-quantized", **FP8, block_structure=[16, 12]),
         "uint8",
     ),
+    "fp8 blocks, older notation": (
+        plainly("fp8", "block"),
+        compressed("float-quantized", **FP8, block_structure="16x12"),
+        "uint8",
+    ),
     "pack": (packed(), compressed("pack-quantized", group_size=8), "int4"),
     "pack with zeros": (packed(zeros=True), compressed("pack-quantized", group_size=8, symmetric=False), "int4"),
     "pack 3 bits": (packed(bits=3), compressed("pack-quantized", num_bits=3, group_size=8), "int4"),
@@ -299,7 +304,14 @@ def test_a_null_key_does_not_conflict_with_its_other_name(nulls, tmp_path):
     ed.abstract_hf(few)
 
 
-@pytest.mark.parametrize("keys", [dict(), dict(quant_method="intel/auto-round")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(),
+        dict(quant_method="intel/auto-round"),
+        dict(act_bits=16, act_dynamic=True, act_data_type=None, enable_torch_compile=False, train_bs=8),
+    ],
+)
 @pytest.mark.parametrize("kind, backend", [(awq, "auto_round:awq:gemm"), (gptq(), "auto_round:gptq:exllamav2")])
 def test_autoround_reads_the_packing_from_the_backend(kind, backend, keys, tmp_path):
     config = dict(quant_method="auto-round", bits=4, group_size=8, data_type="int", backend=backend) | keys
