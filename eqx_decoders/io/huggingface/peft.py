@@ -305,7 +305,7 @@ def save_peft(
     """
     nodes, weights = adapter_plan(model)
     adapted = {module for path in nodes for module in weights[path].modules}
-    saved, saved_settings = _saved_module_plan(model)
+    saved, saved_settings, copies = _saved_module_plan(model)
     with exported_directory(directory) as folder:
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
@@ -318,6 +318,7 @@ def save_peft(
             if name.endswith(".bias") and module in adapted:
                 name = f"{_PREFIX}{module}.base_layer.bias"  # PEFT wraps adapted modules
             tensors |= {} if tensor is None else {name: tensor}
+        tensors |= {copy: tensors[name] for copy, name in copies.items() if name in tensors}
         if folder is not None:
             copy_tokenizer(tokenizer, folder)
             kinds = {module: _kind(node) for path, node in nodes.items() for module in weights[path].modules}
@@ -349,17 +350,21 @@ def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_Adapta
     return nodes, weights
 
 
-def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[str, Any]]:
-    """Return the mappings of the weights that `save_peft` stores completely, and their settings for PEFT.
+def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[str, Any], dict[str, str]]:
+    """Return the mappings of the weights that `save_peft` stores completely, their settings for PEFT, and copies.
+
+    The copies are names of tensors, each with the name of the tensor that it equals. PEFT stores a tied output head as
+    a separate tensor.
 
     Raises ConversionError for paths in `model.saved_modules` that are not weights of the model.
     """
     if not model.saved_modules:
-        return {}, {}
+        return {}, {}, {}
     base = _without_pairs(model)
     family, _ = export_config(base)
     leaves = named_leaves(base)
-    mappings = {path: mapping for path, mapping in _module_mappings(base, family).items() if path in leaves}
+    every = _module_mappings(base, family)
+    mappings = {path: mapping for path, mapping in every.items() if path in leaves}
     missing = [path for path in model.saved_modules if path not in mappings]
     if missing:
         raise ConversionError(
@@ -378,9 +383,14 @@ def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[s
     # Complete names, because PEFT matches suffixes: "norm" would also select "input_layernorm".
     settings: dict[str, Any] = {"modules_to_save": sorted(module.removeprefix(_PREFIX) for module in modules) or None}
     settings["bias"] = "all" if has_bias else "none"
+    copies: dict[str, str] = {}
     if model.config.tied and "embedding.table" in saved:
+        head = every["head.kernel"].names[0]
+        copies[head] = saved["embedding.table"].names[0]
+        module = head.removeprefix(_PREFIX).removesuffix(_WEIGHT)
+        settings["modules_to_save"] = sorted([*settings["modules_to_save"], module])
         settings["ensure_weight_tying"] = True
-    return saved, settings
+    return saved, settings, copies
 
 
 def _without_pairs(model: Decoder) -> Decoder:
