@@ -698,8 +698,8 @@ def _adaptable(
     """Return the weights that PEFT can adapt, by path: matrices in blocks that correspond to a single module of the
     Hugging Face model.
 
-    `experts`: mappings of experts in one parameter, which are then included as if each expert were a module. Single
-    experts are separate modules only in transformers 4.
+    `experts`: mappings of experts in one parameter, which are then included as if each expert were a module. Routers
+    are then included, too. Single experts and routers are modules that PEFT can adapt only in transformers 4.
     """
     model = plain_shapes(model)
     family, _ = export_config(model)
@@ -709,7 +709,7 @@ def _adaptable(
         whole = (
             mapping.section is None
             and mapping.words[:1] != ("experts",)
-            and (experts is not None or "experts" not in words[path] or "experts" in mapping.words)
+            and (experts is not None or "experts" not in words[path])
             and all(name.endswith(_WEIGHT) for name in mapping.names)
         )
         if split is not None and whole:

@@ -533,6 +533,8 @@ def test_routers_may_have_pairs_and_be_saved(fixture, end, tmp_path):
     found = adapter(tmp_path / "pairs", {shown[name]: shape for name, shape in shapes.items()}, {})
     difference = {f"{name}.weight": found[f"{new}.weight"] for name, new in shown.items()}
     assert_adapted(fixture, tmp_path / "pairs", tmp_path / "pairs", difference)
+    with pytest.raises(ConversionError, match=r"PEFT has no module for .*\.router\.kernel"):
+        save_peft(load_peft(load_hf(FIXTURES / fixture), tmp_path / "pairs"), tmp_path / "new")
     whole = {f"{name}.weight": found[f"{new}.weight"] for name, new in shown.items()}
     adapter(tmp_path / "saved", {}, {f"{shown[name]}.weight": whole[f"{name}.weight"] for name in shapes})
     assert_adapted(fixture, tmp_path / "saved", tmp_path / "saved", whole, whole=whole)
