@@ -292,8 +292,12 @@ def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
         return {single: None}
     if not directory.has(index):
         pickles = sorted(path.name for pattern in _PICKLES for path in directory.path.glob(pattern))
+        stem = single.removesuffix(".safetensors")
+        shards = sorted(path.name for path in directory.path.glob(f"{stem}*-of-*.safetensors"))
         remedy = ": download the weights, too"
-        if pickles:
+        if shards:
+            remedy = f" and no {index}, which gives the tensors of {shards[0]} and other files: download it, too"
+        elif pickles:
             remedy = f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
         raise ConversionError(f"{directory.path} has no {single}{remedy}.")
     table = directory.json(index, INDEX_BYTES).get("weight_map")
