@@ -293,10 +293,10 @@ def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
     if not directory.has(index):
         pickles = sorted(path.name for pattern in _PICKLES for path in directory.path.glob(pattern))
         stem = single.removesuffix(".safetensors")
-        shards = sorted(path.name for path in directory.path.glob(f"{stem}*-of-*.safetensors"))
+        files = sorted(path.name for path in directory.path.glob(f"{stem}*-of-*.safetensors"))
         remedy = ": download the weights, too"
-        if shards:
-            remedy = f" and no {index}, which gives the tensors of {shards[0]} and other files: download it, too"
+        if files:
+            remedy = f" and no {index}, which gives the tensors of {files[0]} and other files: download it, too"
         elif pickles:
             remedy = f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
         raise ConversionError(f"{directory.path} has no {single}{remedy}.")

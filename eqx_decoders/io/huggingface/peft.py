@@ -30,7 +30,7 @@ from eqx_decoders.io.huggingface.export import exported
 from eqx_decoders.io.huggingface.export_config import export_config
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
-from eqx_decoders.io.huggingface.load import equal_tables, load_weight
+from eqx_decoders.io.huggingface.load import equal_tables, load_weight, read_layer
 from eqx_decoders.io.huggingface.peft_config import AdapterSettings, adapter_config, read_settings
 from eqx_decoders.io.huggingface.peft_experts import (
     ExpertParameters,
@@ -644,14 +644,6 @@ def _with_saved_modules(
     `file`: the adapter's `adapter_config.json`.
     """
     saved = {path: mapping for path, mapping in modules.items() if set(mapping.names) & tensors.keys()}
-    for path, mapping in saved.items():
-        missing = [name for name in mapping.names if name not in tensors]
-        if missing:
-            raise ConversionError(
-                f"{file.with_name(TENSORS)} has {len(mapping.names) - len(missing)} of the {len(mapping.names)} "
-                f"tensors of {path}: {missing[0]} is missing. This weight is stacked over layers, so an adapter must "
-                f"save the module in every layer."
-            )
     if not saved:
         return model
     embedding = saved.get("embedding.table")
@@ -674,13 +666,35 @@ def _with_saved_modules(
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
         arrays = {path: leaves[path] for path in saved}
     else:
-        with StatusLine("loading modules", total=sum(device_bytes(leaves[path]) for path in saved)) as status:
-            arrays = {path: load_weight(leaves[path], mapping, tensors, status) for path, mapping in saved.items()}
+        complete = {path: mapping for path, mapping in saved.items() if set(mapping.names) <= tensors.keys()}
+        with StatusLine("loading modules", total=sum(device_bytes(leaves[path]) for path in complete)) as status:
+            arrays = {path: load_weight(leaves[path], mapping, tensors, status) for path, mapping in complete.items()}
+        for path in saved.keys() - complete.keys():
+            arrays[path] = _with_saved_layers(model, path, saved[path], tensors)
     if keeps_head:  # PEFT without ensure_weight_tying: the original embedding is still the output head
         arrays["head.kernel"] = _head_of_table(model, leaves["head.kernel"])
     if config.tied != model.config.tied:
         model = dataclasses.replace(model, config=config, head=target.head)
     return dataclasses.replace(replaced(model, arrays), saved_modules=tuple(sorted(arrays)))
+
+
+def _with_saved_layers(
+    model: Decoder, path: str, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]
+) -> jax.Array:
+    """Return a stacked weight of the model with the layers and experts that an adapter stores."""
+    leaf = named_leaves(model).get(path)
+    indices = [index for index, name in enumerate(mapping.names) if name in tensors]
+    if leaf is None:
+        raise ConversionError(
+            f"{tensors[mapping.names[indices[0]]].file}: {mapping.names[indices[0]]} is saved for some layers only, "
+            f"but {path} is quantized. Load the base model without quantized='keep'."
+        )
+    values = np.stack([read_layer(tensors[mapping.names[index]], mapping) for index in indices])
+    places = np.unravel_index(indices, mapping.stack)
+    run = model.execution.layout.automatically(
+        lambda leaf, values: leaf.at[places].set(values.astype(leaf.dtype)), lambda _: partitions(leaf)
+    )
+    return jax.jit(run, out_shardings=out_shardings(leaf))(leaf, values)
 
 
 def _head_of_table(model: Decoder, head: jax.ShapeDtypeStruct) -> Any:
