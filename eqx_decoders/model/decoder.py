@@ -101,7 +101,7 @@ class Decoder(eqx.Module):
     config: DecoderConfig = eqx.field(static=True)
     execution: Execution = eqx.field(static=True)
     origin: Provenance | None = eqx.field(static=True, default=None)
-    # paths of weights that a loaded adapter stores completely (set by `load_peft`, used by `save_peft`)
+    # paths of weights that an adapter stores completely (set by `load_peft` and `Trainer.init`, used by `save_peft`)
     saved_modules: tuple[str, ...] = eqx.field(static=True, default=())
 
     @classmethod
@@ -404,7 +404,9 @@ class Decoder(eqx.Module):
 
     def without_mtp(self) -> "Decoder":
         """Return the same model without multi-token prediction."""
-        return dataclasses.replace(self, mtp=None, config=dataclasses.replace(self.config, mtp=None))
+        saved = tuple(path for path in self.saved_modules if not path.startswith("mtp."))
+        config = dataclasses.replace(self.config, mtp=None)
+        return dataclasses.replace(self, mtp=None, config=config, saved_modules=saved)
 
     def place(self, layout: Layout) -> "Decoder":
         """Return the same model with its weights moved to another layout."""

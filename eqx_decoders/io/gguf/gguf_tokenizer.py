@@ -144,6 +144,7 @@ _BY_NAMES: dict[str, PreTokenizer] = {
     "afmoe": PreTokenizer(_AFMOE),
     "exaone-moe": PreTokenizer((_EXAONE_MOE,)),
     "minicpm5": PreTokenizer((_DIGIT_TRIPLES, _CL100K.replace("{1,3}", "+")), ignore_merges=True),
+    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "jais-2": PreTokenizer((_JAIS2,)),
     "chameleon": PreTokenizer(_CHAMELEON, add_bos=True),
     "falcon": PreTokenizer(_FALCON),

@@ -254,6 +254,8 @@ def check_tensors(
 
 def _shared_prefix(tensors: Mapping[str, StoredTensor], wanted: Mapping[str, Any]) -> str:
     """Return a sentence if all tensor names have an additional prefix or lack a prefix, else an empty string."""
+    if not tensors.keys() - wanted.keys():
+        return ""
     files = {tensor.name for tensor in tensors.values()}
     for names in (files, tensors.keys()):
         unknown = sorted(names - wanted.keys())
@@ -290,8 +292,12 @@ def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
         return {single: None}
     if not directory.has(index):
         pickles = sorted(path.name for pattern in _PICKLES for path in directory.path.glob(pattern))
+        stem = single.removesuffix(".safetensors")
+        files = sorted(path.name for path in directory.path.glob(f"{stem}*-of-*.safetensors"))
         remedy = ": download the weights, too"
-        if pickles:
+        if files:
+            remedy = f" and no {index}, which gives the tensors of {files[0]} and other files: download it, too"
+        elif pickles:
             remedy = f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
         raise ConversionError(f"{directory.path} has no {single}{remedy}.")
     table = directory.json(index, INDEX_BYTES).get("weight_map")

@@ -361,6 +361,11 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[begin : begin + size].view(dtype).reshape(shape)
 
 
+def read_layer(tensor: StoredTensor, mapping: WeightMapping) -> np.ndarray:
+    """Read one layer of a stacked weight from the tensor that holds it."""
+    return _part(tensor, mapping, tuple(range(mapping.sizes[word]) for word in mapping.words))
+
+
 def _part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]) -> np.ndarray:
     """Read the part `index` of one layer's weight, cut in the file where that is possible, otherwise afterwards."""
     wanted = dict(zip(mapping.words, index, strict=True))

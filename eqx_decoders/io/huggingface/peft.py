@@ -30,8 +30,15 @@ from eqx_decoders.io.huggingface.export import exported
 from eqx_decoders.io.huggingface.export_config import export_config
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
-from eqx_decoders.io.huggingface.load import equal_tables, load_weight
+from eqx_decoders.io.huggingface.load import equal_tables, load_weight, read_layer
 from eqx_decoders.io.huggingface.peft_config import AdapterSettings, adapter_config, read_settings
+from eqx_decoders.io.huggingface.peft_experts import (
+    ExpertParameters,
+    expert_mappings,
+    renamed_modules,
+    single_expert,
+    with_fused_experts,
+)
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
@@ -45,7 +52,8 @@ from eqx_decoders.sharding.layout import Layout, device_bytes, out_shardings, pa
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
-_ENDS = r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$"
+_ROWS = ".token_adapter.trainable_tokens_delta"
+_ENDS = rf"({re.escape(_ROWS)}|\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias))$"
 
 
 def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None = None) -> Decoder:
@@ -66,6 +74,9 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     biases) replace the modules of the model, and `save_peft` writes them again. A saved output head unties the
     embedding, unless the adapter also saves an equal embedding.
 
+    Experts that transformers stores in one parameter may have a pair (`target_parameters`), and rows of the embedding
+    and the output head may be trained (`trainable_token_indices`); such an embedding is then a saved module.
+
     Tensors may have the names in the checkpoint, or the names in any version of transformers. Names may start at the
     decoder, or at a vision-language or audio model that contains it.
 
@@ -76,13 +87,27 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
     settings = read_settings(Fields(folder.json(CONFIG), CONFIG))
     family, _ = export_config(model)
-    weights = _adaptable(model, settings.dora, experts=True)
-    modules = _module_mappings(model, family)
+    shapes = plain_shapes(model)
+    stored = stored_tensors(folder, TENSORS)
+    expert_weights = expert_mappings(shapes, with_fused_experts(family))
+    weights = _adaptable(model, settings.dora, experts=expert_weights)
+    modules = _module_mappings(model, family.stored_as(stored))
     module_shapes = {name: mapping.shape for mapping in modules.values() for name in mapping.names}
+    parameters = ExpertParameters(expert_weights, {path: weights[path].modules for path in expert_weights})
+    parameter_names = {name for mapping in expert_weights.values() for name in mapping.names}
+    others, expert_tensors, file_parameters = parameters.split(
+        stored,
+        settings.parameters,
+        lambda name: next((found for found in _current_names(family, name) if found in parameter_names), name),
+    )
     known = {name for weight in weights.values() for name in weight.tensors} | module_shapes.keys()
-    tensors, file_names = _with_current_names(family, stored_tensors(folder, TENSORS), known)
-    settings = dataclasses.replace(settings, file_names=file_names)
+    known |= {name.removesuffix(_WEIGHT) + _ROWS for name in module_shapes}
+    tensors, file_names = _with_current_names(family, others, known, renamed_modules(shapes, family))
+    tensors |= {_PREFIX + name: tensor for name, tensor in expert_tensors.items()}
+    settings = dataclasses.replace(settings, file_names=file_names | file_parameters)
     _check_no_embedding_pairs(folder.path / TENSORS, tensors, modules)
+    _check_vocabulary(tensors, modules)
+    tensors, token_rows = _without_token_rows(tensors, modules)
     check_dtypes(tensors)
     weights = {path: weight for path, weight in weights.items() if weight.tensors & tensors.keys()}
     expected_shapes = {name: shape for name, shape in module_shapes.items() if name in tensors}
@@ -97,17 +122,20 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         verdict="is not a LoRA pair or a saved module of this model",
         source=f"the model and {settings.described}",
     )
-    if not expected_shapes:
+    if not expected_shapes and not token_rows:
         raise ConversionError(
             f"{folder.path / TENSORS} contains no LoRA pair and no saved module, so there is nothing to load. Save the "
             f"adapter again after training."
         )
     model = _with_saved_modules(model, modules, tensors, settings, folder.path / CONFIG)
+    model = _with_token_rows(model, modules, token_rows, settings, folder.path / CONFIG)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
     leaves, nodes = whole_weights(model)[1], {}
-    shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves([leaves[path] for path in weights]))
+    is_abstract = any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves([leaves[path] for path in weights])
+    )
     text = f"{folder.path / CONFIG}: use_dora and init_lora_weights='pissa' are read beside the weights"
-    free = not (shapes and (settings.dora or settings.pissa))
+    free = not (is_abstract and (settings.dora or settings.pissa))
     check(free, f"{text}, and this model has shapes alone.", ConversionError)
     for path, weight in weights.items():
         parts, scale = weight.load(tensors, settings, params)
@@ -147,6 +175,85 @@ def _check_no_embedding_pairs(
             )
 
 
+def _check_vocabulary(tensors: Mapping[str, StoredTensor], modules: Mapping[str, WeightMapping]) -> None:
+    """Raise ConversionError if the adapter stores an embedding or output head with another number of tokens."""
+    for path in modules.keys() & {"embedding.table", "head.kernel"}:
+        shape = modules[path].shape
+        tensor = tensors.get(modules[path].names[0])
+        if tensor is not None and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
+            raise ConversionError(
+                f"{tensor.file}: {tensor.name} has {tensor.shape[0]} tokens, but the model has {shape[0]}. Before the "
+                f"adapter was trained, the vocabulary was resized: call resize_token_embeddings({tensor.shape[0]}) on "
+                f"the base model with transformers, save it, and load the adapter into that model."
+            )
+
+
+def _without_token_rows(
+    tensors: Mapping[str, StoredTensor], modules: Mapping[str, WeightMapping]
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return the tensors without rows of trained tokens (`trainable_token_indices`), and these rows by path."""
+    names = {
+        path: modules[path].names[0].removesuffix(_WEIGHT) + _ROWS
+        for path in ("embedding.table", "head.kernel")
+        if path in modules
+    }
+    rows = {path: tensors[name] for path, name in names.items() if name in tensors}
+    return {name: tensor for name, tensor in tensors.items() if name not in names.values()}, rows
+
+
+def _with_token_rows(
+    model: Decoder,
+    modules: Mapping[str, WeightMapping],
+    token_rows: Mapping[str, StoredTensor],
+    settings: AdapterSettings,
+    file: Path,
+) -> Decoder:
+    """Return the model with the trained rows of the embedding and the output head. Raises ConversionError.
+
+    `file`: the adapter's `adapter_config.json`.
+    """
+    if model.config.tied and "head.kernel" in token_rows:
+        raise ConversionError(
+            f"{file}: trainable_token_indices={dict(settings.token_ids)} trains tokens of the output head apart from "
+            f"the embedding, but the model ties them. This is not supported: merge the adapter with PEFT's "
+            f"merge_and_unload, or train with ensure_weight_tying=True."
+        )
+    arrays: dict[str, Any] = {}
+    leaves, words = named_leaves(model), axes(model)
+    for path, stored in token_rows.items():
+        module = modules[path].names[0].removeprefix(_PREFIX).removesuffix(_WEIGHT)
+        module = settings.file_names.get(module, module)
+        ids = next(
+            (ids for name, ids in settings.token_ids.items() if name and f".{module}".endswith(f".{name}")), None
+        )
+        ids = settings.token_ids.get("") if ids is None and path == "embedding.table" else ids
+        leaf = leaves.get(path)
+        vocab, features = modules[path].shape
+        if leaf is None:
+            raise ConversionError(f"{file}: trainable_token_indices needs a {path} that is not quantized.")
+        if ids is None or stored.shape != (len(ids), features) or max(ids, default=0) >= vocab:
+            raise ConversionError(
+                f"{stored.file}: {stored.name} is {stored.description}, which does not fit trainable_token_indices="
+                f"{dict(settings.token_ids)} and a vocabulary of {vocab} tokens. Load the adapter into its base model."
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            arrays[path] = leaf
+            continue
+        axis = words[path].index("vocab")
+
+        def replace(leaf: jax.Array, rows: jax.Array, axis: int = axis, ids: Any = tuple(ids)) -> jax.Array:
+            rows = rows.astype(leaf.dtype)
+            index = jnp.asarray(ids)
+            return leaf.at[index].set(rows) if axis == 0 else leaf.at[:, index].set(rows.T)
+
+        run = model.execution.layout.automatically(replace, lambda _, leaf=leaf: partitions(leaf))
+        arrays[path] = jax.jit(run, out_shardings=out_shardings(leaf))(leaf, stored.read_all())
+    if not token_rows:
+        return model
+    saved = tuple(sorted({*model.saved_modules, *token_rows}))
+    return dataclasses.replace(replaced(model, arrays), saved_modules=saved)
+
+
 def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, has_pair: np.ndarray) -> LowRank:
     """Subtract the largest singular values from the base weight (PiSSA), and the column norms from magnitudes (DoRA).
 
@@ -180,9 +287,10 @@ def save_peft(
     """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
     PiSSA pairs are written with twice the rank as a difference from the original weight, `scale (a b - a_0 b_0)`, as
-    PEFT converts them. Modules in `model.saved_modules`, which `load_peft` read from an adapter, are written completely
-    and named in `modules_to_save` and `bias` of `adapter_config.json`. Other trained weights are not written: use
-    `merge_lora` and `save_hf` to save them.
+    PEFT converts them. Weights in `model.saved_modules` are written completely and named in `modules_to_save` and
+    `bias` of `adapter_config.json`: weights that `load_peft` read from an adapter, and weights that a `Trainer` trains
+    beside the pairs. A custom training loop must add the paths of such weights to `saved_modules`, or save the model
+    with `merge_lora` and `save_hf`.
 
     **Arguments:**
 
@@ -197,7 +305,7 @@ def save_peft(
     """
     nodes, weights = adapter_plan(model)
     adapted = {module for path in nodes for module in weights[path].modules}
-    saved, saved_settings = _saved_module_plan(model)
+    saved, saved_settings, copies = _saved_module_plan(model)
     with exported_directory(directory) as folder:
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
@@ -210,6 +318,7 @@ def save_peft(
             if name.endswith(".bias") and module in adapted:
                 name = f"{_PREFIX}{module}.base_layer.bias"  # PEFT wraps adapted modules
             tensors |= {} if tensor is None else {name: tensor}
+        tensors |= {copy: tensors[name] for copy, name in copies.items() if name in tensors}
         if folder is not None:
             copy_tokenizer(tokenizer, folder)
             kinds = {module: _kind(node) for path, node in nodes.items() for module in weights[path].modules}
@@ -241,17 +350,21 @@ def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_Adapta
     return nodes, weights
 
 
-def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[str, Any]]:
-    """Return the mappings of the weights that `save_peft` stores completely, and their settings for PEFT.
+def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[str, Any], dict[str, str]]:
+    """Return the mappings of the weights that `save_peft` stores completely, their settings for PEFT, and copies.
+
+    The copies are names of tensors, each with the name of the tensor that it equals. PEFT stores a tied output head as
+    a separate tensor.
 
     Raises ConversionError for paths in `model.saved_modules` that are not weights of the model.
     """
     if not model.saved_modules:
-        return {}, {}
+        return {}, {}, {}
     base = _without_pairs(model)
     family, _ = export_config(base)
     leaves = named_leaves(base)
-    mappings = {path: mapping for path, mapping in _module_mappings(base, family).items() if path in leaves}
+    every = _module_mappings(base, family)
+    mappings = {path: mapping for path, mapping in every.items() if path in leaves}
     missing = [path for path in model.saved_modules if path not in mappings]
     if missing:
         raise ConversionError(
@@ -270,9 +383,14 @@ def _saved_module_plan(model: Decoder) -> tuple[dict[str, WeightMapping], dict[s
     # Complete names, because PEFT matches suffixes: "norm" would also select "input_layernorm".
     settings: dict[str, Any] = {"modules_to_save": sorted(module.removeprefix(_PREFIX) for module in modules) or None}
     settings["bias"] = "all" if has_bias else "none"
+    copies: dict[str, str] = {}
     if model.config.tied and "embedding.table" in saved:
+        head = every["head.kernel"].names[0]
+        copies[head] = saved["embedding.table"].names[0]
+        module = head.removeprefix(_PREFIX).removesuffix(_WEIGHT)
+        settings["modules_to_save"] = sorted([*settings["modules_to_save"], module])
         settings["ensure_weight_tying"] = True
-    return saved, settings
+    return saved, settings, copies
 
 
 def _without_pairs(model: Decoder) -> Decoder:
@@ -419,7 +537,7 @@ class _AdaptableWeight:
 
 
 def _with_current_names(
-    family: Family, stored: Mapping[str, StoredTensor], known: Set[str]
+    family: Family, stored: Mapping[str, StoredTensor], known: Set[str], renamed: Mapping[str, str] = {}
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return an adapter's tensors by their names in the current transformers, and its module names in the file.
 
@@ -427,7 +545,10 @@ def _with_current_names(
     weights of saved modules: these are left out. The names of PEFT's wrappers are removed: `base_layer`, which contains
     the bias of an adapted module, and `modules_to_save` with or without the name of the adapter.
 
-    `known`: current names of the tensors that an adapter of this model may contain.
+    **Arguments:**
+
+    - `known`: names of the tensors that an adapter of this model may contain.
+    - `renamed`: names of modules in `known`, by different names of the same modules.
     """
     tensors: dict[str, StoredTensor] = {}
     file_names: dict[str, str] = {}
@@ -436,15 +557,22 @@ def _with_current_names(
             continue
         current_name, file_name = name, name.removeprefix(_PREFIX)
         for unwrapped in _without_wrappers(file_name) if name.startswith(_PREFIX) else ():
-            candidates = [_PREFIX + candidate for candidate in _current_names(family, unwrapped)]
+            ending = re.search(_ENDS, unwrapped)
+            start = len(unwrapped) if ending is None else ending.start()
+            modules = [renamed.get(module, module) for module in _current_names(family, unwrapped[:start])]
+            candidates = [_PREFIX + module + unwrapped[start:] for module in modules]
             found = next((candidate for candidate in candidates if candidate in known), None)
             if found is not None:
                 current_name, file_name = found, unwrapped
                 break
         if current_name in tensors:
-            raise ConversionError(
-                f"{tensor.file}: {name} and {tensors[current_name].name} are the same tensor. Remove one of them."
-            )
+            # after resize_token_embeddings, PEFT stores trained embeddings under two names
+            trained = [same for same in (tensors[current_name], tensor) if ".modules_to_save." in same.name]
+            if len(trained) != 1:
+                raise ConversionError(
+                    f"{tensor.file}: {name} and {tensors[current_name].name} are the same tensor. Remove one of them."
+                )
+            tensor = trained[0]
         tensors[current_name] = tensor
         file_names[re.sub(_ENDS, "", current_name).removeprefix(_PREFIX)] = re.sub(_ENDS, "", file_name)
     return tensors, file_names
@@ -516,14 +644,6 @@ def _with_saved_modules(
     `file`: the adapter's `adapter_config.json`.
     """
     saved = {path: mapping for path, mapping in modules.items() if set(mapping.names) & tensors.keys()}
-    for path, mapping in saved.items():
-        missing = [name for name in mapping.names if name not in tensors]
-        if missing:
-            raise ConversionError(
-                f"{file.with_name(TENSORS)} has {len(mapping.names) - len(missing)} of the {len(mapping.names)} "
-                f"tensors of {path}: {missing[0]} is missing. This weight is stacked over layers, so an adapter must "
-                f"save the module in every layer."
-            )
     if not saved:
         return model
     embedding = saved.get("embedding.table")
@@ -531,7 +651,7 @@ def _with_saved_modules(
     is_trained = embedding is not None and embedding.names[0].split(".")[-2] in {
         name.rpartition(".")[2] for name in settings.saved
     }
-    config = model.config
+    config, keeps_head = model.config, False
     if config.tied and "head.kernel" in saved:
         head = tensors[saved["head.kernel"].names[0]]
         table = None if embedding is None else tensors[embedding.names[0]]
@@ -540,28 +660,60 @@ def _with_saved_modules(
         else:
             config = dataclasses.replace(config, tied=False)
     elif config.tied and is_trained and not settings.tied:
-        raise ConversionError(
-            f"{file}: modules_to_save={list(settings.saved)} contains the embedding but not the output head, and the "
-            f"model ties them. With ensure_weight_tying=false, PEFT keeps the original embedding as the output head. "
-            f"Add the head to modules_to_save, or train with ensure_weight_tying=True."
-        )
+        config, keeps_head = dataclasses.replace(config, tied=False), True
     target = abstract(config, layout=model.execution.layout, precision=model.execution.precision)
     leaves = named_leaves(target)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
         arrays = {path: leaves[path] for path in saved}
     else:
-        with StatusLine("loading modules", total=sum(device_bytes(leaves[path]) for path in saved)) as status:
-            arrays = {path: load_weight(leaves[path], mapping, tensors, status) for path, mapping in saved.items()}
+        complete = {path: mapping for path, mapping in saved.items() if set(mapping.names) <= tensors.keys()}
+        with StatusLine("loading modules", total=sum(device_bytes(leaves[path]) for path in complete)) as status:
+            arrays = {path: load_weight(leaves[path], mapping, tensors, status) for path, mapping in complete.items()}
+        for path in saved.keys() - complete.keys():
+            arrays[path] = _with_saved_layers(model, path, saved[path], tensors)
+    if keeps_head:  # PEFT without ensure_weight_tying: the original embedding is still the output head
+        arrays["head.kernel"] = _head_of_table(model, leaves["head.kernel"])
     if config.tied != model.config.tied:
         model = dataclasses.replace(model, config=config, head=target.head)
-    return dataclasses.replace(replaced(model, arrays), saved_modules=tuple(sorted(saved)))
+    return dataclasses.replace(replaced(model, arrays), saved_modules=tuple(sorted(arrays)))
 
 
-def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[str, _AdaptableWeight]:
+def _with_saved_layers(
+    model: Decoder, path: str, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]
+) -> jax.Array:
+    """Return a stacked weight of the model with the layers and experts that an adapter stores."""
+    leaf = named_leaves(model).get(path)
+    indices = [index for index, name in enumerate(mapping.names) if name in tensors]
+    if leaf is None:
+        raise ConversionError(
+            f"{tensors[mapping.names[indices[0]]].file}: {mapping.names[indices[0]]} is saved for some layers only, "
+            f"but {path} is quantized. Load the base model without quantized='keep'."
+        )
+    values = np.stack([read_layer(tensors[mapping.names[index]], mapping) for index in indices])
+    places = np.unravel_index(indices, mapping.stack)
+    run = model.execution.layout.automatically(
+        lambda leaf, values: leaf.at[places].set(values.astype(leaf.dtype)), lambda _: partitions(leaf)
+    )
+    return jax.jit(run, out_shardings=out_shardings(leaf))(leaf, values)
+
+
+def _head_of_table(model: Decoder, head: jax.ShapeDtypeStruct) -> Any:
+    """Return the embedding of a model as the kernel of a separate output head."""
+    table = named_leaves(model)["embedding.table"]
+    if isinstance(table, jax.ShapeDtypeStruct):
+        return head
+    run = model.execution.layout.automatically(lambda table: table.T.astype(head.dtype), lambda _: partitions(head))
+    return jax.jit(run, out_shardings=out_shardings(head))(table)
+
+
+def _adaptable(
+    model: Decoder, magnitudes: bool, experts: Mapping[str, WeightMapping] | None = None
+) -> dict[str, _AdaptableWeight]:
     """Return the weights that PEFT can adapt, by path: matrices in blocks that correspond to a single module of the
     Hugging Face model.
 
-    `experts`: include single experts, which are separate modules only in transformers 4.
+    `experts`: mappings of experts in one parameter, which are then included as if each expert were a module. Routers
+    are then included, too. Single experts and routers are modules that PEFT can adapt only in transformers 4.
     """
     model = plain_shapes(model)
     family, _ = export_config(model)
@@ -570,8 +722,8 @@ def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[
         split = product_axes(words[path])
         whole = (
             mapping.section is None
-            and "experts" not in mapping.words
-            and (experts or "experts" not in words[path])
+            and mapping.words[:1] != ("experts",)
+            and (experts is not None or "experts" not in words[path])
             and all(name.endswith(_WEIGHT) for name in mapping.names)
         )
         if split is not None and whole:
@@ -579,6 +731,12 @@ def _adaptable(model: Decoder, magnitudes: bool, experts: bool = False) -> dict[
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):
                 modules = tuple(family.module_name(name).removesuffix(_WEIGHT) for name in mapping.names)
                 weights[path] = _adaptable_weight(mapping, modules, inputs, outputs, magnitudes)
+    for path, mapping in {} if experts is None else experts.items():
+        split = product_axes(mapping.words)
+        if path not in weights and split is not None:
+            single = single_expert(mapping, path.rpartition(".")[2])
+            modules = tuple(name.removesuffix(_WEIGHT) for name in single.names)
+            weights[path] = _adaptable_weight(single, modules, *split, magnitudes)
     return weights
 
 

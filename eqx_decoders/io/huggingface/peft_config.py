@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
@@ -28,9 +28,7 @@ IGNORED_PEFT_KEYS: dict[str, str] = {
 UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "pissa"),  # others change the frozen weights
     **dict.fromkeys(("use_qalora", "use_bdlora", "lora_bias"), (False,)),
-    **dict.fromkeys(
-        ("layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens"), ([],)
-    ),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), ([],)),
     "loftq_config": ({},),
     **dict.fromkeys(("megatron_config", "corda_config", "lora_ga_config"), ()),
     **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), ()),
@@ -49,6 +47,8 @@ class AdapterSettings:
     - `dora`: whether modules have magnitudes.
     - `pissa`: whether pairs stand beside what remains of weights without their largest singular values.
     - `saved`: names of modules that are stored completely.
+    - `parameters`: ends of the names of parameters with pairs, such as experts that share one parameter.
+    - `token_ids`: ids of trained tokens, by the end of the name of the embedding or the output head.
     - `tied`: whether a saved embedding is also the output head.
     - `file_names`: names of modules in the adapter's file, by their names in the current version of transformers.
         `ranks` and `alphas` match the names in the file.
@@ -62,6 +62,8 @@ class AdapterSettings:
     dora: bool
     pissa: bool
     saved: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    token_ids: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     tied: bool = False
     file_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -99,14 +101,38 @@ def read_settings(fields: Fields) -> AdapterSettings:
     fields.word(
         "bias", dict.fromkeys(("none", "all", "lora_only"), True), "none"
     )  # the tensors show which biases were trained
-    saved = fields.take("modules_to_save", [])
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise fields.error(f"modules_to_save={str(saved)[:60]} must be a list of module names.")
+    saved, parameters = _names(fields, "modules_to_save"), _names(fields, "target_parameters")
+    token_ids = _token_ids(fields)
     tied = fields.flag("ensure_weight_tying", False)
     for key, allowed in UNSUPPORTED_KEYS.items():
         fields.allow_only(key, *allowed)
     fields.finish(IGNORED_PEFT_KEYS)
-    return AdapterSettings(rank, alpha, ranks, alphas, stabilized, dora, pissa, tuple(saved), tied)
+    return AdapterSettings(
+        rank, alpha, ranks, alphas, stabilized, dora, pissa, saved, parameters, token_ids=token_ids, tied=tied
+    )
+
+
+def _names(fields: Fields, key: str) -> tuple[str, ...]:
+    names = fields.take(key, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise fields.error(f"{key}={str(names)[:60]} must be a list of names.")
+    return tuple(names)
+
+
+def _token_ids(fields: Fields) -> dict[str, list[int]]:
+    """Read `trainable_token_indices`. A list contains ids of the input embedding, whose name is then empty."""
+    value = fields.take("trainable_token_indices", {})
+    table = {"": value} if isinstance(value, list) and value else value
+    if table == []:
+        return {}
+    if not isinstance(table, dict) or not all(
+        isinstance(ids, list) and all(type(index) is int and index >= 0 for index in ids) for ids in table.values()
+    ):
+        raise fields.error(
+            f"trainable_token_indices={str(value)[:60]} must be a list of token ids, or an object with a list of token "
+            f"ids for each embedding."
+        )
+    return table
 
 
 def _patterns(fields: Fields, key: str) -> dict[str, Any]:

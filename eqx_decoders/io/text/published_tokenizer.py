@@ -210,14 +210,16 @@ class PublishedTokenizer:
         }
         return dict(sorted(tokens.items()))
 
-    @functools.cached_property
-    def special_without_ids(self) -> list[AddedToken]:
-        """Special tokens without an id in the files: they are in the vocabulary, or get the next free ids."""
-        known = {token.content for token in self.added.values()}
-        return [token for token in self._named_special_tokens() if token.content not in known]
+    def special_without_ids(self, class_tokens: Mapping[str, str | None]) -> list[AddedToken]:
+        """Return the special tokens without an id in the files: they are in the vocabulary, or get the next free ids.
 
-    def _named_special_tokens(self) -> Iterator[AddedToken]:
-        merged = _merged(self.settings, self.special_tokens_map)
+        class_tokens: named special tokens that are used if the files do not name them.
+        """
+        known = {token.content for token in self.added.values()}
+        return [token for token in self._named_special_tokens(class_tokens) if token.content not in known]
+
+    def _named_special_tokens(self, class_tokens: Mapping[str, str | None] = {}) -> Iterator[AddedToken]:
+        merged = {**class_tokens, **_merged(self.settings, self.special_tokens_map)}
         for name in NAMED_TOKENS:
             if merged.get(name) is not None:
                 yield AddedToken.parse(merged[name], name, special=True)
@@ -261,10 +263,8 @@ def with_published_tokens(
             _add(inner, token)
             present[token.content] = token
     required = {files.named.get("bos_token"), files.named.get("eos_token")}
-    extra = list(files.special_without_ids)
-    if add_class_tokens:
-        extra += [AddedToken(text, True) for text in (files.class_tokens | files.named).values() if text is not None]
-    for token in extra:
+    class_tokens = files.class_tokens if add_class_tokens else {}
+    for token in files.special_without_ids(class_tokens):
         is_defined = token.content not in required or inner.token_to_id(token.content) is not None
         if token.content and token.content not in present and is_defined:
             _add(inner, token)

@@ -19,6 +19,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.numerics.low_rank import low_rank_weights
 from eqx_decoders.sharding.axes import axes, buffers, frozen, matching, named_leaves, path_name
 from eqx_decoders.sharding.explicit import spec_of
 from eqx_decoders.sharding.layout import Layout, partitions
@@ -122,6 +123,7 @@ class Trainer(eqx.Module):
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """Make the state before the first step."""
+        model = self._with_saved_modules(model)
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
         key = as_key(key)
         loss_weights = new_loss_weights(self.loss, model, key)
@@ -158,6 +160,7 @@ class Trainer(eqx.Module):
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """Return `init` as a tree of `jax.ShapeDtypeStruct` with shardings, into which checkpoints are restored."""
+        model = self._with_saved_modules(model)
         everywhere, key = _replicated(model), as_key(key)
         loss_weights = loss_shapes(self.loss, model)
         weights, state_layout = self._weights(model, loss_weights), self._state_layout(model)
@@ -174,6 +177,19 @@ class Trainer(eqx.Module):
         ema = None if self.ema_decay is None else means
         more: Any = dict(step=scalar, skipped=scalar, key=like_key, ema=ema, loss_weights=loss_weights)
         return TrainState(model=model, optimizer=optimizer, **more)
+
+    def _with_saved_modules(self, model: Decoder) -> Decoder:
+        """Return the model with the weights that are trained beside its low-rank pairs in `saved_modules`.
+
+        `save_peft` writes these weights completely.
+        """
+        pairs = tuple(f"{path}." for path in low_rank_weights(model))
+        if not pairs:
+            return model
+        moved = {path for path in self.trainable if not path.startswith(pairs)}
+        if self.loss.per_token and _moves_router_biases(model):
+            moved |= {path for path in named_leaves(model) if path.endswith(".selection_bias")}
+        return dataclasses.replace(model, saved_modules=tuple(sorted(moved | set(model.saved_modules))))
 
     def state_shardings(self, model: Decoder) -> dict[str, jax.sharding.Sharding]:
         """Return the shardings of the optimizer's state and running mean of each weight that is trained."""
@@ -393,10 +409,13 @@ def _uses_key(model: Decoder) -> bool:
 
 def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
     """Move the selection biases by the loads of this step; by none if it was not finite."""
-    moves = any(layer.router.bias_update_rate > 0 for layer in expert_configs(model.config))
-    if not moves or stats is None or stats.routing is None:
+    if not _moves_router_biases(model) or stats is None or stats.routing is None:
         return model
     return update_router_bias(model, jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats.routing))
+
+
+def _moves_router_biases(model: Decoder) -> bool:
+    return any(layer.router.bias_update_rate > 0 for layer in expert_configs(model.config))
 
 
 def _no_steps(index: Any) -> np.ndarray:

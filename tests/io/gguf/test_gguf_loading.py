@@ -298,6 +298,7 @@ SPLITS = {
     "seed-coder": ("a;\n\nb", ["a", ";", "\n\n", "b"]),
     "afmoe": ("1234567 ab", ["1", "234", "567", " ab"]),
     "tiny_aya": ("1234567", ["1", "234", "567"]),
+    "superbpe": ("a bc 1234567 d", ["a bc ", "1", "234", "567", " d"]),
     "youtu": ("HelloWorld 12한국어", ["Hello", "World", " ", "1", "2", "한국어"]),
     "exaone-moe": ("ab cd\n", ["ab cd", "\n"]),
     "minimax-m2": ("HelloWorld's 1234", ["Hello", "World's", " ", "123", "4"]),

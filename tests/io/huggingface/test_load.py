@@ -361,6 +361,21 @@ def test_error_names_an_unexpected_prefix_of_all_tensors(tmp_path, prefix):
         ed.load_hf(directory)
 
 
+def test_error_names_a_missing_index(tmp_path):
+    directory = copy_of("llama_rope", tmp_path)
+    (directory / "model.safetensors.index.json").unlink()
+    with pytest.raises(ed.ConversionError, match=r"no model\.safetensors\.index\.json, .* model-00001-of-"):
+        ed.load_hf(directory)
+
+
+def test_error_about_a_missing_tensor_does_not_mention_prefixes(tmp_path):
+    """Names without the prefix of the decoder are accepted, so they are not the reason."""
+    directory = copy_of("mistral_window", tmp_path)
+    rewritten(directory, lambda x: {n.removeprefix("model."): v for n, v in x.items() if n != "lm_head.weight"})
+    with pytest.raises(ed.ConversionError, match=r"1 tensors are not as expected. The tensors .*\n  lm_head.weight is"):
+        ed.load_hf(directory)
+
+
 def test_all_wrong_tensors_are_listed(tmp_path):
     def spoil(tensors):
         tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T

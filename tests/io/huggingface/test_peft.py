@@ -22,7 +22,7 @@ from eqx_decoders.io.huggingface.peft import load_peft, save_peft
 from eqx_decoders.io.huggingface.peft_config import IGNORED_PEFT_KEYS, UNSUPPORTED_KEYS
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.lora import merge_lora, without_lora
+from eqx_decoders.training.lora import add_lora, merge_lora, without_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import pairs, trained
 
@@ -233,8 +233,8 @@ REFUSED = {
     "loftq_config": {"loftq_bits": 4},
     "init_lora_weights": "pissa_niter_4",
     "megatron_config": {"a": 1},
-    "trainable_token_indices": [1],
-    "target_parameters": ["experts.down_proj"],
+    "trainable_token_indices": [-1],
+    "target_parameters": "experts.down_proj",
     "alora_invocation_tokens": [5],
     "corda_config": {},
     "lora_ga_config": {},
@@ -459,6 +459,150 @@ def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_p
     assert_adapted(fixture, tmp_path, tmp_path / "peft", difference, whole=whole)
 
 
+# Stored names of the parts of each expert, in the order of the parameter's rows; None: experts share one parameter.
+EXPERTS = {
+    "gpt_oss_yarn": None,
+    "mixtral_window": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+    "qwen3_moe_mixed": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(
+    "adapted, older",
+    [
+        (("gate_up_proj",), False),
+        (("down_proj",), False),
+        (("gate_up_proj", "down_proj"), False),
+        (("down_proj",), True),
+    ],
+)
+def test_reads_pairs_of_experts_in_one_parameter(name, adapted, older, tmp_path):
+    """Differences are those of PEFT's `ParamWrapper`. Older versions of PEFT exchange the in and out dimensions."""
+    rng, layer, names = np.random.default_rng(4), 1, EXPERTS[name]
+    stored = stored_tensors_of(name)
+    experts = 5 if names is None else len({key.split(".")[5] for key in stored if ".experts." in key})
+    module, transposed = f"model.layers.{layer}.mlp.experts", names is None
+    difference, pairs = {}, {}
+    for level, parameter in enumerate(reversed(adapted)):
+        rows, columns = (24, 12) if parameter == "down_proj" else (24, 24)
+        rank = 3 if parameter == "gate_up_proj" else RANK
+        (first, last) = (columns, rows) if transposed else (rows, columns)
+        features = (first, last) if transposed or older else (last, first)
+        a = rng.normal(size=(experts * rank, features[0])).astype(np.float32)
+        b = rng.normal(size=(features[1], rank * experts)).astype(np.float32)
+        prefix = f"base_model.model.{module}{'.base_layer' * level}"
+        pairs |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+        form = "o r e, e r i -> e i o" if transposed or older else "o r e, e r i -> e o i"
+        delta = np.einsum(form, b.reshape(-1, rank, experts), a.reshape(experts, rank, -1)) * (ALPHA / rank)
+        if names is None:
+            difference[f"{module}.{parameter}"] = delta
+            continue
+        start = next(key for key in stored if f".{layer}." in key and ".experts.0." in key).rpartition(".experts.")[0]
+        for expert in range(experts):
+            for part, x in zip(names[parameter], np.split(delta[expert], len(names[parameter])), strict=True):
+                difference[f"{start}.experts.{expert}.{part}.weight"] = x
+    changed = {"target_parameters": [f"mlp.experts.{parameter}" for parameter in sorted(adapted)]}
+    adapter(tmp_path / "peft", {}, {}, rank_pattern={r".*\.gate_up_proj": 3}, **changed)
+    save_file(pairs, tmp_path / "peft" / "adapter_model.safetensors")
+    assert_adapted(name, tmp_path, tmp_path / "peft", difference)
+
+
+@pytest.mark.parametrize(
+    "targets, name, sentence",
+    [
+        (["experts.down_proj"], "mixtral_window", "has 2 LoRA pairs of parameters, but target_parameters="),
+        (["gate_up_proj", "down_proj"], "mixtral_window", "are not a LoRA pair of model.layers.1"),
+        (["gate_up_proj", "down_proj"], "llama_rope", "the model has no such parameter"),
+    ],
+)
+def test_pairs_of_other_parameters_are_refused(targets, name, sentence, tmp_path):
+    adapter(tmp_path / "peft", {}, {}, target_parameters=targets)
+    prefix = "base_model.model.model.layers.1.mlp.experts"
+    pairs = {f"{prefix}{level}.lora_{x}.weight": np.zeros((7, 7)) for level in ("", ".base_layer") for x in "AB"}
+    save_file(pairs, tmp_path / "peft" / "adapter_model.safetensors")
+    with pytest.raises(ConversionError, match=sentence):
+        load_peft(load_hf(FIXTURES / name), tmp_path / "peft")
+
+
+@pytest.mark.parametrize("fixture, end", [("mixtral_window", "block_sparse_moe.gate"), ("qwen3_moe_mixed", "mlp.gate")])
+def test_routers_may_have_pairs_and_be_saved(fixture, end, tmp_path):
+    """Adapters of transformers 5 call the router of Mixtral `mlp.gate`."""
+    shapes = shapes_in(fixture, f"{end}.weight")
+    shown = {name: name.replace("block_sparse_moe", "mlp") for name in shapes}
+    found = adapter(tmp_path / "pairs", {shown[name]: shape for name, shape in shapes.items()}, {})
+    difference = {f"{name}.weight": found[f"{new}.weight"] for name, new in shown.items()}
+    assert_adapted(fixture, tmp_path / "pairs", tmp_path / "pairs", difference)
+    with pytest.raises(ConversionError, match=r"PEFT has no module for .*\.router\.kernel"):
+        save_peft(load_peft(load_hf(FIXTURES / fixture), tmp_path / "pairs"), tmp_path / "new")
+    whole = {f"{name}.weight": found[f"{new}.weight"] for name, new in shown.items()}
+    adapter(tmp_path / "saved", {}, {f"{shown[name]}.weight": whole[f"{name}.weight"] for name in shapes})
+    assert_adapted(fixture, tmp_path / "saved", tmp_path / "saved", whole, whole=whole)
+
+
+TOKENS = {
+    "list": ("mistral_window", [3, 5], ["model.embed_tokens"]),
+    "embedding and head": (
+        "mistral_window",
+        {"embed_tokens": [3, 5], "lm_head": [1, 2]},
+        ["model.embed_tokens", "lm_head"],
+    ),
+    "tied": ("qwen2_mixed", [3, 5], ["model.embed_tokens"]),
+}
+
+
+@pytest.mark.parametrize("fixture, ids, modules", TOKENS.values(), ids=TOKENS)
+def test_reads_rows_of_trained_tokens(fixture, ids, modules, tmp_path):
+    stored, rng = stored_tensors_of(fixture), np.random.default_rng(5)
+    difference = adapter(tmp_path / "peft", shapes_in(fixture, "q_proj.weight"), {}, trainable_token_indices=ids)
+    file, whole = tmp_path / "peft" / "adapter_model.safetensors", {}
+    rows = {}
+    for module in modules:
+        table = np.array(stored[f"{module}.weight"], np.float32)
+        chosen = ids if isinstance(ids, list) else ids[module.rpartition(".")[2]]
+        table[chosen] = rng.normal(size=(2, table.shape[1]))
+        whole[f"{module}.weight"] = table
+        rows[f"base_model.model.{module}.token_adapter.trainable_tokens_delta"] = table[chosen]
+    save_file(load_file(file) | rows, file)
+    assert_adapted(fixture, tmp_path, tmp_path / "peft", difference | whole, whole=whole)
+    model = load_peft(load_hf(FIXTURES / fixture), tmp_path / "peft")
+    save_peft(model, tmp_path / "again")
+    again = load_peft(load_hf(FIXTURES / fixture), tmp_path / "again")
+    np.testing.assert_array_equal(again.embedding.table, model.embedding.table)
+
+
+@pytest.mark.parametrize(
+    "fixture, ids, module, sentence",
+    [
+        ("mistral_window", [3], "model.embed_tokens", "does not fit trainable_token_indices"),
+        ("mistral_window", [3, 10**6], "model.embed_tokens", "does not fit trainable_token_indices"),
+        ("mistral_window", {"wte": [3, 5]}, "model.embed_tokens", "does not fit trainable_token_indices"),
+        ("qwen2_mixed", {"lm_head": [3, 5]}, "lm_head", "apart from the embedding"),
+    ],
+)
+def test_rows_of_other_tokens_are_refused(fixture, ids, module, sentence, tmp_path):
+    adapter(tmp_path / "peft", {}, {}, trainable_token_indices=ids)
+    size = stored_tensors_of(fixture)["model.embed_tokens.weight"].shape[1]
+    rows = {f"base_model.model.{module}.token_adapter.trainable_tokens_delta": np.zeros((2, size))}
+    save_file(rows, tmp_path / "peft" / "adapter_model.safetensors")
+    with pytest.raises(ConversionError, match=sentence):
+        load_peft(load_hf(FIXTURES / fixture), tmp_path / "peft")
+
+
+def test_a_resized_vocabulary_is_explained(tmp_path):
+    """PEFT then stores the embedding twice, and only the module in modules_to_save is trained."""
+    table = stored_tensors_of("mistral_window")["model.embed_tokens.weight"]
+    trained = {"model.embed_tokens.modules_to_save.weight": table + 1, "model.embed_tokens.weight": table}
+    adapter(tmp_path / "same", {}, trained, modules_to_save=["embed_tokens"])
+    model = load_peft(load_hf(FIXTURES / "mistral_window"), tmp_path / "same")
+    np.testing.assert_array_equal(model.embedding.table, table + 1)
+    longer = {name: np.concatenate([x, x[:6]]) for name, x in trained.items()}
+    adapter(tmp_path / "longer", {}, longer, modules_to_save=["embed_tokens"])
+    rule = rf"has {len(table) + 6} tokens, but the model has {len(table)}.*resize_token_embeddings\({len(table) + 6}\)"
+    with pytest.raises(ConversionError, match=rule):
+        load_peft(load_hf(FIXTURES / "mistral_window"), tmp_path / "longer")
+
+
 SAVED_MODULES = {
     "norm": ("peft_llama/base", ["model.norm.weight"], {}),
     "head": ("mistral_window", ["lm_head.weight"], {}),
@@ -482,7 +626,13 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     base = load_hf(FIXTURES / fixture)
     model = load_peft(base, tmp_path / "peft")
     save_peft(model, tmp_path / "again")
-    assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "peft").keys()
+    expected, written = tensors(tmp_path / "peft"), tensors(tmp_path / "again")
+    if model.config.tied and "model.embed_tokens.weight" in names:  # PEFT looks for a tied head, too
+        head = "base_model.model.lm_head.weight"
+        expected[head] = expected["base_model.model.model.embed_tokens.weight"]
+        np.testing.assert_array_equal(written[head], expected[head])
+        assert settings(tmp_path / "again")["modules_to_save"] == ["lm_head", "model.embed_tokens"]
+    assert written.keys() == expected.keys()
     again = load_peft(base, tmp_path / "again")
     assert again.config == model.config
     got, want, before = named_leaves(again), named_leaves(model), named_leaves(base)
@@ -492,6 +642,26 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     changed_paths = [path for path in want if path in before and not np.array_equal(want[path], before[path])]
     assert changed_paths or "head.kernel" in want.keys() - before.keys()
     assert merge_lora(model).saved_modules == ()
+
+
+@pytest.mark.medium
+def test_weights_that_are_trained_beside_the_pairs_are_written(tmp_path):
+    """Also after a step and for the state of a restored run."""
+    base = load_hf(FIXTURES / "qwen2_mixed")
+    before = {path: np.asarray(leaf) for path, leaf in named_leaves(base).items()}
+    optimizer = ed.OptimizerConfig(trainable=("*.lora_*", "embedding.table", "final_norm.scale"))
+    adapted = add_lora(base, LoRAConfig(rank=2), key=jax.random.key(0))
+    trainer = ed.Trainer.create(optimizer, adapted, steps=2)
+    abstract = trainer.abstract(adapted, key=jax.random.key(1))
+    state = trainer.init(adapted, key=jax.random.key(1))
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    state, _ = trainer.step(state, ed.Batch(np.asarray([[1, 2, 3, 4]])))
+    assert np.abs(named_leaves(state.model)["final_norm.scale"] - before["final_norm.scale"]).max() > 0
+    save_peft(state.model, tmp_path / "new")
+    assert settings(tmp_path / "new")["modules_to_save"] == ["lm_head", "model.embed_tokens", "model.norm"]
+    again = load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "new")
+    for path, leaf in named_leaves(state.model).items():
+        np.testing.assert_array_equal(named_leaves(again)[path], leaf, err_msg=path)
 
 
 def test_saved_modules_that_the_model_lacks_are_refused(llama, tmp_path):
@@ -520,20 +690,35 @@ def test_an_equal_head_and_embedding_leave_the_model_tied(difference, tied, tmp_
     np.testing.assert_array_equal(model.embedding.table, table)
 
 
-def test_a_trained_embedding_of_a_tied_model_needs_a_head_or_weight_tying(tmp_path):
-    whole = {"model.embed_tokens.weight": stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"] + 1}
+def test_a_trained_embedding_without_weight_tying_keeps_the_original_head(tmp_path):
+    """PEFT's default: the output head of a tied model stays the original embedding."""
+    table = stored_tensors_of("qwen2_mixed")["model.embed_tokens.weight"]
     shapes = shapes_in("qwen2_mixed", "q_proj.weight")
-    adapter(tmp_path / "peft", shapes, whole, modules_to_save=["embed_tokens"])
-    with pytest.raises(ConversionError, match="ensure_weight_tying"):
-        load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
+    adapter(tmp_path / "peft", shapes, {"model.embed_tokens.weight": table + 1}, modules_to_save=["embed_tokens"])
+    base = load_hf(FIXTURES / "qwen2_mixed")
+    model = load_peft(base, tmp_path / "peft")
+    leaves = named_leaves(model)
+    assert not model.config.tied
+    np.testing.assert_array_equal(leaves["embedding.table"], table + 1)
+    np.testing.assert_array_equal(leaves["head.kernel"], table.T)
+    abstract = load_peft(ed.abstract_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
+    assert jax.tree.structure(abstract) == jax.tree.structure(model)
+    save_peft(model, tmp_path / "again")
+    same(load_peft(base, tmp_path / "again"), model)
 
 
-def test_a_module_that_is_saved_in_some_layers_only_is_refused(tmp_path):
-    name = "model.layers.0.input_layernorm.weight"
-    whole = {name: stored_tensors_of("llama_rope")[name] + 1}
-    adapter(tmp_path / "peft", shapes_in("llama_rope", "q_proj.weight"), whole, modules_to_save=["input_layernorm"])
-    with pytest.raises(ConversionError, match=r"model\.layers\.1\.input_layernorm\.weight"):
-        load_peft(load_hf(FIXTURES / "llama_rope"), tmp_path / "peft")
+@pytest.mark.parametrize("fixture, end", [("llama_rope", "input_layernorm.weight"), ("llama_rope", "o_proj.weight")])
+def test_modules_may_be_saved_in_some_layers_only(fixture, end, tmp_path):
+    stored = stored_tensors_of(fixture)
+    name = next(key for key in stored if ".layers.1." in key and key.endswith(end))
+    whole = {name: stored[name] + 1}
+    module = name.removesuffix(".weight")
+    difference = adapter(tmp_path / "peft", shapes_in(fixture, "q_proj.weight"), whole, modules_to_save=[module])
+    assert_adapted(fixture, tmp_path, tmp_path / "peft", difference, whole=whole)
+    base = load_hf(FIXTURES / fixture)
+    model = load_peft(base, tmp_path / "peft")
+    save_peft(model, tmp_path / "again")
+    same(load_peft(base, tmp_path / "again"), model)
 
 
 def test_a_server_refuses_adapters_with_saved_modules(tmp_path):

@@ -101,6 +101,16 @@ def test_vocab_and_merges_without_other_files_are_gpt2(tmp_path):
     check(load(write(tmp_path, CASES["gpt2: bare"], "tokenizer_config.json")), CASES["gpt2: bare"])
 
 
+def test_special_tokens_without_ids_are_added_in_the_order_of_transformers(tmp_path):
+    """The order is bos, eos, unk, …, pad. Tokens of the class and named tokens are in one order."""
+    folder = write(tmp_path, CASES["qwen2: bare"])
+    size = len(json.loads((folder / "vocab.json").read_text()))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<pad>"}')
+    tokenizer = load(folder)
+    assert [tokenizer.name_of(index) for index in (size, size + 1)] == ["<|endoftext|>", "<pad>"]
+    assert tokenizer.eos_id == size
+
+
 @pytest.mark.parametrize("name", ["llama: added", "unigram: added", "gpt2: added", "llama3: added"])
 def test_added_tokens_have_the_ids_that_the_files_give(name, tmp_path):
     """Ids may leave a gap after the vocabulary, or replace a piece such as `<unused0>`."""

@@ -263,6 +263,8 @@ def _compressed(fields: Fields) -> Scheme:
             sizes.add(size)
         block = inner.take("block_structure", None)
         if block is not None:
+            if isinstance(block, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", block):  # an older notation
+                block = [int(size) for size in block.split("x")]
             valid = isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block)
             if not valid:
                 raise inner.error(f"block_structure={str(block)[:60]} must be two integers of at least 1.")
@@ -580,14 +582,18 @@ def _awq_tensors(tensors: Tensors, packings: _PackingTable) -> Tensors:
         expected_shapes = functools.partial(_awq_shapes, rows=rows, words=words)
         packing = packings.find(name.removesuffix("."), packed, scales, zeros, expected_shapes)
         group_index = decoded.pop(f"{name}g_idx", None)
-        if group_index is not None:
-            check_stored(group_index, ("I32", "I64"), (rows,))
+        group_size = packing.group_size or rows
+        if group_index is not None and _checked_group_index(group_index, rows, group_size, scales.shape[0]) is not None:
+            raise ConversionError(
+                f"{group_index.file}: {group_index.name} assigns rows to quantization groups in another order, but AWQ "
+                f"groups are {group_size} consecutive rows. Load a checkpoint that was quantized without act-order."
+            )
 
         def unpacked(inner: StoredTensor, kind: str) -> StoredTensor:
             shape, start = (inner.shape[0], 8 * inner.shape[1]), inner.offset
             return swapped(PackedTensor(inner.file, inner.name, shape, kind, start, inner, 1, 4, 8, _AWQ_ORDER))
 
-        views = unpacked(packed, "I4"), swapped(scales), (1, packing.group_size or rows), unpacked(zeros, "I8")
+        views = unpacked(packed, "I4"), swapped(scales), (1, group_size), unpacked(zeros, "I8")
         decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
     check_none_left(decoded, ".qzeros")
     return decoded
@@ -596,7 +602,10 @@ def _awq_tensors(tensors: Tensors, packings: _PackingTable) -> Tensors:
 _AUTO_ROUND_KEYS = (  # settings of the quantization, which do not change how weights are stored
     "iters", "nsamples", "seqlen", "autoround_version", "model_free", "amp", "lr", "minmax_lr", "low_gpu_mem_usage",
     "gradient_accumulate_steps", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning",
-    "to_quant_block_names", "quant_block_list", "scale_dtype", "super_bits", "super_group_size",
+    "to_quant_block_names", "quant_block_list", "scale_dtype", "super_bits", "super_group_size", "super_sym",
+    "train_bs", "low_cpu_mem_usage", "lr_scheduler", "not_use_best_mse", "dynamic_max_gap", "sampler",
+    "enable_torch_compile", "enable_alg_ext", "quant_nontext_module", "supported_types", "static_kv_dtype",
+    "static_attention_dtype", "act_bits", "act_group_size", "act_sym", "act_dynamic", "act_data_type",
 )  # fmt: skip
 
 

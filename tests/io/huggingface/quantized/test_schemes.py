@@ -178,6 +178,11 @@ FORMATS: dict[str, tuple[Callable, dict[str, Any], str | None]] = {  # the last:
         compressed("float-quantized", **FP8, block_structure=[16, 12]),
         "uint8",
     ),
+    "fp8 blocks, older notation": (
+        plainly("fp8", "block"),
+        compressed("float-quantized", **FP8, block_structure="16x12"),
+        "uint8",
+    ),
     "pack": (packed(), compressed("pack-quantized", group_size=8), "int4"),
     "pack with zeros": (packed(zeros=True), compressed("pack-quantized", group_size=8, symmetric=False), "int4"),
     "pack 3 bits": (packed(bits=3), compressed("pack-quantized", num_bits=3, group_size=8), "int4"),
@@ -299,12 +304,33 @@ def test_a_null_key_does_not_conflict_with_its_other_name(nulls, tmp_path):
     ed.abstract_hf(few)
 
 
-@pytest.mark.parametrize("keys", [dict(), dict(quant_method="intel/auto-round")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(),
+        dict(quant_method="intel/auto-round"),
+        dict(act_bits=16, act_dynamic=True, act_data_type=None, enable_torch_compile=False, train_bs=8),
+    ],
+)
 @pytest.mark.parametrize("kind, backend", [(awq, "auto_round:awq:gemm"), (gptq(), "auto_round:gptq:exllamav2")])
 def test_autoround_reads_the_packing_from_the_backend(kind, backend, keys, tmp_path):
     config = dict(quant_method="auto-round", bits=4, group_size=8, data_type="int", backend=backend) | keys
     few, plain = quantised(tmp_path, kind, config)
     assert_same(ed.load_hf(few), ed.load_hf(plain))
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_awq_accepts_a_g_idx_in_order_only(shuffled, tmp_path):
+    stored, wide = awq("w", np.zeros((64, 96)))
+    places = np.arange(96) // 8
+    stored |= {"g_idx": (places[::-1] if shuffled else places).astype(np.int32)}
+    write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": AWQ}))
+    if not shuffled:
+        assert np.array_equal(checkpoint_tensors(Directory(tmp_path))["m.weight"].read_all(), wide)
+        return
+    with pytest.raises(ed.ConversionError, match=r"m\.g_idx assigns rows to quantization groups in another order"):
+        checkpoint_tensors(Directory(tmp_path))
 
 
 GPTQMODEL_KEYS = {
