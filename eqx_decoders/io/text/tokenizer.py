@@ -392,26 +392,11 @@ def _load_json_tokenizer(path: Path, files: PublishedTokenizer) -> JsonTokenizer
         else:
             inner = read_tokenizer_file(path, files.settings, files)
         inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails only here
-    bos = _special(files, "bos_token", BOS_NAMES, inner.token_to_id)
-    if path.name == "tokenizer.json" and bos is not None:
-        _apply_add_bos_token(inner, bos, files.settings.get("add_bos_token"))
     return JsonTokenizer(
         inner,
-        bos=bos,
+        bos=_special(files, "bos_token", BOS_NAMES, inner.token_to_id),
         eos=_special(files, "eos_token", EOS_NAMES, inner.token_to_id),
     )
-
-
-def _apply_add_bos_token(inner: Any, bos: str, add_bos: Any) -> None:
-    """Change the post-processor if `add_bos_token` in tokenizer_config.json contradicts it, as transformers 5 does."""
-    from tokenizers import processors
-
-    bos_id = inner.token_to_id(bos)
-    adds = inner.encode("a").ids[:1] == [bos_id] != inner.encode("a", add_special_tokens=False).ids[:1]
-    if isinstance(add_bos, bool) and add_bos != adds:
-        single = f"{bos}:0 $A:0" if add_bos else "$A:0"
-        tokens = [(bos, bos_id)] if add_bos else []
-        inner.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)
 
 
 @contextlib.contextmanager

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
-from eqx_decoders.io.text.tokenizer import (
-    ByteTokenizer,
-    JsonTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    prompt_ids,
-    start_ids,
-    train_bpe,
-)
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 
 TEXTS = [
@@ -127,28 +119,6 @@ def test_special_tokens_are_found(tmp_path, settings, bos, eos):
         assert found.bos_id == (None if bos is None else inner.token_to_id(bos))
         assert found.eos_id == inner.token_to_id(eos)
         assert found.vocab_size == 6
-
-
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("setting", [None, False, True])
-def test_texts_start_with_bos_as_tokenizer_config_says(setting, stored, tmp_path):
-    """Without `add_bos_token` the post-processor in tokenizer.json decides."""
-    from tokenizers import processors
-
-    inner = inner_tokenizer("<bos>", "<eos>")
-    if stored:
-        inner.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", inner.token_to_id("<bos>"))]
-        )
-    inner.save(str(tmp_path / "tokenizer.json"))
-    settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | ({} if setting is None else {"add_bos_token": setting})
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = load_tokenizer(tmp_path)
-    expected = (tokenizer.bos_id,) if (stored if setting is None else setting) else ()
-    assert start_ids(tokenizer) == expected
-    assert prompt_ids(tokenizer, "a").tolist() == [*expected, *tokenizer.encode("a").tolist()]
-    tokenizer.save(tmp_path / "saved")
-    assert start_ids(load_tokenizer(tmp_path / "saved")) == expected
 
 
 def test_stored_truncation_and_padding_are_switched_off(bpe, tmp_path):
