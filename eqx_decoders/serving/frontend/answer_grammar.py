@@ -60,7 +60,7 @@ MARKERS = frozenset(
         "<|channel>",
     }
 )
-MAX_ELEMENT_LEVELS = 4  # levels of nested elements in MiniMax M3 calls; lists and objects below are written as JSON
+MAX_ELEMENT_LEVELS = 4  # levels of nested parameters; lists and objects below are written as JSON
 MAX_LEVELS = 32  # levels of a schema without references in tool calls that are not written as JSON
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 HARMONY_FINAL = "<|channel|>final<|message|>"
@@ -785,11 +785,11 @@ class _Writer:
     def _elements(
         self, row: ToolCallFormat, schema: Any, reader: SchemaReader, types: Collection[str], depth: int
     ) -> str | None:
-        """Return the rule of the members of a list or an object in the format of MiniMax M3.
+        """Return the rule of the members of a list or an object in a format with nested parameters.
 
         Returns None for other formats and for schemas that do not declare the members. These values are JSON.
         """
-        if row.name != "minimax_m3" or depth >= MAX_ELEMENT_LEVELS:
+        if not row.nested or depth >= MAX_ELEMENT_LEVELS:
             return None
         schema = reader.merged(schema)
         if not isinstance(schema, dict):

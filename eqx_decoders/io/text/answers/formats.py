@@ -72,8 +72,8 @@ class ToolCallFormat:
     - `"json"`: a JSON object. It is a member of another JSON object, which also contains the name of the tool.
     - `"named_json"`, `"harmony"`: a JSON object. The name of the tool precedes it.
     - `"xml"`: for each argument `parameter_begin + KEY + key_end + VALUE + parameter_end`, joined by
-        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON. MiniMax M3
-        writes the members of lists and objects as nested parameters. MiniCPM5 writes some strings as CDATA.
+        `parameter_separator`. Strings are written without quotes and escapes, all other values as JSON (see `nested`
+        and `character_data`).
     - `"python"`: keyword arguments of a Python call, `key="text", other=1`.
     - `"gemma"`: `key:value,other:value`. A string is enclosed in `quote`.
 
@@ -87,9 +87,13 @@ class ToolCallFormat:
     - `begins`: markers before calls. Each marker is a prefix of `section_begin` or `call_begin`, or a variant of these
         that some models write.
     - `ends`: markers that may follow a call or the last call.
+    - `inner_markers`: markers within calls. They are special tokens in some tokenizers.
+    - `id_marker`: marker before the id of a call, which some models write after the tool's name.
     - `name_keys`: keys of the tool's name in JSON objects. If empty, the object has a single key, the tool's name.
     - `argument_keys`: keys of the arguments in JSON objects.
     - `bare`: calls may be written without a marker. Text without a marker is a call only if the tool is offered.
+    - `nested`: the members of lists and objects are written as parameters, not as JSON (`"xml"`).
+    - `character_data`: strings that contain `<`, `&` or line breaks are written as CDATA (`"xml"`).
     """
 
     name: ToolFormat
@@ -97,6 +101,8 @@ class ToolCallFormat:
     selectors: tuple[tuple[str, ...], ...] = ()
     begins: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    inner_markers: tuple[str, ...] = ()
+    id_marker: str = ""
     section_begin: str = ""
     section_end: str = ""
     call_begin: str = ""
@@ -111,11 +117,13 @@ class ToolCallFormat:
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     bare: bool = False
+    nested: bool = False
+    character_data: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers of the format. They are special tokens in some tokenizers."""
-        texts = (*self.begins, *self.ends, *_PARTS[self.name], self.quote)
+        texts = (*self.begins, *self.ends, *self.inner_markers, self.quote)
         return tuple(dict.fromkeys(text for text in texts if text))
 
     def write(self, calls: Sequence[FunctionCall]) -> str:
@@ -140,12 +148,12 @@ class ToolCallFormat:
     def _parameter(self, key: str, value: Any) -> str:
         is_string = isinstance(value, str)
         key_end = self.key_end.replace("{string}", "true" if is_string else "false")
-        if self.name == "minimax_m3" and isinstance(value, Mapping | list | tuple):
+        if self.nested and isinstance(value, Mapping | list | tuple):
             members = value.items() if isinstance(value, Mapping) else [("item", member) for member in value]
             text = "".join(self._parameter(*member) for member in members)
         else:
             text = value if is_string else json.dumps(value, ensure_ascii=False)
-        if self.name == "minicpm5" and is_string and any(character in text for character in "<&\n"):
+        if self.character_data and is_string and any(character in text for character in "<&\n"):
             text = f"<![CDATA[{text}]]>"
         return self.parameter_begin + key + key_end + text + self.parameter_end.replace("{key}", key)
 
@@ -196,6 +204,7 @@ def _deepseek(function: str, name_end: str, call_end: str, separator: str) -> di
         syntax="named_json",
         begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         ends=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        inner_markers=("<｜tool▁sep｜>",),
         section_begin="<｜tool▁calls▁begin｜>",
         section_end="<｜tool▁calls▁end｜>",
         call_begin=f"<｜tool▁call▁begin｜>{function}",
@@ -210,6 +219,7 @@ def _dsml(section: str) -> dict[str, Any]:
         syntax="xml",
         begins=(f"<｜DSML｜{section}>", "<｜DSML｜invoke"),
         ends=("</｜DSML｜invoke>", f"</｜DSML｜{section}>"),
+        inner_markers=("｜DSML｜",),
         section_begin=f"<｜DSML｜{section}>\n",
         section_end=f"\n</｜DSML｜{section}>",
         call_begin='<｜DSML｜invoke name="',
@@ -245,6 +255,7 @@ def _argument_keys(prefix: str = "", line_break: str = "\n") -> dict[str, Any]:
         syntax="xml",
         begins=(f"<{prefix}tool_call>",),
         ends=(f"</{prefix}tool_call>",),
+        inner_markers=tuple(f"<{end}{prefix}arg_{part}>" for part in ("key", "value") for end in ("", "/")),
         call_begin=f"<{prefix}tool_call>",
         name_end=line_break,
         call_end=f"</{prefix}tool_call>",
@@ -261,6 +272,10 @@ def _hunyuan_v3(suffix: str = "") -> dict[str, Any]:
         syntax="xml",
         begins=(f"<tool_calls{suffix}>", f"<tool_call{suffix}>"),
         ends=(f"</tool_call{suffix}>", f"</tool_calls{suffix}>"),
+        inner_markers=(
+            f"<tool_sep{suffix}>",
+            *(f"<{end}arg_{part}{suffix}>" for part in ("key", "value") for end in ("", "/")),
+        ),
         section_begin=f"<tool_calls{suffix}>\n",
         section_end=f"\n</tool_calls{suffix}>",
         call_begin=f"<tool_call{suffix}>",
@@ -279,6 +294,15 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="harmony",
         syntax="harmony",
         selectors=(("<|channel|>", "<|message|>"),),
+        inner_markers=(
+            "<|start|>",
+            "<|channel|>",
+            "<|message|>",
+            "<|constrain|>",
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+        ),
         call_begin="<|start|>assistant<|channel|>commentary to=functions.",
         name_end=" <|constrain|>json<|message|>",
         call_end="<|call|>",
@@ -301,6 +325,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         selectors=(("<|tool_call_argument_begin|>",), ("<|tool_calls_section_begin|>",)),
         begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        inner_markers=("<|tool_call_argument_begin|>",),
         section_begin="<|tool_calls_section_begin|>",
         section_end="<|tool_calls_section_end|>",
         call_begin="<|tool_call_begin|>functions.",
@@ -313,6 +338,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         selectors=(("<|tool_call:begin|>",),),
         begins=("<|tool_calls|>", "<|tool_call:begin|>"),
         ends=("<|tool_call:end|>", "<|calls|>"),
+        inner_markers=("<|tool_call:name|>", "<|tool_call:args|>"),
         section_begin="<|tool_calls|>",
         section_end="<|calls|>",
         call_begin="<|tool_call:begin|>{index}<|tool_call:name|>",
@@ -325,6 +351,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         selectors=(("]<]minimax[>[",),),
         begins=("]<]minimax[>[<tool_call>", "]<]minimax[>[<invoke"),
         ends=("]<]minimax[>[</invoke>", "]<]minimax[>[</tool_call>"),
+        inner_markers=("]<]minimax[>[",),
         section_begin="]<]minimax[>[<tool_call>\n",
         section_end="\n]<]minimax[>[</tool_call>",
         call_begin=']<]minimax[>[<invoke name="',
@@ -334,6 +361,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         parameter_begin="]<]minimax[>[<",
         key_end=">",
         parameter_end="]<]minimax[>[</{key}>",
+        nested=True,
     ),
     ToolCallFormat(
         name="minimax_m2",
@@ -364,6 +392,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         parameter_begin='<param name="',
         key_end='">',
         parameter_end="</param>",
+        character_data=True,
     ),
     ToolCallFormat(
         name="gemma4",
@@ -415,6 +444,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         syntax="named_json",
         selectors=(("[TOOL_CALLS]", "[ARGS]"),),
         begins=("[TOOL_CALLS]",),
+        inner_markers=("[ARGS]", "[CALL_ID]"),
+        id_marker="[CALL_ID]",
         call_begin="[TOOL_CALLS]",
         name_end="[ARGS]",
     ),
@@ -422,6 +453,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="mistral",
         selectors=(("[TOOL_CALLS]",),),
         begins=("[TOOL_CALLS]",),
+        inner_markers=("[ARGS]", "[CALL_ID]"),
+        id_marker="[CALL_ID]",
         bare=True,
         **_json_list("[TOOL_CALLS] "),
     ),
@@ -487,6 +520,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         selectors=(("<|action_start|>",),),
         begins=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
         ends=("<|action_end|>",),
+        inner_markers=("<|action_start|>", "<|plugin|>", "<|interpreter|>"),
         separator="\n",
         **_json_call("<|action_start|><|plugin|>\n", "<|action_end|>", arguments="parameters"),
     ),
@@ -562,31 +596,6 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ),
 )
 TOOL_CALL_FORMAT: Mapping[str, ToolCallFormat] = {row.name: row for row in TOOL_CALL_FORMATS}
-
-# Markers within calls that are special tokens in some tokenizers.
-_PARTS: dict[str, tuple[str, ...]] = {row.name: () for row in TOOL_CALL_FORMATS} | {
-    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
-    "deepseek_v3": ("<｜tool▁sep｜>",),
-    "deepseek_v31": ("<｜tool▁sep｜>",),
-    "deepseek_v32": ("｜DSML｜",),
-    "deepseek_v4": ("｜DSML｜",),
-    "kimi_k2": ("<|tool_call_argument_begin|>",),
-    "solar_open": ("<|tool_call:name|>", "<|tool_call:args|>"),
-    "mistral": ("[ARGS]", "[CALL_ID]"),
-    "mistral_v11": ("[ARGS]", "[CALL_ID]"),
-    "internlm": ("<|action_start|>", "<|plugin|>", "<|interpreter|>"),
-    "hy_v3": ("<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "hy_v3_opensource": (
-        "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>",
-        "</arg_value:opensource>",
-    ),
-    "glm4_moe": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "glm47_moe": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "longcat_xml": (
-        "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>",
-    ),
-    "minimax_m3": ("]<]minimax[>[",),
-}  # fmt: skip
 
 # A chat template selects the first row whose selectors match.
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (

@@ -267,7 +267,7 @@ class AnswerFormat:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(row):
             value = getattr(row, field.name)
-            if field.name in ("begins", "ends"):
+            if field.name in ("begins", "ends", "inner_markers"):
                 values[field.name] = tuple(map(self.translate, value))
             elif isinstance(value, str) and field.name not in ("name", "syntax"):
                 values[field.name] = self.translate(value)
@@ -297,8 +297,8 @@ class TaggedParser(AnswerParser):
         self._call_starts = () if row is None else row.begins
         self._call_ends = () if row is None else row.ends
         self._special_ends = [marker for marker in self._call_ends if any(x in form.names for x in marker)]
-        # The arguments of DeepSeek V3 are a code block. Its closing fence does not end a malformed call.
-        is_fenced = row is not None and row.name == "deepseek_v3"
+        # Arguments may be a code block (DeepSeek V3). Its closing fence does not end a malformed call.
+        is_fenced = row is not None and "```" in row.call_end
         self._after_call_markers = (*self._call_ends, "```") if is_fenced else self._call_ends
         # First character of a call without a marker; empty if calls need a marker.
         is_list = row is not None and row.section_begin.endswith("[")

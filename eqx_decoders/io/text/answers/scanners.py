@@ -363,26 +363,15 @@ class NamedJsonCall:
     def __init__(self, context: Context, start: int):
         self._context, self._start = context, start
         row = context.row
-
-        def pattern(marker: str) -> str:
-            placeholder = next((key for key, name in context.placeholders.items() if name == marker), marker)
-            return re.escape(placeholder)
-
-        separator = {
-            "deepseek_v3": pattern("<｜tool▁sep｜>"),
-            "deepseek_v31": pattern("<｜tool▁sep｜>"),
-            "kimi_k2": pattern("<|tool_call_argument_begin|>"),
-            "solar_open": pattern("<|tool_call:args|>"),
-        }.get(row.name, pattern("[ARGS]"))
-        before = {
-            "deepseek_v3": rf"(?:\w*\s*{separator})?",
-            "deepseek_v31": rf"(?:function\s*{separator})?",
-            "kimi_k2": r"(?:functions\.)?",
-            "solar_open": rf"\w*\s*{pattern('<|tool_call:name|>')}",
-        }.get(row.name, "")
-        number = r"(?::[0-9]+)?" if row.name == "kimi_k2" else rf"(?:{pattern('[CALL_ID]')}\w+)?"
+        marker = f"(?:{'|'.join(map(re.escape, row.inner_markers))})"
+        prefix = r"(?:functions\.)?" if row.call_begin.endswith("functions.") else ""
+        index = "(?::[0-9]+)?" if row.name_end.startswith(":{index}") else ""
+        call_id = rf"(?:{re.escape(row.id_marker)}\w+)?" if row.id_marker else ""
         fence = r"(?:```(?:json)?\s*)?"
-        self._header = re.compile(rf"\s*{before}\s*({_NAME}?)\s*{number}\s*(?:{separator})?\s*{fence}")
+        # A word and a marker may precede the name: the type of the call, or its index.
+        self._header = re.compile(
+            rf"\s*(?:\w*\s*{marker}\s*)??{prefix}({_NAME}?)\s*{index}{call_id}\s*{marker}?\s*{fence}"
+        )
         self._name = ""
         self._value: JsonScanner | None = None
 
@@ -606,15 +595,15 @@ class XmlCall:
             if self._context.row.key_end.endswith(">\n"):
                 value = value.removeprefix("\n")
                 value = value if text[value_end] == "\n" else value.removesuffix("\n")
-            if self._context.row.name == "minimax_m3" and self._parameter.match(value, skip_blanks(value, 0)):
+            if self._context.row.nested and self._parameter.match(value, skip_blanks(value, 0)):
                 values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
                 continue
-            character_data = _CHARACTER_DATA.fullmatch(value) if self._context.row.name == "minicpm5" else None
+            character_data = _CHARACTER_DATA.fullmatch(value) if self._context.row.character_data else None
             value = self._context.restore(value if character_data is None else character_data[1])
             values[key] = value if opened[2] == "true" else self._schema.convert(key, value)
 
     def _elements(self, text: str, max_levels: int) -> Elements:
-        """Return the elements of an object or a list in the format of MiniMax M3.
+        """Return the elements of an object or a list in a format with nested parameters.
 
         Text that is not a sequence of elements is returned unchanged.
         """
@@ -1028,18 +1017,13 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
         return PythonCalls(context, after, is_bare=not marker)
     if row.syntax == "gemma":
         return GemmaCall(context, after)
-    if row.name in ("mistral", "mistral_v11") and marker:
-        position = skip_blanks(text, after)
-        if position >= len(text):
-            return None
-        if text[position] in "[{" and not text.startswith("[ARGS]", position):
-            return JsonCalls(context, after)
-        return NamedJsonCall(context, after)
-    if row.syntax == "named_json":
+    if marker and (row.syntax == "named_json" or row.id_marker):
         position = skip_blanks(text, after)
         rest = text[position:]
         if any(begin.startswith(rest) for begin in row.begins) and not final:
             return None
         inner = next((begin for begin in row.begins if rest.startswith(begin)), "")
+        if rest.startswith(("{", "[")) and not rest.startswith(row.inner_markers):
+            return JsonCalls(context, after)
         return NamedJsonCall(context, position + len(inner) if inner else after)
     return JsonCalls(context, after - marker.endswith("["), is_bare=not marker)
