@@ -464,7 +464,7 @@ class _Writer:
         if not row.bare or self._start_marker(row):
             return self._calls(calls)
         if form.kind != "json":
-            return f"{self.text(row.begins[0])} {self._calls(calls)}"
+            return f"{self.text(row.start_markers[0])} {self._calls(calls)}"
         if row.syntax != "json":
             return self._calls(calls)
         # llguidance can choose between several JSON Schemas, but not between a JSON Schema and a literal
@@ -566,16 +566,16 @@ class _Writer:
     def _start_marker(self, row: ToolCallFormat) -> str:
         """Return the marker that starts the calls of a format; empty if the calls have no start marker."""
         written = row.section_begin + row.call_begin
-        return next((marker for marker in row.begins if written.startswith(marker)), "")
+        return next((marker for marker in row.start_markers if written.startswith(marker)), "")
 
     def _text_or_calls(self, row: ToolCallFormat, calls: CallGrammar) -> str:
         """Return the body of a rule: free text that contains no start of a call, or text followed by calls."""
         marker = self._start_marker(row)
         if not marker:  # calls without a marker are a complete answer
             first = (row.section_begin + row.call_begin)[:1]
-            text = self._terminal(f'/[^{re.escape(first)}](?s:.*)/ & {self._text_without(row.begins)} | ""')
+            text = self._terminal(f'/[^{re.escape(first)}](?s:.*)/ & {self._text_without(row.start_markers)} | ""')
             return f"{self._calls(calls)} | {text}"
-        other_markers = [begin for begin in row.begins if begin != marker]
+        other_markers = [begin for begin in row.start_markers if begin != marker]
         text = self._terminal(self._text_without(other_markers))
         if any(isinstance(piece, int) for piece in self.split_markers(marker)):
             head = self.text_until(marker)

@@ -230,7 +230,7 @@ def sample_texts(name, form):
     calls = [FunctionCall("edit", {"text": text, "count": 3}) for text in texts]
     content = (
         ""
-        if (ROWS[name].bare and not ROWS[name].begins) or name in ("llama3_json", "llama4_pythonic", "harmony")
+        if (ROWS[name].bare and not ROWS[name].start_markers) or name in ("llama3_json", "llama4_pythonic", "harmony")
         else "I see.\n\n"
     )
     yield content, calls[:1], content + written(name, calls[:1], form)

@@ -84,9 +84,9 @@ class ToolCallFormat:
 
     - `name`: name of the format, as in `--tool-call-parser`.
     - `selectors`: a chat template that contains all strings of one of these tuples selects the format.
-    - `begins`: markers before calls. Each marker is a prefix of `section_begin` or `call_begin`, or a variant of these
-        that some models write.
-    - `ends`: markers that may follow a call or the last call.
+    - `start_markers`: markers before calls. Each marker is a prefix of `section_begin` or `call_begin`, or a variant of
+        these that some models write.
+    - `end_markers`: markers that may follow a call or the last call.
     - `inner_markers`: markers within calls. They are special tokens in some tokenizers.
     - `id_marker`: marker before the id of a call, which some models write after the tool's name.
     - `name_keys`: keys of the tool's name in JSON objects. If empty, the object has a single key, the tool's name.
@@ -99,8 +99,8 @@ class ToolCallFormat:
     name: ToolFormat
     syntax: Syntax
     selectors: tuple[tuple[str, ...], ...] = ()
-    begins: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
+    start_markers: tuple[str, ...] = ()
+    end_markers: tuple[str, ...] = ()
     inner_markers: tuple[str, ...] = ()
     id_marker: str = ""
     section_begin: str = ""
@@ -123,7 +123,7 @@ class ToolCallFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers of the format. They are special tokens in some tokenizers."""
-        texts = (*self.begins, *self.ends, *self.inner_markers, self.quote)
+        texts = (*self.start_markers, *self.end_markers, *self.inner_markers, self.quote)
         return tuple(dict.fromkeys(text for text in texts if text))
 
     def write(self, calls: Sequence[FunctionCall]) -> str:
@@ -202,8 +202,8 @@ def _json_list(begin: str, end: str = "", *, arguments: str = "arguments") -> di
 def _deepseek(function: str, name_end: str, call_end: str, separator: str) -> dict[str, Any]:
     return dict(
         syntax="named_json",
-        begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        ends=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        start_markers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        end_markers=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         inner_markers=("<｜tool▁sep｜>",),
         section_begin="<｜tool▁calls▁begin｜>",
         section_end="<｜tool▁calls▁end｜>",
@@ -217,8 +217,8 @@ def _deepseek(function: str, name_end: str, call_end: str, separator: str) -> di
 def _dsml(section: str) -> dict[str, Any]:
     return dict(
         syntax="xml",
-        begins=(f"<｜DSML｜{section}>", "<｜DSML｜invoke"),
-        ends=("</｜DSML｜invoke>", f"</｜DSML｜{section}>"),
+        start_markers=(f"<｜DSML｜{section}>", "<｜DSML｜invoke"),
+        end_markers=("</｜DSML｜invoke>", f"</｜DSML｜{section}>"),
         inner_markers=("｜DSML｜",),
         section_begin=f"<｜DSML｜{section}>\n",
         section_end=f"\n</｜DSML｜{section}>",
@@ -236,8 +236,8 @@ def _dsml(section: str) -> dict[str, Any]:
 def _functions(tag: str) -> dict[str, Any]:
     return dict(
         syntax="xml",
-        begins=(f"<{tag}>", "<function="),
-        ends=("</function>", f"</{tag}>"),
+        start_markers=(f"<{tag}>", "<function="),
+        end_markers=("</function>", f"</{tag}>"),
         call_begin=f"<{tag}>\n<function=",
         name_end=">\n",
         call_end=f"</function>\n</{tag}>",
@@ -253,8 +253,8 @@ def _argument_keys(prefix: str = "", line_break: str = "\n") -> dict[str, Any]:
     """
     return dict(
         syntax="xml",
-        begins=(f"<{prefix}tool_call>",),
-        ends=(f"</{prefix}tool_call>",),
+        start_markers=(f"<{prefix}tool_call>",),
+        end_markers=(f"</{prefix}tool_call>",),
         inner_markers=tuple(f"<{end}{prefix}arg_{part}>" for part in ("key", "value") for end in ("", "/")),
         call_begin=f"<{prefix}tool_call>",
         name_end=line_break,
@@ -270,8 +270,8 @@ def _hunyuan_v3(suffix: str = "") -> dict[str, Any]:
     """Return the fields of Hunyuan 3's format. `suffix`: end of the names of all tags."""
     return dict(
         syntax="xml",
-        begins=(f"<tool_calls{suffix}>", f"<tool_call{suffix}>"),
-        ends=(f"</tool_call{suffix}>", f"</tool_calls{suffix}>"),
+        start_markers=(f"<tool_calls{suffix}>", f"<tool_call{suffix}>"),
+        end_markers=(f"</tool_call{suffix}>", f"</tool_calls{suffix}>"),
         inner_markers=(
             f"<tool_sep{suffix}>",
             *(f"<{end}arg_{part}{suffix}>" for part in ("key", "value") for end in ("", "/")),
@@ -323,8 +323,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="kimi_k2",
         syntax="named_json",
         selectors=(("<|tool_call_argument_begin|>",), ("<|tool_calls_section_begin|>",)),
-        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-        ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        start_markers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        end_markers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         inner_markers=("<|tool_call_argument_begin|>",),
         section_begin="<|tool_calls_section_begin|>",
         section_end="<|tool_calls_section_end|>",
@@ -336,8 +336,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="solar_open",
         syntax="named_json",
         selectors=(("<|tool_call:begin|>",),),
-        begins=("<|tool_calls|>", "<|tool_call:begin|>"),
-        ends=("<|tool_call:end|>", "<|calls|>"),
+        start_markers=("<|tool_calls|>", "<|tool_call:begin|>"),
+        end_markers=("<|tool_call:end|>", "<|calls|>"),
         inner_markers=("<|tool_call:name|>", "<|tool_call:args|>"),
         section_begin="<|tool_calls|>",
         section_end="<|calls|>",
@@ -349,8 +349,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="minimax_m3",
         syntax="xml",
         selectors=(("]<]minimax[>[",),),
-        begins=("]<]minimax[>[<tool_call>", "]<]minimax[>[<invoke"),
-        ends=("]<]minimax[>[</invoke>", "]<]minimax[>[</tool_call>"),
+        start_markers=("]<]minimax[>[<tool_call>", "]<]minimax[>[<invoke"),
+        end_markers=("]<]minimax[>[</invoke>", "]<]minimax[>[</tool_call>"),
         inner_markers=("]<]minimax[>[",),
         section_begin="]<]minimax[>[<tool_call>\n",
         section_end="\n]<]minimax[>[</tool_call>",
@@ -367,8 +367,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="minimax_m2",
         syntax="xml",
         selectors=(("<minimax:tool_call>",), ("minimax:tool_call",)),
-        begins=("<minimax:tool_call>", "<invoke name="),
-        ends=("</invoke>", "</minimax:tool_call>"),
+        start_markers=("<minimax:tool_call>", "<invoke name="),
+        end_markers=("</invoke>", "</minimax:tool_call>"),
         section_begin="<minimax:tool_call>\n",
         section_end="\n</minimax:tool_call>",
         call_begin='<invoke name="',
@@ -383,8 +383,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="minicpm5",
         syntax="xml",
         selectors=(('<function name="', '<param name="'),),
-        begins=('<function name="',),
-        ends=("</function>",),
+        start_markers=('<function name="',),
+        end_markers=("</function>",),
         call_begin='<function name="',
         name_end='">',
         call_end="</function>",
@@ -398,8 +398,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="gemma4",
         syntax="gemma",
         selectors=(("<|tool_call>",),),
-        begins=("<|tool_call>",),
-        ends=("<tool_call|>",),
+        start_markers=("<|tool_call>",),
+        end_markers=("<tool_call|>",),
         call_begin="<|tool_call>call:",
         name_end="{",
         call_end="}<tool_call|>",
@@ -409,8 +409,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="gemma3",
         syntax="gemma",
         selectors=(("<start_function_call>",),),
-        begins=("<start_function_call>",),
-        ends=("<end_function_call>",),
+        start_markers=("<start_function_call>",),
+        end_markers=("<end_function_call>",),
         call_begin="<start_function_call>call:",
         name_end="{",
         call_end="}<end_function_call>",
@@ -443,7 +443,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="mistral_v11",
         syntax="named_json",
         selectors=(("[TOOL_CALLS]", "[ARGS]"),),
-        begins=("[TOOL_CALLS]",),
+        start_markers=("[TOOL_CALLS]",),
         inner_markers=("[ARGS]", "[CALL_ID]"),
         id_marker="[CALL_ID]",
         call_begin="[TOOL_CALLS]",
@@ -452,7 +452,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="mistral",
         selectors=(("[TOOL_CALLS]",),),
-        begins=("[TOOL_CALLS]",),
+        start_markers=("[TOOL_CALLS]",),
         inner_markers=("[ARGS]", "[CALL_ID]"),
         id_marker="[CALL_ID]",
         bare=True,
@@ -462,36 +462,36 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="longcat",
         selectors=(("<longcat_tool_call>",),),
-        begins=("<longcat_tool_call>",),
-        ends=("</longcat_tool_call>",),
+        start_markers=("<longcat_tool_call>",),
+        end_markers=("</longcat_tool_call>",),
         **_json_call("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     ),
     ToolCallFormat(
         name="nemotron",
         selectors=(("<TOOLCALL>",),),
-        begins=("<TOOLCALL>",),
-        ends=("</TOOLCALL>",),
+        start_markers=("<TOOLCALL>",),
+        end_markers=("</TOOLCALL>",),
         **_json_list("<TOOLCALL>", "</TOOLCALL>"),
     ),
     ToolCallFormat(
         name="phi4_mini",
         selectors=(("<|/tool_call|>",), ("functools[",), ("<|tool|>", "<|/tool|>")),
-        begins=("<|tool_call|>", "functools["),
-        ends=("<|/tool_call|>",),
+        start_markers=("<|tool_call|>", "functools["),
+        end_markers=("<|/tool_call|>",),
         **_json_list("<|tool_call|>", "<|/tool_call|>"),
     ),
     ToolCallFormat(
         name="granite",
         selectors=(("<|tool_call|>",),),
-        begins=("<|tool_call|>", "<tool_call>"),  # Granite 3.1 writes the second marker
+        start_markers=("<|tool_call|>", "<tool_call>"),  # Granite 3.1 writes the second marker
         **_json_list("<|tool_call|>"),
     ),
     ToolCallFormat(
         name="cohere",
         syntax="json",
         selectors=(("<|START_ACTION|>",),),
-        begins=("<|START_ACTION|>",),
-        ends=("<|END_ACTION|>",),
+        start_markers=("<|START_ACTION|>",),
+        end_markers=("<|END_ACTION|>",),
         section_begin="<|START_ACTION|>[\n",
         section_end="\n]<|END_ACTION|>",
         call_begin='    {"tool_call_id": "{index}", "tool_name": "',
@@ -505,8 +505,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="apertus",
         syntax="json",
         selectors=(("<|tools_prefix|>",),),
-        begins=("<|tools_prefix|>",),
-        ends=("<|tools_suffix|>",),
+        start_markers=("<|tools_prefix|>",),
+        end_markers=("<|tools_suffix|>",),
         section_begin="<|tools_prefix|>[",
         section_end="]<|tools_suffix|>",
         call_begin='{"',
@@ -518,8 +518,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="internlm",
         selectors=(("<|action_start|>",),),
-        begins=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
-        ends=("<|action_end|>",),
+        start_markers=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+        end_markers=("<|action_end|>",),
         inner_markers=("<|action_start|>", "<|plugin|>", "<|interpreter|>"),
         separator="\n",
         **_json_call("<|action_start|><|plugin|>\n", "<|action_end|>", arguments="parameters"),
@@ -528,8 +528,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="lfm2",
         syntax="python",
         selectors=(("<|tool_call_start|>",), ("<|tool_list_start|>",), ("List of tools: [",)),
-        begins=("<|tool_call_start|>",),
-        ends=("<|tool_call_end|>",),
+        start_markers=("<|tool_call_start|>",),
+        end_markers=("<|tool_call_end|>",),
         section_begin="<|tool_call_start|>[",
         section_end="]<|tool_call_end|>",
         name_end="(",
@@ -540,8 +540,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="olmo3",
         syntax="python",
         selectors=(("<function_calls>",),),
-        begins=("<function_calls>",),
-        ends=("</function_calls>",),
+        start_markers=("<function_calls>",),
+        end_markers=("</function_calls>",),
         section_begin="<function_calls>\n",
         section_end="\n</function_calls>",
         name_end="(",
@@ -551,8 +551,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="minimax_m1",
         selectors=(("<tool_calls>", "MiniMax"),),
-        begins=("<tool_calls>",),
-        ends=("</tool_calls>",),
+        start_markers=("<tool_calls>",),
+        end_markers=("</tool_calls>",),
         section_begin="<tool_calls>\n",
         section_end="\n</tool_calls>",
         separator="\n",
@@ -561,15 +561,15 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="hunyuan",
         selectors=(("<tool_calls>",),),
-        begins=("<tool_calls>",),
-        ends=("</tool_calls>",),
+        start_markers=("<tool_calls>",),
+        end_markers=("</tool_calls>",),
         **_json_list("<tool_calls>", "</tool_calls>"),
     ),
     ToolCallFormat(
         name="hermes",
         selectors=(("<tool_call>",),),
-        begins=("<tool_call>",),
-        ends=("</tool_call>",),
+        start_markers=("<tool_call>",),
+        end_markers=("</tool_call>",),
         separator="\n",
         **_json_call("<tool_call>\n", "\n</tool_call>"),
     ),
@@ -577,8 +577,8 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
         name="llama4_pythonic",
         syntax="python",
         selectors=(("<|python_start|>",), ("[func_name1(",)),
-        begins=("<|python_start|>",),
-        ends=("<|python_end|>",),
+        start_markers=("<|python_start|>",),
+        end_markers=("<|python_end|>",),
         bare=True,
         section_begin="[",
         section_end="]",
@@ -589,7 +589,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     ToolCallFormat(
         name="llama3_json",
         selectors=(("<|python_tag|>",), ("ipython",), ('"parameters": dictionary of argument name',)),
-        begins=("<|python_tag|>",),
+        start_markers=("<|python_tag|>",),
         bare=True,
         separator="; ",
         **_json_call("", arguments="parameters"),

@@ -267,7 +267,7 @@ class AnswerFormat:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(row):
             value = getattr(row, field.name)
-            if field.name in ("begins", "ends", "inner_markers"):
+            if field.name in ("start_markers", "end_markers", "inner_markers"):
                 values[field.name] = tuple(map(self.translate, value))
             elif isinstance(value, str) and field.name not in ("name", "syntax"):
                 values[field.name] = self.translate(value)
@@ -294,8 +294,8 @@ class TaggedParser(AnswerParser):
         row = form.row if calls else None
         self._context = None if row is None else Context(row, tools, form.names)
         self._is_xml = row is not None and row.syntax == "xml"
-        self._call_starts = () if row is None else row.begins
-        self._call_ends = () if row is None else row.ends
+        self._call_starts = () if row is None else row.start_markers
+        self._call_ends = () if row is None else row.end_markers
         self._special_ends = [marker for marker in self._call_ends if any(x in form.names for x in marker)]
         # Arguments may be a code block (DeepSeek V3). Its closing fence does not end a malformed call.
         is_fenced = row is not None and "```" in row.call_end

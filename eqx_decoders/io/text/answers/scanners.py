@@ -380,7 +380,9 @@ class NamedJsonCall:
         if self._value is None:
             first = text.find("{", self._start, self._start + MAX_HEADER)
             limit = len(text) if first < 0 else first
-            ends = [at for end in (*row.ends, *row.begins) if (at := text.find(end, self._start, limit)) >= 0]
+            ends = [
+                at for end in (*row.end_markers, *row.start_markers) if (at := text.find(end, self._start, limit)) >= 0
+            ]
             if ends:
                 header = self._header.fullmatch(text, self._start, min(ends))
                 if header is None:
@@ -447,7 +449,7 @@ class XmlCall:
         # which some models leave out.
         self._call_end = {gap: re.compile(gap.join(map(re.escape, ends))) for gap in (_LINES, _BLANKS)}
         self._call_end[""] = re.compile(re.escape(ends[0]))
-        self._special_end = next(filter(context.is_special, (*ends, *row.ends)), "")
+        self._special_end = next(filter(context.is_special, (*ends, *row.end_markers)), "")
         last = f"(?:{_LINES}{_LINES.join(map(re.escape, ends[1:]))})?" if len(ends) > 1 else ""
         self._closed = re.compile(re.escape(ends[0]) + last)
         tag = "[^<>]*".join(map(re.escape, self._close.split("{key}")))
@@ -552,7 +554,7 @@ class XmlCall:
                     break  # the end tag may be part of an argument that is cut off
                 call = FunctionCall(self._name, values)
                 return Found(end, (call,), closed=True)
-        if extent < len(text) or text.rstrip().endswith((self._ends[-1], *self._context.row.ends)):
+        if extent < len(text) or text.rstrip().endswith((self._ends[-1], *self._context.row.end_markers)):
             return Failed(start, f"the parameters of {self._name} cannot be parsed: {text[start : start + 80]!r}")
         if start < len(text) and not self._may_start(text, start):
             return Failed(start, f"{text[start : start + 80]!r} is not a parameter")
@@ -1020,9 +1022,9 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
     if marker and (row.syntax == "named_json" or row.id_marker):
         position = skip_blanks(text, after)
         rest = text[position:]
-        if any(begin.startswith(rest) for begin in row.begins) and not final:
+        if any(begin.startswith(rest) for begin in row.start_markers) and not final:
             return None
-        inner = next((begin for begin in row.begins if rest.startswith(begin)), "")
+        inner = next((begin for begin in row.start_markers if rest.startswith(begin)), "")
         if rest.startswith(("{", "[")) and not rest.startswith(row.inner_markers):
             return JsonCalls(context, after)
         return NamedJsonCall(context, position + len(inner) if inner else after)
