@@ -15,7 +15,7 @@ from eqx_decoders.evaluation.scoring import score_continuations, score_texts
 from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
 from eqx_decoders.evaluation.text_sets import prefix_id, with_prefix
 from eqx_decoders.io.text.answers.formats import reasoning_format
-from eqx_decoders.io.text.chat_template import up_to_last_message
+from eqx_decoders.io.text.chat_template import up_to_end_mark, with_end_mark
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
@@ -90,10 +90,10 @@ class EngineMethods:
         check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
         assert self.text.chat is not None
         self._is_templated = True
-        rendered = self.text.chat.rendered(list(chat_history), add_generation_prompt=add_generation_prompt)
-        return (
-            rendered.text if add_generation_prompt else up_to_last_message(rendered, chat_history[-1]["content"]).text
-        )
+        if add_generation_prompt:
+            return self.text.chat.render(list(chat_history))
+        rendered = self.text.chat.rendered(with_end_mark(chat_history), add_generation_prompt=False)
+        return up_to_end_mark(rendered, chat_history[-1]["content"]).text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template."""
