@@ -17,7 +17,7 @@ from eqx_decoders.evaluation.task import LoadedTask, Task, _examples, load_task
 from eqx_decoders.evaluation.task_run import AnswerSettings, answer_requests, evaluate_task
 from eqx_decoders.evaluation.task_scores import TaskScores
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from tests.evaluation.models import chat_model, small_engine
@@ -337,6 +337,7 @@ def test_a_message_is_continued_whatever_its_text(strips, content):
     chat = ChatTemplate(source=source.replace("m.content", "m.content | trim") if strips else source)
     question = {"role": "user", "content": "the dog is"}
     text = dataclasses.replace(chat_model(), chat=chat)
+    assert isinstance(text.tokenizer, JsonTokenizer)
     expected = chat.render([question]) + (content.strip() if strips else content)
     continued = [question, {"role": "assistant", "content": content}]
     assert text.encode(continued).tolist() == text.tokenizer.encode(expected, special=True).tolist()

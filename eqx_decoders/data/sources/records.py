@@ -38,8 +38,7 @@ TRAIN = "train"  # key of normalized messages: False if the message is not train
 # (step_loss_mask). A weight must be 0 or 1. Messages of all roles may have a weight; other keys may be true only for
 # assistant messages.
 WEIGHTS = ("weight", "loss_scale", "loss_weight")
-TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask")
-TRAIN_FLAGS += ("step_loss_mask",)
+TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask", "step_loss_mask")
 INVERTED_FLAGS = ("masked",)
 
 # Keys of messages and records that change what is learned, and that this library does not support.
@@ -510,7 +509,7 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
 def _convert_files(record: dict[str, Any]) -> None:
     """Convert `image`, `video` and `audio` (one file, or a list as in LLaVA's records) to `images` and so on."""
     for name, kind in FILES.items():
-        if record.get(kind, "") != "" and name not in record:
+        if record.get(kind, "") != "" and not record.get(name):
             record[name] = _as_list(record.pop(kind))
 
 
@@ -575,8 +574,7 @@ def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
     chat, is_plain = is_chat(record, field), _is_plain_text(record, field)
     refused = UNSUPPORTED_RECORD_KEYS | (UNSUPPORTED_CHAT_KEYS if (chat or "prompt" in record) and not is_plain else {})
     for key, meaning in refused.items():
-        masks_user = key == "mask" and ROLES.get(str(record.get(key)).strip().lower()) == "user"  # as in NeMo's records
-        if key in record and record[key] is not True and record[key] != 1 and not masks_user:
+        if key in record and not _has_no_effect(key, record[key]):
             raise DataError(
                 f"{where}: {key}={str(record[key])[:60]}: {meaning} are not supported. Remove the field, or leave the "
                 "record out."
@@ -586,6 +584,13 @@ def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
             f"{where}: field 'tools' needs a conversation, but 'prompt' is a plain text, for which no chat template is "
             "applied. Use 'messages', or a list of messages as the prompt."
         )
+
+
+def _has_no_effect(key: str, value: Any) -> bool:
+    """Return whether the value of an unsupported key of a record is what this library does anyway."""
+    if key == "mask":  # in NeMo's records the role that is not trained on
+        return isinstance(value, str) and ROLES.get(value.strip().lower()) == "user"
+    return value is True or value == 1
 
 
 def _has_schemas(tools: Any) -> bool:

@@ -397,7 +397,7 @@ def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
     assert rendered({**record, "label": 3})[0].text == "qa"
 
 
-@pytest.mark.parametrize("record", [{"label": False}, {"kto_tag": False}, {"mask": "Assistant"}])
+@pytest.mark.parametrize("record", [{"label": False}, {"kto_tag": False}, {"mask": "Assistant"}, {"mask": True}])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_labels_and_masks_beside_messages_are_refused(kind, record, tmp_path):
     messages = {"messages": [USER, ANSWER]}
@@ -411,8 +411,8 @@ def test_labels_and_masks_beside_messages_are_refused(kind, record, tmp_path):
 def test_a_single_file_is_read_like_a_list(name, tmp_path):
     question = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
     (wanted,) = rendered(question | {f"{name}s": ["a.bin"]})
-    for value in ("a.bin", ["a.bin"]):
-        (document,) = rendered(question | {name: value})
+    for record in ({name: "a.bin"}, {name: ["a.bin"]}, {name: "a.bin", f"{name}s": []}):
+        (document,) = rendered(question | record)
         assert document.media == wanted.media and wanted.media
     assert rendered(question | {name: ""})[0].media == () == rendered(question | {name: None})[0].media
     assert rendered({"text": "a caption", name: {"bytes": "0"}})[0].media == ()
