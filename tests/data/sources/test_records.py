@@ -416,6 +416,8 @@ def test_a_single_file_is_read_like_a_list(name, tmp_path):
         assert document.media == wanted.media and wanted.media
     assert rendered(question | {name: ""})[0].media == () == rendered(question | {name: None})[0].media
     assert rendered({"text": "a caption", name: {"bytes": "0"}})[0].media == ()
+    with pytest.raises(DataError, match=rf"\(or '{name}'\) must be a list of texts"):
+        rendered(question | {name: {"bytes": "0"}})
     pair = write(tmp_path / "pair.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b", name: "a.bin"})
     with pytest.raises(DataError, match=f"has {name}s: preferences are read as text"):
         read_pairs(pair, BYTES, seq_len=99)
