@@ -84,8 +84,8 @@ class EngineMethods:
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as the text that the model reads.
 
-        Without `add_generation_prompt` the model continues the last message, the task's `gen_prefix`: the text ends
-        with it, as with `continue_final_message` in transformers.
+        Without `add_generation_prompt` the text ends with the last message, which is the task's `gen_prefix`, and the
+        model continues the message, as with `continue_final_message` in transformers.
         """
         check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
         assert self.text.chat is not None
@@ -110,9 +110,9 @@ class EngineMethods:
         return {"model": self.name, "model_dtype": str(self.text.model.execution.precision.compute)}
 
     def encode(self, string: str, *, begins: bool = True) -> list[int]:
-        """Encode a text: with what a text of the model begins with, unless it stands there already.
+        """Encode a text. With `begins`, the tokens that the tokenizer puts before a text (usually bos) are added.
 
-        A rendered conversation has all of its tokens, as in training.
+        They are not added if the text starts with bos, nor to a rendered conversation, as in training.
         """
         tokenizer = self.text.tokenizer
         if not isinstance(tokenizer, JsonTokenizer):

@@ -130,10 +130,13 @@ def test_conversations_keep_their_place_among_texts_and_batches(monkeypatch):
 
 
 def test_what_stands_before_the_answer_may_depend_on_variables():
-    """With thinking turned off, a request for an answer ends with more than all answers begin with."""
+    """With thinking turned off, a request for an answer ends with more than all answers begin with.
+
+    The span of the last answer is split where the request ends.
+    """
     talk = document("user", "assistant", "user", "assistant", enable_thinking=False)
     assert written(template_of("qwen3"), talk, document("user", "assistant")) == [
-        ["assistant 1<|im_end|>\n", "<think>\n\n</think>\n\nassistant 3<|im_end|>\n"],
+        ["assistant 1<|im_end|>\n", "<think>\n\n</think>\n\n", "assistant 3<|im_end|>\n"],
         ["<think>\n\n</think>\n\nassistant 1<|im_end|>\n"],
     ]
 

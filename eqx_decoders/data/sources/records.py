@@ -363,7 +363,7 @@ def _call(call: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def _with_function(call: Any) -> Any:
-    """Return a tool call in which `function` holds the name and the arguments, as many templates need it."""
+    """Return a tool call whose name and arguments are in `function`, where many templates look for them."""
     if not isinstance(call, Mapping) or "function" in call or not isinstance(call.get("name"), str):
         return call
     function = {key: call[key] for key in ("name", "arguments") if key in call}
@@ -373,7 +373,7 @@ def _with_function(call: Any) -> Any:
 def _with_arguments(call: Any) -> Any:
     """Return a tool call with its arguments as an object, as in the server, if they are the JSON text of an object.
 
-    OpenAI's format has texts. Many templates convert the arguments to JSON, also those that are JSON already.
+    OpenAI's format has texts. Many templates convert arguments to JSON, and would write a JSON text encoded twice.
     """
     if not isinstance(call, Mapping):
         return call
