@@ -359,7 +359,7 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
 def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
-    return {"type": "function", "function": _with_arguments({"arguments": {}, **call})}
+    return _with_arguments({"type": "function", "function": call})
 
 
 def _with_function(call: Any) -> Any:
@@ -377,8 +377,12 @@ def _with_arguments(call: Any) -> Any:
     """
     if not isinstance(call, Mapping):
         return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_arguments(call["function"])}
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        # tables have null for the arguments of a tool without parameters
+        if function.get("arguments") is None and "parameters" not in (*call, *function):
+            function = {**function, "arguments": {}}
+        return {**call, "function": _with_arguments(function)}
     arguments = call.get("arguments")
     if not isinstance(arguments, str):
         return call

@@ -217,11 +217,11 @@ def test_function_calls_become_tool_calls():
     assert "<assistant>f" in document.text and "<tool>1</s>" in document.text and '"name": "f"' in document.text
 
 
-@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', "", " ", "print(1)", '["x"]', '{"x": null}'])
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', None, "", " ", "print(1)", '["x"]', '{"x": null}'])
 def test_arguments_in_json_are_objects_as_in_the_server(arguments):
     """A template that converts arguments to JSON would write a text of JSON twice encoded."""
     function = {"name": "f", "arguments": arguments}
-    expected = {"": {}, " ": {}, '{"x": 1}': {"x": 1}, '{"x": null}': {"x": None}}
+    expected = {None: {}, "": {}, " ": {}, '{"x": 1}': {"x": 1}, '{"x": null}': {"x": None}}
     parsed = arguments if isinstance(arguments, dict) else expected.get(arguments, arguments)
     calls = [{"type": "function", "function": function}]
     messages = (
@@ -235,6 +235,8 @@ def test_arguments_in_json_are_objects_as_in_the_server(arguments):
     for message in messages:
         (document,) = rendered({"messages": [USER, message]})
         assert trained(document) == [f"f{json.dumps(parsed)}</s>"]
+        (call,) = document.chat.messages[1]["tool_calls"]
+        assert list(call["function"]) == ["name", "arguments"]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
