@@ -127,7 +127,7 @@ def _rendered(
         if not turns or not isinstance(prompt, Rendered):
             continue
         if text.startswith(prompt.text):
-            spans[number] = _split_at_prompt(turns, text, len(prompt.text))
+            spans[number] = _split_at_prompt(turns, len(prompt.text))
         else:
             report.notes[PROMPT_DIFFERS] += 1
     for document, rendered_chat, turns, names in zip(documents, rendered_chats, spans, files, strict=True):
@@ -258,7 +258,7 @@ def left_out_of_prompt(prompt: Conversation, text: Rendered, where: str) -> list
 
 
 def _reasoning_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the reasoning of an assistant message, a key or the text up to `</think>`, and the other text."""
+    """Return the reasoning of an assistant message, which is a separate key or precedes `</think>`, and its text."""
     reasoning, content = message.get("reasoning_content"), message.get("content")
     before, _, text = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
     before = reasoning if isinstance(reasoning, str) else before.rpartition("<think>")[2]
@@ -273,13 +273,13 @@ def _tool_names(tools: Any) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def _split_at_prompt(spans: tuple[Span, ...], text: str, end: int) -> tuple[Span, ...]:
-    """Split the span in which a prompt ends, such as one that ends with `<think>` and a newline, before a blank.
+def _split_at_prompt(spans: tuple[Span, ...], end: int) -> tuple[Span, ...]:
+    """Split the span in which a prompt ends, so that `encode_spans` gives the prompt the same tokens as at inference.
 
-    A token may join blanks, but no token crosses the start of a span (see `encode_spans`).
+    An example is a prompt that ends with `<think>` and a newline, if `<think>` is trained on.
     """
     number = next((number for number, (start, stop) in enumerate(spans) if start < end < stop), None)
-    if number is None or not text[end].isspace():
+    if number is None:
         return spans
     start, stop = spans[number]
     return (*spans[:number], (start, end), (end, stop), *spans[number + 1 :])

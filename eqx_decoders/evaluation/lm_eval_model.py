@@ -15,7 +15,7 @@ from eqx_decoders.evaluation.scoring import score_continuations, score_texts
 from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
 from eqx_decoders.evaluation.text_sets import prefix_id, with_prefix
 from eqx_decoders.io.text.answers.formats import reasoning_format
-from eqx_decoders.io.text.chat_template import up_to_last_message
+from eqx_decoders.io.text.chat_template import up_to_end_mark, with_end_mark
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
@@ -84,16 +84,16 @@ class EngineMethods:
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as the text that the model reads.
 
-        Without `add_generation_prompt` the model continues the last message, the task's `gen_prefix`: the text ends
-        with it, as with `continue_final_message` in transformers.
+        Without `add_generation_prompt` the text ends with the last message, which is the task's `gen_prefix`, and the
+        model continues the message, as with `continue_final_message` in transformers.
         """
         check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
         assert self.text.chat is not None
         self._is_templated = True
-        rendered = self.text.chat.rendered(list(chat_history), add_generation_prompt=add_generation_prompt)
-        return (
-            rendered.text if add_generation_prompt else up_to_last_message(rendered, chat_history[-1]["content"]).text
-        )
+        if add_generation_prompt:
+            return self.text.chat.render(list(chat_history))
+        rendered = self.text.chat.rendered(with_end_mark(chat_history), add_generation_prompt=False)
+        return up_to_end_mark(rendered, chat_history[-1]["content"]).text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template."""
@@ -110,9 +110,9 @@ class EngineMethods:
         return {"model": self.name, "model_dtype": str(self.text.model.execution.precision.compute)}
 
     def encode(self, string: str, *, begins: bool = True) -> list[int]:
-        """Encode a text: with what a text of the model begins with, unless it stands there already.
+        """Encode a text. With `begins`, the tokens that the tokenizer puts before a text (usually bos) are added.
 
-        A rendered conversation has all of its tokens, as in training.
+        They are not added if the text starts with bos, nor to a rendered conversation, as in training.
         """
         tokenizer = self.text.tokenizer
         if not isinstance(tokenizer, JsonTokenizer):

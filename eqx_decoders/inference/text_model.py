@@ -26,7 +26,8 @@ from eqx_decoders.io.text.chat_template import (
     Conversation,
     check_messages,
     load_chat_template,
-    up_to_last_message,
+    up_to_end_mark,
+    with_end_mark,
 )
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -149,17 +150,21 @@ class TextModel:
             return []
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             raise ConfigError("This model has no chat template: give a text to be continued.")
-        requests = [
-            Conversation(check_messages(messages), variables, not messages or messages[-1].get("role") != "assistant")
-            for messages, variables in conversations
-        ]
+        requests: list[Conversation] = []
+        continued: list[str | None] = []  # text of the last message if the model continues the message
+        for messages, variables in conversations:
+            checked = check_messages(messages)
+            content = checked[-1].get("content")
+            by_assistant = checked[-1].get("role") == "assistant"
+            continued.append(content if by_assistant and isinstance(content, str) else None)
+            marked = checked if continued[-1] is None else with_end_mark(checked)
+            requests.append(Conversation(marked, variables, add_generation_prompt=not by_assistant))
         ids = []
-        for request, rendered in zip(requests, self.chat.render_many(requests), strict=True):
+        for content, rendered in zip(continued, self.chat.render_many(requests), strict=True):
             if isinstance(rendered, ConversionError):
                 raise rendered
-            content = request.messages[-1].get("content")
-            if not request.add_generation_prompt and isinstance(content, str):
-                rendered = up_to_last_message(rendered, content)
+            if content is not None:
+                rendered = up_to_end_mark(rendered, content)
             ids.append(self.tokenizer.encode(rendered.text, special=True, literal=rendered.literal))
         return ids
 

@@ -130,10 +130,13 @@ def test_conversations_keep_their_place_among_texts_and_batches(monkeypatch):
 
 
 def test_what_stands_before_the_answer_may_depend_on_variables():
-    """With thinking turned off, a request for an answer ends with more than all answers begin with."""
+    """With thinking turned off, a request for an answer ends with more than all answers begin with.
+
+    The span of the last answer is split where the request ends.
+    """
     talk = document("user", "assistant", "user", "assistant", enable_thinking=False)
     assert written(template_of("qwen3"), talk, document("user", "assistant")) == [
-        ["assistant 1<|im_end|>\n", "<think>\n\n</think>\n\nassistant 3<|im_end|>\n"],
+        ["assistant 1<|im_end|>\n", "<think>\n\n</think>\n\n", "assistant 3<|im_end|>\n"],
         ["<think>\n\n</think>\n\nassistant 1<|im_end|>\n"],
     ]
 
@@ -326,7 +329,8 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_noted():
     list(render_documents(iter(documents), ChatTemplate(source=strips), report))
     assert report.notes == {LEAVES_OUT_REASONING: 4, LEAVES_OUT_TOOLS: 2}
     writes = "{{ tools | tojson if tools }}" + CHATML.replace(
-        "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}"
+        "{{ m.content }}",
+        "{{ m.reasoning_content }}{{ m.content | replace('<think>', '[') | replace('</think>', ']') }}",
     )
     report = ReadReport()
     list(render_documents(iter(documents[:3]), ChatTemplate(source=writes), report))

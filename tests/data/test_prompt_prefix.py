@@ -222,15 +222,16 @@ def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
 def test_a_prompt_may_end_within_what_is_trained_on(kind, marked, tmp_path):
-    """The generation prompt has the start of a thought, and a newline that a token might join with the next one."""
+    """The generation prompt has the start of a thought, and whitespace that a token might join with the next text."""
     answer = "<|assistant|>{{ m.content }}<|end|>"
     answer = "{% generation %}" + answer + "{% endgeneration %}" if marked else answer
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + "{% else %}<|user|>{{ m.content }}<|end|>"
     )
-    source += "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>a:\\n' }}{% endif %}"
-    tokenizer, template, user = tokenizer_of(kind), ChatTemplate(source=source), {"role": "user", "content": "Q:"}
-    for content in ("a:\n\nParis", "a:\n b", "a:\nParis"):
+    source += "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>a:' }}{{ space }}{% endif %}"
+    tokenizer, user = tokenizer_of(kind), {"role": "user", "content": "Q:"}
+    for space, text in (("\n", "\nParis"), ("\n", " b"), ("\n", "Paris"), (" ", "Paris")):
+        template, content = ChatTemplate(source=source, variables={"space": space}), f"a:{space}{text}"
         record = {"messages": [user, {"role": "assistant", "content": content}]}
         ((row, targets),), report = rows_of(write(tmp_path / "a.jsonl", record), tokenizer, tmp_path, template)
         ids = tokenizer.encode(template.render([user]), special=True).tolist()

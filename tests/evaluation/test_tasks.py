@@ -11,12 +11,13 @@ import pytest
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, _AnswerWriter, write_answers
 from eqx_decoders.evaluation.grading import Grade, grade_answers
+from eqx_decoders.evaluation.lm_eval_model import EngineMethods
 from eqx_decoders.evaluation.score_tables import compare, describe
 from eqx_decoders.evaluation.task import LoadedTask, Task, _examples, load_task
 from eqx_decoders.evaluation.task_run import AnswerSettings, answer_requests, evaluate_task
 from eqx_decoders.evaluation.task_scores import TaskScores
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from tests.evaluation.models import chat_model, small_engine
@@ -325,3 +326,19 @@ def test_a_conversation_that_ends_with_the_assistant_is_continued():
     with pytest.raises(ConversionError, match="does not write the last message, 'the dog'"):
         silent = dataclasses.replace(text, chat=ChatTemplate(source="{{ messages[0].content }}"))
         silent.encode([question, {"role": "assistant", "content": "the dog"}])
+
+
+@pytest.mark.parametrize("content", ["", " ", "e", "the dog "])
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_message_is_continued_whatever_its_text(strips, content):
+    """The text may be empty, may also occur in the end of the turn, or, with its space, only in an earlier message."""
+    source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endfor %}"
+    source += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    chat = ChatTemplate(source=source.replace("m.content", "m.content | trim") if strips else source)
+    question = {"role": "user", "content": "the dog is"}
+    text = dataclasses.replace(chat_model(), chat=chat)
+    assert isinstance(text.tokenizer, JsonTokenizer)
+    expected = chat.render([question]) + (content.strip() if strips else content)
+    continued = [question, {"role": "assistant", "content": content}]
+    assert text.encode(continued).tolist() == text.tokenizer.encode(expected, special=True).tolist()
+    assert EngineMethods(text, small_engine()).apply_chat_template(continued, False) == expected

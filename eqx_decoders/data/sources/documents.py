@@ -267,8 +267,8 @@ def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
     for field, kind in FILES.items():
         names = record.get(field)
         valid = names is None or (isinstance(names, list) and all(isinstance(name, str) and name for name in names))
-        rule = f"must be a list of texts, each naming one {kind}"
-        check(valid, f"{where}: field {field!r} {rule}. Save the files and list their paths, or remove it.", DataError)
+        rule = f"field {field!r} (or {kind!r}) must be a list of texts, each naming one {kind}"
+        check(valid, f"{where}: {rule}. Save the files and list their paths, or remove it.", DataError)
         references += [reference(kind, name) for name in names or ()]
     return tuple(references)
 

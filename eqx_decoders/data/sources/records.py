@@ -38,8 +38,7 @@ TRAIN = "train"  # key of normalized messages: False if the message is not train
 # (step_loss_mask). A weight must be 0 or 1. Messages of all roles may have a weight; other keys may be true only for
 # assistant messages.
 WEIGHTS = ("weight", "loss_scale", "loss_weight")
-TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask")
-TRAIN_FLAGS += ("step_loss_mask",)
+TRAIN_FLAGS = (*WEIGHTS, TRAIN, "training", "trainable", "train_on_turn", "loss", "loss_mask", "step_loss_mask")
 INVERTED_FLAGS = ("masked",)
 
 # Keys of messages and records that change what is learned, and that this library does not support.
@@ -360,11 +359,11 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
 def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
-    return {"type": "function", "function": _with_arguments({"arguments": {}, **call})}
+    return _with_arguments({"type": "function", "function": call})
 
 
 def _with_function(call: Any) -> Any:
-    """Return a tool call in which `function` holds the name and the arguments, as many templates need it."""
+    """Return a tool call whose name and arguments are in `function`, where many templates look for them."""
     if not isinstance(call, Mapping) or "function" in call or not isinstance(call.get("name"), str):
         return call
     function = {key: call[key] for key in ("name", "arguments") if key in call}
@@ -374,12 +373,16 @@ def _with_function(call: Any) -> Any:
 def _with_arguments(call: Any) -> Any:
     """Return a tool call with its arguments as an object, as in the server, if they are the JSON text of an object.
 
-    OpenAI's format has texts. Many templates convert the arguments to JSON, also those that are JSON already.
+    OpenAI's format has texts. Many templates convert arguments to JSON, and would write a JSON text encoded twice.
     """
     if not isinstance(call, Mapping):
         return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_arguments(call["function"])}
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        # tables have null for the arguments of a tool without parameters
+        if function.get("arguments") is None and "parameters" not in (*call, *function):
+            function = {**function, "arguments": {}}
+        return {**call, "function": _with_arguments(function)}
     arguments = call.get("arguments")
     if not isinstance(arguments, str):
         return call
@@ -510,7 +513,7 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
 def _convert_files(record: dict[str, Any]) -> None:
     """Convert `image`, `video` and `audio` (one file, or a list as in LLaVA's records) to `images` and so on."""
     for name, kind in FILES.items():
-        if record.get(kind, "") != "" and name not in record:
+        if record.get(kind, "") != "" and not record.get(name):
             record[name] = _as_list(record.pop(kind))
 
 
@@ -575,8 +578,7 @@ def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
     chat, is_plain = is_chat(record, field), _is_plain_text(record, field)
     refused = UNSUPPORTED_RECORD_KEYS | (UNSUPPORTED_CHAT_KEYS if (chat or "prompt" in record) and not is_plain else {})
     for key, meaning in refused.items():
-        masks_user = key == "mask" and ROLES.get(str(record.get(key)).strip().lower()) == "user"  # as in NeMo's records
-        if key in record and record[key] is not True and record[key] != 1 and not masks_user:
+        if key in record and not _has_no_effect(key, record[key]):
             raise DataError(
                 f"{where}: {key}={str(record[key])[:60]}: {meaning} are not supported. Remove the field, or leave the "
                 "record out."
@@ -586,6 +588,13 @@ def _refuse_keys(record: Mapping[str, Any], where: str, field: str) -> None:
             f"{where}: field 'tools' needs a conversation, but 'prompt' is a plain text, for which no chat template is "
             "applied. Use 'messages', or a list of messages as the prompt."
         )
+
+
+def _has_no_effect(key: str, value: Any) -> bool:
+    """Return whether the value of an unsupported key of a record is what this library does anyway."""
+    if key == "mask":  # in NeMo's records the role that is not trained on
+        return isinstance(value, str) and ROLES.get(value.strip().lower()) == "user"
+    return value is True or value == 1
 
 
 def _has_schemas(tools: Any) -> bool:

@@ -219,7 +219,7 @@ def _with_token_rows(
             f"merge_and_unload, or train with ensure_weight_tying=True."
         )
     arrays: dict[str, Any] = {}
-    leaves, words = named_leaves(model), axes(model)
+    leaves, axis_names = named_leaves(model), axes(model)
     for path, stored in token_rows.items():
         module = modules[path].names[0].removeprefix(_PREFIX).removesuffix(_WEIGHT)
         module = settings.file_names.get(module, module)
@@ -239,7 +239,7 @@ def _with_token_rows(
         if isinstance(leaf, jax.ShapeDtypeStruct):
             arrays[path] = leaf
             continue
-        axis = words[path].index("vocab")
+        axis = axis_names[path].index("vocab")
 
         def replace(leaf: jax.Array, rows: jax.Array, axis: int = axis, ids: Any = tuple(ids)) -> jax.Array:
             rows = rows.astype(leaf.dtype)
@@ -683,16 +683,16 @@ def _with_saved_layers(
 ) -> jax.Array:
     """Return a stacked weight of the model with the layers and experts that an adapter stores."""
     leaf = named_leaves(model).get(path)
-    indices = [index for index, name in enumerate(mapping.names) if name in tensors]
+    indices = [number for number, name in enumerate(mapping.names) if name in tensors]
     if leaf is None:
         raise ConversionError(
             f"{tensors[mapping.names[indices[0]]].file}: {mapping.names[indices[0]]} is saved for some layers only, "
             f"but {path} is quantized. Load the base model without quantized='keep'."
         )
-    values = np.stack([read_layer(tensors[mapping.names[index]], mapping) for index in indices])
-    places = np.unravel_index(indices, mapping.stack)
+    values = np.stack([read_layer(tensors[mapping.names[number]], mapping) for number in indices])
+    index = np.unravel_index(indices, mapping.stack)
     run = model.execution.layout.automatically(
-        lambda leaf, values: leaf.at[places].set(values.astype(leaf.dtype)), lambda _: partitions(leaf)
+        lambda leaf, values: leaf.at[index].set(values.astype(leaf.dtype)), lambda _: partitions(leaf)
     )
     return jax.jit(run, out_shardings=out_shardings(leaf))(leaf, values)
 

@@ -38,6 +38,7 @@ SECONDS = 1.0  # of processor time for one conversation
 MORE_SECONDS = 0.1  # for each in a process that renders many, on average
 WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # of the process: no keys, no passwords
+END_MARK = "@end_of_message@ "  # templates that strip messages remove the space
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -241,22 +242,32 @@ class ChatTemplate:
         return ConversionError(f"{sentence}. Change the messages, or give the text without the template.")
 
 
-def up_to_last_message(rendered: Rendered, content: str) -> Rendered:
+def with_end_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with a mark after the text of the last message, at which `up_to_end_mark` cuts the rendering."""
+    *others, last = messages
+    return [*others, {**last, "content": last["content"] + END_MARK}]
+
+
+def up_to_end_mark(rendered: Rendered, content: str) -> Rendered:
     """Return a rendering up to the end of the last message, so that a model continues the message.
 
-    content: text of the last message. This is `continue_final_message` in transformers. Raises ConversionError if the
-    template does not write the text.
+    This is `continue_final_message` in transformers. Raises ConversionError if the template does not write the message.
+
+    **Arguments:**
+
+    - `rendered`: rendering of the messages of `with_end_mark`.
+    - `content`: text of the last message, without the mark.
     """
-    for text in (content, content.strip()):  # many templates strip messages
-        start = rendered.text.rfind(text)
-        if start >= 0:
-            stop = start + len(text)
-            literal = [span for span in rendered.literal if span[1] <= stop]
-            return rendered._replace(text=rendered.text[:stop], literal=literal)
-    raise ConversionError(
-        f"the chat template does not write the last message, {content[-60:]!r}, so it cannot be continued. End the "
-        "conversation with a message of the user."
-    )
+    text = rendered.text
+    stop = text.rfind(END_MARK.strip())
+    if stop < 0 or content.strip() not in text[:stop]:
+        raise ConversionError(
+            f"the chat template does not write the last message, {content[-60:]!r}, so it cannot be continued. End the "
+            "conversation with a message of the user."
+        )
+    if content.strip() and not text.startswith(END_MARK, stop):  # the template strips messages
+        stop = len(text[:stop].rstrip())
+    return rendered._replace(text=text[:stop], literal=[span for span in rendered.literal if span[1] <= stop])
 
 
 def _without_empty(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,7 +188,10 @@ def render(tracker, template, variables):
 
 
 def only_writes_parts(tracker, template, variables):
-    """Return whether a template writes a list of text parts, but not a text: templates of vision-language models."""
+    """Return whether a template writes content that is a list of text parts, but leaves out content that is a text.
+
+    Some templates of vision-language models do.
+    """
     texts = []
     for content in (PROBE, [{"type": "text", "text": PROBE}]):
         messages = [{"role": "user", "content": content}]
@@ -238,7 +241,10 @@ def called(message):
 
 
 def python_arguments(messages):
-    """Return the arguments of all calls as Python writes objects: templates that need texts of JSON write that."""
+    """Return the arguments of all calls as Python's `str` writes objects, instead of JSON.
+
+    A template that needs arguments as JSON texts, and gets objects, writes them like this.
+    """
     calls = [
         call for message in messages if called(message) for call in message["tool_calls"] if isinstance(call, dict)
     ]

@@ -217,11 +217,11 @@ def test_function_calls_become_tool_calls():
     assert "<assistant>f" in document.text and "<tool>1</s>" in document.text and '"name": "f"' in document.text
 
 
-@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', "", " ", "print(1)", '["x"]', '{"x": null}'])
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', None, "", " ", "print(1)", '["x"]', '{"x": null}'])
 def test_arguments_in_json_are_objects_as_in_the_server(arguments):
     """A template that converts arguments to JSON would write a text of JSON twice encoded."""
     function = {"name": "f", "arguments": arguments}
-    expected = {"": {}, " ": {}, '{"x": 1}': {"x": 1}, '{"x": null}': {"x": None}}
+    expected = {None: {}, "": {}, " ": {}, '{"x": 1}': {"x": 1}, '{"x": null}': {"x": None}}
     parsed = arguments if isinstance(arguments, dict) else expected.get(arguments, arguments)
     calls = [{"type": "function", "function": function}]
     messages = (
@@ -235,6 +235,8 @@ def test_arguments_in_json_are_objects_as_in_the_server(arguments):
     for message in messages:
         (document,) = rendered({"messages": [USER, message]})
         assert trained(document) == [f"f{json.dumps(parsed)}</s>"]
+        (call,) = document.chat.messages[1]["tool_calls"]
+        assert list(call["function"]) == ["name", "arguments"]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
@@ -397,7 +399,7 @@ def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
     assert rendered({**record, "label": 3})[0].text == "qa"
 
 
-@pytest.mark.parametrize("record", [{"label": False}, {"kto_tag": False}, {"mask": "Assistant"}])
+@pytest.mark.parametrize("record", [{"label": False}, {"kto_tag": False}, {"mask": "Assistant"}, {"mask": True}])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_labels_and_masks_beside_messages_are_refused(kind, record, tmp_path):
     messages = {"messages": [USER, ANSWER]}
@@ -411,11 +413,13 @@ def test_labels_and_masks_beside_messages_are_refused(kind, record, tmp_path):
 def test_a_single_file_is_read_like_a_list(name, tmp_path):
     question = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
     (wanted,) = rendered(question | {f"{name}s": ["a.bin"]})
-    for value in ("a.bin", ["a.bin"]):
-        (document,) = rendered(question | {name: value})
+    for record in ({name: "a.bin"}, {name: ["a.bin"]}, {name: "a.bin", f"{name}s": []}):
+        (document,) = rendered(question | record)
         assert document.media == wanted.media and wanted.media
     assert rendered(question | {name: ""})[0].media == () == rendered(question | {name: None})[0].media
     assert rendered({"text": "a caption", name: {"bytes": "0"}})[0].media == ()
+    with pytest.raises(DataError, match=rf"\(or '{name}'\) must be a list of texts"):
+        rendered(question | {name: {"bytes": "0"}})
     pair = write(tmp_path / "pair.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b", name: "a.bin"})
     with pytest.raises(DataError, match=f"has {name}s: preferences are read as text"):
         read_pairs(pair, BYTES, seq_len=99)

@@ -603,6 +603,14 @@ def test_a_resized_vocabulary_is_explained(tmp_path):
         load_peft(load_hf(FIXTURES / "mistral_window"), tmp_path / "longer")
 
 
+def test_two_trained_tensors_of_one_module_are_refused(tmp_path):
+    table = stored_tensors_of("mistral_window")["model.embed_tokens.weight"]
+    names = ("model.embed_tokens.modules_to_save.weight", "model.embed_tokens.modules_to_save.default.weight")
+    adapter(tmp_path / "peft", {}, dict.fromkeys(names, table), modules_to_save=["embed_tokens"])
+    with pytest.raises(ConversionError, match="are the same tensor"):
+        load_peft(load_hf(FIXTURES / "mistral_window"), tmp_path / "peft")
+
+
 SAVED_MODULES = {
     "norm": ("peft_llama/base", ["model.norm.weight"], {}),
     "head": ("mistral_window", ["lm_head.weight"], {}),

@@ -176,7 +176,10 @@ def test_other_numbers_and_kinds_are_refused(folder):
         ({"text": f"{CLIP} w1 w2", "images": ["0.png"]}, r"has 0 placeholders '<\|image_pad\|>', but 1 images"),
         ({"text": "w1", "videos": ["none.mkv"]}, r"video '.*/none.mkv' cannot be opened"),
         ({"text": "w1", "audios": ["0.wav"]}, "audio '.*/0.wav': .* says nothing of audio"),
-        ({"text": "w1", "videos": "0.mkv"}, "field 'videos' must be a list of texts, each naming one video"),
+        (
+            {"text": "w1", "videos": "0.mkv"},
+            r"field 'videos' \(or 'video'\) must be a list of texts, each naming one video",
+        ),
     ):
         with pytest.raises(DataError, match=words):
             batches_of(folder, "qwen2_5_vl", [record] * 3)
