@@ -288,10 +288,31 @@ def normalize_messages(value: Any, name: str, where: str) -> list[Any]:
             value = [dict(zip(keys, row, strict=True)) for row in zip(*(value[key] for key in keys), strict=True)]
         else:
             value = [value]
-    return [_message(message, f"{name}[{number}]", where) for number, message in enumerate(value)]
+    messages: list[dict[str, Any]] = []
+    for number, member in enumerate(value):
+        message, is_call = _message(member, f"{name}[{number}]", where)
+        if is_call and messages and messages[-1].get("role") == "assistant":
+            messages[-1] = _with_calls(messages[-1], message, f"{name}[{number}]", where)
+        else:
+            messages.append(message)
+    return messages
 
 
-def _message(value: Any, name: str, where: str) -> Any:
+def _with_calls(message: dict[str, Any], calls: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Append the tool calls of a message of the role `function_call` or `tool_call` to the assistant message before it.
+
+    An assistant calls several tools in one turn, also after a text.
+    """
+    if message.get(TRAIN) != calls.get(TRAIN):
+        raise DataError(
+            f"{where}: {name} is a call of the same turn as the assistant message before it, but only one of them is "
+            "trained on. Give both messages the same weight, train or loss."
+        )
+    return {**message, "tool_calls": [*message.get("tool_calls", ()), *calls["tool_calls"]]}
+
+
+def _message(value: Any, name: str, where: str) -> tuple[dict[str, Any], bool]:
+    """Return a message in normal form, and whether its role was `function_call` or `tool_call`."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _parse_json(value, name, where)
     if not isinstance(value, Mapping):
@@ -304,7 +325,8 @@ def _message(value: Any, name: str, where: str) -> Any:
     if isinstance(message.get("role"), str):
         role = message["role"].strip()
         message["role"] = ROLES.get(role.lower(), role)
-    if message.get("role") == "function_call":
+    is_call = message.get("role") == "function_call"
+    if is_call:
         content = message.pop("content", "")
         calls = _parse_json(content, f"{name}.content", where) if isinstance(content, str) else content
         message |= {"role": "assistant", "tool_calls": [_call(call, name, where) for call in _as_list(calls)]}
@@ -320,7 +342,7 @@ def _message(value: Any, name: str, where: str) -> Any:
             )
         message.pop(key, None)
     _convert_flags(message, name, where)
-    return message
+    return message, is_call
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -504,7 +526,18 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
         if name in record:
             record[name] = json_value(without_nulls(record[name]), name, where)
     if isinstance(record.get("functions"), list) and not record.get("tools"):
-        record["tools"] = [{"type": "function", "function": function} for function in record.pop("functions")]
+        record["tools"] = record.pop("functions")
+    if isinstance(record.get("tools"), list):
+        record["tools"] = [_tool(tool) for tool in record["tools"]]
+
+
+def _tool(value: Any) -> Any:
+    """Return the definition of a tool in which `function` holds the name and the parameters, as in the server."""
+    if not isinstance(value, Mapping) or "function" in value or not isinstance(value.get("name"), str):
+        return value
+    if value.get("type", "function") != "function":
+        return value
+    return {"type": "function", "function": {key: value[key] for key in value if key != "type"}}
 
 
 def _convert_files(record: dict[str, Any]) -> None:
