@@ -193,6 +193,18 @@ def test_answers_end_at_until_and_are_drawn_by_their_numbers():
     assert repeated == several
 
 
+def test_warns_of_contexts_that_are_cut(caplog):
+    """They lose their start, and with it the examples or the instruction."""
+    model, long = methods(), "the quick brown fox " * 20
+    model.loglikelihood([asked("the", " quick"), asked(long, " the")])
+    model.generate_until([asked(long, {"max_gen_toks": 4}), asked(long, {"max_gen_toks": 4})])
+    model.loglikelihood([asked("the", " quick")])
+    model.generate_until([asked("the", {"max_gen_toks": 4})])
+    numbers = [record.getMessage().partition(", because")[0] for record in caplog.records]
+    assert numbers == [f"lm-eval: {count} of 2 contexts are cut at the start" for count in (1, 2)]
+    assert "max_length=64 tokens. Raise --max-length" in caplog.text
+
+
 def test_a_special_token_among_until_ends_an_answer():
     tokenizer, request = (
         chat_model().tokenizer,
