@@ -193,8 +193,9 @@ class EngineMethods:
         filters = {name: options[name] for name in ("top_k", "top_p", "min_p") if (options.get(name) or 0) > 0}
         temperature = float(options.get("temperature", 1.0)) if drawn else 0.0
         seed = AnswerSettings(seed=self.seed).sampling("generate_until", number, 0).seed
+        first = prefix_id(self.text.tokenizer)
         return AnswerRequest(
-            prompt=tuple(self.encode(context)),
+            prompt=tuple(self.encode(context) or ([] if first is None else [first])),
             max_new_tokens=new,
             sampling=SamplingParams(temperature=temperature, seed=seed, **filters),
             stop=tuple(stop for stop in until if stop and self._special(stop) is None),

@@ -370,7 +370,7 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
         message["tool_calls"] = [message["tool_calls"]]
     if isinstance(message.get("tool_calls"), list):
         calls = [_parse_json(call, name, where) if isinstance(call, str) else call for call in message["tool_calls"]]
-        message["tool_calls"] = [_with_arguments(_with_function(call)) for call in calls]
+        message["tool_calls"] = [_with_arguments(_with_function(call, name, where)) for call in calls]
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     if "function_call" in message:
@@ -382,13 +382,36 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
 def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
-    return {"type": "function", "function": _with_arguments({"arguments": {}, **call})}
+    return {"type": "function", "function": _with_arguments({"arguments": {}, **_renamed(call, name, where)})}
 
 
-def _with_function(call: Any) -> Any:
+def _renamed(call: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return a tool call with its arguments under the key `arguments`; Llama's calls have `parameters`.
+
+    Raises DataError if the arguments may have another key: the call would be learned without them.
+    """
+    if "arguments" in call:
+        return dict(call)
+    if "parameters" in call:
+        return {"arguments" if key == "parameters" else key: value for key, value in call.items()}
+    others = [key for key in call if key not in ("name", "id", "type", "index")]
+    if others:
+        raise DataError(
+            f"{where}: {name}: the call of {call['name']!r} has no arguments, but {', '.join(map(repr, others))}. "
+            "Rename the key of the arguments to 'arguments'."
+        )
+    return dict(call)
+
+
+def _with_function(call: Any, name: str, where: str) -> Any:
     """Return a tool call in which `function` holds the name and the arguments, as many templates need it."""
-    if not isinstance(call, Mapping) or "function" in call or not isinstance(call.get("name"), str):
+    if not isinstance(call, Mapping):
         return call
+    if isinstance(call.get("function"), Mapping) and isinstance(call["function"].get("name"), str):
+        return {**call, "function": _renamed(call["function"], name, where)}
+    if "function" in call or not isinstance(call.get("name"), str):
+        return call
+    call = _renamed(call, name, where)
     function = {key: call[key] for key in ("name", "arguments") if key in call}
     return {"type": "function", **{key: call[key] for key in call if key not in function}, "function": function}
 

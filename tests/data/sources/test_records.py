@@ -256,6 +256,21 @@ def test_an_error_about_other_columns_names_the_columns_to_rename(record):
     assert "rename the columns to 'instruction' and 'output'" in str(error.value)
 
 
+@pytest.mark.parametrize("form", ["role", "function_call", "flat", "nested"])
+def test_arguments_of_calls_are_not_lost(form):
+    def call_of(call: dict) -> dict:
+        if form == "role":
+            return {"from": "function_call", "value": json.dumps(call)}
+        calls = {"function_call": {"function_call": call}, "flat": {"tool_calls": [call]}}
+        return {"role": "assistant", **calls.get(form, {"tool_calls": [{"type": "function", "function": call}]})}
+
+    for arguments in ({"arguments": {"x": 1}}, {"parameters": {"x": 1}}, {"parameters": '{"x": 1}'}):
+        (document,) = rendered({"messages": [USER, call_of({"name": "f", **arguments})]})
+        assert document.text == '<user>q</s><assistant>f{"x": 1}</s>'
+    with pytest.raises(DataError, match=r"messages\[1\]: the call of 'f' has no arguments, but 'args'\. Rename"):
+        rendered({"messages": [USER, call_of({"name": "f", "args": {"x": 1}})]})
+
+
 def test_function_calls_become_tool_calls():
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     record = {"messages": [USER, call, {"role": "function", "name": "f", "content": "1"}, ANSWER]}
