@@ -135,7 +135,11 @@ def normalize_prompt(record: Any, where: str) -> dict[str, Any]:
     found = normalize_record({name: record[name] for name in names if name in record}, where, "prompt")
     prompt = found.get("prompt", found.get("messages"))
     if prompt is None:
-        raise DataError(f"{where} has no field 'prompt' or 'messages': its fields are {', '.join(record) or 'none'}.")
+        fields = [name for name in record if record[name] is not None]
+        raise DataError(
+            f"{where} has no field 'prompt' or 'messages'; its fields: {', '.join(fields) or 'none'}. Rename the "
+            "column with the question to 'prompt', or leave the record out if its prompt is null."
+        )
     prompt = split_flags(prompt)[0] if isinstance(prompt, list) else prompt
     variables = {name: found[name] for name in VARIABLES if name in found}
     return {**record, **variables, "prompt": prompt}
@@ -350,9 +354,16 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _part(part: Any) -> Any:
-    """Return a content part. Strings, and texts of types such as `input_text`, become parts of the type "text"."""
+    """Return a content part in normal form.
+
+    Strings, and texts of types such as `input_text`, become parts of the type "text"; OpenAI's `image_url` becomes
+    "image".
+    """
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if isinstance(part, Mapping) and part.get("type") in ("image_url", "input_image"):
+        url = part.get("image_url")
+        return {"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url}
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
         return part
     return {**part, "type": "text"} if part.get("type") in (None, "input_text", "output_text") else part

@@ -271,6 +271,31 @@ def test_arguments_of_calls_are_not_lost(form):
         rendered({"messages": [USER, call_of({"name": "f", "args": {"x": 1}})]})
 
 
+def test_image_urls_become_images():
+    for part in (
+        {"image_url": {"url": "a.png"}},
+        {"image_url": "a.png"},
+        {"type": "input_image", "image_url": "a.png"},
+    ):
+        message = {"role": "user", "content": [{"type": "image_url", **part}, {"type": "text", "text": "q"}]}
+        (found,) = normalize_record({"messages": [message]}, "a.jsonl:1")["messages"]
+        assert found["content"] == [{"type": "image", "image": "a.png"}, {"type": "text", "text": "q"}]
+
+
+@pytest.mark.parametrize("name", ["text", "message"])
+def test_an_error_about_a_message_names_its_keys(name):
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: messages\[0\] has no content; its keys: role, {name}\."):
+        rendered({"messages": [{"role": "user", name: "q"}, ANSWER]})
+
+
+def test_fields_in_errors_are_not_null(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": None, "rejected": "b"})
+    with pytest.raises(DataError, match=r"has no field 'chosen': .* its fields: prompt, rejected\."):
+        read_pairs(path, BYTES, seq_len=64)
+    with pytest.raises(DataError, match=r"has no field 'prompt' or 'messages'; its fields: question\. Rename"):
+        normalize_prompt({"prompt": None, "question": "q"}, "a.jsonl:1")
+
+
 def test_function_calls_become_tool_calls():
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     record = {"messages": [USER, call, {"role": "function", "name": "f", "content": "1"}, ANSWER]}
