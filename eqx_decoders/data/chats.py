@@ -38,6 +38,7 @@ PROMPT_DIFFERS = (
 LEAVES_OUT_REASONING = "the chat template leaves out the reasoning of an answer that is trained on"
 LEAVES_OUT_TEXT = "the chat template leaves out the text of an answer that is trained on"
 LEAVES_OUT_TOOLS = "the chat template leaves out the definitions of tools"
+EMPTY_ANSWER = "an assistant message is empty and is not trained on"
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
 Span = tuple[int, int]
@@ -88,13 +89,15 @@ def _rendered(
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
     variables_by_key = {_settings_key(chat.variables): chat.variables for _, chat in chats}
     probes = [probe for variables in variables_by_key.values() for probe in _probes(variables)]
-    files, conversations, all_turns = [], [], []
+    files, conversations, all_turns, all_empty = [], [], [], []
     for document, chat in chats:
         messages, names = _checked(as_texts(chat.messages), document.where)
         files.append(names)
         conversations.append(Conversation(messages, chat.variables))
         turns = [number for number in range(chat.first, len(messages)) if messages[number]["role"] == "assistant"]
-        all_turns.append([number for number in turns if number not in chat.excluded])
+        empty = [number for number in turns if number not in chat.excluded and _is_empty(messages[number])]
+        all_empty.append(empty)
+        all_turns.append([number for number in turns if number not in (*chat.excluded, *empty)])
     requests = {
         number: conversation._replace(messages=conversation.messages[: turns[-1]], add_generation_prompt=True)
         for number, (conversation, turns) in enumerate(zip(conversations, all_turns, strict=True))
@@ -106,10 +109,13 @@ def _rendered(
     texts = rendered[len(probes) : len(probes) + len(chats)]
     prompts = dict(zip(requests, rendered[len(probes) + len(chats) :], strict=True))
     rendered_chats = []
-    for (document, chat), conversation, text, turns in zip(chats, conversations, texts, all_turns, strict=True):
+    rows = zip(chats, conversations, texts, all_turns, all_empty, strict=True)
+    for (document, chat), conversation, text, turns, empty in rows:
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
-        rendered_chat = _RenderedChat(conversation, text, chat.first, turns, chat.excluded)
+        rendered_chat = _RenderedChat(conversation, text, chat.first, turns, (*chat.excluded, *empty))
+        if turns and empty:
+            report.notes[EMPTY_ANSWER] += 1
         report.notes.update(rendered_chat.left_out(f"{document.where}: {template.where}"))
         rendered_chats.append(rendered_chat)
     spans = [
@@ -176,7 +182,7 @@ class _RenderedChat(NamedTuple):
     """Conversation with its rendered text.
 
     - `turns`: indices of the assistant messages that are trained on, all of them `first` or larger.
-    - `excluded`: indices of the assistant messages that are excluded from training.
+    - `excluded`: indices of the assistant messages that flags exclude from training, or that are empty.
     """
 
     chat: Conversation
@@ -257,6 +263,13 @@ def left_out_of_prompt(prompt: Conversation, text: Rendered, where: str) -> list
     return _RenderedChat(prompt, text, len(prompt.messages), ()).left_out(where)
 
 
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    """Return whether an assistant message has no text, reasoning, call or file: it would teach to say nothing."""
+    content = message.get("content")
+    has_content = bool(content.strip() if isinstance(content, str) else content)
+    return not has_content and not message.get("tool_calls") and not message.get("reasoning_content")
+
+
 def _reasoning_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
     """Return the reasoning of an assistant message, which is a separate key or precedes `</think>`, and its text."""
     reasoning, content = message.get("reasoning_content"), message.get("content")
@@ -322,7 +335,7 @@ def _without_excluded(
     if len(spans) == len(ordered):
         return tuple(span for number, span in zip(ordered, spans, strict=True) if number not in rendered_chat.excluded)
     raise DataError(
-        f"{where}: weight or train excludes messages, but it is unknown which "
+        f"{where}: weight or train excludes messages, or an assistant message is empty, but it is unknown which "
         "{% generation %} block of the chat template belongs to which message. Leave the conversation out, or use "
         "another template."
     )

@@ -152,8 +152,13 @@ class ProcessorReader:
         remaining: dict[str, Iterator[str]] = {}
         for kind, rules in self._rules.items():
             placeholder, expansions = self._processor.placeholder(rules, text), texts[kind]
-            rule = f"has {text.count(placeholder)} placeholders {placeholder!r}, but {len(expansions)} {kind}s"
-            check(text.count(placeholder) == len(expansions), f"{where} {rule}: give one for each.", DataError)
+            count = text.count(placeholder)
+            if count != len(expansions):
+                raise DataError(
+                    f"{where} has {count} placeholders {placeholder!r}, but {len(expansions)} {kind}s: give one for "
+                    f"each. Replace names such as '<{kind}>' in messages by parts {{'type': {kind!r}}}, or by the "
+                    "placeholder."
+                )
             remaining[placeholder] = iter(expansions)
         pieces, begin, ends, growth = [], 0, [], [0]
         matches = [*re.finditer("|".join(map(re.escape, remaining)), text)]

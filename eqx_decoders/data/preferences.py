@@ -166,7 +166,8 @@ def read_labelled_answers(
 ) -> Preferences:
     """Read answers with labels, `{"prompt": …, "completion": …, "label": true}`, of at most `seq_len` tokens.
 
-    They are read, and raise, as in `read_pairs`.
+    Of a conversation, `{"messages": …, "label": true}`, the last message is the answer. Records are read, and raise,
+    as in `read_pairs`.
     """
     return _read(_records(path, flag, ("completion", "label"), _labelled), path, tokenizer, seq_len, template)
 
@@ -185,16 +186,36 @@ def _records(
     for source in find_sources(path, flag):
         for where, raw in read_records(source, columns):
             record = normalize_record(raw, where, "prompt")
+            if "completion" in fields:
+                record = _with_completion(record)
             missing = [name for name in fields if record.get(name) is None]
             if missing:
                 raise DataError(
                     f"{where} has no field {', '.join(map(repr, missing))}: a record needs a prompt with "
-                    f"{_listed(fields)}; its fields: {', '.join(record) or 'none'}."
+                    f"{_listed(fields)}; its fields: {', '.join(_fields(raw)) or 'none'}."
                 )
             media = [name for name in FILES if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: preferences are read as text alone.", DataError)
             found = parse(record, where)
             yield found._replace(margin=_margin(record, where)) if "margin" in more else found
+
+
+def _with_completion(record: dict[str, Any]) -> dict[str, Any]:
+    """Split a conversation before its last message, an assistant message, into `prompt` and `completion`.
+
+    LLaMA-Factory and ms-swift write answers with labels as conversations.
+    """
+    messages = record.get("messages")
+    if record.get("completion") is not None or not isinstance(messages, list) or not messages:
+        return record
+    if messages[-1].get("role") != "assistant":
+        return record
+    return {**record, "prompt": messages[:-1], "completion": messages[-1:]}
+
+
+def _fields(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that are not null."""
+    return [name for name in record if record[name] is not None]
 
 
 def _listed(fields: Sequence[str]) -> str:

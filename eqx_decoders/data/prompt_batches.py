@@ -84,7 +84,12 @@ def read_prompts(
     report = ReadReport()
     with StatusLine("tokenizing prompts", remains="nothing of them is kept"):
         while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
-            for (_, record), tokens in zip(group, _encode(group, tokenizer, template, report), strict=True):
+            for (where, record), tokens in zip(group, _encode(group, tokenizer, template, report), strict=True):
+                if not tokens:
+                    raise DataError(
+                        f"{where}: field 'prompt' is empty, and the tokenizer has no token that starts a text. "
+                        "Leave the record out."
+                    )
                 if len(tokens) <= most_tokens:
                     prompts.append(Prompt(number, tokens, record))
                 too_long += len(tokens) > most_tokens

@@ -1,6 +1,7 @@
 """The model as lm-eval (EleutherAI's harness, extra "lm-eval") takes it: an `LM` in this process, over an engine."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eqx_decoders.errors import ConfigError, check, need_extra
@@ -19,6 +20,8 @@ from eqx_decoders.io.text.chat_template import up_to_end_mark, with_end_mark
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
+
+_log = logging.getLogger("eqx_decoders")
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's `max_gen_toks`
 
@@ -61,6 +64,7 @@ class EngineMethods:
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether the model would have written it."""
         pairs = [self.encode_pair(*request.args) for request in requests]
+        self._warn_of_long_contexts(len(context) + len(continuation) for context, continuation in pairs)
         scored = score_continuations(self.engine, pairs, self.progress)
         results = [(each.logprob, each.is_greedy) for each in scored]
         self._cache("loglikelihood", requests, results)
@@ -77,6 +81,10 @@ class EngineMethods:
         """Return the answer to each context, up to one of the texts `until`."""
         answers = [self._answer_request(number, *request.args) for number, request in enumerate(requests, self._drawn)]
         self._drawn += len(answers)
+        self._warn_of_long_contexts(len(answer.prompt) + answer.max_new_tokens for answer in answers)
+        answers = [
+            answer._replace(prompt=answer.prompt[answer.max_new_tokens - self.max_length :]) for answer in answers
+        ]
         results = [answer.text for answer in write_answers(self.text.tokenizer, self.engine, answers, self.progress)]
         self._cache("generate_until", requests, results)
         return results
@@ -173,7 +181,7 @@ class EngineMethods:
         return continuation[:1], continuation[1:]
 
     def _answer_request(self, number: int, context: str, options: Mapping[str, Any]) -> AnswerRequest:
-        """Return the request for one answer."""
+        """Return the request for one answer. Its prompt may be too long."""
         unknown = sorted(options.keys() - KNOWN)
         check(not unknown, f"generation_kwargs has {', '.join(unknown)}, which this model does not take: leave it out.")
         new = int(next((options[name] for name in LENGTHS if options.get(name) is not None), DEFAULT_NEW_TOKENS))
@@ -185,8 +193,9 @@ class EngineMethods:
         filters = {name: options[name] for name in ("top_k", "top_p", "min_p") if (options.get(name) or 0) > 0}
         temperature = float(options.get("temperature", 1.0)) if drawn else 0.0
         seed = AnswerSettings(seed=self.seed).sampling("generate_until", number, 0).seed
+        first = prefix_id(self.text.tokenizer)
         return AnswerRequest(
-            prompt=tuple(self.encode(context)[new - self.max_length :]),
+            prompt=tuple(self.encode(context) or ([] if first is None else [first])),
             max_new_tokens=new,
             sampling=SamplingParams(temperature=temperature, seed=seed, **filters),
             stop=tuple(stop for stop in until if stop and self._special(stop) is None),
@@ -195,6 +204,18 @@ class EngineMethods:
             ),
             reasoning=None if self.text.chat is None else reasoning_format(self.text.chat.source),
         )
+
+    def _warn_of_long_contexts(self, lengths: Iterable[int]) -> None:
+        """Log how many contexts lose their start. lengths: tokens of each context and what follows it."""
+        cut = [length > self.max_length for length in lengths]
+        if any(cut):
+            _log.warning(
+                "lm-eval: %d of %d contexts are cut at the start, because with their continuation or answer they have "
+                "more than max_length=%d tokens. Raise --max-length, or use fewer examples (--fewshot).",
+                sum(cut),
+                len(cut),
+                self.max_length,
+            )
 
     def _special(self, stop: str) -> int | None:
         """Return the id of a special token with this name, which has no text; None for another text."""

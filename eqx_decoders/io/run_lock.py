@@ -30,7 +30,7 @@ def check_own(folder: Any, names: Sequence[str], field: str, value: str | Path) 
     A run's folder is recognized by the content of `settings.json`, the first file that a run writes but for `.lock` and
     `owner.json`, which say nothing of the other files and are recognized by their content, too.
     """
-    if _is_of_a_run(folder):
+    if is_of_a_run(folder):
         return
     present = [name for name in names if (folder / name).exists() or os.path.islink(folder / name)]
     foreign = [name for name in present if name not in (".lock", OWNER) or not is_owner(_content(folder / name))]
@@ -39,7 +39,8 @@ def check_own(folder: Any, names: Sequence[str], field: str, value: str | Path) 
     check(not foreign, f"{field}={str(value)!r} has {', '.join(foreign)} in {folder}, {rule}.")
 
 
-def _is_of_a_run(folder: Any) -> bool:
+def is_of_a_run(folder: Any) -> bool:
+    """Return whether a folder (a path of any kind) is a run directory."""
     return read_json(_content(folder / "settings.json")).keys() >= _OWN_SETTINGS
 
 
@@ -87,7 +88,7 @@ class RunLock:
             stack.callback(self.release)
             previous = self._lock.previous
             rule = f"{self.path} is no lock of a run: choose another run directory"
-            check(not previous or is_owner(previous) or _is_of_a_run(directory), f"{rule}.", CheckpointError)
+            check(not previous or is_owner(previous) or is_of_a_run(directory), f"{rule}.", CheckpointError)
             names = {path.name for path in directory.iterdir() if path != self.path or path in existing}
             self._before = names if names or directory in existing else None
             try:

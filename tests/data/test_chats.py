@@ -8,6 +8,7 @@ import pytest
 
 from eqx_decoders.data import chats as chats_module
 from eqx_decoders.data.chats import (
+    EMPTY_ANSWER,
     LEAVES_OUT_REASONING,
     LEAVES_OUT_TEXT,
     LEAVES_OUT_TOOLS,
@@ -74,11 +75,13 @@ def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_
         expected = {
             chat: want for chat, want in expected.items() if "tool_calls" not in str(RECORDED["conversations"][chat])
         }
+    # transformers trains on empty answers
+    expected = {chat: want for chat, want in expected.items() if chat not in ("empty answers", "blanks")}
     records = [RECORDED["conversations"][chat] for chat in expected]
     wanted = [want for want in expected.values() if want["mask"]]  # without any the conversation is left out
     path, template = write(tmp_path / "a.jsonl", *records), template_of(name, marked)
     store = open_store(tmp_path / "s", tokenizer, path=path, held_out_fraction=0.0, template=template)
-    assert len(store) == len(wanted) == len(records) - 1 >= 11
+    assert len(store) == len(wanted) == len(records) - 1 >= 9
     ids, masks = [np.array(want["ids"]) for want in wanted], [np.zeros(len(want["ids"]), bool) for want in wanted]
     for mask, want in zip(masks, wanted, strict=True):
         for start, stop in want["mask"]:
@@ -436,3 +439,28 @@ def test_characters_of_several_tokens(tokenizer):
     assert len(ids) == 14 and np.flatnonzero(mask).tolist() == [2, 3, 4, 5, 6, 8]
     ((ids, mask),) = encode_spans(ByteTokenizer(), ["ab🦊cd"], [[(0, 1), (2, 3)]])
     assert bytes(ids[mask].tolist()).decode() == "a🦊"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_does_not_train_on_empty_answers(marked):
+    """The model would learn to end its turn at once."""
+    answer = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}" if marked else "{{ m.content }}<|end|>"
+    source = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}" + answer
+    source += "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+    def read(*answers: dict, report: ReadReport):
+        messages = [turn for one in answers for turn in ({"role": "user", "content": "q"}, {"role": "assistant"} | one)]
+        documents = iter([Document("a.jsonl:1", chat=ChatDocument(messages))])
+        found = render_documents(documents, ChatTemplate(source=source), report)
+        return [[str(one.text)[start:stop] for start, stop in one.spans or ()] for one in found]
+
+    report = ReadReport()
+    assert read({"content": ""}, {"content": "yes"}, {"content": " "}, report=report) == [["yes<|end|>"]]
+    assert report.notes == {EMPTY_ANSWER: 1} and not report.dropped
+    report = ReadReport()
+    assert read({"content": ""}, report=report) == []
+    assert report.dropped == {"with empty answers": 1} and not report.notes
+    report = ReadReport()
+    assert read({"content": "", "reasoning_content": "why"}, report=report) == [["<|end|>"]]
+    assert EMPTY_ANSWER not in report.notes

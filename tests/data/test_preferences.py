@@ -168,7 +168,7 @@ MALFORMED = {
     f"a.jsonl:2: rejected {ASSISTANT.format('end')}": {"prompt": [USER], "chosen": "b", "rejected": [GOOD, USER]},
     "a.jsonl:2 has images: preferences are read as text alone": TEXTS | {"images": ["a.png"]},
     "a.jsonl:2 has images or other files": {"prompt": [IMAGE], "chosen": "b", "rejected": "c"},
-    "content='None' must be a text": {"prompt": [USER], "chosen": {"role": "assistant"}, "rejected": "c"},
+    "has no content; its keys: role": {"prompt": [USER], "chosen": {"role": "assistant"}, "rejected": "c"},
 }  # fmt: skip
 
 

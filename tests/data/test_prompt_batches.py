@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from tokenizers import processors
 
 from eqx_decoders.data.prompt_batches import PromptBatches, Prompts, read_prompts, read_tasks
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 
 
 TEMPLATE = ChatTemplate(
@@ -118,3 +119,13 @@ def test_held_out_prompts_are_one_pass_in_their_order(tmp_path):
 def test_the_hash_is_of_what_a_reward_reads_too(tmp_path):
     one, other = (read(write(tmp_path / "a.jsonl", {"prompt": "a", "answer": answer})) for answer in (1, 2))
     assert isinstance(one, Prompts) and one.content_hash != other.content_hash
+
+
+def test_an_empty_prompt_needs_a_token_that_starts_texts(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": ""})
+    assert [prompt.tokens for prompt in read(path).prompts][1] == (ByteTokenizer().bos_id,)
+    inner = train_bpe(["a b"], 300)._inner
+    inner.post_processor = processors.Sequence([])  # puts nothing before a text
+    tokenizer = JsonTokenizer(inner)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: field 'prompt' is empty, and the tokenizer has no token"):
+        read_prompts(str(path), tokenizer, most_tokens=40)

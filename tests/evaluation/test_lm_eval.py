@@ -193,6 +193,27 @@ def test_answers_end_at_until_and_are_drawn_by_their_numbers():
     assert repeated == several
 
 
+def test_an_empty_context_of_an_answer_is_the_token_with_which_texts_begin():
+    """Also if the tokenizer puts nothing before a text."""
+    model = merging_methods(False)
+    tokenizer = JsonTokenizer(merging_tokenizer(False)._inner, eos=END_OF_TEXT)
+    model.text = SimpleNamespace(tokenizer=tokenizer, encode=tokenizer.encode, chat=None, stop_ids=())
+    assert model._answer_request(0, "", {"max_gen_toks": 4}).prompt == (tokenizer.eos_id,)
+    assert model._answer_request(0, "a", {"max_gen_toks": 4}).prompt == tuple(tokenizer.encode("a").tolist())
+
+
+def test_warns_of_contexts_that_are_cut(caplog):
+    """They lose their start, and with it the examples or the instruction."""
+    model, long = methods(), "the quick brown fox " * 20
+    model.loglikelihood([asked("the", " quick"), asked(long, " the")])
+    model.generate_until([asked(long, {"max_gen_toks": 4}), asked(long, {"max_gen_toks": 4})])
+    model.loglikelihood([asked("the", " quick")])
+    model.generate_until([asked("the", {"max_gen_toks": 4})])
+    numbers = [record.getMessage().partition(", because")[0] for record in caplog.records]
+    assert numbers == [f"lm-eval: {count} of 2 contexts are cut at the start" for count in (1, 2)]
+    assert "max_length=64 tokens. Raise --max-length" in caplog.text
+
+
 def test_a_special_token_among_until_ends_an_answer():
     tokenizer, request = (
         chat_model().tokenizer,

@@ -95,7 +95,7 @@ def test_forms_of_tasks(file):
         ("bare", ConfigError, "has no grade: it must have examples and grade(example, answer)"),
         ("has_e", ConfigError, "its examples can't be made: TypeError: has_e() missing 2 required"),
         ("bad", DataError, "bad' has no examples."),
-        ("unlike", DataError, "example 2 has no field 'prompt' or 'messages': its fields are question."),
+        ("unlike", DataError, "example 2 has no field 'prompt' or 'messages'; its fields: question. Rename"),
         ("both", DataError, "example 2 has both 'prompt' and 'messages'"),
         ("strange", DataError, "example 1 must be plain JSON"),
         ("number", DataError, "example 1: the prompt must be a text or a list of messages"),
@@ -254,7 +254,7 @@ def test_tools_and_other_variables_are_in_the_prompt():
     task = Task(examples=examples, grade=lambda example, answer: 1)
     loaded = LoadedTask(name="t", task=task, examples=_examples(task, Path(), None, "t"), grader="")
     prompts = [each.prompt for each in answer_requests(text, loaded, AnswerSettings())]
-    expected = ['[{"name": "f"}]short<|user|>hi', "<|user|>hi", "<|user|>hi"]
+    expected = ['[{"type": "function", "function": {"name": "f"}}]short<|user|>hi', "<|user|>hi", "<|user|>hi"]
     assert prompts == [tuple(text.tokenizer.encode(each, special=True).tolist()) for each in expected]
 
 

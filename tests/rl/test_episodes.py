@@ -278,7 +278,7 @@ def test_files_give_back_episodes(mixed, tmp_path):
         ("text", "reset returned text, and neither messages nor"),
         ({"message": []}, "reset returned .* and neither messages nor"),
         ([], r"reset: messages=\[\] must be a list with at least one message"),
-        ([{"role": "user"}], r"reset: messages\[0\]: content='None' must be a text"),
+        ([{"role": "user"}], r"reset: messages\[0\] has no content; its keys: role\."),
         ([{"role": "assistant", "content": "1"}], "reset: the last message is the assistant's"),
     ],
 )

@@ -22,7 +22,10 @@ from eqx_decoders.data.sources.records import (
 from eqx_decoders.errors import DataError, check
 
 
-SET_FIELD = "Set --text-field (DataConfig.text_field)"
+SET_FIELD = (
+    "Set --text-field (DataConfig.text_field) to the column with the text. For questions with answers, rename the "
+    "columns to 'instruction' and 'output' (written by the chat template) or 'prompt' and 'completion' (plain text)"
+)
 PAIRS = "To train on preference pairs, use --method dpo or another preference method"
 PAIR_FIELDS = (("chosen", "rejected"), tuple(OPENAI_PAIRS))
 NO_TEXT = "a text or a list of messages"
@@ -132,7 +135,8 @@ def record_documents(
     for where, record in records:
         normalized = normalize_record(record, where, field)
         reason = _reason_for_null(record, normalized, field)
-        document = _document(normalized, field, where) if reason is None else None
+        fields = [name for name in record if record[name] is not None]
+        document = _document(normalized, field, where, fields) if reason is None else None
         reason = reason if document is None else _reason_to_drop(document)
         if document is not None and reason is None:
             yield document
@@ -190,8 +194,11 @@ def parsed(content: bytes, where: str) -> Any:
         raise DataError(f"{where} is not valid JSON: {error}.") from error
 
 
-def _document(record: dict[str, Any], field: str, where: str) -> Document:
-    """Make a document from the text field of a normalized record, `messages`, or `prompt` and `completion`."""
+def _document(record: dict[str, Any], field: str, where: str, fields: Sequence[str]) -> Document:
+    """Make a document from the text field of a normalized record, `messages`, or `prompt` and `completion`.
+
+    fields: names of the fields before normalization, for messages.
+    """
     if field in record:
         document = _text_or_messages(record, field, where)
     elif "messages" in record:
@@ -199,10 +206,8 @@ def _document(record: dict[str, Any], field: str, where: str) -> Document:
     elif "prompt" in record and "completion" in record:
         document = _pair(record, where)
     else:
-        remedy = SET_FIELD
-        if _is_pair(record):
-            remedy = PAIRS
-        raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record) or 'none'}. {remedy}.")
+        remedy = PAIRS if _is_pair(fields) else SET_FIELD
+        raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(fields) or 'none'}. {remedy}.")
     return document._replace(media=_files(record, where))
 
 

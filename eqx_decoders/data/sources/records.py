@@ -134,7 +134,11 @@ def normalize_prompt(record: Any, where: str) -> dict[str, Any]:
     found = normalize_record({name: record[name] for name in names if name in record}, where, "prompt")
     prompt = found.get("prompt", found.get("messages"))
     if prompt is None:
-        raise DataError(f"{where} has no field 'prompt' or 'messages': its fields are {', '.join(record) or 'none'}.")
+        fields = [name for name in record if record[name] is not None]
+        raise DataError(
+            f"{where} has no field 'prompt' or 'messages'; its fields: {', '.join(fields) or 'none'}. Rename the "
+            "column with the question to 'prompt', or leave the record out if its prompt is null."
+        )
     prompt = split_flags(prompt)[0] if isinstance(prompt, list) else prompt
     variables = {name: found[name] for name in VARIABLES if name in found}
     return {**record, **variables, "prompt": prompt}
@@ -287,10 +291,31 @@ def normalize_messages(value: Any, name: str, where: str) -> list[Any]:
             value = [dict(zip(keys, row, strict=True)) for row in zip(*(value[key] for key in keys), strict=True)]
         else:
             value = [value]
-    return [_message(message, f"{name}[{number}]", where) for number, message in enumerate(value)]
+    messages: list[dict[str, Any]] = []
+    for number, member in enumerate(value):
+        message, is_call = _message(member, f"{name}[{number}]", where)
+        if is_call and messages and messages[-1].get("role") == "assistant":
+            messages[-1] = _with_calls(messages[-1], message, f"{name}[{number}]", where)
+        else:
+            messages.append(message)
+    return messages
 
 
-def _message(value: Any, name: str, where: str) -> Any:
+def _with_calls(message: dict[str, Any], calls: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Append the tool calls of a message of the role `function_call` or `tool_call` to the assistant message before it.
+
+    An assistant calls several tools in one turn, also after a text.
+    """
+    if message.get(TRAIN) != calls.get(TRAIN):
+        raise DataError(
+            f"{where}: {name} is a call of the same turn as the assistant message before it, but only one of them is "
+            "trained on. Give both messages the same weight, train or loss."
+        )
+    return {**message, "tool_calls": [*message.get("tool_calls", ()), *calls["tool_calls"]]}
+
+
+def _message(value: Any, name: str, where: str) -> tuple[dict[str, Any], bool]:
+    """Return a message in normal form, and whether its role was `function_call` or `tool_call`."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _parse_json(value, name, where)
     if not isinstance(value, Mapping):
@@ -303,7 +328,8 @@ def _message(value: Any, name: str, where: str) -> Any:
     if isinstance(message.get("role"), str):
         role = message["role"].strip()
         message["role"] = ROLES.get(role.lower(), role)
-    if message.get("role") == "function_call":
+    is_call = message.get("role") == "function_call"
+    if is_call:
         content = message.pop("content", "")
         calls = _parse_json(content, f"{name}.content", where) if isinstance(content, str) else content
         message |= {"role": "assistant", "tool_calls": [_call(call, name, where) for call in _as_list(calls)]}
@@ -319,7 +345,7 @@ def _message(value: Any, name: str, where: str) -> Any:
             )
         message.pop(key, None)
     _convert_flags(message, name, where)
-    return message
+    return message, is_call
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -327,9 +353,16 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _part(part: Any) -> Any:
-    """Return a content part. Strings, and texts of types such as `input_text`, become parts of the type "text"."""
+    """Return a content part in normal form.
+
+    Strings, and texts of types such as `input_text`, become parts of the type "text"; OpenAI's `image_url` becomes
+    "image".
+    """
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if isinstance(part, Mapping) and part.get("type") in ("image_url", "input_image"):
+        url = part.get("image_url")
+        return {"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url}
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
         return part
     return {**part, "type": "text"} if part.get("type") in (None, "input_text", "output_text") else part
@@ -347,7 +380,7 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
         message["tool_calls"] = [message["tool_calls"]]
     if isinstance(message.get("tool_calls"), list):
         calls = [_parse_json(call, name, where) if isinstance(call, str) else call for call in message["tool_calls"]]
-        message["tool_calls"] = [_with_arguments(_with_function(call)) for call in calls]
+        message["tool_calls"] = [_with_arguments(_with_function(call, name, where)) for call in calls]
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     if "function_call" in message:
@@ -359,13 +392,36 @@ def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
 def _call(call: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: {name}: the call {str(call)[:60]} must be an object with name and arguments.")
-    return _with_arguments({"type": "function", "function": call})
+    return _with_arguments({"type": "function", "function": _renamed(call, name, where)})
 
 
-def _with_function(call: Any) -> Any:
-    """Return a tool call whose name and arguments are in `function`, where many templates look for them."""
-    if not isinstance(call, Mapping) or "function" in call or not isinstance(call.get("name"), str):
+def _renamed(call: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return a tool call with its arguments under the key `arguments`; Llama's calls have `parameters`.
+
+    Raises DataError if the arguments may have another key: the call would be learned without them.
+    """
+    if "arguments" in call:
+        return dict(call)
+    if "parameters" in call:
+        return {"arguments" if key == "parameters" else key: value for key, value in call.items()}
+    others = [key for key in call if key not in ("name", "id", "type", "index")]
+    if others:
+        raise DataError(
+            f"{where}: {name}: the call of {call['name']!r} has no arguments, but {', '.join(map(repr, others))}. "
+            "Rename the key of the arguments to 'arguments'."
+        )
+    return dict(call)
+
+
+def _with_function(call: Any, name: str, where: str) -> Any:
+    """Return a tool call in which `function` holds the name and the arguments, where many templates look for them."""
+    if not isinstance(call, Mapping):
         return call
+    if isinstance(call.get("function"), Mapping) and isinstance(call["function"].get("name"), str):
+        return {**call, "function": _renamed(call["function"], name, where)}
+    if "function" in call or not isinstance(call.get("name"), str):
+        return call
+    call = _renamed(call, name, where)
     function = {key: call[key] for key in ("name", "arguments") if key in call}
     return {"type": "function", **{key: call[key] for key in call if key not in function}, "function": function}
 
@@ -507,7 +563,18 @@ def _convert_variables(record: dict[str, Any], where: str) -> None:
         if name in record:
             record[name] = json_value(without_nulls(record[name]), name, where)
     if isinstance(record.get("functions"), list) and not record.get("tools"):
-        record["tools"] = [{"type": "function", "function": function} for function in record.pop("functions")]
+        record["tools"] = record.pop("functions")
+    if isinstance(record.get("tools"), list):
+        record["tools"] = [_tool(tool) for tool in record["tools"]]
+
+
+def _tool(value: Any) -> Any:
+    """Return the definition of a tool in which `function` holds the name and the parameters, as in the server."""
+    if not isinstance(value, Mapping) or "function" in value or not isinstance(value.get("name"), str):
+        return value
+    if value.get("type", "function") != "function":
+        return value
+    return {"type": "function", "function": {key: value[key] for key in value if key != "type"}}
 
 
 def _convert_files(record: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from eqx_decoders.errors import DataError
 
 
-FORMAT = 3  # of shards; with another one, all are made again
+FORMAT = 4  # of shards; with another one, all are made again
 MARK, TAIL = b"eqxshard", struct.Struct("<q8s")
 
 

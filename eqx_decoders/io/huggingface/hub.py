@@ -8,6 +8,7 @@ from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.gguf.gguf_directory import GGUFDirectory
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.directory import Directory, exists
+from eqx_decoders.io.run_lock import is_of_a_run
 from eqx_decoders.io.text.chat_template import ADDITIONAL
 from eqx_decoders.io.text.tokenizer_formats import PATTERNS
 
@@ -33,8 +34,17 @@ TOKENIZER_FILES = (
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Directory:
-    """Return the directory or GGUF file `source`, or the local copy of the repository `"org/name"`."""
+    """Return the directory or GGUF file `source`, or the local copy of the repository `"org/name"`.
+
+    Raises ConversionError for a run directory.
+    """
     path = Path(expanded(source))
+    if not (path / "config.json").is_file() and is_of_a_run(path):
+        raise ConversionError(
+            f"{path} is a run directory of scripts/train.py, not a Hugging Face checkpoint. generate.py, "
+            f"serve.py and evaluate.py load it with --run-dir; `python scripts/convert.py export {path} DIRECTORY` "
+            "writes a checkpoint."
+        )
     if is_gguf(path) and not path.is_dir():
         return GGUFDirectory(path)
     repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)

@@ -66,7 +66,8 @@ def check_parts(messages: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str
 def _part(where: str, part: Any, files: dict[str, list[Any]], counts: dict[str, int]) -> dict[str, Any]:
     """Return a part without its file, which a template does not use."""
     good = isinstance(part, Mapping) and part.get("type") in ("text", *KINDS)
-    rule = f"must be an object whose type is text or one of {', '.join(KINDS)}"
+    example = "{'type': 'image', 'image': 'cat.png'}"
+    rule = f"must be an object whose type is text or one of {', '.join(KINDS)}, such as {example}"
     check(good, f"{where}={str(part)[:60]} {rule}.", DataError)
     kind = part["type"]
     if kind == "text":

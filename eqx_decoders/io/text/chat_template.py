@@ -436,6 +436,11 @@ def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dic
         role, content = message.get("role"), message.get("content")
         check(isinstance(role, str), f"{path}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
         text = isinstance(content, str) or (content is None and "tool_calls" in message)
+        missing = "content" not in message
+        keys = ", ".join(map(str, message)) or "none"
+        check(
+            text or not missing, f"{path} has no content; its keys: {keys}. Write its text under 'content'.", DataError
+        )
         check(text, f"{path}: content={str(content)[:60]!r} must be a text.", DataError)
     messages = [
         {key: value for key, value in message.items() if key == "content" or not _is_absent(key, value)}

@@ -210,6 +210,92 @@ def test_role_names_are_normalized(role):
     assert document.text == f"<{name}>x</s>{WANTED}"
 
 
+def test_calls_after_an_assistant_message_belong_to_its_turn():
+    """ms-swift writes parallel calls, and a call after a text, as messages of their own."""
+    f, g = ({"role": "tool_call", "content": json.dumps({"name": name, "arguments": {"x": 1}})} for name in "fg")
+    results = [{"role": "tool_response", "content": "1"}, {"role": "tool_response", "content": "2"}]
+    (document,) = rendered({"messages": [USER, f, g, *results, {**ANSWER, "loss": True}, f]})
+    calls = '<assistant>f{"x": 1}g{"x": 1}</s><tool>1</s><tool>2</s>'
+    assert document.text == f'<user>q</s>{calls}<assistant>af{{"x": 1}}</s>'
+    (apart,) = rendered({"messages": [USER, ANSWER, ANSWER]})  # not merged: no calls
+    assert apart.text == "<user>q</s><assistant>a</s><assistant>a</s>"
+    with pytest.raises(DataError, match=r"messages\[2\] is a call of the same turn .* the same weight, train or loss"):
+        rendered({"messages": [USER, {**ANSWER, "loss": False}, f]})
+
+
+@pytest.mark.parametrize("read", [normalize_prompt, normalize_record])
+def test_definitions_of_tools_have_the_form_of_the_server(read):
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    nested, search = {"type": "function", "function": function}, {"type": "web_search", "name": "search"}
+    for tools in ([function], json.dumps([function]), [{"type": "function", **function}], [nested]):
+        assert read({"messages": [USER, ANSWER], "tools": tools}, "a.jsonl:1")["tools"] == [nested]
+    assert read({"messages": [USER, ANSWER], "tools": [search]}, "a.jsonl:1")["tools"] == [search]
+
+
+def test_labelled_conversations_are_split_before_the_last_answer(tmp_path):
+    """The format of LLaMA-Factory and ms-swift for KTO."""
+    turns = [USER, ANSWER, USER, {"role": "assistant", "content": "b"}]
+    path = write(tmp_path / "a.jsonl", {"messages": turns, "label": False})
+    (example,) = read_labelled_answers(path, BYTES, seq_len=200, template=TEMPLATE).examples
+    (answer,) = example.answers
+    assert BYTES.decode(answer.tokens[answer.targets]) == "b</s>" and example.label == -1
+    assert BYTES.decode(answer.prompt) == WANTED + "<user>q</s><assistant>"
+    path = write(tmp_path / "b.jsonl", {"messages": [USER], "label": True})
+    with pytest.raises(DataError, match=r"has no field 'completion'.*its fields: messages, label"):
+        read_labelled_answers(path, BYTES, seq_len=200, template=TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"instruction": "q", "response": "a"}, {"question": "q", "answer": "a"}, {"prompt": "q", "response": "a"}],
+)
+def test_an_error_about_other_columns_names_the_columns_to_rename(record):
+    with pytest.raises(DataError) as error:
+        rendered(record)
+    assert f"its fields: {', '.join(record)}. Set --text-field" in str(error.value)
+    assert "rename the columns to 'instruction' and 'output'" in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["role", "function_call", "flat", "nested"])
+def test_arguments_of_calls_are_not_lost(form):
+    def call_of(call: dict) -> dict:
+        if form == "role":
+            return {"from": "function_call", "value": json.dumps(call)}
+        calls = {"function_call": {"function_call": call}, "flat": {"tool_calls": [call]}}
+        return {"role": "assistant", **calls.get(form, {"tool_calls": [{"type": "function", "function": call}]})}
+
+    for arguments in ({"arguments": {"x": 1}}, {"parameters": {"x": 1}}, {"parameters": '{"x": 1}'}):
+        (document,) = rendered({"messages": [USER, call_of({"name": "f", **arguments})]})
+        assert document.text == '<user>q</s><assistant>f{"x": 1}</s>'
+    with pytest.raises(DataError, match=r"messages\[1\]: the call of 'f' has no arguments, but 'args'\. Rename"):
+        rendered({"messages": [USER, call_of({"name": "f", "args": {"x": 1}})]})
+
+
+def test_image_urls_become_images():
+    for part in (
+        {"image_url": {"url": "a.png"}},
+        {"image_url": "a.png"},
+        {"type": "input_image", "image_url": "a.png"},
+    ):
+        message = {"role": "user", "content": [{"type": "image_url", **part}, {"type": "text", "text": "q"}]}
+        (found,) = normalize_record({"messages": [message]}, "a.jsonl:1")["messages"]
+        assert found["content"] == [{"type": "image", "image": "a.png"}, {"type": "text", "text": "q"}]
+
+
+@pytest.mark.parametrize("name", ["text", "message"])
+def test_an_error_about_a_message_names_its_keys(name):
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: messages\[0\] has no content; its keys: role, {name}\."):
+        rendered({"messages": [{"role": "user", name: "q"}, ANSWER]})
+
+
+def test_fields_in_errors_are_not_null(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": None, "rejected": "b"})
+    with pytest.raises(DataError, match=r"has no field 'chosen': .* its fields: prompt, rejected\."):
+        read_pairs(path, BYTES, seq_len=64)
+    with pytest.raises(DataError, match=r"has no field 'prompt' or 'messages'; its fields: question\. Rename"):
+        normalize_prompt({"prompt": None, "question": "q"}, "a.jsonl:1")
+
+
 def test_function_calls_become_tool_calls():
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     record = {"messages": [USER, call, {"role": "function", "name": "f", "content": "1"}, ANSWER]}
@@ -441,7 +527,7 @@ def test_an_excluded_answer_is_not_called_empty(tmp_path):
 
 
 def test_empty_values_are_treated_as_missing():
-    assert not rendered({"messages": [USER, {**ANSWER, "content": []}]}, template=TEMPLATE)[0].text.count("[")
+    assert rendered({"messages": [{**USER, "content": []}, ANSWER]})[0].text == "<user></s><assistant>a</s>"
     for stand_in in ({"tool_calls": ""}, {"tool_calls": []}, {"function_call": ""}, {"function_call": {}}):
         assert rendered({"messages": [USER, {**ANSWER, **stand_in}]})[0].text == WANTED
     for record in ({"instruction": "q", "history": "[]"}, {"instruction": "q", "history": ""}):

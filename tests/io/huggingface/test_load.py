@@ -505,3 +505,14 @@ def test_downloads_additional_chat_templates_but_no_other_subfolders(tmp_path, m
     assert all(map(is_downloaded, ("config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja")))
     others = ("onnx/config.json", "original/tokenizer.model", "a/b/c.json", "x/chat_template.jinja")
     assert not any(map(is_downloaded, others))
+
+
+def test_names_the_remedy_for_a_run_directory(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps({"run_dir": str(tmp_path), "model": "tiny", "steps": 2}))
+    for load in (ed.load_hf, ed.load_text_model):
+        with pytest.raises(
+            ed.ConversionError, match=r"is a run directory .* --run-dir; `python scripts/convert\.py export"
+        ):
+            load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # an export into the same directory
+    assert hub.resolve(tmp_path).path == tmp_path

@@ -173,7 +173,10 @@ def test_other_numbers_and_kinds_are_refused(folder):
     assert parse_reference(reference("image", "x.png", "1f")) == ("image", "x.png", "1f")
     for record, words in (
         ({"text": f"{CLIP} w1", "videos": ["0.mkv", "1.mkv"]}, r"has 1 placeholders '<\|video_pad\|>', but 2 videos"),
-        ({"text": f"{CLIP} w1 w2", "images": ["0.png"]}, r"has 0 placeholders '<\|image_pad\|>', but 1 images"),
+        (
+            {"text": f"{CLIP} w1 w2", "images": ["0.png"]},
+            r"has 0 placeholders '<\|image_pad\|>', but 1 images: give one for each\. Replace names such as '<image>'",
+        ),
         ({"text": "w1", "videos": ["none.mkv"]}, r"video '.*/none.mkv' cannot be opened"),
         ({"text": "w1", "audios": ["0.wav"]}, "audio '.*/0.wav': .* says nothing of audio"),
         (
