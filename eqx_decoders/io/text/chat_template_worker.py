@@ -184,7 +184,23 @@ def render(tracker, template, variables):
             break
     if best is not None:
         return best[1]
+    tools = with_descriptions(variables.get("tools"))
+    if tools != variables.get("tools"):
+        return render(tracker, template, {**variables, "tools": tools})
     raise error or ValueError("it has no form")
+
+
+def with_descriptions(tools):
+    """Return the tools with an empty description where they have none: some templates (gpt-oss) require the key."""
+    if not isinstance(tools, list):
+        return tools
+    described = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and function.get("description") is None:
+            tool = {**tool, "function": {**function, "description": ""}}
+        described.append(tool)
+    return described
 
 
 def only_writes_parts(tracker, template, variables):

@@ -402,6 +402,15 @@ def test_a_call_of_a_tool_needs_no_content():
     assert ChatTemplate(source="{{ messages[0].tool_calls[0].name }}").render(messages) == "f"
 
 
+def test_describes_tools_if_the_template_requires_it():
+    source = "{% for tool in tools %}{{ '// ' + tool.function.description }}{{ tool.function.name }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    tools.append({"type": "function", "function": {"name": "g", "description": "d"}})
+    messages = [{"role": "user", "content": "Hi"}]
+    assert ChatTemplate(source=source).render(messages, tools=tools) == "// f// dg"
+    assert "description" not in ChatTemplate(source="{{ tools | tojson }}").render(messages, tools=tools[:1])
+
+
 @pytest.mark.parametrize("calls", [None, [], ()])
 def test_omits_tool_calls_if_there_are_none(calls):
     source = "{% for m in messages %}{{ m.tool_calls[0].name if 'tool_calls' in m else m.content }}{% endfor %}"
