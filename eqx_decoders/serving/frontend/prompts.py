@@ -151,9 +151,9 @@ class PromptPreparer:
         async with self._semaphore.acquire(client):
             return await asyncio.get_running_loop().run_in_executor(self._thread, bound)
 
-    async def text(self, text: str, *, special: bool = True, client: str = "") -> PreparedPrompt:
+    async def text(self, text: str, *, special: bool = True, client: str = "", param: str = "prompt") -> PreparedPrompt:
         """Encode a text."""
-        await self.check(text, client)
+        await self.check(text, client, param)
         return PreparedPrompt(await self.run(self.frontend.encode, text, special=special, client=client))
 
     async def chat(
@@ -201,17 +201,17 @@ class PromptPreparer:
         for thread in (self._thread, self._media_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def check(self, text: str, client: str = "") -> None:
+    async def check(self, text: str, client: str = "", param: str = "messages") -> None:
         """Raise ApiError for a text that is too long, without encoding all of it: that could take seconds."""
         if len(text) > self._max_characters or (
             len(text) > TYPICAL_CHARACTERS * self._max_length
             and await self.run(is_too_long, self.frontend.tokenizer, text, self._max_length, client=client)
         ):
-            self._refuse(len(text))
+            self._refuse(len(text), param)
 
-    def _refuse(self, length: int) -> NoReturn:
+    def _refuse(self, length: int, param: str = "messages") -> NoReturn:
         message = f"The prompt has {length:,} characters, which are more than {self._max_length:,} tokens"
-        raise ApiError(400, f"{message}: shorten it.", code="context_length_exceeded")
+        raise ApiError(400, f"{message}: shorten it.", param=param, code="context_length_exceeded")
 
     async def _render(
         self,

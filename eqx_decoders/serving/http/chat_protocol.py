@@ -9,6 +9,7 @@ from eqx_decoders.serving.frontend.answer_grammar import CallGrammar, call_gramm
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.json_body import Meta, RequestFields, convert
+from eqx_decoders.serving.http.other_fields import ADVICE
 from eqx_decoders.serving.http.protocol import (
     Count,
     Flag,
@@ -104,6 +105,8 @@ class Message(RequestFields, forbid_unknown_fields=False):
     refusal: Text | None = None
     function_call: Any = None
     audio: Any = None
+    prefix: Any = None
+    partial: Any = None
 
 
 class NamedFunction(RequestFields, forbid_unknown_fields=False):
@@ -265,6 +268,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def max_answer(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def max_answer_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def check(self, config: ApiConfig) -> None:
         check_alternatives("top_logprobs", self.top_logprobs, config)
         if self.top_logprobs and not self.logprobs:
@@ -344,6 +355,9 @@ def check_conversation(request: AnyConversation, config: ApiConfig) -> None:
         if message.audio is not None:
             rule = "is not supported, because this server stores no audio. Send the transcript as content"
             raise refuse(f"messages[{index}].audio", message.audio, rule)
+        for name in ("prefix", "partial"):  # of Mistral, DeepSeek and Moonshot
+            if getattr(message, name):
+                raise refuse(f"messages[{index}].{name}", getattr(message, name), ADVICE["continue_final_message"])
     convert(request.tools, _TOOLS, "tools")
     reserved = sorted(RESERVED & (request.chat_template_kwargs or {}).keys())
     if reserved:

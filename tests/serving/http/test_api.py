@@ -553,6 +553,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + ba
         ({"role": "assistant", "tool_calls": [{"function": {"name": None}}]}, "function.name=null must be a text"),
         ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "Use tool_calls"),
         ({"role": "assistant", "audio": {"id": "audio_1"}}, "audio"),
+        ({"role": "assistant", "content": "a", "prefix": True}, "prefix=true is not offered: use /v1/completions"),
     ],
 )
 def test_messages_that_are_none(chats, message, says):
@@ -592,6 +593,21 @@ def test_unknown_paths_are_answered_with_known_paths(server, path):
     message = server.json(path, {}, code=404)["error"]["message"]
     assert message.startswith(f"Unknown path: {path}. This server has ")
     assert CHAT in message and "base_url" in message
+
+
+def test_errors_of_lengths_name_the_fields_of_the_request(server, chats):
+    def refused(running, path, **body):
+        error = running.json(path, body, code=400)["error"]
+        assert error["code"] == "context_length_exceeded"
+        return error["param"]
+
+    for count in (600, 60_000):
+        assert refused(server, COMPLETIONS, prompt="a" * count) == "prompt"
+        assert refused(chats, CHAT, messages=[{"role": "user", "content": "ab" * count}]) == "messages"
+    short = [{"role": "user", "content": "a"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert refused(chats, CHAT, messages=short, **{name: 10_000}) == name
+    assert refused(server, COMPLETIONS, prompt="a", max_tokens=10_000) == "max_tokens"
 
 
 def test_a_model_without_a_template_only_continues_texts(server):
