@@ -14,6 +14,7 @@ from eqx_decoders.serving.http.protocol import (
     Count,
     Flag,
     GenerationRequest,
+    NonEmpty,
     Prompt,
     RequestBody,
     Size,
@@ -112,7 +113,8 @@ class Message(RequestFields, forbid_unknown_fields=False):
 class NamedFunction(RequestFields, forbid_unknown_fields=False):
     """Function that an answer may call. Other fields of it are those of the model's chat template."""
 
-    name: Text
+    name: NonEmpty
+    parameters: Annotated[dict[str, Any], Meta(description="an object with a JSON Schema")] | None = None
 
 
 class Tool(RequestFields, forbid_unknown_fields=False):
