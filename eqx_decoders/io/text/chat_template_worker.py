@@ -184,7 +184,29 @@ def render(tracker, template, variables):
             break
     if best is not None:
         return best[1]
+    simple = {**variables, "messages": [without_text_before_calls(each) for each in variables["messages"]]}
+    if isinstance(variables.get("tools"), list):
+        simple["tools"] = [with_description(tool) for tool in variables["tools"]]
+    if simple != variables:
+        return render(tracker, template, simple)
     raise error or ValueError("it has no form")
+
+
+def with_description(tool):
+    """Return a tool with an empty description if it has none: some templates (gpt-oss) require the key."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
+
+
+def without_text_before_calls(message):
+    """Return a message that calls tools with its text as the end of its reasoning: gpt-oss refuses both."""
+    content, reasoning = message.get("content"), message.get("reasoning_content")
+    if not called(message) or not all(isinstance(text, str) and text for text in (content, reasoning)):
+        return message
+    text = f"{reasoning}\n\n{content}"
+    return {**message, "content": "", "reasoning_content": text, "thinking": text}
 
 
 def only_writes_parts(tracker, template, variables):

@@ -6,6 +6,7 @@ patterns for formats that llguidance checks less strictly than the `jsonschema` 
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,10 @@ FORMATS = frozenset(
         *("uri-template", "uuid"),
     }
 )
+
+
+_literals = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)  # escaped characters and character classes
+_look_around = re.compile(r"\(\?<?[=!]")
 
 
 def prepare_schema(schema: Any) -> Any:
@@ -228,6 +233,7 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
             prepared[keyword] = value
     _check_numbers(prepared, path)
     _check_min_properties(prepared, path)
+    _check_pattern(prepared, path)
     pattern = PATTERN_OF_FORMAT.get(str(prepared.get("format")))
     if pattern is not None:
         if prepared["format"] == "date":
@@ -237,6 +243,16 @@ def _prepare(schema: Any, path: str, depth: int) -> Any:
         else:
             prepared["pattern"] = pattern
     return prepared
+
+
+def _check_pattern(schema: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError for a look-around in `pattern`, such as in zod's pattern for email addresses."""
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and _look_around.search(_literals.sub("", pattern)):
+        raise ConfigError(
+            f"The JSON Schema is not supported: `{path[:MAX_SHOWN]}` has `pattern={shown(pattern)}` with look-around. "
+            "Remove the pattern, or write it without `(?=`, `(?!`, `(?<=` and `(?<!`."
+        )
 
 
 def _check_shapes(schema: Mapping[str, Any], path: str) -> None:

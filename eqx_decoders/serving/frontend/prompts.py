@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders.media import Media
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.processor import Processor
@@ -38,6 +39,7 @@ AROUND = 256  # characters around blanks that decide if a tokenizer drops these:
 ENTRIES, PER_TOKEN = 20_000, 8  # maximum entries of lists and objects in a conversation, and more per token
 
 _blanks = re.compile(r"\s+")
+_removable = re.compile(r"\s+|/(?:no_?)?think\b")
 
 Result = TypeVar("Result")
 
@@ -149,9 +151,9 @@ class PromptPreparer:
         async with self._semaphore.acquire(client):
             return await asyncio.get_running_loop().run_in_executor(self._thread, bound)
 
-    async def text(self, text: str, *, special: bool = True, client: str = "") -> PreparedPrompt:
+    async def text(self, text: str, *, special: bool = True, client: str = "", param: str = "prompt") -> PreparedPrompt:
         """Encode a text."""
-        await self.check(text, client)
+        await self.check(text, client, param)
         return PreparedPrompt(await self.run(self.frontend.encode, text, special=special, client=client))
 
     async def chat(
@@ -199,17 +201,17 @@ class PromptPreparer:
         for thread in (self._thread, self._media_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def check(self, text: str, client: str = "") -> None:
+    async def check(self, text: str, client: str = "", param: str = "messages") -> None:
         """Raise ApiError for a text that is too long, without encoding all of it: that could take seconds."""
         if len(text) > self._max_characters or (
             len(text) > TYPICAL_CHARACTERS * self._max_length
             and await self.run(is_too_long, self.frontend.tokenizer, text, self._max_length, client=client)
         ):
-            self._refuse(len(text))
+            self._refuse(len(text), param)
 
-    def _refuse(self, length: int) -> NoReturn:
+    def _refuse(self, length: int, param: str = "messages") -> NoReturn:
         message = f"The prompt has {length:,} characters, which are more than {self._max_length:,} tokens"
-        raise ApiError(400, f"{message}: shorten it.", code="context_length_exceeded")
+        raise ApiError(400, f"{message}: shorten it.", param=param, code="context_length_exceeded")
 
     async def _render(
         self,
@@ -235,7 +237,43 @@ class PromptPreparer:
             self._refuse(length)
         if entries > ENTRIES + PER_TOKEN * self._max_length:
             raise ApiError(400, f"messages, tools and chat_template_kwargs have {entries:,} entries: send fewer.")
-        return await renderer.render(checked, length + entries, client)
+        try:
+            rendered = await renderer.render(checked, length + entries, client)
+        except ConversionError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        find = functools.partial(first_left_out, rendered, checked.messages)
+        left_out = await run_in_worker_if_large(SLOW * num_messages + len(rendered.text) // 64, find)
+        if left_out is not None:
+            role = checked.messages[left_out]["role"]
+            content = checked.messages[left_out]["content"]
+            rule = f"is left out by this model's chat template: it has the role {role!r} where the template allows none"
+            raise refuse(f"messages[{left_out}].content", content, f"{rule}. Move its text to another message")
+        return rendered
+
+
+def first_left_out(rendered: Rendered, messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the index of the first message whose text the template leaves out; None: it writes all messages.
+
+    Messages of the assistant are not checked: templates leave out earlier reasoning, and text before tool calls.
+    Blanks and switches such as `/no_think` do not count, because templates remove them from messages.
+    """
+    written = {number for number, start, stop in rendered.messages if rendered.text[start:stop].strip()}
+    text = None
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] == "assistant" or number in written or not isinstance(content, str):
+            continue
+        if content.strip() in rendered.text:
+            continue
+        escaped = json.dumps(content, ensure_ascii=False)[1:-1]
+        text = _without_removable(rendered.text) if text is None else text
+        if _without_removable(content) not in text and _without_removable(escaped) not in text:
+            return number
+    return None
+
+
+def _without_removable(text: str) -> str:
+    return "".join(_removable.sub("", line) for line in text.splitlines())
 
 
 def is_too_long(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:

@@ -32,7 +32,11 @@ async def scored_prompts(
     found, special, stop_ids = list[PreparedPrompt](), request.add_special_tokens, preparer.frontend.stop_ids
     for prompt in request.prompts:
         text = isinstance(prompt, str)
-        found.append(await preparer.text(prompt, special=special, client=client) if text else PreparedPrompt(prompt))
+        found.append(
+            await preparer.text(prompt, special=special, client=client, param="input")
+            if text
+            else PreparedPrompt(prompt)
+        )
     if chat is not None:
         prompt = await preparer.chat(*chat, answer=False, client=client)
         ends = [place for place, token in enumerate(prompt.ids, 1) if token in stop_ids]

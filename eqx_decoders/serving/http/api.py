@@ -305,7 +305,7 @@ class Api:
         chat = None if request.messages is None else chat_protocol.conversation(request)
         prompts = await self._with_client_errors(scored_prompts(self._preparer, request, chat, client))
         for prompt in prompts:
-            self._answer_limit(prompt, None, 1)
+            self._answer_limit(prompt, None, 1, "input" if request.messages is None else "messages")
         requests = [Request(prompt=prompt.ids, max_new_tokens=1, client=client) for prompt in prompts]
         rows = await text_scores(await self._submit(requests), len(prompts), activation=request.use_activation)
         return json_response(classification(http_request.request_id, self.config.name, prompts, rows))
@@ -344,7 +344,8 @@ class Api:
         echo: bool = False,
     ) -> list[int]:
         """Return the maximum length of the answers to each prompt; ApiError where no tokens or scores are left."""
-        limits = [self._answer_limit(prompt, request.max_answer, default) for prompt in prompts]
+        fields = request.prompt_field, request.max_answer_field
+        limits = [self._answer_limit(prompt, request.max_answer, default, *fields) for prompt in prompts]
         if request.alternatives is None:
             return limits
         scores_per_token, max_scores = request.n * (1 + request.alternatives), self.config.max_scores
@@ -357,22 +358,32 @@ class Api:
             raise ApiError(400, message, param="logprobs", code="too_many")
         return [min(limit, remaining // len(prompts)) if request.max_answer is None else limit for limit in limits]
 
-    def _answer_limit(self, prompt: PreparedPrompt, max_tokens: int | None, default: int) -> int:
+    def _answer_limit(
+        self,
+        prompt: PreparedPrompt,
+        max_tokens: int | None,
+        default: int,
+        prompt_field: str,
+        max_tokens_field: str = "max_tokens",
+    ) -> int:
         """Return the maximum length of an answer; ApiError for a prompt that leaves no room for it."""
         count, max_length = len(prompt.ids), self.config.max_length
         if count == 0:
             raise ApiError(
-                400, "prompt='' is empty, and the tokenizer has no token that begins a text.", param="prompt"
+                400,
+                f"{prompt_field} is empty, and the tokenizer has no token that begins a text.",
+                param=prompt_field,
             )
         if max(prompt.ids) >= self.config.vocab_size:
-            raise ApiError(400, f"prompt has token {max(prompt.ids)}, which the model does not know.", param="prompt")
+            message = f"{prompt_field} has token {max(prompt.ids)}, which the model does not know."
+            raise ApiError(400, message, param=prompt_field)
         message = f"This model takes {max_length:,} tokens of prompt and answer together. The prompt has {count:,}"
         if count >= max_length:
-            raise ApiError(400, f"{message}: shorten it.", param="prompt", code="context_length_exceeded")
+            raise ApiError(400, f"{message}: shorten it.", param=prompt_field, code="context_length_exceeded")
         room = max_length - count
         if max_tokens is not None and max_tokens > room:
-            error = f"{message}, and max_tokens={max_tokens:,}: at most {room:,} fit."
-            raise ApiError(400, error, param="max_tokens", code="context_length_exceeded")
+            error = f"{message}, and {max_tokens_field}={max_tokens:,}: at most {room:,} fit."
+            raise ApiError(400, error, param=max_tokens_field, code="context_length_exceeded")
         return max(1, min(default, room) if max_tokens is None else max_tokens)
 
     async def _respond(

@@ -53,7 +53,9 @@ def create_app(api: Api, allow_origins: Sequence[str] = ()) -> Starlette:
 
 
 async def _unknown(request: Request, error: Any) -> Response:
-    message = f"{request.url.path[:100]} is no address of this API."
+    paths = ", ".join(each.path for each in OPERATIONS if each.path.startswith("/v1/") and "{" not in each.path)
+    message = f"Unknown path: {request.url.path[:100]}. This server has {paths}, and others listed in /openapi.json. "
+    message += "The base_url of OpenAI's clients must end in /v1."
     if error.status_code == 405:
         message = f"{request.method} is not allowed here."
     return json_response(ErrorBody.of(ApiError(error.status_code, message)), error.status_code, **error.headers or {})

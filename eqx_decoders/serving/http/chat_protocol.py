@@ -1,7 +1,7 @@
 """Bodies with conversations as declared types: messages, their parts, tools and variables of the chat template."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from eqx_decoders.io.text.answers.formats import ToolFormat
@@ -9,10 +9,12 @@ from eqx_decoders.serving.frontend.answer_grammar import CallGrammar, call_gramm
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.json_body import Meta, RequestFields, convert
+from eqx_decoders.serving.http.other_fields import ADVICE
 from eqx_decoders.serving.http.protocol import (
     Count,
     Flag,
     GenerationRequest,
+    NonEmpty,
     Prompt,
     RequestBody,
     Size,
@@ -83,10 +85,16 @@ Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart | AudioPart | In
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
+class PastFunctionCall(RequestFields, forbid_unknown_fields=False):
+    """Function that an answer has called. Its arguments are JSON text or an object."""
+
+    name: Text
+
+
 class ToolCall(RequestFields, forbid_unknown_fields=False):
     """Call of a tool by an answer."""
 
-    function: dict[str, Any]
+    function: Annotated[PastFunctionCall, Meta(description="an object with a name and arguments")]
 
 
 class Message(RequestFields, forbid_unknown_fields=False):
@@ -96,19 +104,24 @@ class Message(RequestFields, forbid_unknown_fields=False):
     content: Annotated[str | list[Part], Meta(description="a text or a list of parts")] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(description="objects with a function")] | None = None
     refusal: Text | None = None
+    function_call: Any = None
+    audio: Any = None
+    prefix: Any = None
+    partial: Any = None
 
 
 class NamedFunction(RequestFields, forbid_unknown_fields=False):
     """Function that an answer may call. Other fields of it are those of the model's chat template."""
 
-    name: Text
+    name: NonEmpty
+    parameters: Annotated[dict[str, Any], Meta(description="an object with a JSON Schema")] | None = None
 
 
 class Tool(RequestFields, forbid_unknown_fields=False):
     """Tool that an answer may call."""
 
-    type: Literal["function"]
-    function: NamedFunction
+    type: Annotated[Literal["function"], Meta(description="'function': this server runs no tools itself")]
+    function: Annotated[NamedFunction, Meta(description="an object with the name and parameters of the function")]
 
 
 # Templates get all fields of messages and tools: so these are checked by their types, and used as they are.
@@ -257,6 +270,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def max_answer(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
+    def max_answer_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def check(self, config: ApiConfig) -> None:
         check_alternatives("top_logprobs", self.top_logprobs, config)
         if self.top_logprobs and not self.logprobs:
@@ -330,6 +351,15 @@ def check_conversation(request: AnyConversation, config: ApiConfig) -> None:
     for index, message in enumerate(convert(messages, _MESSAGES, "messages")):
         if message.content is None and message.tool_calls is None and message.role != "assistant":
             raise refuse(f"messages[{index}].content", None, "must be a text or a list of parts")
+        if message.function_call is not None:
+            rule = "is not supported. Use tool_calls, and a message of the role tool, instead"
+            raise refuse(f"messages[{index}].function_call", message.function_call, rule)
+        if message.audio is not None:
+            rule = "is not supported, because this server stores no audio. Send the transcript as content"
+            raise refuse(f"messages[{index}].audio", message.audio, rule)
+        for name in ("prefix", "partial"):  # of Mistral, DeepSeek and Moonshot
+            if getattr(message, name):
+                raise refuse(f"messages[{index}].{name}", getattr(message, name), ADVICE["continue_final_message"])
     convert(request.tools, _TOOLS, "tools")
     reserved = sorted(RESERVED & (request.chat_template_kwargs or {}).keys())
     if reserved:
@@ -345,9 +375,11 @@ def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[s
     """
     variables = dict(request.chat_template_kwargs or {})
     if request.tools and request.tool_choice != "none":
-        variables["tools"] = list(request.tools)
+        variables["tools"] = [_without_null(tool) for tool in request.tools]
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
+    if request.reasoning_effort == "none":  # most templates have a switch in place of an effort
+        variables = {"enable_thinking": False, "thinking": False, **variables}
     messages = [
         {**message, "content": message.get("refusal") or ""}
         if message.get("content") is None and not message.get("tool_calls")
@@ -355,3 +387,9 @@ def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[s
         for message in request.messages or []
     ]
     return messages, variables
+
+
+def _without_null(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool without fields that are null: templates would write the word None. Parameters stay as they are."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {name: value for name, value in tool.items() if value is not None} | {"function": function}

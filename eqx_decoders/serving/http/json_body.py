@@ -113,7 +113,7 @@ def _known(body: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
             else:
                 known[name] = _whole(value)
         elif not changes_nothing(name, value):
-            rule = ADVICE.get(name, "is an unknown field. Remove it")
+            rule = ADVICE.get(f"{where}{name}", "is an unknown field. Remove it")
             raise refuse(f"{where}{name[:SHOWN]}", value, rule, "unsupported_parameter")
     return known
 

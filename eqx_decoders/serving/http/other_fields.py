@@ -90,7 +90,7 @@ IGNORED = frozenset(
         "extra_key",
     }
 )
-# What to send instead, for the error message.
+# What to send instead, for the error message. Fields of objects are named with their path.
 ADVICE: Mapping[str, str] = {
     "best_of": "is not offered: ask for n answers and choose",
     "suffix": "is not offered: write it into the prompt as the model's training had it",
@@ -107,6 +107,14 @@ ADVICE: Mapping[str, str] = {
     "format": "is not supported. Use response_format instead",
     **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "is not supported. Use max_tokens instead"),
     "n_probs": "is not supported. Use logprobs instead",
+    "messages": "is a field of /v1/chat/completions. Send the request there",
+    "prompt": "is not a field of chats. Use messages instead, or send the request to /v1/completions",
+    "input": "is not supported. Use messages in /v1/chat/completions, or prompt in /v1/completions, instead",
+    "instructions": "is not supported. Use a message with the role system instead",
+    "max_output_tokens": "is not supported. Use max_tokens instead",
+    "max_completion_tokens": "is a field of chats. Use max_tokens instead",
+    "store": "is not supported: this server does not store answers. Remove it",
+    "num_ctx": "is set when the server starts, with --max-length. Remove it",
     "repeat_penalty": "is not supported. Use repetition_penalty instead",
     "random_seed": "is not supported. Use seed instead",
     "reasoning": "is not supported. Use reasoning_effort instead",
@@ -115,7 +123,22 @@ ADVICE: Mapping[str, str] = {
     "continue_final_message": "is not offered: use /v1/completions with a text that ends where it is to go on",
     **dict.fromkeys(("use_beam_search", "prediction"), "is not offered: leave it out"),
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "is not offered: give logit_bias"),
-    "structural_tag": "is not offered: give json, regex, choice or grammar",
+    "structured_outputs.structural_tag": "is not offered: give json, regex, choice or grammar",
+    **dict.fromkeys(
+        ("response_format.name", "response_format.strict", "response_format.description"),
+        "is in the wrong place. Move it into response_format.json_schema, beside the schema",
+    ),
+    **dict.fromkeys(
+        ("response_format.json_schema.type", "response_format.json_schema.properties"),
+        "is in the wrong place. Move the JSON Schema into response_format.json_schema.schema",
+    ),
+    **dict.fromkeys(
+        (
+            *("response_format.value", "response_format.pattern", "response_format.grammar", "response_format.regex"),
+            *("response_format.structures", "response_format.triggers", "response_format.format"),
+        ),
+        "is not supported. Use response_format with json_schema, guided_regex or guided_grammar instead",
+    ),
 }
 
 

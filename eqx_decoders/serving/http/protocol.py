@@ -144,6 +144,16 @@ class GenerationRequest(RequestBody):
         return None
 
     @property
+    def prompt_field(self) -> str:
+        """Name of the field with the prompt, for error messages."""
+        return "prompt"
+
+    @property
+    def max_answer_field(self) -> str:
+        """Name of the field that sets `max_answer`, for error messages."""
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage

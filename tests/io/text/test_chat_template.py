@@ -403,6 +403,26 @@ def test_a_call_of_a_tool_needs_no_content():
     assert ChatTemplate(source="{{ messages[0].tool_calls[0].name }}").render(messages) == "f"
 
 
+def test_describes_tools_if_the_template_requires_it():
+    source = "{% for tool in tools %}{{ '// ' + tool.function.description }}{{ tool.function.name }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    tools.append({"type": "function", "function": {"name": "g", "description": "d"}})
+    messages = [{"role": "user", "content": "Hi"}]
+    assert ChatTemplate(source=source).render(messages, tools=tools) == "// f// dg"
+    assert "description" not in ChatTemplate(source="{{ tools | tojson }}").render(messages, tools=tools[:1])
+
+
+def test_joins_text_and_reasoning_if_the_template_refuses_both():
+    source = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}{{ m.thinking }}|{{ m.content }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "assistant", "content": "See:", "reasoning_content": "Hm.", "tool_calls": [call]}]
+    assert ChatTemplate(source=source).render(messages) == "Hm.\n\nSee:|"
+    assert ChatTemplate(source=source.replace("m.tool_calls and", "false and")).render(messages) == "Hm.|See:"
+
+
 @pytest.mark.parametrize("calls", [None, [], ()])
 def test_omits_tool_calls_if_there_are_none(calls):
     source = "{% for m in messages %}{{ m.tool_calls[0].name if 'tool_calls' in m else m.content }}{% endfor %}"

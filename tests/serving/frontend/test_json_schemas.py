@@ -77,6 +77,7 @@ SCHEMAS = {
     "negative": record({"a": {"type": "number", "exclusiveMinimum": -2.5, "maximum": -0.5}}),
     "pattern": record({"a": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]$"}}),
     "pattern unanchored": record({"a": {"type": "string", "pattern": "[0-9]", "maxLength": 4}}),
+    "pattern with the characters of a look-ahead": record({"a": {"type": "string", "pattern": r"^[(?=]\(?=$"}}),
     "format": record({"a": {"type": "string", "format": "ipv4"}, "b": {"type": "string", "format": "uuid"}}),
     "format of OpenAPI": record({"a": {"type": "string", "format": "password", "maxLength": 3}}),
     "date": {"type": "array", "items": {"type": "string", "format": "date"}, "minItems": 5, "maxItems": 5},
@@ -223,7 +224,8 @@ REFUSED = {
     "no number": (record({"a": {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6}}), ""),
     "no text": (record({"a": {"type": "string", "pattern": "^[a-z]{5}$", "maxLength": 3}}), ""),
     "no constant": (record({"a": {"const": "abc", "maxLength": 2}}), ""),
-    "look-around": (record({"a": {"type": "string", "pattern": "(?=a)b"}}), "look-around"),
+    "look-ahead": (record({"a": {"type": "string", "pattern": "^(?!\\.)[a-z.]*$"}}), "`$.properties.a` has `pattern="),
+    "look-behind": (record({"a": {"type": "string", "pattern": "a(?<=a)b"}}), "with look-around"),
     "a list": ([], "[]"), "a number": (5, "5"),
 }  # fmt: skip
 

@@ -60,8 +60,46 @@ def test_conversations_that_come_at_once_share_a_process():
 def test_one_that_ends_its_process_takes_no_others_with_it():
     frontend, Slow.batches = chat_frontend(chat=Slow(source="")), []
     found = read(frontend, ["a", "fail", "b", "c"])
-    assert [isinstance(one, ConversionError) for one in found] == [False, True, False, False]
+    assert [isinstance(one, ApiError) for one in found] == [False, True, False, False]
+    assert found[1].param == "messages"
     assert frontend.tokenizer.decode(found[3].ids) == "c"
+
+
+SYSTEM_FIRST = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content.replace('/no_think', '').strip() }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def chat_messages(messages: list[dict[str, str]]):
+    """Prepare a conversation with a template that writes a message of the role system only at the start."""
+
+    async def run():
+        preparer = PromptPreparer(chat_frontend(chat=ChatTemplate(source=SYSTEM_FIRST)), max_length=512)
+        try:
+            return await preparer.chat(messages, {}, answer=True)
+        finally:
+            preparer.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_refuses_messages_that_the_template_leaves_out(role):
+    first, user, late = ({"role": role, "content": text} for text in ("Be kind.", "Hi", "Speak French."))
+    user["role"] = "user"
+    for messages, index in (([first, late, user], 1), ([first, user, late], 2), ([user, late], 1)):
+        with pytest.raises(ApiError, match="is left out by this model's chat template") as error:
+            chat_messages(messages)
+        assert error.value.param == f"messages[{index}].content"
+
+
+@pytest.mark.parametrize("system", ["Be kind.", " Be \n kind. ", "/no_think Be kind.", "Be kind. /no_think", ""])
+def test_accepts_messages_that_the_template_changes(system):
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Hi"}]
+    text = chat_frontend().tokenizer.decode(chat_messages(messages).ids)
+    assert text == system.replace("/no_think", "").strip() + "<user>Hi"
 
 
 def test_what_is_too_long_is_refused_before_it_is_encoded():

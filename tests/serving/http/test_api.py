@@ -549,6 +549,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + ba
         ({"role": "assistant", "content": None, "refusal": 5}, "refusal"),
         ({"role": "assistant", "tool_calls": [5]}, "must be objects with a function"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "a JSON object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "function.name is missing"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": None}}]}, "function.name=null must be a text"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "Use tool_calls"),
+        ({"role": "assistant", "audio": {"id": "audio_1"}}, "audio"),
+        ({"role": "assistant", "content": "a", "prefix": True}, "prefix=true is not offered: use /v1/completions"),
     ],
 )
 def test_messages_that_are_none(chats, message, says):
@@ -559,6 +564,50 @@ def test_messages_that_are_none(chats, message, says):
 def test_variables_of_a_template_reach_no_files(chats, name):
     body = dict(messages=[{"role": "user", "content": "a"}], chat_template_kwargs={name: ["/etc/passwd"]})
     assert "must not have" in chats.json(CHAT, body, code=400)["error"]["message"]
+
+
+def rendered_variables(chats, **options) -> dict[str, Any]:
+    """Send a chat and return the variables of its chat template."""
+    chats.json(CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **options})
+    text = chat_frontend().tokenizer.decode(chats.engine.seen[-1].prompt)
+    return json.loads(text[text.index("{") :])
+
+
+def test_omits_null_fields_of_tools():
+    function = {"name": "f", "description": None, "strict": None, "parameters": {"default": None}}
+    with serving(frontend=chat_frontend(chat=MadeUp(source="messages tools"))) as chats:
+        found = rendered_variables(chats, tools=[{"type": "function", "function": function}])
+    assert found["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+
+
+def test_reasoning_effort_none_turns_reasoning_off(chats):
+    off = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
+    assert rendered_variables(chats, reasoning_effort="none") == off
+    options = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert rendered_variables(chats, **options) == off | {"enable_thinking": True}
+    assert rendered_variables(chats, reasoning_effort="low") == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/responses", "/v1/v1/chat/completions"])
+def test_unknown_paths_are_answered_with_known_paths(server, path):
+    message = server.json(path, {}, code=404)["error"]["message"]
+    assert message.startswith(f"Unknown path: {path}. This server has ")
+    assert CHAT in message and "base_url" in message
+
+
+def test_errors_of_lengths_name_the_fields_of_the_request(server, chats):
+    def refused(running, path, **body):
+        error = running.json(path, body, code=400)["error"]
+        assert error["code"] == "context_length_exceeded"
+        return error["param"]
+
+    for count in (600, 60_000):
+        assert refused(server, COMPLETIONS, prompt="a" * count) == "prompt"
+        assert refused(chats, CHAT, messages=[{"role": "user", "content": "ab" * count}]) == "messages"
+    short = [{"role": "user", "content": "a"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert refused(chats, CHAT, messages=short, **{name: 10_000}) == name
+    assert refused(server, COMPLETIONS, prompt="a", max_tokens=10_000) == "max_tokens"
 
 
 def test_a_model_without_a_template_only_continues_texts(server):
