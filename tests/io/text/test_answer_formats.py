@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -651,3 +652,37 @@ def test_names_of_tools_and_parameters_contain_no_special_tokens(name: Any, text
             name for event in events if isinstance(event, Call) for name in (event.call.name, *event.call.arguments)
         ]
         assert [form.restore(name) for name in names] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        # a list of calls without an end
+        ("hunyuan", PUBLISHED["hunyuan"].removesuffix("]</tool_calls>") + PUBLISHED["hunyuan"]),
+        ("lfm2", PUBLISHED["lfm2"].removesuffix("]<|tool_call_end|>") + PUBLISHED["lfm2"]),
+        # names without quotes
+        ("minimax_m2", PUBLISHED["minimax_m2"].replace('<invoke name="', "<invoke name=") * 2),
+        # a marker that starts like a JSON list
+        ("mistral_v11", f"[TOOL_CALLS][CALL_ID]x1[ARGS]{EDIT}" + PUBLISHED["mistral_v11"] * 2),
+    ],
+)
+def test_result_of_answers_with_mistakes_does_not_depend_on_the_pieces(name: Any, text):
+    for form in forms(name):
+        text = form.translate(text)
+        whole, pieces = (collected(events_of(form, parts)) for parts in ([text], text))
+        assert whole == pieces and whole[2][-4:] == CALLS * 2
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.syntax == "xml"])
+def test_reads_a_parameter_name_of_many_spaces_in_linear_time(name: Any):
+    row = ROWS[name]
+    text = f"{row.section_begin}{row.call_begin}edit{row.name_end}{row.parameter_begin}".rstrip('"') + " " * 20_000
+    started = time.perf_counter()
+    assert collected(events_of(AnswerFormat(name, None), [text]))[2] == []
+    assert time.perf_counter() - started < 5
+
+
+def test_reads_many_code_fences_in_linear_time():
+    started = time.perf_counter()
+    assert collected(events_of(AnswerFormat("hermes", None), ["<tool_call>", *["```"] * 10_000]))[2] == []
+    assert time.perf_counter() - started < 5
