@@ -366,17 +366,24 @@ def test_minimax_m3_writes_lists_and_objects_as_elements():
         "rows": {"type": "array", "items": {"$ref": "#/$defs/row"}},
         "row": {"anyOf": [{"$ref": "#/$defs/row"}, {"type": "null"}]},
         "any": {},
+        "none": {"type": "array", "items": {"type": "string"}},
+        "empty": {"$ref": "#/$defs/row"},
+        "item": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
     }
+    tree = {"properties": {"id": {"type": "string"}, "item": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
     row = {
         "type": "object",
         "properties": {"id": {"type": "string"}, "n": {"type": "number"}, "row": {"type": "object"}},
     }
-    tools = [{"name": "edit", "parameters": {"properties": properties, "$defs": {"row": row}}}]
+    tools = [{"name": "edit", "parameters": {"properties": properties, "$defs": {"row": row, "tree": tree}}}]
     values = {
         "ids": ["02134", "5", "true", "a\nb", ""],
         "rows": [{"id": "7", "n": 0.5}, {"id": "<b> [1]"}],
         "row": {"id": "x", "row": {"row": {"a": [1, [2]]}}},
         "any": {"x": [1, True, "é"], "y": {"item": 3, "z": "a"}},
+        "none": [],
+        "empty": {},
+        "item": [{"id": "1", "item": [{"id": "2"}, {"id": "3"}]}, {"id": "4"}],
     }
     call = FunctionCall("edit", values)
     text = ROWS["minimax_m3"].write([call])

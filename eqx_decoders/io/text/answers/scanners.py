@@ -601,7 +601,7 @@ class XmlCall:
             if self._context.row.key_end.endswith(">\n"):
                 value = value.removeprefix("\n")
                 value = value if text[value_end] == "\n" else value.removesuffix("\n")
-            if self._context.row.nested and self._parameter.match(value, skip_blanks(value, 0)):
+            if self._context.row.nested:
                 values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
                 continue
             character_data = _CHARACTER_DATA.fullmatch(value) if self._context.row.character_data else None
@@ -616,7 +616,7 @@ class XmlCall:
         elements, position = list[tuple[str, Elements]](), skip_blanks(text, 0)
         while position < len(text):
             opened = self._parameter.match(text, position) if max_levels else None
-            ended = None if opened is None else self._element_end(text, opened)
+            ended = None if opened is None else self._element_end(text, opened, len(text))
             if opened is None or ended is None:
                 return self._context.restore(text)
             content = self._elements(text[opened.end() : ended[0]], max_levels - 1)
@@ -624,11 +624,11 @@ class XmlCall:
             position = skip_blanks(text, ended[1])
         return elements or self._context.restore(text)
 
-    def _element_end(self, text: str, opened: re.Match[str]) -> tuple[int, int] | None:
+    def _element_end(self, text: str, opened: re.Match[str], extent: int) -> tuple[int, int] | None:
         """Return the end of an element's content and the position after the element; None if it does not end."""
         close_tag = self._context.row.parameter_end.replace("{key}", opened[1])
         depth = 1
-        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end()):
+        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end(), extent):
             depth += 1 if tag[0] == opened[0] else -1
             if depth == 0:
                 return tag.span()
@@ -649,6 +649,10 @@ class XmlCall:
         known: frozenset[str] | None,
     ) -> tuple[int, int] | None:
         """Return the end of a value and the position after its closing tag; None if the value does not end."""
+        if self._context.row.nested and self._parameter.match(text, skip_blanks(text, opened.end()), extent):
+            ended = self._element_end(text, opened, extent)  # an element within the value may have the same name
+            if ended is not None:
+                return ended
         close = self._close.replace("{key}", opened[1])
         writes_lines = self._context.row.key_end.endswith(">\n")
         has_lines = self._has_lines(text, opened.end()) and gap.pattern == _LINES
