@@ -647,6 +647,7 @@ def test_empty_harmony_message_does_not_depend_on_the_pieces():
     [
         ("glm4_moe", "<tool_call><tool_call>find\n</tool_call>"),
         ("gemma4", "<|tool_call>call:find<|tool_call>{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:find{a<|tool_call>:1}<tool_call|>"),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="find<minimax:tool_call>">\n</invoke>'),
     ],
 )
@@ -693,3 +694,9 @@ def test_reads_many_code_fences_in_linear_time():
     started = time.perf_counter()
     assert collected(events_of(AnswerFormat("hermes", None), ["<tool_call>", *["```"] * 10_000]))[2] == []
     assert time.perf_counter() - started < 5
+
+
+def test_reasoning_without_a_start_marker_may_end_with_the_start_of_a_wrapper():
+    reasoning = reasoning_format("[BEGIN FINAL RESPONSE]")
+    for text in ("Hm.[BEGIN FINAL RESPONSE]Hi.[END FINAL RESPONSE]", "Hm.[BEGIN FINAL RESPONSE]Hi."):
+        assert collected(events_of(AnswerFormat(None, reasoning), text)) == ("Hm.", "Hi.", [], "")
