@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -365,17 +366,24 @@ def test_minimax_m3_writes_lists_and_objects_as_elements():
         "rows": {"type": "array", "items": {"$ref": "#/$defs/row"}},
         "row": {"anyOf": [{"$ref": "#/$defs/row"}, {"type": "null"}]},
         "any": {},
+        "none": {"type": "array", "items": {"type": "string"}},
+        "empty": {"$ref": "#/$defs/row"},
+        "item": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
     }
+    tree = {"properties": {"id": {"type": "string"}, "item": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
     row = {
         "type": "object",
         "properties": {"id": {"type": "string"}, "n": {"type": "number"}, "row": {"type": "object"}},
     }
-    tools = [{"name": "edit", "parameters": {"properties": properties, "$defs": {"row": row}}}]
+    tools = [{"name": "edit", "parameters": {"properties": properties, "$defs": {"row": row, "tree": tree}}}]
     values = {
         "ids": ["02134", "5", "true", "a\nb", ""],
         "rows": [{"id": "7", "n": 0.5}, {"id": "<b> [1]"}],
         "row": {"id": "x", "row": {"row": {"a": [1, [2]]}}},
         "any": {"x": [1, True, "é"], "y": {"item": 3, "z": "a"}},
+        "none": [],
+        "empty": {},
+        "item": [{"id": "1", "item": [{"id": "2"}, {"id": "3"}]}, {"id": "4"}],
     }
     call = FunctionCall("edit", values)
     text = ROWS["minimax_m3"].write([call])
@@ -639,6 +647,7 @@ def test_empty_harmony_message_does_not_depend_on_the_pieces():
     [
         ("glm4_moe", "<tool_call><tool_call>find\n</tool_call>"),
         ("gemma4", "<|tool_call>call:find<|tool_call>{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:find{a<|tool_call>:1}<tool_call|>"),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="find<minimax:tool_call>">\n</invoke>'),
     ],
 )
@@ -651,3 +660,43 @@ def test_names_of_tools_and_parameters_contain_no_special_tokens(name: Any, text
             name for event in events if isinstance(event, Call) for name in (event.call.name, *event.call.arguments)
         ]
         assert [form.restore(name) for name in names] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        # a list of calls without an end
+        ("hunyuan", PUBLISHED["hunyuan"].removesuffix("]</tool_calls>") + PUBLISHED["hunyuan"]),
+        ("lfm2", PUBLISHED["lfm2"].removesuffix("]<|tool_call_end|>") + PUBLISHED["lfm2"]),
+        # names without quotes
+        ("minimax_m2", PUBLISHED["minimax_m2"].replace('<invoke name="', "<invoke name=") * 2),
+        # a marker that starts like a JSON list
+        ("mistral_v11", f"[TOOL_CALLS][CALL_ID]x1[ARGS]{EDIT}" + PUBLISHED["mistral_v11"] * 2),
+    ],
+)
+def test_result_of_answers_with_mistakes_does_not_depend_on_the_pieces(name: Any, text):
+    for form in forms(name):
+        text = form.translate(text)
+        whole, pieces = (collected(events_of(form, parts)) for parts in ([text], text))
+        assert whole == pieces and whole[2][-4:] == CALLS * 2
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.syntax == "xml"])
+def test_reads_a_parameter_name_of_many_spaces_in_linear_time(name: Any):
+    row = ROWS[name]
+    text = f"{row.section_begin}{row.call_begin}edit{row.name_end}{row.parameter_begin}".rstrip('"') + " " * 20_000
+    started = time.perf_counter()
+    assert collected(events_of(AnswerFormat(name, None), [text]))[2] == []
+    assert time.perf_counter() - started < 5
+
+
+def test_reads_many_code_fences_in_linear_time():
+    started = time.perf_counter()
+    assert collected(events_of(AnswerFormat("hermes", None), ["<tool_call>", *["```"] * 10_000]))[2] == []
+    assert time.perf_counter() - started < 5
+
+
+def test_reasoning_without_a_start_marker_may_end_with_the_start_of_a_wrapper():
+    reasoning = reasoning_format("[BEGIN FINAL RESPONSE]")
+    for text in ("Hm.[BEGIN FINAL RESPONSE]Hi.[END FINAL RESPONSE]", "Hm.[BEGIN FINAL RESPONSE]Hi."):
+        assert collected(events_of(AnswerFormat(None, reasoning), text)) == ("Hm.", "Hi.", [], "")

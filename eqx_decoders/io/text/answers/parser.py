@@ -533,12 +533,11 @@ class TaggedParser(AnswerParser):
             self._state = "content"
             return
         self._state = "malformed"
-        marker = next((marker for marker in self._call_starts if self._buffer.startswith(marker)), "")
-        size = len(marker)
-        if (
-            self._is_xml
-        ):  # XML calls may have several markers. At least one marker is taken: it must not be found again.
-            size = max(size, result.position - num_returned)
+        size = 0  # after other calls, a marker at the start of the buffer may start another call
+        if num_returned == 0:
+            size = max(len(marker) for marker in self._call_starts if self._buffer.startswith(marker))
+            if self._is_xml:  # XML calls may have several markers
+                size = max(size, result.position)
         events.append(Malformed(self._take(size), self._readable(result.reason)))
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:

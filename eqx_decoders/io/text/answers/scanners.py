@@ -281,6 +281,7 @@ class JsonCalls:
                 if not text.startswith("```", position):
                     break
                 position += len("```json") if text.startswith("```json", position) else len("```")
+                self._position = position
                 continue
             elif character == "]" and self._in_list:
                 return Found(position + 1, (), closed=True)
@@ -432,10 +433,12 @@ class XmlCall:
         self._body = -1  # position of the arguments; -1: the header is incomplete
         self._searched = start  # position up to which no other call starts
         self._name, self._schema = "", context.schema("")
-        heads = self._heads = f"{row.section_begin}{row.call_begin}".split()
-        name = rf'"?({_NAME})"?' if row.call_begin.endswith('"') else rf"({_NAME})"
+        # Models may leave out the quotes around a name.
+        self._quote = '"' if row.call_begin.endswith('"') else ""
+        heads = self._heads = [text.rstrip('"') for text in f"{row.section_begin}{row.call_begin}".split()]
+        name = rf'"?({_NAME})"?' if self._quote else rf"({_NAME})"
         name_end = re.escape(row.name_end.strip().lstrip('"'))
-        starts = [r"\s*".join(re.escape(text.rstrip('"')) for text in heads[at:]) for at in range(len(heads))]
+        starts = [r"\s*".join(map(re.escape, heads[at:])) for at in range(len(heads))]
         self._call_start = re.compile(rf"(?:{'|'.join(starts)})\s*{name}\s*{name_end}")
         self._parameter = self._parameter_pattern(row)
         self._close = row.parameter_end.strip()
@@ -459,10 +462,12 @@ class XmlCall:
     def _parameter_pattern(row: ToolCallFormat) -> re.Pattern[str]:
         """Return the expression for the start of a parameter. Its groups are the key and `true` for a string value."""
         is_quoted = row.parameter_begin.endswith('"')
+        # The first character is not a space, so that only one position after spaces can start a name.
+        excluded = rf"<>\n{_PLACEHOLDERS}"
         key = (
-            rf'"?([^"<>\n{_PLACEHOLDERS}]{{1,256}}?)"?'
+            rf'"?([^\s"{excluded}][^"{excluded}]{{0,255}}?)"?'
             if is_quoted
-            else rf"([^<>\n/{_PLACEHOLDERS}][^<>\n{_PLACEHOLDERS}]{{0,255}}?)"
+            else rf"([^\s/{excluded}][^{excluded}]{{0,255}}?)"
         )
         begin = r"\s*".join(re.escape(text) for text in row.parameter_begin.rstrip('"').split())
         if "{string}" in row.key_end:
@@ -489,21 +494,20 @@ class XmlCall:
     def _no_header(self, text: str, *, final: bool) -> Found | Failed | None:
         """Return the failure of a call without a name, or None if more text may complete the header."""
         position, heads = self._start, self._heads
-        first = next((index for index, head in enumerate(heads) if text.startswith(head, position)), None)
         rest = text[position:]
+        first = next((index for index, head in enumerate(heads) if rest.startswith(head)), None)
         if first is None:
-            is_incomplete = any(head.startswith(rest) or head.rstrip('"').startswith(rest) for head in heads)
+            is_incomplete = any(head.startswith(rest) for head in heads)
             return None if is_incomplete else Failed(position + 1, "the call has no tool name")
         for head in heads[first:]:
-            if not text.startswith(head, position):
-                if head.startswith(text[position:]):
-                    return None
-                return Failed(position, f"the call has no {head} with a tool name")
+            rest = text[position:]
+            if not rest.startswith(head):
+                return None if head.startswith(rest) else Failed(position, f"the call has no {head} with a tool name")
             position = skip_blanks(text, position + len(head))
-        rest = text[position:]
-        name_end = "".join(self._context.row.name_end.split())
-        match = re.compile(_NAME).match(text, position)
-        tail = "" if match is None else text[match.end() :].strip()
+        rest = text[position:].removeprefix(self._quote)
+        name_end = "".join(self._context.row.name_end.split()).removeprefix(self._quote)
+        match = re.compile(_NAME).match(rest)
+        tail = "" if match is None else rest[match.end() :].removeprefix(self._quote).strip()
         if rest and (match is None or (tail and not name_end.startswith(tail) and not tail.startswith(name_end))):
             return Failed(position, f"{rest[:80]!r} is not a tool name")
         return None
@@ -597,7 +601,7 @@ class XmlCall:
             if self._context.row.key_end.endswith(">\n"):
                 value = value.removeprefix("\n")
                 value = value if text[value_end] == "\n" else value.removesuffix("\n")
-            if self._context.row.nested and self._parameter.match(value, skip_blanks(value, 0)):
+            if self._context.row.nested:
                 values[key] = self._schema.convert_elements(key, self._elements(value, MAX_LEVELS))
                 continue
             character_data = _CHARACTER_DATA.fullmatch(value) if self._context.row.character_data else None
@@ -612,7 +616,7 @@ class XmlCall:
         elements, position = list[tuple[str, Elements]](), skip_blanks(text, 0)
         while position < len(text):
             opened = self._parameter.match(text, position) if max_levels else None
-            ended = None if opened is None else self._element_end(text, opened)
+            ended = None if opened is None else self._element_end(text, opened, len(text))
             if opened is None or ended is None:
                 return self._context.restore(text)
             content = self._elements(text[opened.end() : ended[0]], max_levels - 1)
@@ -620,11 +624,11 @@ class XmlCall:
             position = skip_blanks(text, ended[1])
         return elements or self._context.restore(text)
 
-    def _element_end(self, text: str, opened: re.Match[str]) -> tuple[int, int] | None:
+    def _element_end(self, text: str, opened: re.Match[str], extent: int) -> tuple[int, int] | None:
         """Return the end of an element's content and the position after the element; None if it does not end."""
         close_tag = self._context.row.parameter_end.replace("{key}", opened[1])
         depth = 1
-        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end()):
+        for tag in re.compile(f"{re.escape(opened[0])}|{re.escape(close_tag)}").finditer(text, opened.end(), extent):
             depth += 1 if tag[0] == opened[0] else -1
             if depth == 0:
                 return tag.span()
@@ -645,6 +649,10 @@ class XmlCall:
         known: frozenset[str] | None,
     ) -> tuple[int, int] | None:
         """Return the end of a value and the position after its closing tag; None if the value does not end."""
+        if self._context.row.nested and self._parameter.match(text, skip_blanks(text, opened.end()), extent):
+            ended = self._element_end(text, opened, extent)  # an element within the value may have the same name
+            if ended is not None:
+                return ended
         close = self._close.replace("{key}", opened[1])
         writes_lines = self._context.row.key_end.endswith(">\n")
         has_lines = self._has_lines(text, opened.end()) and gap.pattern == _LINES
@@ -1022,7 +1030,7 @@ def scanner_at(context: Context, text: str, start: int, marker: str, *, final: b
     if marker and (row.syntax == "named_json" or row.id_marker):
         position = skip_blanks(text, after)
         rest = text[position:]
-        if any(begin.startswith(rest) for begin in row.start_markers) and not final:
+        if any(known.startswith(rest) for known in (*row.start_markers, *row.inner_markers)) and not final:
             return None
         inner = next((begin for begin in row.start_markers if rest.startswith(begin)), "")
         if rest.startswith(("{", "[")) and not rest.startswith(row.inner_markers):
