@@ -62,23 +62,31 @@ class Segment(eqx.Module):
 
         `begin` is the index of the first layer in the decoder.
 
-        A loop creates one unit at a time, and an inner loop creates the equal blocks of a unit. The program therefore
-        contains few random-number operations, which take most of its compile time, and needs temporary memory for one
-        unit only.
+        For each different block of the unit, a loop creates one unit's copies at a time, and an inner loop creates each
+        copy. The program therefore contains few random-number operations, which take most of its compile time, and
+        needs temporary memory for one unit only. One loop for all blocks would take much longer to compile: the compile
+        time of a loop grows faster than its number of random-number operations (jax 0.12).
         """
         layers = begin + jnp.arange(len(keys)).reshape(-1, len(unit))
         keys = keys.reshape(layers.shape)
-        indices_of = {config: [i for i, other in enumerate(unit) if other == config] for config in unit}
+        blocks: dict[int, Block] = {}
+        for config in dict.fromkeys(unit):
+            indices = [index for index, other in enumerate(unit) if other == config]
+            build = functools.partial(_build_block, config, embed_dim)
 
-        def build_unit(keys: Key[Array, "unit"], layers: Int[Array, "unit"]) -> tuple[Block, ...]:
-            blocks: dict[int, Block] = {}
-            for config, indices in indices_of.items():
-                build = functools.partial(_build_block, config, embed_dim)
-                copies = map_layers(build, keys[jnp.array(indices)], layers[jnp.array(indices)])
-                blocks.update((index, at_layer(copies, copy)) for copy, index in enumerate(indices))
-            return tuple(blocks[index] for index in range(len(unit)))
+            def build_copies(
+                keys: Key[Array, "copies"],
+                layers: Int[Array, "copies"],
+                build: Callable[..., Block] = build,
+                count: int = len(indices),
+            ) -> tuple[Block, ...]:
+                copies = map_layers(build, keys, layers)
+                return tuple(at_layer(copies, copy) for copy in range(count))
 
-        return cls(unit=map_layers(build_unit, keys, layers), repeats=len(layers))
+            columns = jnp.array(indices)
+            built = map_layers(build_copies, keys[:, columns], layers[:, columns])
+            blocks.update(zip(indices, built, strict=True))
+        return cls(unit=tuple(blocks[index] for index in range(len(unit))), repeats=len(layers))
 
     def unstacked(self) -> tuple[Block, ...]:
         """Return the blocks one by one, in the order of the layers."""
