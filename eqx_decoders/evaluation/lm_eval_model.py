@@ -28,6 +28,13 @@ DEFAULT_NEW_TOKENS = 256  # lm-eval's `max_gen_toks`
 # lm-eval's names of the maximum length of an answer, the first of which counts.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_p", "top_k", "min_p", "max_length"}
+# Values of other settings that do not change the answer.
+NEUTRAL = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "presence_penalty", "frequency_penalty"), 0),
+    **dict.fromkeys(("early_stopping", "output_scores", "return_dict_in_generate"), False),
+    "use_cache": True,
+}
 
 
 class EngineMethods:
@@ -182,7 +189,11 @@ class EngineMethods:
 
     def _answer_request(self, number: int, context: str, options: Mapping[str, Any]) -> AnswerRequest:
         """Return the request for one answer. Its prompt may be too long."""
-        unknown = sorted(options.keys() - KNOWN)
+        unknown = sorted(
+            name
+            for name, value in options.items()
+            if name not in KNOWN and value is not None and (name not in NEUTRAL or value != NEUTRAL[name])
+        )
         check(not unknown, f"generation_kwargs has {', '.join(unknown)}, which this model does not take: leave it out.")
         new = int(next((options[name] for name in LENGTHS if options.get(name) is not None), DEFAULT_NEW_TOKENS))
         rule = f"leaves no room for a prompt in max_length={self.max_length}: raise it"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.evaluation.lm_eval_model import EngineMethods, make_lm
+from eqx_decoders.evaluation.lm_eval_model import NEUTRAL, EngineMethods, make_lm
 from eqx_decoders.evaluation.lm_eval_tasks import HarnessSettings, own_random_numbers, run_tasks, task_names
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import END_OF_TEXT, JsonTokenizer, train_bpe
@@ -232,6 +232,13 @@ def test_a_special_token_among_until_ends_an_answer():
 def test_options_that_the_engine_lacks_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         methods().generate_until([asked("a", options)])
+
+
+def test_settings_without_an_effect_are_accepted():
+    plain = methods()._answer_request(0, "a", {"max_gen_toks": 8})
+    for name, value in NEUTRAL.items():
+        for written in (value, None):
+            assert methods()._answer_request(0, "a", {"max_gen_toks": 8, name: written}) == plain
 
 
 def test_names_of_tasks():

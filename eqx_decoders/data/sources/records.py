@@ -75,7 +75,7 @@ ALPACA = ("instruction", "input", "output", "system", "history")
 OPENAI_PAIRS = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 
 # Columns of a table that `normalize_record` reads.
-COLUMNS = (*MESSAGE_FIELDS, "conversations", *ALPACA, *OPENAI_PAIRS, *VARIABLES, "functions", "label")
+COLUMNS = (*MESSAGE_FIELDS, "conversations", *ALPACA, "system_prompt", *OPENAI_PAIRS, *VARIABLES, "functions", "label")
 COLUMNS += (*FILES, *FILES.values(), *UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS)
 
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'\s*:")
@@ -130,7 +130,7 @@ def normalize_prompt(record: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where} must hold a JSON object, not {type(record).__name__}: write one object per line.")
     sources = (("prompt",), ("messages",), ("conversations",), ("instruction", "input", "history"))
     source = next((names for names in sources if record.get(names[0]) is not None), ())
-    names = (*source, "system", "functions", *VARIABLES)
+    names = (*source, "system", "system_prompt", "functions", *VARIABLES)
     found = normalize_record({name: record[name] for name in names if name in record}, where, "prompt")
     prompt = found.get("prompt", found.get("messages"))
     if prompt is None:
@@ -585,7 +585,9 @@ def _convert_files(record: dict[str, Any]) -> None:
 
 
 def _add_system(record: dict[str, Any], where: str, field: str) -> None:
-    """Insert the text of the column `system` as the first message of each conversation."""
+    """Insert the text of the column `system` or `system_prompt` as the first message of each conversation."""
+    if is_chat(record, field) and "system" not in record and "system_prompt" in record:
+        record["system"] = record.pop("system_prompt")
     system = text_of_parts(record.get("system"))
     if not system or _is_plain_text(record, field):
         return

@@ -434,7 +434,8 @@ def test_the_system_column_of_conversations():
         {"prompt": [USER], "completion": [ANSWER]},
         {"messages": [parts, USER, ANSWER]},
     ]
-    assert [document.text for record in records for document in rendered({**record, "system": "S"})] == [wanted] * 3
+    for name in ("system", "system_prompt"):
+        assert [document.text for record in records for document in rendered({**record, name: "S"})] == [wanted] * 3
     for system in (["S"], {"content": "S"}, 1):
         with pytest.raises(DataError, match="field 'system'"):
             rendered({"messages": [USER, ANSWER], "system": system})
