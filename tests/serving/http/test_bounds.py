@@ -329,7 +329,7 @@ def test_prefixes_of_one_key_are_not_found_by_another():
 def test_beyond_the_most_connections_those_go_that_have_said_nothing_for_the_longest_time(monkeypatch):
     monkeypatch.setattr(server_module, "max_connections", lambda: 8)
     engine = FakeEngine(seconds=0.01)
-    with serving(engine, LETTERS, ServerConfig(head=30, drain=0.5, end=0.5)) as server:
+    with serving(engine, LETTERS, ServerConfig(head=30.0, drain=0.5, end=0.5)) as server:
         body = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
         with server.connect() as busy:
             busy.sendall(head(len(body)) + body)
