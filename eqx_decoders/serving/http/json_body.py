@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import msgspec
 
 from eqx_decoders.serving.frontend.api_errors import SHOWN, ApiError, refuse
-from eqx_decoders.serving.http.other_fields import ADVICE, changes_nothing, is_unset
+from eqx_decoders.serving.http.other_fields import ADVICE, changes_nothing
 
 
 SMALL = 1 << 16  # bytes that are read without a look at them, on the event loop
@@ -100,11 +100,11 @@ def convert(value: Any, kind: Any, param: str = "") -> Any:
 def _known(body: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
     """Return the fields of an object that are set. ApiError for a field that the type does not have.
 
-    Fields without a value, and values of other servers' fields that change nothing, are left out.
+    Not for null, and not for values of other servers' fields that change nothing.
     """
     fields, known = fields_of(kind), dict[str, Any]()
     for name, value in body.items():
-        if is_unset(name, value):
+        if value is None:
             continue
         if name in fields:
             inner = next((each for each in _alternatives(fields[name]) if fields_of(each)), None)

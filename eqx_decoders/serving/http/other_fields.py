@@ -142,15 +142,6 @@ ADVICE: Mapping[str, str] = {
 }
 
 
-# Values that other servers (llama.cpp, LM Studio) read like a missing field, for fields that this server has.
-UNSET: Mapping[str, int] = {"max_tokens": -1, "max_completion_tokens": -1}
-
-
-def is_unset(name: str, value: Any) -> bool:
-    """Return whether a field has no value: null, or a value that other servers read like a missing field."""
-    return value is None or (name in UNSET and _equal(value, UNSET[name]))
-
-
 def changes_nothing(name: str, value: Any) -> bool:
     """Return whether a field of another server has a value that does not change the answer."""
     return name in IGNORED or any(_equal(value, neutral) for neutral in NEUTRAL.get(name, ()))

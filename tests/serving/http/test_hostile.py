@@ -72,7 +72,7 @@ NUMBERS = [-1e300, 1e300, LARGE, -LARGE]
 WRONG = {
     "prompt": [None, 5, True, {}, [], [[]], [None], [True], [-1], [10**9], [LARGE], [1.5], ["a", 5], [[1], []], [["a"]],
                [[1], [320]], ["a"] * 200],
-    "max_tokens": [-2, 0, 10**9, LARGE, 1.5, *WORDS],
+    "max_tokens": [-1, 0, 10**9, LARGE, 1.5, *WORDS],
     "temperature": [-1, -1e-9, *NUMBERS, *WORDS],
     "top_p": [-1, 2, 1.0001, *NUMBERS, *WORDS],
     "top_k": [-2, 1.5, LARGE, *WORDS],

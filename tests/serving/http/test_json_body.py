@@ -205,14 +205,6 @@ def test_neutral_values_of_unknown_fields_are_accepted(kind):
         read_body(kind, write(plain | {name: 5}), CONFIG)
 
 
-@pytest.mark.parametrize("value", [-1, -1.0, None])
-def test_answers_without_a_limit(value):
-    """llama.cpp and LM Studio read -1 as no limit."""
-    for name in ("max_tokens", "max_completion_tokens"):
-        assert read_body(ChatCompletionRequest, write(CHAT | {name: value}), CONFIG).max_answer is None
-    assert read_body(CompletionRequest, write({"prompt": "a", "max_tokens": value}), CONFIG).max_answer is None
-
-
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_other_values_of_unknown_fields_are_refused(kind):
     plain = {"prompt": "a"} if kind is CompletionRequest else CHAT
