@@ -108,8 +108,8 @@ class _RemoteStream(io.RawIOBase):
     """Stream of a remote file that is opened anew at the same position after an error."""
 
     def __init__(self, file: RemoteFile):
+        self._position, self._handle = 0, None  # first, because `close` is also called after an error here
         self._file, self._size = file, file.size
-        self._position, self._handle = 0, None
 
     def readable(self) -> bool:
         return True
