@@ -168,9 +168,11 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_templates(name):
     talks = document("user", "assistant", "user", "assistant"), document("assistant", "user", "assistant")
+    # The last answer is split where the prompt at inference ends: no token crosses this position.
+    is_split = name == "thoughts asked for"
     assert written(FORMS[name], *talks) == [
-        ["assistant 1</s>", "assistant 3</s>"],
-        ["assistant 0</s>", "assistant 2</s>"],
+        ["assistant 1</s>", *(("as", "sistant 3</s>") if is_split else ("assistant 3</s>",))],
+        ["assistant 0</s>", *(("as", "sistant 2</s>") if is_split else ("assistant 2</s>",))],
     ]
 
 
