@@ -32,7 +32,7 @@ from eqx_decoders.data.sources.documents import (
     warning_prefix,
 )
 from eqx_decoders.data.sources.readers import read_records
-from eqx_decoders.data.sources.records import COLUMNS, FILES, TRAIN, normalize_record, split_flags
+from eqx_decoders.data.sources.records import COLUMNS, FILES, TRAIN, field_names, normalize_record, split_flags
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import DataError, check
@@ -192,7 +192,7 @@ def _records(
             if missing:
                 raise DataError(
                     f"{where} has no field {', '.join(map(repr, missing))}: a record needs a prompt with "
-                    f"{_listed(fields)}; its fields: {', '.join(_fields(raw)) or 'none'}."
+                    f"{_listed(fields)}; its fields: {', '.join(field_names(raw)) or 'none'}."
                 )
             media = [name for name in FILES if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: preferences are read as text alone.", DataError)
@@ -211,11 +211,6 @@ def _with_completion(record: dict[str, Any]) -> dict[str, Any]:
     if messages[-1].get("role") != "assistant":
         return record
     return {**record, "prompt": messages[:-1], "completion": messages[-1:]}
-
-
-def _fields(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields that are not null."""
-    return [name for name in record if record[name] is not None]
 
 
 def _listed(fields: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from eqx_decoders.data.sources.records import (
     OPENAI_PAIRS,
     VARIABLES,
     check_unicode,
+    field_names,
     normalize_record,
     split_flags,
 )
@@ -135,8 +136,7 @@ def record_documents(
     for where, record in records:
         normalized = normalize_record(record, where, field)
         reason = _reason_for_null(record, normalized, field)
-        fields = [name for name in record if record[name] is not None]
-        document = _document(normalized, field, where, fields) if reason is None else None
+        document = _document(normalized, field, where, field_names(record)) if reason is None else None
         reason = reason if document is None else _reason_to_drop(document)
         if document is not None and reason is None:
             yield document

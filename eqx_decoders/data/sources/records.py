@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eqx_decoders.errors import DataError
+from eqx_decoders.io.text.chat_template import object_arguments
 
 
 # Role names of public datasets, in lower case, and the roles of the normal form.
@@ -119,6 +120,11 @@ def normalize_record(record: Any, where: str, field: str = "text") -> dict[str, 
     return result
 
 
+def field_names(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that are not null. Tables give every row the fields of all rows."""
+    return [name for name in record if record[name] is not None]
+
+
 def normalize_prompt(record: Any, where: str) -> dict[str, Any]:
     """Return a record whose `prompt` is a text, or a list of normalized messages without flags, for generation.
 
@@ -134,10 +140,10 @@ def normalize_prompt(record: Any, where: str) -> dict[str, Any]:
     found = normalize_record({name: record[name] for name in names if name in record}, where, "prompt")
     prompt = found.get("prompt", found.get("messages"))
     if prompt is None:
-        fields = [name for name in record if record[name] is not None]
+        names = ", ".join(field_names(record)) or "none"
         raise DataError(
-            f"{where} has no field 'prompt' or 'messages'; its fields: {', '.join(fields) or 'none'}. Rename the "
-            "column with the question to 'prompt', or leave the record out if its prompt is null."
+            f"{where} has no field 'prompt' or 'messages'; its fields: {names}. Rename the column with the question to "
+            "'prompt', or leave the record out if its prompt is null."
         )
     prompt = split_flags(prompt)[0] if isinstance(prompt, list) else prompt
     variables = {name: found[name] for name in VARIABLES if name in found}
@@ -439,12 +445,11 @@ def _with_arguments(call: Any) -> Any:
         if function.get("arguments") is None and "parameters" not in (*call, *function):
             function = {**function, "arguments": {}}
         return {**call, "function": _with_arguments(function)}
-    arguments = call.get("arguments")
-    if not isinstance(arguments, str):
+    if not isinstance(call.get("arguments"), str):
         return call
     try:
-        value = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
+        value = object_arguments(call["arguments"])
+    except ValueError:
         return call
     return {**call, "arguments": value} if isinstance(value, dict) else call
 

@@ -42,7 +42,7 @@ class ExpertParameters:
     **Arguments:**
 
     - `mappings`: mapping of each weight that is stored in such parameters, by path.
-    - `modules`: names under which pairs of single experts are stored, in the order of the layers and experts, by path.
+    - `modules`: names of the modules of single experts, in the order of the layers and experts, by path of the weight.
     """
 
     mappings: Mapping[str, WeightMapping]
@@ -103,12 +103,11 @@ class ExpertParameters:
         """Return both factors of each expert, by the expert's module and "A" or "B"."""
         found: dict[tuple[str, str], StoredTensor] = {}
         for path, mapping in self.mappings.items():
-            if parameter not in mapping.names:
+            split = product_axes(mapping.words)
+            if parameter not in mapping.names or split is None:
                 continue
             layer = mapping.names.index(parameter)
             experts = mapping.shape[0]
-            split = product_axes(mapping.words)
-            assert split is not None
             input_axis = mapping.groups.index(split[0])
             inputs, outputs = mapping.shape[input_axis], mapping.shape[3 - input_axis]
             if first.shape[0] % experts or first.shape[0] != second.shape[1]:

@@ -186,7 +186,7 @@ class AnswerGrammar(NamedTuple):
 
     @property
     def schemas(self) -> list[tuple[str | None, Any]]:
-        """JSON Schemas of the form, with the name None, and of the arguments of each tool, with the tool's name."""
+        """Pairs of a tool's name and the JSON Schema of its arguments. The schema of the form has the name None."""
         schemas = list[tuple[str | None, Any]]()
         if self.form is not None and self.form.kind == "json":
             schemas.append((None, json.loads(str(self.form.content))))

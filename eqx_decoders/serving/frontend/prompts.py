@@ -17,7 +17,7 @@ from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.answers.parser import PROMPT_END
-from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages, object_arguments
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -376,22 +376,16 @@ def _upload(param: str, text: str, *, is_url: bool) -> Upload:
 
 
 def _tool_calls(where: str, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return tool calls with their arguments as objects, as chat templates expect them.
-
-    OpenAI's API passes arguments as JSON text. Missing, null and blank arguments become an empty object.
-    """
+    """Return tool calls with their arguments as objects. Raises ApiError for arguments that are not an object."""
     converted = []
     for index, call in enumerate(calls):
         function = call["function"]
         field = f"{where}.tool_calls[{index}].function.arguments"
         arguments = function.get("arguments")
-        value = arguments
-        if isinstance(arguments, str):
-            try:
-                value = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError) as error:
-                raise refuse(field, arguments, "must be a JSON object, such as '{}'") from error
-        value = {} if value is None else value
+        try:
+            value = object_arguments(arguments)
+        except ValueError as error:
+            raise refuse(field, arguments, "must be a JSON object, such as '{}'") from error
         if not isinstance(value, dict):
             raise refuse(field, arguments, "must be a JSON object, such as '{}'")
         converted.append({**call, "function": {**function, "arguments": value}})
