@@ -452,17 +452,15 @@ def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dic
 def object_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call as an object, as chat templates expect them.
 
-    OpenAI's API passes arguments as JSON text. Null and blank arguments become an empty object. Raises ValueError for a
-    text that is not JSON. Values that are not objects are returned.
+    OpenAI's API passes arguments as JSON text. Null, the text "null" and blank text become an empty object. Raises
+    ValueError for a text that is not JSON. Values that are not objects are returned.
     """
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except RecursionError as error:
-        raise ValueError("the JSON text is nested too deeply") from error
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else None
+        except RecursionError as error:
+            raise ValueError("the JSON text is nested too deeply") from error
+    return {} if arguments is None else arguments
 
 
 def _is_absent(key: str, value: Any) -> bool:

@@ -21,6 +21,7 @@ from eqx_decoders.io.text.chat_template import (
     Rendered,
     RenderingProcess,
     load_chat_template,
+    object_arguments,
 )
 from eqx_decoders.io.text.published_tokenizer import special_tokens
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
@@ -616,3 +617,16 @@ def test_named_templates_outside_of_the_directory_are_refused(link, tmp_path):
         load_chat_template(inside)
     with pytest.raises(ConversionError, match=r"secret\.jinja leads out of its directory"):
         copy_tokenizer(inside, copy)
+
+
+@pytest.mark.parametrize("arguments", [None, "", " \n", "null", "{}", {}])
+def test_missing_arguments_are_an_empty_object(arguments):
+    assert object_arguments(arguments) == {}
+
+
+def test_arguments_are_parsed():
+    assert object_arguments('{"a": [1]}') == object_arguments({"a": [1]}) == {"a": [1]}
+    assert object_arguments("[1]") == [1]
+    for text in ("{", "[" * 100_000):
+        with pytest.raises(ValueError):
+            object_arguments(text)
