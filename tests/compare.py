@@ -1,6 +1,5 @@
 """How equal two results must be: one rule for all tests."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,34 +90,28 @@ def assert_close(
         assert gap <= bound, f"{name}: differs by {gap:.3g}, more than {bound:.3g}; its size is {size:.3g}"
 
 
-def refuse_vacuous_comparisons() -> None:
-    """NumPy's comparisons fail, too, where they say nothing: of NaN, of nothing, with a bound of what is compared.
+def assert_array_equal(actual: Any, desired: Any, *, equal_nan: bool = False, **options: Any) -> None:
+    """`numpy.testing.assert_array_equal`, which also fails where `desired` has NaN and `equal_nan` is not given."""
+    _refuse_nan(desired, equal_nan)
+    np.testing.assert_array_equal(actual, desired, **options)
 
-    NaN that is wanted is named: `np.isnan`, or `equal_nan=True`.
+
+def assert_allclose(
+    actual: Any, desired: Any, rtol: float = 1e-7, atol: float = 0, *, equal_nan: bool = False, **options: Any
+) -> None:
+    """`numpy.testing.assert_allclose`, which also fails where it cannot fail otherwise.
+
+    It refuses empty arrays, NaN in `desired` unless `equal_nan` is given, and a tolerance of the size of `desired`.
     """
-    np.testing.assert_array_equal = _not_of_nan(np.testing.assert_array_equal)
-    np.testing.assert_allclose = _not_of_nan(_bounded(np.testing.assert_allclose))
+    _refuse_nan(desired, equal_nan)
+    numbers = np.abs(np.asarray(desired, np.float64))
+    assert numbers.size, "there is nothing to compare"
+    size = np.max(numbers[numbers < NOTHING], initial=0.0)
+    says = size == 0 or atol + rtol * size <= LOOSEST * size
+    assert says, f"rtol={rtol}, atol={atol} say nothing of numbers of size {size:.3g}"
+    np.testing.assert_allclose(actual, desired, rtol=rtol, atol=atol, equal_nan=equal_nan, **options)
 
 
-def _not_of_nan(compare: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(compare)
-    def checked(actual: Any, desired: Any, *args: Any, **options: Any) -> None:
-        numbers = np.asarray(desired)
-        if _is_float(numbers) and not options.get("equal_nan"):
-            assert not np.isnan(numbers.astype(np.float64)).any(), "what is wanted has NaN, equal to any NaN"
-        compare(actual, desired, *args, **options)
-
-    return checked
-
-
-def _bounded(compare: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(compare)
-    def checked(actual: Any, desired: Any, rtol: float = 1e-7, atol: float = 0, **options: Any) -> None:
-        numbers = np.abs(np.asarray(desired, np.float64))
-        assert numbers.size, "there is nothing to compare"
-        size = np.max(numbers[numbers < NOTHING], initial=0.0)
-        says = size == 0 or atol + rtol * size <= LOOSEST * size
-        assert says, f"rtol={rtol}, atol={atol} say nothing of numbers of size {size:.3g}"
-        compare(actual, desired, rtol=rtol, atol=atol, **options)
-
-    return checked
+def _refuse_nan(desired: Any, equal_nan: bool) -> None:
+    if _is_float(desired) and not equal_nan:
+        assert not np.isnan(np.asarray(desired).astype(np.float64)).any(), "what is wanted has NaN, equal to any NaN"

@@ -6,7 +6,7 @@ import numpy as np
 
 import eqx_decoders as ed
 from eqx_decoders.model.decoder import Decoder
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import extend as extend_at, packed, run, some_tokens
 
 
@@ -54,7 +54,7 @@ def check_documents(model: Decoder) -> None:
         assert_close(logits[:, begin:end], forward(model, tokens[:, begin:end]))
     changed = np.where(np.arange(tokens.shape[1])[None] < 2, (tokens + 3) % 32, tokens)
     other = np.asarray(forward(model, changed, None, segments))
-    np.testing.assert_array_equal(logits[:, 5:10], other[:, 5:10])
+    assert_array_equal(logits[:, 5:10], other[:, 5:10])
 
 
 def check_rejection(model: Decoder) -> None:

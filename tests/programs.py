@@ -8,10 +8,7 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 
 
 MAPS = Path("/proc/self/maps")
@@ -27,51 +24,6 @@ def drop_compiled_programs() -> None:
     """
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST:
         jax.clear_caches()
-
-
-def place_constants() -> None:
-    """Let JAX place what it makes outside of programs of NumPy's arrays, or of one number, instead of compiling it.
-
-    `jnp.asarray(x)`, `jnp.asarray(x, dtype)` and `jnp.zeros(shape)` are a program for each shape, which takes 30 ms:
-    a fifth of all programs of the tests. `compilations` counts them nevertheless, since users compile them. Left to
-    JAX: numbers of Python, whose dtype is weak, arrays with a sharding, and all where a mesh is set.
-    """
-    put, known = jax.device_put, set()
-
-    def wrap(primitive: Any, make: Callable) -> None:
-        compiled = primitive.impl
-
-        def call(x, **options):
-            made = make(x, **options) if jax.sharding.get_abstract_mesh().empty else None
-            if made is None:
-                return compiled(x, **options)
-            if (kind := (primitive.name, made.shape, made.dtype)) not in known:
-                known.add(kind)
-                _compiled.append(f"jit({primitive.name})")
-            return put(made)
-
-        primitive.def_impl(call)
-
-    def as_it_is(x):
-        return x.copy() if isinstance(x, np.ndarray) else None  # JAX may share the memory of what it is given
-
-    def converted(x, *, new_dtype, weak_type, sharding):
-        if not isinstance(x, np.ndarray) or weak_type or sharding is not None:
-            return None
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(new_dtype, jnp.inexact):
-            return None  # NumPy makes other whole numbers of NaN, and of what is too large
-        with np.errstate(over="ignore"):
-            return x.astype(dtype).astype(new_dtype)
-
-    def repeated(x, *, shape, broadcast_dimensions, sharding):
-        is_number = isinstance(x, jax.Array) and x.ndim == 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        plain = is_number and not x.weak_type and not x.committed and sharding is None
-        return np.full(shape, x) if plain else None
-
-    wrap(lax.stage_p, as_it_is)
-    wrap(lax.convert_element_type_p, converted)
-    wrap(lax.broadcast_in_dim_p, repeated)
 
 
 def tpu_devices(topology: str, slices: int = 1) -> list:

@@ -22,6 +22,7 @@ from eqx_decoders.sharding import backend
 from eqx_decoders.sharding.chips import compute_capability
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
+from tests.compare import assert_allclose
 from tests.layers.attention.kernels.test_registry import all_of, make, packed, packed_places, plain, weights_for
 from tests.layers.common import attend_past, normal
 
@@ -232,5 +233,5 @@ def test_models_train_as_without_kernels(name, monkeypatch):
         exact = first_step(config, "float32")
     monkeypatch.undo()
     backend.backend_of.cache_clear()
-    np.testing.assert_allclose(fast[0], exact[0], rtol=1e-2)
-    np.testing.assert_allclose(fast[1], exact[1], rtol=5e-2)
+    assert_allclose(fast[0], exact[0], rtol=1e-2)
+    assert_allclose(fast[1], exact[1], rtol=5e-2)

@@ -15,6 +15,7 @@ import eqx_decoders as ed
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.llama import llama
 from tests.commands import ROOT
+from tests.compare import assert_array_equal
 from tests.programs import tpu_devices
 
 
@@ -108,9 +109,9 @@ def test_weights_for_llama_cpp(script, tmp_path):
         weight = published[f"model.layers.1.self_attn.{name[-1]}_proj.weight"]
         first, second = np.split(weight.reshape(count, -1, weight.shape[1]), 2, axis=1)
         turned = found[f"blk.1.{name}.weight"].reshape(count, -1, 2, weight.shape[1])
-        np.testing.assert_array_equal(turned[:, :, 0], first)
-        np.testing.assert_array_equal(turned[:, :, 1], second)
-    np.testing.assert_array_equal(found["blk.0.attn_v.weight"], published["model.layers.0.self_attn.v_proj.weight"])
+        assert_array_equal(turned[:, :, 0], first)
+        assert_array_equal(turned[:, :, 1], second)
+    assert_array_equal(found["blk.0.attn_v.weight"], published["model.layers.0.self_attn.v_proj.weight"])
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.layers.attention.kernels.common import EMPTY
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 
 
 OUT, LSE = np.linspace(1, 2, 6).astype(np.float32), np.asarray([EMPTY, 0.5, 1.5], np.float32)
@@ -47,12 +47,12 @@ def test_what_could_not_fail_is_refused(got, want, options, words):
 def test_so_it_is_by_those_of_numpy():
     for want, options in ((OUT[:0], {}), (OUT * 1e-6, dict(atol=1e-5)), (OUT, dict(rtol=1))):
         with pytest.raises(AssertionError, match=r"nothing"):
-            np.testing.assert_allclose(want, want, **options)
-    for compare in (np.testing.assert_allclose, np.testing.assert_array_equal):
+            assert_allclose(want, want, **options)
+    for compare in (assert_allclose, assert_array_equal):
         with pytest.raises(AssertionError, match="NaN"):
             compare(OUT * np.nan, OUT * np.nan)
         with pytest.raises(AssertionError, match="NaN"):
             compare(jnp.bfloat16(np.nan), jnp.bfloat16(np.nan))
         compare(OUT, OUT)
-    np.testing.assert_allclose(OUT * np.nan, OUT * np.nan, equal_nan=True)
-    np.testing.assert_allclose(np.float32(1e-7), 0, atol=1e-6)
+    assert_allclose(OUT * np.nan, OUT * np.nan, equal_nan=True)
+    assert_allclose(np.float32(1e-7), 0, atol=1e-6)

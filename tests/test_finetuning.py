@@ -18,6 +18,7 @@ from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_loading import load_run
 from eqx_decoders.training.run.run_model import abstract_run
 from tests.commands import call, steps_of
+from tests.compare import assert_allclose
 
 
 BASE = pathlib.Path(__file__).parent / "fixtures" / "chat_llama"
@@ -154,7 +155,7 @@ def test_a_run_of_lengths_and_singular_values_is_exported_as_an_adapter_of_the_b
     base, merged = ed.load_hf(BASE), ed.load_hf(folder / "kinds-export")
     adapted = load_peft(base, folder / "kinds-adapter")
     assert np.max(np.abs(logits(merged) - logits(base))) > 1e-3
-    np.testing.assert_allclose(logits(adapted), logits(merged), atol=2e-5)
+    assert_allclose(logits(adapted), logits(merged), atol=2e-5)
     content = json.loads((folder / "kinds-adapter" / "adapter_config.json").read_text())
     assert content["use_dora"] and sorted([content["r"], *content["rank_pattern"].values()]) == [4, 8]
 

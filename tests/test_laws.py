@@ -24,7 +24,7 @@ from tests.cases import (
     random_cases,
     representative,
 )
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_tokens
 from tests.programs import drop_compiled_programs
 
@@ -159,7 +159,7 @@ def test_packing_isolates_documents_bit_by_bit(kernel, scan):
     other = tokens.at[:, :2].set((tokens[:, :2] + 3) % VOCAB)
     one, two = run(model, tokens, segments)[0], run(model, other, segments)[0]
     second = np.asarray(segments) == 2
-    np.testing.assert_array_equal(np.asarray(one)[second], np.asarray(two)[second])
+    assert_array_equal(np.asarray(one)[second], np.asarray(two)[second])
     assert not np.array_equal(one, two)
 
 

@@ -72,6 +72,7 @@ from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.step.router_bias import update_router_bias
+from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.options import ENCODER_OPTIONS
 
 
@@ -602,16 +603,16 @@ def test_every_option_is_read(kind, field):
     before, after = place(base), place(dataclasses.replace(base, **{field: values[field]}))
     if kind is PerLayerEmbeddingConfig and field == "init_std":
         tables = [config.per_layer_embedding.build(8, 1, key=jax.random.key(0)).table for config in (before, after)]
-        np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
+        assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
         return
     if field == "init_std":
         short = [dataclasses.replace(config, blocks=(EMPTY,), tied=True) for config in (before, after)]
         tables = [ed.Decoder.build(config, key=jax.random.key(0)).embedding.table for config in short]
-        np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
+        assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
         return
     if field == "start":
         scales = [config.blocks[0].post_mlp_norm.build(8).scale for config in (before, after)]
-        np.testing.assert_array_equal(scales, np.outer([1.0, 0.5], np.ones(8)))
+        assert_array_equal(scales, np.outer([1.0, 0.5], np.ones(8)))
         return
     if field == "rate_layers":  # of a new model: the last of two layers forgets least
         second, last = (np.asarray(config.blocks[0].mixer.rates(1)) for config in (before, after))
@@ -619,12 +620,12 @@ def test_every_option_is_read(kind, field):
         return
     plain, other = logits(before), logits(after)
     if field in ("sections", "interleaved_sections"):  # of positions with several dimensions; text has one
-        np.testing.assert_array_equal(plain, other)
+        assert_array_equal(plain, other)
         return
     assert np.all(np.isfinite(other))
     if field in ("dropout", "random"):
-        np.testing.assert_array_equal(plain, other)  # without a key it is not read
-        np.testing.assert_array_equal(plain, logits(before, keyed=True))  # nor a key without a rate
+        assert_array_equal(plain, other)  # without a key it is not read
+        assert_array_equal(plain, logits(before, keyed=True))  # nor a key without a rate
         assert differ(plain, logits(after, keyed=True))
     elif field in (
         "shares_kv_as",
@@ -632,12 +633,12 @@ def test_every_option_is_read(kind, field):
         "row_multiple",
         "table_parts",
     ):  # of use to layers that borrow, to files
-        np.testing.assert_array_equal(plain, other)
+        assert_array_equal(plain, other)
     elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig or (kind, field) == LEARNS:
-        np.testing.assert_array_equal(plain, other)
+        assert_array_equal(plain, other)
         assert abs(trained(before)[0] - trained(after)[0]) > 1e-3
     elif field == "bias_update_rate":
-        np.testing.assert_array_equal(plain, other)
+        assert_array_equal(plain, other)
         assert np.abs(trained(before)[1] - trained(after)[1]).max() == pytest.approx(values[field])
     else:
         assert differ(plain, other)
@@ -649,7 +650,7 @@ def test_a_key_is_not_read_without_a_rate(kind):
     base, place, _ = OPTIONS[kind]
     for needs in [{}, *(needs for (one, _), needs in NEEDS.items() if one is kind)]:
         config = place(dataclasses.replace(base, **needs))
-        np.testing.assert_array_equal(logits(config), logits(config, keyed=True))
+        assert_array_equal(logits(config), logits(config, keyed=True))
 
 
 @pytest.mark.medium

@@ -17,7 +17,7 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingC
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
-from tests.compare import assert_close, root_mean_square
+from tests.compare import assert_array_equal, assert_close, root_mean_square
 from tests.models import VOCAB, filled, packed, rich_decoder, some_tokens
 from tests.programs import tpu_devices
 from tests.steps import ATTENTION, DENSE, NORM, SPARSE, decoder, results
@@ -101,10 +101,10 @@ def test_each_device_keeps_its_rows():
     for part in cut(x):
         for shard in part.addressable_shards:
             (begin,) = {shard.index[0].start or 0}
-            np.testing.assert_array_equal(np.asarray(shard.data)[:, 0, 0] // 4, begin // 2)
+            assert_array_equal(np.asarray(shard.data)[:, 0, 0] // 4, begin // 2)
     text = cut.lower(x).compile().as_text()
     assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
-    np.testing.assert_array_equal(join_batch(cut_batch(x, execution)), x)
+    assert_array_equal(join_batch(cut_batch(x, execution)), x)
 
 
 @pytest.mark.medium
@@ -113,7 +113,7 @@ def test_a_cache_has_all_rows_at_once():
     tokens = some_tokens(3, 4)
     cache = ed.init_cache(model.config, 3, 8)
     whole, split = (each(tokens, cache=cache).logits for each in (model, model.replace(batch_split=2)))
-    np.testing.assert_array_equal(whole, split)
+    assert_array_equal(whole, split)
 
 
 def test_dropout_is_drawn_for_each_part():
@@ -122,7 +122,7 @@ def test_dropout_is_drawn_for_each_part():
     tokens = jnp.broadcast_to(some_tokens(1, 6), (4, 6))
     run = eqx.filter_jit(lambda key: model(tokens, key=key).hidden)
     one, again, other = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
-    np.testing.assert_array_equal(one, again)
+    assert_array_equal(one, again)
     assert np.any(one != other)
     assert np.any(one[0] != one[1])  # the first rows of two parts
 

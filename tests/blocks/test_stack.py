@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 import eqx_decoders as ed
 from eqx_decoders.sharding.axes import axes, named_leaves
+from tests.compare import assert_allclose
 from tests.models import filled, packed, rich_decoder
 
 
@@ -79,7 +80,7 @@ def test_stacked_weights_are_those_of_single_layers():
     singles = eqx.filter_jit(lambda keys: [build(key=key) for build, key in zip(builds, keys, strict=True)])(keys)
     for block, single in zip(blocks, singles, strict=True):
         for got, want in zip(jax.tree.leaves(block), jax.tree.leaves(single), strict=True):
-            np.testing.assert_allclose(got, want, atol=1e-6)
+            assert_allclose(got, want, atol=1e-6)
     assert not np.array_equal(blocks[0].mlp.up, blocks[2].mlp.up)
 
 
@@ -100,7 +101,7 @@ def test_unstacked_blocks_run_by_hand_equal_the_model():
     tokens, segments = packed(2)
     out = model(tokens, segment_ids=segments)
     x = block_by_block(model, tokens, segments, positions_of(segments))[-1]
-    np.testing.assert_allclose(x, out.hidden, atol=1e-5)
+    assert_allclose(x, out.hidden, atol=1e-5)
 
 
 def positions_of(segments):
@@ -121,9 +122,9 @@ def test_layer_stats_describe_each_layer_in_order():
     outs = [np.asarray(x) for x in block_by_block(model, tokens, segments, positions_of(segments))]
     means, stds = [x.mean() for x in outs], [x.std() for x in outs]
     for found in (stats, loop):
-        np.testing.assert_allclose(found.mean, means, atol=1e-5)
-        np.testing.assert_allclose(found.std, stds, rtol=1e-4)
-        np.testing.assert_allclose(found.zero_fraction, np.zeros(5), atol=1e-6)
+        assert_allclose(found.mean, means, atol=1e-5)
+        assert_allclose(found.std, stds, rtol=1e-4)
+        assert_allclose(found.zero_fraction, np.zeros(5), atol=1e-6)
     assert eqx.filter_eval_shape(model.replace(layer_stats=False), tokens).stats.activations is None
 
 
@@ -134,7 +135,7 @@ def test_zeros_are_counted():
     table = model.embedding.table.at[1].set(0.0)
     model = eqx.tree_at(lambda m: m.embedding.table, model, table)
     stats = model(jnp.asarray([[1, 2, 1, 1]])).stats.activations
-    np.testing.assert_allclose(stats.zero_fraction, [0.75, 0.75])
+    assert_allclose(stats.zero_fraction, [0.75, 0.75])
 
 
 def test_axes_name_every_weight():

@@ -20,6 +20,7 @@ from eqx_decoders.training.run.resume_run import resume
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import load_settings, save_settings
 from tests.commands import ROOT, outcome
+from tests.compare import assert_array_equal
 
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -126,7 +127,7 @@ def test_the_export_of_a_run_with_running_means(tmp_path):
         assert outcome("convert", "export", run, directory, *words)[0] == 0
         found = named_leaves(ed.load_hf(directory, dtype="float32"))
         for path, leaf in named_leaves(half).items():
-            np.testing.assert_array_equal(found[path], leaf.astype("float32") * (factor if path == name else 1))
+            assert_array_equal(found[path], leaf.astype("float32") * (factor if path == name else 1))
 
 
 @pytest.mark.medium(fast=1)

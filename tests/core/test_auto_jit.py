@@ -15,7 +15,7 @@ from eqx_decoders.core.auto_jit import bounded_jit, concrete, is_staged, jit_if_
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.commands import ROOT
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 
@@ -62,7 +62,7 @@ def test_programs_are_dropped_where_there_is_no_room_for_others(taken, few, agai
     monkeypatch.setattr(auto_jit, "_taken_maps", lambda: taken)
     with compilations() as programs:
         for call, value in zip(calls, want, strict=True):
-            np.testing.assert_array_equal(call(), value)
+            assert_array_equal(call(), value)
     assert len(programs) == again
 
 
@@ -102,8 +102,8 @@ def test_a_function_is_compiled_only_where_nothing_around_it_is():
 
 def test_numbers_are_known_unless_they_are_traced():
     assert concrete(None) is None
-    np.testing.assert_array_equal(concrete(jnp.arange(3)), [0, 1, 2])
-    np.testing.assert_array_equal(concrete(np.arange(3)), [0, 1, 2])
+    assert_array_equal(concrete(jnp.arange(3)), [0, 1, 2])
+    assert_array_equal(concrete(np.arange(3)), [0, 1, 2])
     assert jax.jit(lambda x: concrete(x) is None)(jnp.arange(3))
 
 

@@ -19,7 +19,7 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from tests.cases import RECURRENT
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.cached_mixers import FULL
 from tests.models import EMBED, VOCAB, extend, filled, rich_decoder, some_tokens
 
@@ -141,7 +141,7 @@ def test_narrow_ids_have_the_loss_and_the_gradients_of_wide_ones(vocab, dtype, t
 def test_keys_of_the_old_kind_draw_as_the_new_ones_do():
     model, tokens = bare(dropout=0.5), some_tokens(2, 5)
     old, new = jax.random.PRNGKey(3), jax.random.key(3)
-    np.testing.assert_array_equal(model(tokens, key=old).logits, model(tokens, key=new).logits)
+    assert_array_equal(model(tokens, key=old).logits, model(tokens, key=new).logits)
     losses = [float(ed.next_token_loss(model, ed.Batch(tokens=tokens), key=key)[0]) for key in (old, new, None)]
     assert losses[0] == losses[1] != losses[2]
     for wrong in (3, jnp.float32(3), jnp.int32(3)):

@@ -7,6 +7,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.core.sampling import DrawSettings, choose_tokens, is_stop, min_logits
+from tests.compare import assert_allclose
 
 
 def passing(sampler, logits):
@@ -91,9 +92,9 @@ def test_what_stays_is_divided_by_the_temperature_and_ties_stay():
     logits = jnp.asarray([[0.0, 3.0, 2.0, 2.0], [5.0, 0.0, 4.0, -1.0]])
     out = passing(ed.Sample(temperature=0.5, top_k=2), logits)
     cut = -np.inf
-    np.testing.assert_allclose(out, [[cut, 6.0, 4.0, 4.0], [10.0, cut, 8.0, cut]], rtol=1e-6)
+    assert_allclose(out, [[cut, 6.0, 4.0, 4.0], [10.0, cut, 8.0, cut]], rtol=1e-6)
     out = passing(ed.Sample(temperature=2.0, min_p=float(np.exp(-0.6))), logits)
-    np.testing.assert_allclose(out, [[cut, 1.5, 1.0, 1.0], [2.5, cut, 2.0, cut]], rtol=1e-6)
+    assert_allclose(out, [[cut, 1.5, 1.0, 1.0], [2.5, cut, 2.0, cut]], rtol=1e-6)
 
 
 def test_stops_are_the_listed_ids():

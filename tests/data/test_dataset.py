@@ -19,6 +19,7 @@ from eqx_decoders.data.store.count_corpus import Gzip
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from tests.compare import assert_allclose, assert_array_equal
 from tests.stores import documents_of
 
 
@@ -85,7 +86,7 @@ def equal(left, right):
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
         for name in FIELDS:
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+            assert_array_equal(getattr(one, name), getattr(other, name))
 
 
 def used(row):
@@ -125,11 +126,11 @@ def test_segments_positions_and_mask(make, split, pack):
         assert not row["tokens"][size:].any() and not row["loss_mask"][size:].any()
         for segment in range(1, count + 1):
             here = segments == segment
-            np.testing.assert_array_equal(row["positions"][here], np.arange(here.sum()))
-            np.testing.assert_array_equal(row["loss_mask"][here], np.arange(here.sum()) > 0)
+            assert_array_equal(row["positions"][here], np.arange(here.sum()))
+            assert_array_equal(row["loss_mask"][here], np.arange(here.sum()) > 0)
             inner = row["tokens"][here]
             inner = inner[inner > 0]  # a piece of one document: consecutive numbers
-            np.testing.assert_array_equal(inner, np.arange(len(inner)) + (inner[0] if len(inner) else 0))
+            assert_array_equal(inner, np.arange(len(inner)) + (inner[0] if len(inner) else 0))
     assert most > 1 if pack else most == 1
 
 
@@ -142,7 +143,7 @@ def test_every_token_is_a_target_once(make, split, pack, seq_len):
     targets = collections.Counter()
     for row in found:  # as the loss sees them: next tokens of the same segment
         same = (row["segment_ids"][1:] == row["segment_ids"][:-1]) & (row["segment_ids"][1:] > 0)
-        np.testing.assert_array_equal(same, row["loss_mask"][1:])
+        assert_array_equal(same, row["loss_mask"][1:])
         targets.update(row["tokens"][1:][same].tolist())
     counts = batches.store.counts(split)
     assert targets.pop(0) == counts.documents == 24, "the end of each document"
@@ -202,7 +203,7 @@ def test_resume_with_other_batches(make):
     many.set_state(few.get_state())
     taken += rows(take(many, 2))
     for one, other in zip(straight, taken, strict=True):
-        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+        assert_array_equal(one["tokens"], other["tokens"])
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
@@ -271,7 +272,7 @@ def test_bytes_and_gzip_of_the_held_out_text(make, corpus):
     assert counts.bytes == sum(len(text.encode()) for text in texts)
     gzip = Gzip()
     gzip.add("".join(texts).encode())
-    np.testing.assert_allclose(counts.gzip_nats_per_byte, gzip.nats_per_byte(), rtol=1e-12)
+    assert_allclose(counts.gzip_nats_per_byte, gzip.nats_per_byte(), rtol=1e-12)
 
 
 def test_texts_for_the_tokenizer_are_not_held_out(corpus):
@@ -383,7 +384,7 @@ def test_a_conversation_that_fits_is_never_cut(make_chats, split):
         for segment in range(1, int(row["segment_ids"].max()) + 1):
             here = row["segment_ids"] == segment
             whole[tuple(row["tokens"][here].tolist())] += 1
-            np.testing.assert_array_equal(row["positions"][here], np.arange(here.sum()))
+            assert_array_equal(row["positions"][here], np.arange(here.sum()))
     store, cut = batches.store, 0
     for document in documents_of(store, split):
         tokens = tuple(store[document].tolist())
@@ -402,11 +403,11 @@ def test_conversations_are_resumed_at_any_row(make_chats):
         taken += rows(take(again, 5))
         for one, other in zip(straight, taken, strict=False):
             for name in FIELDS:
-                np.testing.assert_array_equal(one[name], other[name])
+                assert_array_equal(one[name], other[name])
 
 
 def test_processes_share_the_batches_of_conversations(make_chats):
     for share in ([0, 2], [1, 3]):
         for batch, part in zip(take(make_chats(), 6), take(make_chats("train", share), 6), strict=True):
             for name in FIELDS:
-                np.testing.assert_array_equal(getattr(batch, name)[share], getattr(part, name))
+                assert_array_equal(getattr(batch, name)[share], getattr(part, name))

@@ -22,6 +22,7 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import host_rows
 from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
+from tests.compare import assert_allclose
 from tests.encoders.directories import save_image, vision_directory
 
 
@@ -68,7 +69,7 @@ def check_batches():
         for leaf, whole in ((batch.tokens, tokens), (batch.loss_mask, tokens > 3)):
             assert leaf.shape == (8, 6)
             for shard in leaf.addressable_shards:
-                np.testing.assert_array_equal(shard.data, whole[shard.index])
+                assert_array_equal(shard.data, whole[shard.index])
         found[json.dumps([axes, order])] = [list(held), int(jax.jit(lambda x: x.sum())(batch.tokens))]
     (folder / f"rows{number}.json").write_text(json.dumps(found))
 
@@ -202,10 +203,10 @@ def test_a_run_of_two_processes_is_that_of_one(two):
     rows, alone = (steps_of(folder / name)[:3] for name in ("steps", "alone"))
     assert [row["step"] for row in rows] == [1, 2, 3]
     for name in ("loss", "grad_norm", "tokens"):
-        np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=1e-5)
+        assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=1e-5)
     held_out = [[row["eval_loss"] for row in read_metrics(folder / name / "metrics.jsonl") if "eval_loss" in row][:2]
                 for name in ("steps", "alone")]  # fmt: skip
-    np.testing.assert_allclose(*held_out, rtol=1e-5)
+    assert_allclose(*held_out, rtol=1e-5)
     sample = next(line for line in alone_err.splitlines() if line.startswith("class Reader"))
     assert "held-out loss" in outputs[0] and "gzip" in outputs[0] and "gzip" not in outputs[1]
     assert sample in outputs[0] and "class Reader" not in outputs[1]
@@ -271,7 +272,7 @@ def test_processes_train_on_images_of_other_sizes_and_numbers(tmp_path):
     rows, alone = (steps_of(tmp_path / name) for name in ("both", "alone"))
     assert len(rows) == len(alone) == 3
     for name in ("loss", "grad_norm", "tokens"):
-        np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=2e-5)
+        assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=2e-5)
 
 
 def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):

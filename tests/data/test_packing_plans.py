@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.data.packing_plans import permutation, plan_overlapping, plan_packed, plan_padded, plan_whole
+from tests.compare import assert_allclose
 
 
 SIZES = st.lists(st.integers(2, 40), min_size=1, max_size=12)
@@ -41,7 +42,7 @@ def test_permutations_are_fixed_for_all_times():
     assert sorted(permutation(1000, "x")) == list(range(1000))
     assert permutation(1000, "x").tolist() != permutation(1000, "y").tolist()
     middle = np.mean([permutation(10, str(seed)) for seed in range(300)], axis=0)
-    np.testing.assert_allclose(middle, 4.5, atol=0.8)
+    assert_allclose(middle, 4.5, atol=0.8)
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), seq_len=st.integers(2, 20), seed=st.integers(0, 9))

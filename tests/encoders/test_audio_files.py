@@ -25,6 +25,7 @@ from eqx_decoders.io.processors.qwen import QwenVideos
 from eqx_decoders.io.processors.video import Video, open_video
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from tests.commands import call
+from tests.compare import assert_array_equal
 from tests.encoders.directories import save_image
 from tests.io.processors.media_files import audio, video
 
@@ -136,7 +137,7 @@ def test_answers_to_a_video_of_few_frames(name, tmp_path):
         ((grown + 13, grown + 15),),
     )
     for key, array in reader.arrays([one]).items():
-        np.testing.assert_array_equal(array, arrays[key])
+        assert_array_equal(array, arrays[key])
     save_image(tmp_path / "image.png", 16, 16)
     mixed = ("<|video_pad|><|image_pad|>", [], [str(tmp_path / "image.png"), one], "x")
     if name == "smolvlm":

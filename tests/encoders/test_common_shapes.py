@@ -9,6 +9,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
+from tests.compare import assert_allclose
 from tests.encoders.samples import FRAME_AUDIO, MEDIA, audio, media_decoder, patches, text
 from tests.models import filled
 
@@ -74,7 +75,7 @@ def check_parts(model, parts, batch, media_of):
     grown = [pad_to_shapes(media, shapes) for media in own]
     assert len({str(jax.tree.map(np.shape, media)) for media in grown}) == 1
     together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *grown)
-    np.testing.assert_allclose(model(tokens, media=together).logits, whole, atol=2e-5)
+    assert_allclose(model(tokens, media=together).logits, whole, atol=2e-5)
 
 
 @pytest.mark.medium

@@ -12,6 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.media import merge_features
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.model.init import with_mtp
+from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, media_decoder, patches, text
 from tests.models import filled
 
@@ -41,7 +42,7 @@ def whole(model, media):
 
 
 def close(one, other, tolerance=2e-5):
-    np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=tolerance, rtol=0)
+    assert_allclose(np.asarray(one), np.asarray(other), atol=tolerance, rtol=0)
 
 
 @pytest.mark.medium
@@ -78,7 +79,7 @@ def test_merging_is_the_loop():
     for row, column in np.ndindex(4, 5):
         if index[row, column] >= 0:
             merged[row, column] = features[row // 2, index[row, column]]
-    np.testing.assert_array_equal(merge_features(*map(jnp.asarray, (embeds, features, index))), merged)
+    assert_array_equal(merge_features(*map(jnp.asarray, (embeds, features, index))), merged)
 
 
 @pytest.mark.medium
@@ -125,7 +126,7 @@ def test_decoding_goes_on_at_the_right_position(model, media):
     known = ed.Media.create(model.config, everything, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
     expected = model(everything, media=known).logits
     cache = model(TOKENS, media=media, cache=ed.init_cache(model.config, 2, 16, dtype=jnp.float32)).cache
-    np.testing.assert_array_equal(cache.rope_offset, [-4.0 + 2 - 3 + 3, -1.0 + 1 - 0.0])
+    assert_array_equal(cache.rope_offset, [-4.0 + 2 - 3 + 3, -1.0 + 1 - 0.0])
     for step in range(3):
         out = model(more[:, step : step + 1], cache=cache)
         cache = out.cache
@@ -136,13 +137,13 @@ def test_decoding_goes_on_at_the_right_position(model, media):
 def test_generation_sees_the_images(model, media, whole):
     """The first new token is that of the whole; others depend on the image, and prompts may differ in length."""
     made = np.asarray(ed.generate(model, TOKENS, media=media, max_new_tokens=4, sampler=ed.Greedy()))
-    np.testing.assert_array_equal(made[:, 0], np.argmax(np.asarray(whole.logits)[:, -1], axis=-1))
+    assert_array_equal(made[:, 0], np.argmax(np.asarray(whole.logits)[:, -1], axis=-1))
     streamed = ed.stream(model, TOKENS, media=media, max_new_tokens=4, sampler=ed.Greedy())
-    np.testing.assert_array_equal(np.stack(list(streamed), axis=1), made)
+    assert_array_equal(np.stack(list(streamed), axis=1), made)
     everything = np.concatenate([TOKENS, made[:, :3]], axis=1)
     known = ed.Media.create(model.config, everything, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
     again = np.argmax(np.asarray(model(everything, media=known).logits)[:, 10:], axis=-1)
-    np.testing.assert_array_equal(again, made)
+    assert_array_equal(again, made)
 
 
 @pytest.mark.medium
@@ -326,7 +327,7 @@ def test_fixed_images_are_cut_into_the_same_patches():
     tokens = text("iixii")[None]
     one = ed.Media.create(config, tokens, pixel_values=pixels)
     other = ed.Media.create(config, tokens, pixel_values=np.stack(cut), image_grid_thw=np.asarray([[1, 4, 2]] * 2))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(assert_array_equal, one, other)
 
 
 @pytest.mark.medium

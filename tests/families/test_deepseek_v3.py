@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.io.huggingface.verify import compare_tensors
 from eqx_decoders.model.init import with_mtp
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import filled
 
 
@@ -64,7 +64,7 @@ def test_depths_are_read_and_change_no_logit(tmp_path):
             "self_attn.kv_b_proj.weight": own.block.mixer.kv_up.reshape(12, -1).T,
         }
         for name, got in read.items():
-            np.testing.assert_array_equal(got, tensors[f"model.layers.{layer}.{name}"])
+            assert_array_equal(got, tensors[f"model.layers.{layer}.{name}"])
     logits = eqx.filter_jit(model)(jnp.asarray(expected["input_ids"], jnp.int32)).logits
     assert_close(logits, expected["logits"])
 
@@ -75,7 +75,7 @@ def test_depths_that_are_read_guess_and_change_no_token(tmp_path):
     model, expected = ed.load_hf(tmp_path / "model"), np.load(FIXTURE / "expected.npz")
     prompt = jnp.asarray(expected["prompt_ids"], jnp.int32)
     new = ed.generate(model, prompt, max_new_tokens=expected["generated_ids"].shape[1], num_draft_tokens=1)
-    np.testing.assert_array_equal(new, expected["generated_ids"])
+    assert_array_equal(new, expected["generated_ids"])
 
 
 @pytest.mark.medium
@@ -85,7 +85,7 @@ def test_export_gives_every_tensor_back(tmp_path):
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == tensors.keys()
     for name, x in tensors.items():
-        np.testing.assert_array_equal(again[name], x)
+        assert_array_equal(again[name], x)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == 2
     count, different = compare_tensors(tmp_path / "again")
     assert count > 0 and not different

@@ -22,6 +22,7 @@ from eqx_decoders.families._mobilenet import architectures
 from eqx_decoders.planning.traced_memory import abstract_media
 from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows
 from eqx_decoders.sharding.rules import WEIGHTS
+from tests.compare import assert_allclose
 from tests.families.samples import FIXTURES, decode
 
 
@@ -60,14 +61,14 @@ def with_block(stage: int, index: int, **keys) -> dict:
 def test_logits_are_those_of_transformers(model):
     """Of images and audio, of tokens that the encoders have, and of such as fill a clip up."""
     media = ed.Media.create(model.config, **INPUTS)
-    np.testing.assert_allclose(model(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4)
+    assert_allclose(model(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4)
 
 
 @pytest.mark.slow
 def test_features_and_greedy_tokens_are_those_of_transformers(model):
     media, count = ed.Media.create(model.config, **INPUTS), ARRAYS["generated_ids"].shape[1]
     features = np.asarray(model.encode(media).features)[: len(ARRAYS["features"])]
-    np.testing.assert_allclose(features, ARRAYS["features"], atol=2e-5)
+    assert_allclose(features, ARRAYS["features"], atol=2e-5)
     made = ed.generate(model, IDS, media=media, max_new_tokens=count, sampler=ed.Greedy(), stop_ids=())
     assert np.array_equal(made, ARRAYS["generated_ids"])
 
@@ -77,9 +78,9 @@ def test_images_or_audio_alone_give_the_same(model):
     """A row of the batch sees its own: the audio without the images, and in rows of other lengths."""
     of_audio = {name: INPUTS[name] for name in ("input_features", "input_features_mask")}
     media = ed.Media.create(model.config, IDS[1:], **of_audio)
-    np.testing.assert_allclose(model(IDS[1:], media=media).logits, ARRAYS["logits"][1:], atol=1e-4)
+    assert_allclose(model(IDS[1:], media=media).logits, ARRAYS["logits"][1:], atol=1e-4)
     media = ed.Media.create(model.config, IDS[:1], pixel_values=INPUTS["pixel_values"])
-    np.testing.assert_allclose(model(IDS[:1], media=media).logits, ARRAYS["logits"][:1], atol=1e-4)
+    assert_allclose(model(IDS[:1], media=media).logits, ARRAYS["logits"][:1], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_rows_may_be_longer(model):
         shapes["images"][name][0][1] += 1
     for again in (pad_to_shapes(media, shapes), with_rounded_rows(media)):
         features = np.asarray(model.encode(again).features)[:count]
-        np.testing.assert_allclose(features, ARRAYS["features"], atol=2e-5)
+        assert_allclose(features, ARRAYS["features"], atol=2e-5)
 
 
 @pytest.mark.medium
@@ -125,12 +126,12 @@ def test_every_way_to_run_gives_the_same(model):
     """Layers in a scan or one by one, computed again or kept; rows and heads on several devices."""
     for options in (dict(scan=False), dict(remat="full")):
         media = ed.Media.create(model.config, **INPUTS)
-        np.testing.assert_allclose(
+        assert_allclose(
             model.replace(**options)(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4, err_msg=str(options)
         )
     placed = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2, weights=WEIGHTS | {"kv_heads": ()}))
     media = ed.Media.create(model.config, **INPUTS)
-    np.testing.assert_allclose(placed(IDS, media=media).logits, ARRAYS["logits"], atol=2e-4)
+    assert_allclose(placed(IDS, media=media).logits, ARRAYS["logits"], atol=2e-4)
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_a_cache_goes_on_with_the_encoders_own_tokens(model):
     for index in range(ids.shape[1]):
         out = model(ids[:, index : index + 1], cache=cache)
         cache = out.cache
-        np.testing.assert_allclose(out.logits[:, 0], whole[:, index], atol=1e-5)
+        assert_allclose(out.logits[:, 0], whole[:, index], atol=1e-5)
 
 
 # --- parts ---
@@ -158,7 +159,7 @@ def test_a_cumulative_norm_is_that_of_each_clip():
             mean = x[0, begin : frame + 1].mean()
             squares.append(np.square(x[0, frame] - mean).mean())
             wanted = (x[0, frame] - mean) / np.sqrt(np.mean(squares) + 0.1) * [0.5, 2.0]
-            np.testing.assert_allclose(found[0, frame], wanted, atol=1e-5)
+            assert_allclose(found[0, frame], wanted, atol=1e-5)
 
 
 @pytest.mark.medium(fast=1)
@@ -170,7 +171,7 @@ def test_zeros_stand_behind_an_image_or_on_both_sides(edges, before):
     places = [(row, column) for row in (0, 2) for column in (0, 2)]
     windows = np.stack([wide[row : row + 3, column : column + 3] for row, column in places])
     wanted = np.einsum("prcf,rcf->pf", windows, np.asarray(layer.kernel)).reshape(1, 2, 2, 2)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), layer.norm(jnp.asarray(wanted)), atol=1e-5)
+    assert_allclose(layer(jnp.asarray(x)), layer.norm(jnp.asarray(wanted)), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -187,7 +188,7 @@ def test_attention_of_all_pixels_is_its_formula():
         weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
         wanted += weights @ (normed @ value) @ out[head]
     found = block(jnp.asarray(x), Context(positions=jnp.zeros((1, 6), jnp.int32)))
-    np.testing.assert_allclose(found, x + 0.5 * wanted.reshape(x.shape), atol=1e-5)
+    assert_allclose(found, x + 0.5 * wanted.reshape(x.shape), atol=1e-5)
 
 
 @pytest.mark.slow

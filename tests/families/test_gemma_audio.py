@@ -16,6 +16,7 @@ from eqx_decoders.families._gemma4_audio import ConformerSizes, gemma4_audio
 from eqx_decoders.families.gemma4_vision import gemma4_vision
 from eqx_decoders.sharding.axes import axes, frozen, named_leaves
 from eqx_decoders.sharding.rules import WEIGHTS
+from tests.compare import assert_allclose, assert_array_equal
 from tests.families.samples import FIXTURES
 
 
@@ -74,8 +75,8 @@ def encode(model):
 @pytest.mark.medium
 def test_features_and_logits_are_those_of_transformers(model, media):
     features = np.asarray(model.encode(media).features)[: len(ARRAYS["features"])]
-    np.testing.assert_allclose(features, ARRAYS["features"], atol=1e-5)
-    np.testing.assert_allclose(model(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4)
+    assert_allclose(features, ARRAYS["features"], atol=1e-5)
+    assert_allclose(model(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_the_decoder_alone(model):
     text = ed.load_hf(DIRECTORY, attention="dot", text_only=True)
     assert text.audio is None and text.config.media is None
     ids = np.where(IDS > 50, 1, IDS)[:, :12]
-    np.testing.assert_array_equal(text(ids).logits, model(ids).logits)
+    assert_array_equal(text(ids).logits, model(ids).logits)
 
 
 def test_which_matrices_are_clipped(model):
@@ -232,10 +233,10 @@ def test_an_audio_alone_is_what_it_is_among_others(encode):
     alone = encode([47])[0], encode([16])[0], encode([1])[0]
     together = dict(zip(LENGTHS, encode(LENGTHS, more=3), strict=True))
     for length, own in zip((47, 16, 1), alone, strict=True):
-        np.testing.assert_allclose(own, together[length], atol=2e-5)
+        assert_allclose(own, together[length], atol=2e-5)
     backwards = encode(LENGTHS[::-1])
     for one, other in zip(backwards[::-1], together.values(), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+        assert_allclose(one, other, atol=2e-5)
 
 
 def test_what_stands_in_padding_is_not_seen(model, media):
@@ -243,7 +244,7 @@ def test_what_stands_in_padding_is_not_seen(model, media):
     mask = INPUTS["input_features_mask"]
     other = np.where(mask[..., None], INPUTS["input_features"], np.nan)
     again = ed.Media.create(model.config, **INPUTS | {"input_features": other})
-    jax.tree.map(np.testing.assert_array_equal, again, media)
+    jax.tree.map(assert_array_equal, again, media)
 
 
 @pytest.mark.medium
@@ -255,7 +256,7 @@ def test_what_stands_in_padding_is_not_seen(model, media):
 def test_every_way_to_run_gives_the_same(model, encode, options):
     """Layers in a scan or one by one, computed again or kept."""
     for one, other in zip(encode([33, 5], by=model.replace(**options)), encode([33, 5]), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+        assert_allclose(one, other, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -272,7 +273,7 @@ def test_gradients_are_finite_differences_and_the_same_without_a_scan(model, med
     other = named_leaves(again)
     generator = np.random.default_rng(0)
     for name, leaf in leaves.items():
-        np.testing.assert_allclose(leaf, other[name], atol=1e-4, rtol=1e-3, err_msg=name)
+        assert_allclose(leaf, other[name], atol=1e-4, rtol=1e-3, err_msg=name)
     for name in ("audio.stem.convolutions.0.kernel", "audio.segments.0.unit.0.residual.norm.scale",
                  "audio.segments.0.unit.0.mixer.scale", "audio.segments.0.unit.0.post_layers.0.layer.taps",
                  "audio.projector.layers.1.kernel"):  # fmt: skip
@@ -302,7 +303,7 @@ def test_a_mesh_gives_the_same(model):
     for sizes, groups in ((dict(data=2, fsdp=2, context=2), 2), (dict(data=2, tensor=2, context=2), 1)):
         placed = model.place(ed.Layout.create(**sizes, weights=WEIGHTS | {"kv_heads": ()}))
         given = ed.Media.create(model.config, ids, **twice, groups=groups)
-        np.testing.assert_allclose(np.asarray(placed(ids, media=given).logits), wanted, atol=2e-4)
+        assert_allclose(np.asarray(placed(ids, media=given).logits), wanted, atol=2e-4)
 
 
 def refused(**given):
@@ -334,6 +335,6 @@ def test_both_names_of_the_mask():
     mask = np.arange(12)[None] < 9
     one = refused(input_features_mask=mask)
     other = refused(input_features_mask=None, feature_attention_mask=mask)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(assert_array_equal, one, other)
     assert one.audio.real.sum() == 9
     assert refused(input_features_mask=None).audio.real.sum() == 12

@@ -25,6 +25,7 @@ from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.numerics.clipped_weight import ClippedWeight, with_clipping
 from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.sharding.axes import frozen, named_leaves
+from tests.compare import assert_allclose, assert_array_equal
 from tests.models import filled
 
 
@@ -128,7 +129,7 @@ def same_weights(one, other):
     ours, theirs = named_leaves(one), named_leaves(other)
     assert ours.keys() == theirs.keys()
     for name, leaf in ours.items():
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(theirs[name]), err_msg=name)
+        assert_array_equal(np.asarray(leaf), np.asarray(theirs[name]), err_msg=name)
 
 
 # --- settings ---
@@ -316,7 +317,7 @@ def test_an_export_gives_equal_logits(model, exported):
     assert again.config == model.config
     media = ed.Media.create(model.config, IDS, **seen(model.config))
     one, other = (np.asarray(each(IDS, media=media).logits) for each in (model, again))
-    np.testing.assert_array_equal(one, other)
+    assert_array_equal(one, other)
     assert np.isfinite(one).all()
 
 
@@ -324,7 +325,7 @@ def test_an_export_gives_equal_logits(model, exported):
 def test_the_decoder_alone_is_that_of_the_whole(model, exported, tmp_path):
     text = ed.load_hf(exported, attention="dot", text_only=True)
     assert text.vision is None and text.config.media is None
-    np.testing.assert_allclose(np.asarray(text(TEXT).logits), np.asarray(model(TEXT).logits), rtol=0, atol=1e-6)
+    assert_allclose(np.asarray(text(TEXT).logits), np.asarray(model(TEXT).logits), rtol=0, atol=1e-6)
     ed.save_hf(text, tmp_path / "text")
     content = json.loads((tmp_path / "text" / "config.json").read_text())
     assert content["model_type"] == ("gemma3_text" if model.config is MODELS["gemma3"] else "gemma4_text")
@@ -415,7 +416,7 @@ def clipped(*bounds: float) -> ClippedWeight:
 def test_bounds_clip_on_both_sides(flatten):
     got = einsum(PATTERN, jnp.asarray(X), clipped(-0.5, 0.7, -0.9, 0.4), flatten=flatten)
     want = np.clip(np.clip(X, -0.5, 0.7) @ W, -0.9, 0.4)
-    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-6)
+    assert_allclose(np.asarray(got), want, rtol=0, atol=1e-6)
     assert (want == 0.4).any() and (want == -0.9).any()
 
 
@@ -427,8 +428,8 @@ def test_infinite_bounds_change_nothing():
         return jnp.sum(jnp.sin(einsum(PATTERN, x, weight)))
 
     (x, w), (plain_x, plain_w) = (jax.grad(loss, argnums=(0, 1))(jnp.asarray(X), each) for each in (infinite, W))
-    np.testing.assert_array_equal(np.asarray(x), np.asarray(plain_x))
-    np.testing.assert_array_equal(np.asarray(w.weight), np.asarray(plain_w))
+    assert_array_equal(np.asarray(x), np.asarray(plain_x))
+    assert_array_equal(np.asarray(w.weight), np.asarray(plain_w))
     assert loss(jnp.asarray(X), infinite) == loss(jnp.asarray(X), jnp.asarray(W))
     assert np.isnan(np.asarray(einsum(PATTERN, jnp.full((1, 1, 4), jnp.nan), infinite))).all()
 
@@ -442,9 +443,9 @@ def test_gradients_pass_within_the_bounds():
     got_x, got_w = jax.grad(lambda x, w: jnp.sum(g * einsum(PATTERN, x, w)), argnums=(0, 1))(jnp.asarray(x), weight)
     inside, product = (x >= -0.5) & (x <= 0.7), np.clip(x, -0.5, 0.7) @ W
     passed = np.where((product >= -0.9) & (product <= 0.4), g, 0)
-    np.testing.assert_allclose(np.asarray(got_x), np.where(inside, passed @ W.T, 0), rtol=0, atol=1e-5)
+    assert_allclose(np.asarray(got_x), np.where(inside, passed @ W.T, 0), rtol=0, atol=1e-5)
     want = np.einsum("abi,abo->io", np.clip(x, -0.5, 0.7), passed)
-    np.testing.assert_allclose(np.asarray(got_w.weight), want, rtol=0, atol=1e-5)
+    assert_allclose(np.asarray(got_w.weight), want, rtol=0, atol=1e-5)
     assert {float(got_w.input_min), float(got_w.input_max), float(got_w.output_min), float(got_w.output_max)} == {0.0}
 
 
@@ -454,7 +455,7 @@ def test_an_encoder_with_new_bounds_is_that_without():
     bounded = eqx.tree_at(lambda model: model.vision.segments, plain, with_clipping(plain.vision.segments))
     media = ed.Media.create(plain.config, IDS, **seen(plain.config))
     one, other = (np.asarray(each.encode(media).features) for each in (plain, bounded))
-    np.testing.assert_array_equal(one, other)
+    assert_array_equal(one, other)
 
 
 # --- images ---
@@ -471,14 +472,14 @@ def features(model, ids=IDS, count=8, **given) -> np.ndarray:
 
 def test_patches_are_in_any_order_and_padded_to_any_length(seeing):
     want = features(seeing, **padded(IMAGES, 16))
-    np.testing.assert_array_equal(features(seeing, **padded(IMAGES, 21, order=3)), want)
+    assert_array_equal(features(seeing, **padded(IMAGES, 21, order=3)), want)
 
 
 def test_pixels_are_cut_as_the_processor_does(seeing):
     """Images of one size may come whole."""
     ids, images = IDS[:1], drawn((8, 8))
     whole = features(seeing, ids, 4, pixel_values=np.stack(images))
-    np.testing.assert_array_equal(whole, features(seeing, ids, 4, **padded(images, 16)))
+    assert_array_equal(whole, features(seeing, ids, 4, **padded(images, 16)))
 
 
 def test_the_frames_of_a_video_are_images(seeing):
@@ -486,7 +487,7 @@ def test_the_frames_of_a_video_are_images(seeing):
     video = dict(pixel_values_videos=given["pixel_values"], video_position_ids=given["image_position_ids"])
     ids = np.where(IDS == IMAGE, VIDEO, IDS)
     found = features(seeing, ids, **video, num_frames_per_video=np.asarray([1, 2]))
-    np.testing.assert_array_equal(found, features(seeing, **given))
+    assert_array_equal(found, features(seeing, **given))
 
 
 def test_embeddings_of_layers_see_the_padding_token():

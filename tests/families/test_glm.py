@@ -11,6 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import trained
+from tests.compare import assert_array_equal
 from tests.families.samples import decode, mixers, sample
 from tests.families.test_deepseek_v3 import written
 
@@ -39,7 +40,7 @@ def test_multi_token_prediction_is_read_and_written(tmp_path):
     model = ed.load_hf(tmp_path / "model")
     assert model.mtp.config.block == model.config.blocks[-1]
     kernels = [getattr(model.mtp.unstacked()[0], f"{kind}_kernel").T for kind in ("embed", "stream")]
-    np.testing.assert_array_equal(np.concatenate(kernels, axis=1), tensors["model.layers.2.eh_proj.weight"])
+    assert_array_equal(np.concatenate(kernels, axis=1), tensors["model.layers.2.eh_proj.weight"])
     ed.save_hf(model, tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == tensors.keys()

@@ -12,6 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.images import from_pixels, learned_positions
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import FAMILIES
+from tests.compare import assert_allclose, assert_array_equal
 from tests.families.samples import FIXTURES, decode
 
 
@@ -36,8 +37,8 @@ def test_features_logits_and_positions_are_those_of_transformers(name):
     model, inputs, wanted = opened(name)
     media = ed.Media.create(model.config, **inputs)
     features = model.encode(media).features[: len(wanted["features"])]
-    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
-    np.testing.assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
+    assert_allclose(features, wanted["features"], atol=1e-4)
+    assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
     assert np.array_equal(media.rope_positions, wanted["rope_positions"])
 
 
@@ -69,7 +70,7 @@ def test_an_export_is_the_same_to_the_bit(name, tmp_path):
 def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
     whole, text = opened(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
     ids = np.arange(1, 9)[None]
-    np.testing.assert_array_equal(text(ids).logits, whole(ids).logits)
+    assert_array_equal(text(ids).logits, whole(ids).logits)
     ed.save_hf(text, tmp_path / "new")
     assert content_of(tmp_path / "new")["model_type"] == plain
     assert ed.load_hf(tmp_path / "new").config == text.config
@@ -82,10 +83,10 @@ def test_frames_of_videos_are_images():
     frames = [(1, 2, 4)] * 3 + [(1, 2, 2)] * 2
     alone = ed.Media.create(config, ids, pixel_values=numbers, image_grid_thw=frames)
     video = ed.Media.create(config, ids, pixel_values_videos=numbers, video_grid_thw=[(3, 2, 4), (2, 2, 2)])
-    np.testing.assert_array_equal(alone.rope_positions, video.rope_positions)
+    assert_array_equal(alone.rope_positions, video.rope_positions)
     assert alone.images is not None and video.images is not None
     for name in ("patches", "positions", "coordinates", "position_index", "position_weights"):
-        np.testing.assert_array_equal(getattr(alone.images, name), getattr(video.images, name))
+        assert_array_equal(getattr(alone.images, name), getattr(video.images, name))
     with pytest.raises(ed.DataError, match="give the frames of videos among the images"):
         both = dict(pixel_values_videos=numbers, video_grid_thw=[(3, 2, 4), (2, 2, 2)])
         ed.Media.create(config, ids, pixel_values=numbers, image_grid_thw=frames, **both)
@@ -104,10 +105,10 @@ def dense(rows, columns):
 
 def test_positions_lie_between_sixteen():
     """By cubic convolution with a = -0.75; places beyond the border are those at it."""
-    np.testing.assert_allclose(dense(4, 4).reshape(16, 16), np.eye(16), atol=1e-6)
+    assert_allclose(dense(4, 4).reshape(16, 16), np.eye(16), atol=1e-6)
     # halfway between two rows the near ones count 0.59375, the far ones -0.09375
     rows = np.array([[0.5, 0.59375, -0.09375, 0], [0, -0.09375, 0.59375, 0.5]])
-    np.testing.assert_allclose(dense(2, 4), np.einsum("ri,cj->rcij", rows, np.eye(4)), atol=1e-6)
+    assert_allclose(dense(2, 4), np.einsum("ri,cj->rcij", rows, np.eye(4)), atol=1e-6)
 
 
 PARAMETERS = {"glm4.1v-9b": 10_292_777_472, "glm4.5v-106b-a12b": 107_710_933_120}

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.families.samples import FIXTURES, decode, sample
 
 
@@ -49,11 +49,11 @@ def test_a_stored_depth_is_read_and_written_and_changes_no_logit(name, tmp_path)
     assert model.mtp is not None and isinstance(model.config.mtp.block.mixer, AttentionConfig)
     own = model.mtp.unstacked()[0]
     query = tensors["mtp.layers.0.self_attn.q_proj.weight"].reshape(4, 2, -1, 24)
-    np.testing.assert_array_equal(own.block.mixer.query, query[:, 0].transpose(2, 0, 1))
-    np.testing.assert_array_equal(own.block.mixer.gate, query[:, 1].transpose(2, 0, 1))
-    np.testing.assert_array_equal(own.embed_kernel, tensors["mtp.fc.weight"].T[:24])
-    np.testing.assert_array_equal(own.stream_kernel, tensors["mtp.fc.weight"].T[24:])
-    np.testing.assert_array_equal(own.stream_norm.scale, tensors["mtp.pre_fc_norm_hidden.weight"])
+    assert_array_equal(own.block.mixer.query, query[:, 0].transpose(2, 0, 1))
+    assert_array_equal(own.block.mixer.gate, query[:, 1].transpose(2, 0, 1))
+    assert_array_equal(own.embed_kernel, tensors["mtp.fc.weight"].T[:24])
+    assert_array_equal(own.stream_kernel, tensors["mtp.fc.weight"].T[24:])
+    assert_array_equal(own.stream_norm.scale, tensors["mtp.pre_fc_norm_hidden.weight"])
     logits = eqx.filter_jit(model)(jnp.asarray(expected["input_ids"], jnp.int32)).logits
     assert_close(logits, expected["logits"], units=256)
     ed.save_hf(model, tmp_path / "again")

@@ -22,6 +22,7 @@ from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Causal, Chunked
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import named_leaves
+from tests.compare import assert_allclose, assert_array_equal
 from tests.families.samples import FIXTURES, decode
 from tests.models import filled
 
@@ -54,10 +55,10 @@ def test_features_and_logits_are_those_of_transformers(stored):
     _, model, inputs, wanted = stored
     media = ed.Media.create(model.config, **inputs)
     features = np.asarray(model.encode(media).features)[: len(wanted["features"])]
-    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
+    assert_allclose(features, wanted["features"], atol=1e-4)
     # transformers has no divisor of logits in a model with an encoder, though the decoder was trained with it
     logits = model(inputs["input_ids"], media=media).logits * model.config.logit_divisor
-    np.testing.assert_allclose(logits, wanted["logits"], atol=3e-4)
+    assert_allclose(logits, wanted["logits"], atol=3e-4)
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_the_decoder_alone(stored, tmp_path):
     text = ed.load_hf(directory, text_only=True)
     assert text.config.media is None and text.config.blocks == model.config.blocks
     ids = np.where(inputs["input_ids"] > 50, 1, inputs["input_ids"])
-    np.testing.assert_array_equal(text(ids).logits, model(ids).logits)
+    assert_array_equal(text(ids).logits, model(ids).logits)
     ed.save_hf(text, tmp_path / "new")
     again = ed.load_hf(tmp_path / "new")
     assert again.config == text.config
@@ -226,8 +227,8 @@ def test_tiles_are_what_the_formulas_say(tiny):
     ids = np.asarray([[1, *[IMAGE] * 8, 2], [*[IMAGE] * 4, 3, 4, 5, 6, 7, 8]], np.int32)
     encoded = tiny.encode(ed.Media.create(TINY, ids, pixel_values=images))
     features, rows = (np.concatenate(x) for x in zip(*(expected_features(tiny, x) for x in images), strict=True))
-    np.testing.assert_allclose(encoded.features[:12], features, atol=2e-5)
-    np.testing.assert_allclose(encoded.by_group[0, :12], rows, atol=2e-5)
+    assert_allclose(encoded.features[:12], features, atol=2e-5)
+    assert_allclose(encoded.by_group[0, :12], rows, atol=2e-5)
 
 
 @pytest.mark.medium
@@ -240,7 +241,7 @@ def test_llama4_both_ways(tiny, tmp_path):
     assert "language_model.model.layers.1.feed_forward.router.weight" in names
     text = ed.load_hf(tmp_path / "new", text_only=True)
     ids = np.asarray([[1, 2, 3, 4, 5]])
-    np.testing.assert_array_equal(text(ids).logits, ed.load_hf(tmp_path / "new")(ids).logits)
+    assert_array_equal(text(ids).logits, ed.load_hf(tmp_path / "new")(ids).logits)
 
 
 # --- published models ---
@@ -487,7 +488,7 @@ def alone(images) -> list:
 def check_same(found, wanted):
     assert [image.grid for image in found] == [image.grid for image in wanted]
     for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one.patches, other.patches)
+        assert_array_equal(one.patches, other.patches)
 
 
 def test_padded_images_are_those_without():
@@ -546,7 +547,7 @@ def test_positions_are_resized_as_pictures():
     rows = np.array([[3, 3, 1, 0], [0, 1, 3, 3]]) / 7
     columns = np.maximum(1 - np.abs((np.arange(8)[:, None] + 0.5) / 2 - 0.5 - np.arange(4)), 0)
     columns /= columns.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(whole, np.einsum("ri,cj->rcij", rows, columns), atol=1e-6)
+    assert_allclose(whole, np.einsum("ri,cj->rcij", rows, columns), atol=1e-6)
 
 
 PADDED = dict(input_ids=[[53] * 2], pixel_values=np.ones((2, 8, 12), np.float32))

@@ -20,6 +20,7 @@ from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
 from eqx_decoders.planning.traced_memory import abstract_media
 from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows
+from tests.compare import assert_allclose
 from tests.families.samples import FIXTURES, decode
 
 
@@ -93,10 +94,10 @@ def test_ends_of_lines_are_found_in_longer_rows(stored):
     longer = {key: [[x[0][0] + 1, x[0][1] + 4, *x[0][2:]], x[1]] for key, x in patches.items() if isinstance(x, list)}
     longer = pad_to_shapes(media, merge_shapes([shapes, {**shapes, "images": patches | longer}]))
     parts = np.asarray(model.encode(longer).by_group)
-    np.testing.assert_allclose(np.concatenate([parts[0, :16], parts[1, :24]]), wanted[:40], atol=1e-4)
+    assert_allclose(np.concatenate([parts[0, :16], parts[1, :24]]), wanted[:40], atol=1e-4)
     alone = {key: x[:1] for key, x in inputs.items()}
     rounded = with_rounded_rows(ed.Media.create(model.config, **alone))
-    np.testing.assert_allclose(model.encode(rounded).features[:16], wanted[:16], atol=1e-4)
+    assert_allclose(model.encode(rounded).features[:16], wanted[:16], atol=1e-4)
 
 
 def test_features_are_multiplied_as_embeddings_are(stored):

@@ -13,7 +13,7 @@ import eqx_decoders as ed
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.longcat_flash import longcat_flash
 from eqx_decoders.model.mtp_config import MTPConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.families.samples import FIXTURES, decode, sample
 from tests.laws import forward
 from tests.models import EMBED, VOCAB, filled, some_tokens
@@ -92,7 +92,7 @@ def test_a_rows_padding_goes_to_no_expert():
     layer = model.segments[0].unstacked()[0].mlp
     x, ctx = jnp.ones((1, 3, EMBED)), ed.Context(jnp.asarray([[0, -1, 1]]))
     result = eqx.filter_jit(layer.branch)(x, ctx, None, None)
-    np.testing.assert_array_equal(result.lent[0, 1], 0.0)
+    assert_array_equal(result.lent[0, 1], 0.0)
     assert np.abs(result.lent[0, 0]).max() > 0.01
 
 
@@ -107,8 +107,8 @@ def test_an_export_has_what_transformers_needs_of_zero_experts(tmp_path):
     unused = [f"{layer}{name}_proj.weight" for layer in layers for name in ("4.gate", "4.up", "5.gate", "5.up")]
     assert {name: x.shape for name, x in new.items()} == {name: x.shape for name, x in original.items()}
     for name, tensor in original.items():
-        np.testing.assert_array_equal(new[name], 0.0 if name in unused else tensor)
-        np.testing.assert_array_equal(again[name], tensor)
+        assert_array_equal(new[name], 0.0 if name in unused else tensor)
+        assert_array_equal(again[name], tensor)
 
 
 def new(config):

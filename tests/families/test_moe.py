@@ -10,6 +10,7 @@ import eqx_decoders as ed
 from eqx_decoders.families import moe
 from eqx_decoders.families.settings_table import value_at
 from eqx_decoders.families.weight_rows import Part
+from tests.compare import assert_array_equal
 from tests.families.samples import decode, sample
 
 
@@ -40,12 +41,12 @@ def test_experts_that_share_a_tensor_have_their_gates_in_its_first_half():
     for half, row in enumerate((gate, up)):
         assert row.part == Part(index=half, count=2, axis=1) and row.name == gate.name
         own = stored[:, 4 * half : 4 * half + 4]
-        np.testing.assert_array_equal(rearrange(own, row.pattern), np.swapaxes(own, 1, 2))
+        assert_array_equal(rearrange(own, row.pattern), np.swapaxes(own, 1, 2))
     stored = np.arange(3 * 5 * 4).reshape(3, 5, 4)
-    np.testing.assert_array_equal(rearrange(stored, down.pattern), np.swapaxes(stored, 1, 2))
+    assert_array_equal(rearrange(stored, down.pattern), np.swapaxes(stored, 1, 2))
 
 
 def test_experts_with_tensors_of_their_own_are_matrices():
     stored = np.arange(20).reshape(4, 5)
     for row in moe.separate_experts("mlp."):
-        np.testing.assert_array_equal(rearrange(stored, row.pattern), stored.T)
+        assert_array_equal(rearrange(stored, row.pattern), stored.T)

@@ -19,6 +19,7 @@ from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
 from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS
 from eqx_decoders.sharding.rules import WEIGHTS
+from tests.compare import assert_allclose, assert_array_equal
 from tests.families.samples import FIXTURES, decode
 
 
@@ -47,7 +48,7 @@ def test_logits_are_those_of_transformers(model, group):
     """Two images whose padding ends within tokens; speech has a projector of its own where there are none."""
     inputs, wanted = of(group)
     media = ed.Media.create(model.config, **inputs)
-    np.testing.assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
+    assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
 
 
 @pytest.mark.slow
@@ -56,7 +57,7 @@ def test_features_and_greedy_tokens_are_those_of_transformers(model, group):
     inputs, wanted = of(group)
     media, count = ed.Media.create(model.config, **inputs), wanted["generated_ids"].shape[1]
     features = np.asarray(model.encode(media).features)[: len(wanted["features"])]
-    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
+    assert_allclose(features, wanted["features"], atol=1e-4)
     made = ed.generate(model, inputs["input_ids"], media=media, max_new_tokens=count, sampler=ed.Greedy(), stop_ids=())
     assert np.array_equal(made, wanted["generated_ids"])
 
@@ -68,7 +69,7 @@ def test_a_mesh_gives_the_same(model):
     for sizes in (dict(data=2, tensor=2, context=2), dict(data=2, fsdp=2, context=2)):
         placed = model.place(ed.Layout.create(**sizes, weights=WEIGHTS | whole))
         media = ed.Media.create(model.config, **inputs, groups=2)
-        np.testing.assert_allclose(placed(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
+        assert_allclose(placed(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
 
 
 def test_an_export_is_the_same_to_the_bit(model, tmp_path):
@@ -88,7 +89,7 @@ def test_an_export_is_the_same_to_the_bit(model, tmp_path):
 def test_the_decoder_alone(model, tmp_path):
     text, ids = ed.load_hf(DIRECTORY, text_only=True), np.arange(1, 9)[None]
     assert text.config == dataclasses.replace(model.config, media=None)
-    np.testing.assert_array_equal(text(ids).logits, model(ids).logits)
+    assert_array_equal(text(ids).logits, model(ids).logits)
     ed.save_hf(text, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] == "phi3"
 
@@ -110,7 +111,7 @@ def test_adapters_of_a_modality_are_peft_s(model, tmp_path):
     for layer in range(2):
         name = module.format(layer)
         down, up = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-        np.testing.assert_allclose(after[f"{name}.weight"], plain[f"{name}.weight"] + 2 * up @ down, atol=1e-5)
+        assert_allclose(after[f"{name}.weight"], plain[f"{name}.weight"] + 2 * up @ down, atol=1e-5)
 
 
 # --- layers ---
@@ -143,7 +144,7 @@ def test_longer_clips_are_cut_and_filled_up(model):
     for segment in encoder.segments:
         pieces = segment(pieces, ctx).x
     wanted = encoder.projector(pieces, ctx).reshape(4, -1)[:3]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_files_become_as_many_tokens_as_features(tmp_path):

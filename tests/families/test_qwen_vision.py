@@ -24,6 +24,7 @@ from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import named_leaves
+from tests.compare import assert_allclose, assert_array_equal
 from tests.families.samples import FIXTURES, decode
 
 
@@ -76,8 +77,8 @@ def opened(name):
 def test_features_logits_and_positions_are_those_of_transformers(name):
     model, media, inputs, wanted = opened(name)
     features = model.encode(media).features[: len(wanted["features"])]
-    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
-    np.testing.assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
+    assert_allclose(features, wanted["features"], atol=1e-4)
+    assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
     assert np.array_equal(media.rope_positions, wanted["rope_positions"])
 
 
@@ -111,7 +112,7 @@ def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
     whole, text = opened(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
     assert text.config.media is None and text.vision is None
     ids = np.arange(1, 9)[None]
-    np.testing.assert_array_equal(text(ids).logits, whole(ids).logits)
+    assert_array_equal(text(ids).logits, whole(ids).logits)
     ed.save_hf(text, tmp_path / "new")
     assert content_of(tmp_path / "new")["model_type"] == plain
     again = ed.load_hf(tmp_path / "new")
@@ -299,7 +300,7 @@ def test_matrices_of_experts_are_read_both_ways(tmp_path):
         assert again.config == model.config
         assert same_weights(again, model)
         text = ed.load_hf(tmp_path / directory, text_only=True)
-        np.testing.assert_array_equal(text.segments[0].unit[0].mlp.gate[:2], model.segments[0].unit[0].mlp.gate)
+        assert_array_equal(text.segments[0].unit[0].mlp.gate[:2], model.segments[0].unit[0].mlp.gate)
 
 
 @pytest.mark.medium

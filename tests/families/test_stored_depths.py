@@ -20,6 +20,7 @@ from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves
+from tests.compare import assert_allclose, assert_array_equal
 from tests.families.samples import FIXTURES, decode, sample
 
 
@@ -200,15 +201,15 @@ def test_stored_depths_are_read_written_and_run_by_the_formula(kind, tmp_path):
     expected = np.load(FIXTURES / fixture / "expected.npz")
     tokens = np.asarray(expected["input_ids"][:2, :12], np.int32)
     output, ahead = run_ahead(model, tokens)
-    np.testing.assert_allclose(output.logits, expected["logits"][:2, :12], rtol=1e-4, atol=1e-4)
+    assert_allclose(output.logits, expected["logits"][:2, :12], rtol=1e-4, atol=1e-4)
     content = json.loads((tmp_path / "model" / "config.json").read_text())
     eps = content.get("rms_norm_eps") or content["layer_norm_epsilon"]
     for depth, want in enumerate(by_hand(kind, model, output.hidden, tensors, tokens, eps), 1):
-        np.testing.assert_allclose(ahead[depth - 1][:, :-depth], want[:, :-depth], rtol=2e-4, atol=2e-4)
+        assert_allclose(ahead[depth - 1][:, :-depth], want[:, :-depth], rtol=2e-4, atol=2e-4)
     prompt = jnp.asarray(expected["prompt_ids"], jnp.int32)
     count = expected["generated_ids"].shape[1]
     new = ed.generate(model, prompt, max_new_tokens=count, num_draft_tokens=depths, stop_ids=())
-    np.testing.assert_array_equal(new, expected["generated_ids"])
+    assert_array_equal(new, expected["generated_ids"])
     ed.save_hf(model, tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == tensors.keys() and all(np.array_equal(again[name], x) for name, x in tensors.items())

@@ -15,6 +15,7 @@ from eqx_decoders.inference import generation as generate_module
 from eqx_decoders.inference.generation import bucket
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.provenance import Provenance
+from tests.compare import assert_array_equal
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 
@@ -56,7 +57,7 @@ def test_stream_gives_the_tokens_of_generate(model, sampler):
     options = dict(max_new_tokens=7, sampler=sampler, key=key, stop_ids=(3, 9), pad_id=31)
     whole = np.asarray(ed.generate(model, prompt, **options))
     pieces = np.stack(list(ed.stream(model, prompt, **options)), axis=1)
-    np.testing.assert_array_equal(pieces, whole[:, : pieces.shape[1]])
+    assert_array_equal(pieces, whole[:, : pieces.shape[1]])
     assert (whole[:, pieces.shape[1] :] == 31).all()
 
 
@@ -68,7 +69,7 @@ def test_stop_ids_end_a_row_and_padding_follows(model):
     for row in range(3):
         hits = np.flatnonzero(free[row] == stop)
         end = hits[0] + 1 if len(hits) else 9
-        np.testing.assert_array_equal(got[row, :end], free[row, :end])
+        assert_array_equal(got[row, :end], free[row, :end])
         assert (got[row, end:] == 31).all()
 
 
@@ -83,7 +84,7 @@ def test_the_same_key_gives_the_same_tokens(model):
     run = lambda model, seed: np.asarray(  # noqa: E731
         ed.generate(model, some_tokens(2, 3), max_new_tokens=12, sampler=ed.Sample(), key=jax.random.key(seed))
     )
-    np.testing.assert_array_equal(run(model, 0), run(model, 0))
+    assert_array_equal(run(model, 0), run(model, 0))
     assert not np.array_equal(run(model, 0), run(model, 1))
     even = eqx.tree_at(lambda m: m.head.kernel, model, jnp.zeros_like(model.head.kernel))
     for row in run(even, 0):  # all tokens are equally likely: each step and row draws for itself
@@ -133,19 +134,19 @@ def test_lists_of_different_lengths_are_continued_as_if_alone(model):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17]]  # in two buckets
     both = np.asarray(ed.generate(model, rows, max_new_tokens=6))
     for row, got in zip(rows, both, strict=True):
-        np.testing.assert_array_equal(ed.generate(model, [row], max_new_tokens=6)[0], got)
+        assert_array_equal(ed.generate(model, [row], max_new_tokens=6)[0], got)
     prompt = np.full((3, 12), 31)
     for place, row in zip(prompt, rows, strict=True):
         place[: len(row)] = row
     padded = ed.generate(model, prompt, max_new_tokens=6, prompt_lengths=np.array([3, 1, 9]))
-    np.testing.assert_array_equal(padded, both)
+    assert_array_equal(padded, both)
 
 
 @pytest.mark.slow
 def test_within_a_program_prompts_are_taken_as_they_are(model):
     prompt = some_tokens(2, 5)
     inside = jax.jit(lambda tokens: ed.generate(model, tokens, max_new_tokens=3))(prompt)
-    np.testing.assert_array_equal(inside, ed.generate(model, prompt, max_new_tokens=3))
+    assert_array_equal(inside, ed.generate(model, prompt, max_new_tokens=3))
 
 
 SHARDED = [
@@ -165,9 +166,9 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
     options = dict(max_new_tokens=9, sampler=sampler, key=jax.random.key(3), stop_ids=(3,))
     want = np.asarray(ed.generate(model, prompt, **options))
     got = ed.generate(placed, prompt, **options)
-    np.testing.assert_array_equal(got, want)
+    assert_array_equal(got, want)
     pieces = np.stack(list(ed.stream(placed, prompt, **options)), axis=1)
-    np.testing.assert_array_equal(pieces, want[:, : pieces.shape[1]])
+    assert_array_equal(pieces, want[:, : pieces.shape[1]])
 
 
 @pytest.mark.slow
@@ -190,11 +191,11 @@ def test_what_was_published_with_a_model_is_used_unless_overruled(model):
     assert published.generation_config == sampled and model.generation_config == GenerationConfig()
     draw = ed.Sample(temperature=2.0, top_k=5)
     want = ed.generate(model, prompt, max_new_tokens=9, sampler=draw, key=key, stop_ids=(3,))
-    np.testing.assert_array_equal(ed.generate(published, prompt, max_new_tokens=9, key=key), want)
+    assert_array_equal(ed.generate(published, prompt, max_new_tokens=9, key=key), want)
     with pytest.raises(ed.ConfigError, match=r"draws at random: pass key=.*or sampler=Greedy"):
         ed.generate(published, prompt, max_new_tokens=9)
     greedy = ed.generate(published, prompt, max_new_tokens=9, sampler=ed.Greedy(), stop_ids=())
-    np.testing.assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
+    assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
 
 
 @pytest.mark.medium
@@ -244,7 +245,7 @@ def test_rows_draw_alone_whatever_kind_of_key_draws(model):
     stopped = np.asarray(ed.generate(model, some_tokens(2, 5), stop_ids=(int(free[0, 2]),), **options))
     ends = np.flatnonzero(free[1] == free[0, 2])
     count = int(ends[0]) + 1 if len(ends) else 12
-    np.testing.assert_array_equal(stopped[1, :count], free[1, :count])
+    assert_array_equal(stopped[1, :count], free[1, :count])
     assert len(set(free[1].tolist())) > 3
 
 
@@ -265,11 +266,11 @@ def test_drafts_of_a_smaller_model_are_those_of_generate(model):
     smaller, prompt = filled(rich_decoder(1), seed=3), some_tokens(3, 5)
     drafts, options = ed.serving.DraftModel(model=smaller, num_tokens=2), dict(max_new_tokens=9)
     want = np.asarray(ed.generate(model, prompt, **options))
-    np.testing.assert_array_equal(ed.generate(model, prompt, drafts=drafts, **options), want)
+    assert_array_equal(ed.generate(model, prompt, drafts=drafts, **options), want)
     own = dict(options, drafts=ed.serving.DraftModel(model=model, num_tokens=3), stop_ids=(int(want[1, 2]),))
     streamed = np.stack(list(ed.stream(model, prompt, **own)), axis=1)
     whole = np.asarray(ed.generate(model, prompt, **own))
-    np.testing.assert_array_equal(streamed, whole[:, : streamed.shape[1]])
+    assert_array_equal(streamed, whole[:, : streamed.shape[1]])
     with pytest.raises(ed.ConfigError, match="exclude each other"):
         ed.generate(model, prompt, drafts=drafts, num_draft_tokens=1, **options)
     with pytest.raises(ed.ConfigError, match="must draft on the device"):

@@ -17,7 +17,7 @@ from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.init import with_mtp
 from eqx_decoders.sharding.backend import backend_of
 from tests.commands import ROOT
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.common import attend_past
 from tests.models import filled, rich_decoder, some_tokens
 
@@ -99,8 +99,8 @@ def test_generates_the_same_tokens(model, drafts, cut_all, monkeypatch):
     )
     monkeypatch.setattr(unstack, "WORTH", 2**60)
     want = np.asarray(ed.generate(model, prompt, **options))
-    np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(seen, want)
+    assert_array_equal(got, want)
+    assert_array_equal(seen, want)
 
 
 @pytest.mark.medium

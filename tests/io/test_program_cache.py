@@ -15,6 +15,7 @@ import eqx_decoders as ed
 from eqx_decoders.io.program_cache import delete_oldest, keep_programs, processor
 from eqx_decoders.training import Batch, OptimizerConfig, Trainer
 from tests.commands import ENVIRONMENT, ROOT
+from tests.compare import assert_array_equal
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_damaged_program_is_compiled_again(cache):
     for file in programs:
         file.write_bytes(file.read_bytes()[:20])
     with pytest.warns(UserWarning, match="persistent compilation cache"):
-        np.testing.assert_array_equal(results(), want)
+        assert_array_equal(results(), want)
 
 
 @pytest.mark.slow

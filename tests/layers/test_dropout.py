@@ -10,6 +10,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from tests.compare import assert_allclose, assert_array_equal
 from tests.layers.common import context
 from tests.models import filled
 
@@ -24,7 +25,7 @@ def test_dropout(dtype):
     assert np.all(kept == kept[:, :1])  # one mask for all positions of a row
     assert not np.all(kept[0] == kept[1])  # another for each row
     expected = np.where(kept, np.asarray(x / 0.75, np.float32), 0)
-    np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
+    assert_array_equal(np.asarray(out, np.float32), expected)
     assert kept[:, 0].mean() == pytest.approx(0.75, abs=0.04)
     assert np.asarray(out, np.float32).mean() == pytest.approx(np.asarray(x, np.float32).mean(), rel=0.06)
     assert dropout(x, 0.25, None) is x
@@ -45,7 +46,7 @@ def test_a_decoder_drops_embeddings_branches_and_what_the_head_reads():
         mlp_key, out_key = jax.random.split(here)
         x = dropout(x + block.mlp(x, ctx, key=mlp_key), block.config.dropout, out_key)
     out = model(tokens, key=key)
-    np.testing.assert_allclose(out.hidden, x, rtol=1e-5, atol=1e-6)
+    assert_allclose(out.hidden, x, rtol=1e-5, atol=1e-6)
     logits = dropout(model.final_norm(x), 0.5, head_key) @ model.head.kernel
-    np.testing.assert_allclose(out.logits, logits, rtol=1e-5, atol=1e-6)
+    assert_allclose(out.logits, logits, rtol=1e-5, atol=1e-6)
     assert not np.allclose(out.logits, model(tokens).logits)

@@ -6,6 +6,7 @@ import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, interval, spans_of, visible
+from tests.compare import assert_array_equal
 
 
 def by_hand(mask, q, k):
@@ -35,8 +36,8 @@ def test_every_mask_is_the_loop(mask):
     alone = np.array([[[by_hand(mask, q, k) for k in row_k] for q in row_q] for row_q, row_k in rows])
     same = segments[:, :, None] == key_segments[:, None, :]
     args = [jnp.asarray(x, jnp.int32) for x in (queries, keys, segments, key_segments)]
-    np.testing.assert_array_equal(visible(mask, *args[:2]), alone)
-    np.testing.assert_array_equal(visible(mask, *args), alone & same)
+    assert_array_equal(visible(mask, *args[:2]), alone)
+    assert_array_equal(visible(mask, *args), alone & same)
 
 
 @pytest.mark.parametrize("size", [0, -1, True])
@@ -79,7 +80,7 @@ def test_spans_are_the_runs():
     )
     spans = spans_of(jnp.asarray(ids, jnp.int32), jnp.asarray(positions, jnp.int32))
     expected = [loop_of_spans(*row) for row in zip(ids, positions, strict=True)]
-    np.testing.assert_array_equal(spans.last, np.stack(expected))
+    assert_array_equal(spans.last, np.stack(expected))
     assert list(np.asarray(spans.last[1])) == [-1, 3, 3, -1, 3, 0, -1, -1, 3, -1]
 
 
@@ -95,8 +96,8 @@ def test_the_rest_of_a_span_is_seen_by_its_tokens(mask):
     places = (positions, positions, segments, segments)
     seen = np.asarray(visible(mask, *places, spans))
     inside = (span[:, None] == span) & (span[:, None] > 0) & (np.arange(12)[:, None] <= np.arange(12))
-    np.testing.assert_array_equal(seen, np.asarray(visible(mask, *places)) | inside)
+    assert_array_equal(seen, np.asarray(visible(mask, *places)) | inside)
     first, last = (np.asarray(x) for x in interval(mask, positions, spans))
     assert (last[0, 7] < first[0, 7]) and not seen[0, 7].any()
     nothing = Spans(jnp.full_like(positions, -1))
-    np.testing.assert_array_equal(visible(mask, *places, nothing), visible(mask, *places))
+    assert_array_equal(visible(mask, *places, nothing), visible(mask, *places))

@@ -12,7 +12,7 @@ from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig, cut_gate
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.xielu import XIELU
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import (
     BY_HAND,
@@ -27,7 +27,7 @@ from tests.oracles import (
 def test_activations(name):
     x = np.linspace(-6, 6, 49)
     want = np.array([BY_HAND[name](float(v)) for v in x])
-    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x, jnp.float32)), want, rtol=2e-5, atol=2e-6)
+    assert_allclose(ACTIVATIONS[name](jnp.asarray(x, jnp.float32)), want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_xielu_is_exact_and_its_gradient_finite():
     """Far from zero on both sides, where what the other side would take overflows, and in 16 bits."""
     layer, x = XIELU.build(), np.array([-3e4, -200.0, -6.0, -1e-3, -1e-7, 0.0, 1e-7, 1e-3, 6.0, 200.0, 3e4])
     want = np.array([xielu_by_hand(layer, float(v)) for v in x])
-    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), want, rtol=2e-6, atol=1e-12)
+    assert_allclose(layer(jnp.asarray(x, jnp.float32)), want, rtol=2e-6, atol=1e-12)
     low = jnp.asarray(x, jnp.bfloat16)
     want = [xielu_by_hand(layer, float(v)) for v in low]
-    np.testing.assert_allclose(layer(low).astype(np.float32), want, rtol=2**-8)
+    assert_allclose(layer(low).astype(np.float32), want, rtol=2**-8)
     far = jnp.asarray([-1e30, -1e3, 1e3, 1e19], jnp.float32)
     of_x, of_layer = jax.grad(lambda x, layer: jnp.sum(layer(x)), argnums=(0, 1))(far, layer)
     assert np.all(np.isfinite(of_x)) and np.all(np.isfinite(jax.tree.leaves(of_layer)))
@@ -89,7 +89,7 @@ def test_fused_mlp_equals_unfused():
     other = dataclasses.replace(one, gate=None, up=None, gate_up=both, config=fused)
     assert_close(other(x, ctx), np.asarray(one(x, ctx)), units=32)
     key = jax.random.key(3)  # born the same, too
-    np.testing.assert_array_equal(fused.build(5, key=key).gate_up[:, 1], config.build(5, key=key).up)
+    assert_array_equal(fused.build(5, key=key).gate_up[:, 1], config.build(5, key=key).up)
 
 
 def test_mlp_dropout_acts_on_the_hidden_features():

@@ -18,7 +18,7 @@ from eqx_decoders.layers.rope import (
     YarnRope,
     rotate,
 )
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.layers.common import normal
 from tests.oracles import (
     llama3_by_hand,
@@ -84,7 +84,7 @@ def check_rotation(rope, frequencies, magnitude):
 @pytest.mark.parametrize("rope", LLAMA3, ids=str)
 def test_llama3_is_the_loop_over_wavelengths(rope):
     for dim in (8, 128):
-        np.testing.assert_allclose(rope.frequencies(dim), llama3_by_hand(rope, dim), rtol=1e-12)
+        assert_allclose(rope.frequencies(dim), llama3_by_hand(rope, dim), rtol=1e-12)
     ratio = np.array(plain_frequencies(rope.theta, 128)) / rope.frequencies(128)
     assert ratio[0] == 1  # all three branches are met
     assert ratio[-1] == pytest.approx(rope.factor)
@@ -95,7 +95,7 @@ def test_llama3_is_the_loop_over_wavelengths(rope):
 @pytest.mark.parametrize("rope", YARN, ids=str)
 def test_yarn_is_the_formula(rope):
     for dim in (8, 64):
-        np.testing.assert_allclose(rope.frequencies(dim), yarn_by_hand(rope, dim), rtol=1e-12)
+        assert_allclose(rope.frequencies(dim), yarn_by_hand(rope, dim), rtol=1e-12)
     default = 0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
     check_rotation(rope, yarn_by_hand(rope, 8), rope.attention_factor or default)
 
@@ -130,7 +130,7 @@ def test_far_positions_are_turned_by_float32_angles(rope):
         want[0, t, 0] = rotate_by_hand(x[0, t, 0], position, rope.frequencies(8), rope.pairing, rope.magnitude)
     for dtype, tolerance in ((jnp.float32, 0.03), (jnp.bfloat16, 0.06)):
         got = rotate(jnp.asarray(x, dtype), jnp.asarray(positions), rope)
-        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance)
+        assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance)
 
 
 SECTIONS = [
@@ -182,8 +182,8 @@ def test_equal_dimensions_are_one():
     x, positions = jnp.asarray(normal(2, 3, 2, 16)), jnp.asarray([[0, 1, 7], [-1, 30, 5]])
     rope = Rope(sections=(3, 3, 2))
     plain = rotate(x, positions, dataclasses.replace(rope, sections=()))
-    np.testing.assert_array_equal(rotate(x, positions, rope), plain)
-    np.testing.assert_array_equal(rotate(x, jnp.stack([positions] * 3, axis=-1), rope), plain)
+    assert_array_equal(rotate(x, positions, rope), plain)
+    assert_array_equal(rotate(x, jnp.stack([positions] * 3, axis=-1), rope), plain)
 
 
 def test_positions_must_have_the_dimensions_of_the_sections():

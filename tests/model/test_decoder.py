@@ -17,7 +17,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.initializers import fan_in, normal, shapes_alone
 from eqx_decoders.sharding.axes import named_leaves
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
 
 
@@ -113,20 +113,20 @@ def positions_by_hand(segments):
 def test_positions_restart_with_each_document():
     segments = np.array([[1, 1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 0, 4, 4], [7, 2, 2, 2, 2, 2, 2], [0] * 7])
     got, _ = document_positions(None, jnp.asarray(segments), segments.shape)
-    np.testing.assert_array_equal(got, positions_by_hand(segments))
-    np.testing.assert_array_equal(document_positions(None, None, (2, 3))[0], [[0, 1, 2]] * 2)
+    assert_array_equal(got, positions_by_hand(segments))
+    assert_array_equal(document_positions(None, None, (2, 3))[0], [[0, 1, 2]] * 2)
     given = jnp.asarray([[5, 6, 7]])
-    np.testing.assert_array_equal(document_positions(given, jnp.asarray([[1, 1, 0]]), (1, 3))[0], [[5, 6, -1]])
+    assert_array_equal(document_positions(given, jnp.asarray([[1, 1, 0]]), (1, 3))[0], [[5, 6, -1]])
 
 
 @pytest.mark.medium
 def test_explicit_positions_equal_derived_ones_bit_by_bit(model, out):
     tokens, _, segments = packed_arguments()
     positions = jnp.asarray(positions_by_hand(np.asarray(segments)))
-    np.testing.assert_array_equal(run(model, tokens, positions, segments).logits, out.logits)
+    assert_array_equal(run(model, tokens, positions, segments).logits, out.logits)
     # from 1 upwards rotation sees the same differences, and masks too
     shift_left = run(model, tokens, jnp.where(positions < 0, -1, positions + 1), segments).logits
-    np.testing.assert_allclose(shift_left, out.logits, atol=1e-4)
+    assert_allclose(shift_left, out.logits, atol=1e-4)
     assert not np.array_equal(shift_left, out.logits)
 
 
@@ -288,8 +288,8 @@ def test_init_is_build_placed_and_cast():
         ed.init(config, key=jax.random.key(4), precision=ed.Precision(params=p)) for p in ("float32", "bfloat16")
     )
     table = ed.Decoder.build(config, key=jax.random.key(4)).embedding.table
-    np.testing.assert_allclose(one.embedding.table, table, rtol=1e-6)  # fused, the last bit may differ
-    np.testing.assert_allclose(two.embedding.table.astype(jnp.float32), table, rtol=1e-2)
+    assert_allclose(one.embedding.table, table, rtol=1e-6)  # fused, the last bit may differ
+    assert_allclose(two.embedding.table.astype(jnp.float32), table, rtol=1e-2)
     assert one.execution == ed.Execution()
 
 
@@ -338,7 +338,7 @@ def test_tokens_beyond_a_cache_are_not_stored(model, overflowed):
     assert_close(last.logits, at(model, tokens, 0, 1, 2, 3, -1, -1, 6)[:, 6:], units=512)
     assert last.cache.length.tolist() == [7, 7]
     for one, two in zip(jax.tree.leaves(first.cache.segments), jax.tree.leaves(last.cache.segments), strict=True):
-        np.testing.assert_array_equal(one, two)
+        assert_array_equal(one, two)
 
 
 @pytest.mark.medium
@@ -431,7 +431,7 @@ def test_a_rejected_token_leaves_nothing_in_the_cache():
     kept = cache.commit(proposal.entries, jnp.where(jnp.arange(3)[None] < 1, proposal.positions, -1))
     assert kept.length.tolist() == [6]
     want = run(jnp.concatenate([tokens[:, :6], tokens[:, 8:]], axis=1)).logits[:, -1:]
-    np.testing.assert_allclose(run(tokens[:, 8:], cache=kept).logits, want, atol=2e-5)
+    assert_allclose(run(tokens[:, 8:], cache=kept).logits, want, atol=2e-5)
 
 
 # --- inputs beside the tokens ---

@@ -5,7 +5,6 @@ import dataclasses
 
 import equinox as eqx
 import jax
-import numpy as np
 import pytest
 
 import eqx_decoders as ed
@@ -14,6 +13,7 @@ from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import out_shardings, partitions
+from tests.compare import assert_allclose, assert_array_equal
 from tests.models import rich_decoder
 
 
@@ -43,7 +43,7 @@ def test_each_layer_is_built_from_its_own_key(unit, repeats):
     layers = jax.jit(lambda: eqx.filter(Segment.build(unit, 16, keys=keys).unstacked(), eqx.is_array))()
     for layer, config, key in zip(layers, unit * repeats, keys, strict=True):
         expected = eqx.filter(config.build(16, key=key), eqx.is_array)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=0), layer, expected)
+        jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-6, atol=0), layer, expected)
 
 
 def test_equal_blocks_of_a_unit_share_random_operations():
@@ -65,7 +65,7 @@ def test_weights_are_equal_on_a_mesh():
     layout = ed.Layout.create(fsdp=4, tensor=2)
     expected = named_leaves(ed.init(config, key=jax.random.key(0)))
     for name, leaf in named_leaves(ed.init(config, key=jax.random.key(0), layout=layout)).items():
-        np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
+        assert_array_equal(leaf, expected[name], err_msg=name)
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(fsdp=4, tensor=2)], ids=["one device", "mesh"])

@@ -31,6 +31,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.loss import mtp_targets, next_token_loss, next_tokens
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
+from tests.compare import assert_allclose, assert_array_equal
 from tests.models import filled, packed
 
 
@@ -127,8 +128,8 @@ def test_depths_are_the_formula_and_know_their_own_document_only(changes):
             if count == 0:
                 continue
             for got, want in zip((ahead[0].hidden[depth - 1], ahead[1][depth - 1]), wanted, strict=True):
-                np.testing.assert_allclose(got[row, begin : begin + count], want[0, :count], rtol=2e-5, atol=2e-5)
-    np.testing.assert_array_equal(np.stack(ahead[0].real), reals)
+                assert_allclose(got[row, begin : begin + count], want[0, :count], rtol=2e-5, atol=2e-5)
+    assert_array_equal(np.stack(ahead[0].real), reals)
 
 
 @pytest.mark.medium(fast=("True-1",))
@@ -197,7 +198,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(changes):
         got, gradient = loss_and_gradient(model, batch, fused)
         assert float(got) == pytest.approx(float(want), rel=1e-5)
         for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+            assert_allclose(one, other, rtol=1e-4, atol=1e-5)
             assert float(jnp.abs(other).max()) > 0
 
 
@@ -217,7 +218,7 @@ def test_weight_zero_and_rows_without_targets():
 def test_logits_do_not_depend_on_the_depths():
     model, tokens = filled(small(2)), batch_of().tokens
     run = eqx.filter_jit(lambda model, tokens: model(tokens).logits)
-    np.testing.assert_array_equal(run(model, tokens), run(model.without_mtp(), tokens))
+    assert_array_equal(run(model, tokens), run(model.without_mtp(), tokens))
     assert model.without_mtp().config.mtp is None
     with pytest.raises(ed.ConfigError, match="multi-token prediction"):
         model.without_mtp().predict_mtp(jnp.zeros((4, 13, 16)), tokens)
@@ -247,7 +248,7 @@ def test_experts_of_the_depths_are_counted_and_balanced(expert_states):
     assert np.asarray(routing.tokens).tolist() == want
     old, new = (m.mtp.depth.block.mlp.router.selection_bias for m in (model, state.model))
     counts = np.asarray(routing.counts)[1:]
-    np.testing.assert_allclose(new - old, 0.1 * np.sign(counts.mean(axis=1, keepdims=True) - counts), atol=1e-6)
+    assert_allclose(new - old, 0.1 * np.sign(counts.mean(axis=1, keepdims=True) - counts), atol=1e-6)
 
 
 @pytest.mark.slow
@@ -255,7 +256,7 @@ def test_microbatches_add_up_with_depths_and_experts(expert_states):
     _, ((whole, one), (parts, two)) = expert_states
     assert float(one.loss) == pytest.approx(float(two.loss), rel=1e-5)
     for a, b in zip(jax.tree.leaves(whole.model), jax.tree.leaves(parts.model), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+        assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -274,7 +275,7 @@ def test_loss_and_gradient_on_a_mesh_are_those_of_one_device(mesh, block):
     got, gradient = loss_and_gradient(model.place(ed.Layout.create(**mesh)), batch)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(jax.device_get(one), other, rtol=1e-4, atol=1e-5)
+        assert_allclose(jax.device_get(one), other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.medium
@@ -345,7 +346,7 @@ def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
         row[np.flatnonzero(np.cumsum(row == stop))[1:]] = 9
     assert (plain == 9).any()
     tokens, steps = speculated(model, prompt, lengths, NEW, config.mtp.num_depths, (stop,), 9)
-    np.testing.assert_array_equal(tokens, plain)
+    assert_array_equal(tokens, plain)
     needed = (plain != 9).sum(axis=1) - 1  # of plain decoding, after the first token
     assert 0 < np.sum(steps) < needed.sum()
 
@@ -396,10 +397,10 @@ def test_draws_with_guesses_are_those_without():
     model, prompt = filled(config, seed), prompts(config.vocab_size)
     options: Any = dict(max_new_tokens=NEW, sampler=ed.Sample(temperature=0.5, top_p=0.95), key=jax.random.key(2))
     plain = np.asarray(ed.generate(model, prompt, **options))
-    np.testing.assert_array_equal(ed.generate(model, prompt, **options, num_draft_tokens=2), plain)
+    assert_array_equal(ed.generate(model, prompt, **options, num_draft_tokens=2), plain)
     assert (plain != np.asarray(ed.generate(model, prompt, max_new_tokens=NEW))).any()
     streamed = np.stack(list(ed.stream(model, prompt, **options, num_draft_tokens=2)), axis=1)
-    np.testing.assert_array_equal(streamed, plain)
+    assert_array_equal(streamed, plain)
 
 
 @pytest.mark.slow
@@ -409,10 +410,10 @@ def test_guesses_on_a_mesh_are_those_of_one_device():
     placed = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))
     prompt, options = np.asarray(prompts(32))[:2, :5], dict(max_new_tokens=6, num_draft_tokens=2)
     want = np.asarray(ed.generate(model, prompt, **options))
-    np.testing.assert_array_equal(np.stack(list(ed.stream(placed, prompt, **options)), axis=1), want)
+    assert_array_equal(np.stack(list(ed.stream(placed, prompt, **options)), axis=1), want)
     lengths = jnp.asarray([5, 5])
     found = speculated(placed, prompt, lengths, 6, 2)
-    np.testing.assert_array_equal(found[0], want)
+    assert_array_equal(found[0], want)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
 
 
@@ -429,9 +430,9 @@ def test_guesses_are_refused_where_they_can_not_be_made():
     with pytest.raises(ed.ConfigError, match="at most 0"):
         ed.generate(model.without_mtp(), prompt, max_new_tokens=2, num_draft_tokens=1)
     want, _ = speculated(model, prompt, jnp.asarray([2]), 3, 1)
-    np.testing.assert_array_equal(ed.generate(model, prompt, max_new_tokens=3, num_draft_tokens=1), want)
+    assert_array_equal(ed.generate(model, prompt, max_new_tokens=3, num_draft_tokens=1), want)
     streamed = np.stack(list(ed.stream(model, prompt, max_new_tokens=3, num_draft_tokens=1)), axis=1)
-    np.testing.assert_array_equal(streamed, want)
+    assert_array_equal(streamed, want)
     assert ed.generate(model, prompt, max_new_tokens=1, num_draft_tokens=1).shape == (1, 1)
 
 

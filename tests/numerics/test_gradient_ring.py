@@ -20,7 +20,7 @@ from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_g
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.product_plan import product_plan
 from eqx_decoders.sharding.chips import chip_of
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 
 
 PRODUCTS = {
@@ -321,8 +321,8 @@ def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
         return scattered, ring_sum(layout, x[0], ("fsdp",), dimension)
 
     want, got = jax.jit(layout.shard_map(both, P("fsdp"), spec))(x)
-    np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(want, x.sum(0))
+    assert_array_equal(got, want)
+    assert_array_equal(want, x.sum(0))
 
 
 def test_rings_of_grouped_products_give_the_gradients_of_one_device():

@@ -14,7 +14,7 @@ from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose
 from eqx_decoders.numerics.grouped_matmul_gpu import GroupedPlan, grouped_rows
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.sharding.backend import backend_of
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 
 
 INNER, OUTER = 5, 3
@@ -95,7 +95,7 @@ def test_programs_of_a_gpu_may_run_in_any_order():
     blocks = jnp.stack([split.group, split.begin, split.size], axis=1)
     plan = GroupedPlan(x.dtype, x.dtype, block=16, interpret=True)
     one, other = (grouped_rows(plan, ((x, weight),), each) for each in (blocks, blocks[::-1]))
-    np.testing.assert_array_equal(one, other)
+    assert_array_equal(one, other)
     assert np.any(one[:37], axis=1).all() and not np.any(one[37:])
 
 

@@ -31,7 +31,7 @@ from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_close
 from tests.laws import check_pieces, forward
 from tests.models import filled, packed, rich_decoder, run, some_tokens
 from tests.numerics.test_grouped_matmul import RAGGED_DOT, TRITON
@@ -438,7 +438,7 @@ def test_gradients_of_microbatches_add_up(model):
     """Rows have scales of their own, and gradients of weights are not rounded here: as of the whole batch."""
     model = model.replace(low_precision=LowPrecision(weight_gradient="float"))
     one, two = steps(model), steps(model, StepConfig(gradient_accumulation_steps=2))
-    np.testing.assert_allclose((two.loss, two.grad_norm), (one.loss, one.grad_norm), rtol=1e-3)
+    assert_allclose((two.loss, two.grad_norm), (one.loss, one.grad_norm), rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from eqx_decoders.numerics.matmul import cast_in_loop
 from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import Layout
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 
 
 PATTERNS = {
@@ -276,8 +276,8 @@ def test_precision():
 @pytest.mark.parametrize("distribution", ["truncated", "normal"])
 def test_fan_in_has_the_variance(distribution, getkey):
     draws = np.asarray(fan_in(getkey(), (400, 500), jnp.float32, 25, distribution))
-    np.testing.assert_allclose(draws.var(), 1 / 25, rtol=0.02)
-    np.testing.assert_allclose(draws.mean(), 0.0, atol=0.002)
+    assert_allclose(draws.var(), 1 / 25, rtol=0.02)
+    assert_allclose(draws.mean(), 0.0, atol=0.002)
     assert (np.abs(draws).max() < 2 / 5 / 0.8796) == (distribution == "truncated")
 
 
@@ -286,7 +286,7 @@ def test_initializers_draw_in_f32(getkey):
     for draw in (lambda dtype: normal(key, (64,), dtype, 0.02), lambda dtype: fan_in(key, (64,), dtype, 8)):
         assert draw(jnp.bfloat16).dtype == jnp.bfloat16
         assert (draw(jnp.bfloat16) == draw(jnp.float32).astype(jnp.bfloat16)).all()
-    np.testing.assert_allclose(np.std(normal(key, (100, 1000), jnp.float32, 0.02)), 0.02, rtol=0.02)
+    assert_allclose(np.std(normal(key, (100, 1000), jnp.float32, 0.02)), 0.02, rtol=0.02)
     with pytest.raises(ConfigError, match="truncated"):
         fan_in(key, (4,), jnp.float32, 4, "truncate")
     with pytest.raises(ConfigError, match="fan"):
@@ -300,6 +300,6 @@ def test_a_cast_in_a_loop_is_a_cast():
     odd = np.asarray([0.0, -0.0, np.inf, -np.inf, 1e-45, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8], np.float32)
     for x in map(jnp.asarray, (draws, odd)):
         got, want = cast_in_loop(x, jnp.dtype("bfloat16")), x.astype(jnp.bfloat16)
-        np.testing.assert_array_equal(got.view(jnp.uint16), want.view(jnp.uint16))
+        assert_array_equal(got.view(jnp.uint16), want.view(jnp.uint16))
     gradient = jax.grad(lambda x: cast_in_loop(x, jnp.dtype("bfloat16")).astype(jnp.float32).sum() / 3)(jnp.ones(2))
-    np.testing.assert_array_equal(gradient, jnp.float32(1 / 3).astype(jnp.bfloat16))
+    assert_array_equal(gradient, jnp.float32(1 / 3).astype(jnp.bfloat16))

@@ -22,7 +22,7 @@ from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.models import filled, rich_decoder, some_tokens
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
@@ -57,7 +57,7 @@ def test_levels_are_quantiles_of_the_normal_distribution():
     quantile, edge = statistics.NormalDist().inv_cdf, 0.9677083
     above, below = (list(map(quantile, np.linspace(edge, 0.5, count)[:-1])) for count in (9, 8))
     want = np.sort([*above, 0.0, *np.negative(below)])
-    np.testing.assert_allclose(LEVELS, want / want[-1], atol=1e-5)
+    assert_allclose(LEVELS, want / want[-1], atol=1e-5)
 
 
 @pytest.mark.medium
@@ -68,11 +68,11 @@ def test_each_number_is_the_nearest_level():
     blocks = np.asarray(weight).reshape(2, 8, 6)
     scales = np.abs(blocks).max(axis=1, keepdims=True)
     index = np.abs(blocks[..., None] / scales[..., None] - np.asarray(LEVELS)).argmin(axis=-1)
-    np.testing.assert_array_equal(np.asarray(node.values, np.int32) + 8, index.reshape(16, 6))
-    np.testing.assert_array_equal(node.scales, scales[:, 0])
+    assert_array_equal(np.asarray(node.values, np.int32) + 8, index.reshape(16, 6))
+    assert_array_equal(node.scales, scales[:, 0])
     assert_close(node.dequantized(), (np.asarray(LEVELS, np.float32)[index] * scales).reshape(16, 6), units=1)
     every = NF4Weight(jnp.arange(-8, 8).astype(jnp.int4)[:, None], jnp.ones((1, 1)), None, (16, 1), 1, 1)
-    np.testing.assert_array_equal(every.dequantized()[:, 0], np.asarray(LEVELS, np.float32))
+    assert_array_equal(every.dequantized()[:, 0], np.asarray(LEVELS, np.float32))
     assert not np.any(quantized(jnp.zeros((8, 6)), NF4, (8, 1), 1, 1).dequantized())
 
 
@@ -142,7 +142,7 @@ def test_a_mesh_changes_nothing(model):
     assert_close(logits(model.place(layout), ids), logits(model, ids), units=1024)
     made = ed.quantize(filled(rich_decoder(2)).place(layout), "nf4", group_size=8)
     for (path, one), other in zip(named_leaves(made).items(), named_leaves(model).values(), strict=True):
-        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32), err_msg=path)
+        assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32), err_msg=path)
     out = made.segments[0].unit[0].mixer.out
     assert out.values.sharding.spec == made.place(layout).segments[0].unit[0].mixer.out.values.sharding.spec
     assert axes(made)["segments.0.unit.0.mixer.out.scales"] == ("layers", "groups", "embed")
@@ -174,7 +174,7 @@ def test_checkpoints_have_the_bits(model, tmp_path):
         restored, _, _ = checkpoints.restore(model)
     for path, leaf in named_leaves(model).items():
         assert named_leaves(restored)[path].dtype == leaf.dtype
-        np.testing.assert_array_equal(np.asarray(named_leaves(restored)[path]), np.asarray(leaf), err_msg=path)
+        assert_array_equal(np.asarray(named_leaves(restored)[path]), np.asarray(leaf), err_msg=path)
     assert isinstance(restored.segments[0].unit[0].mixer.out, NF4Weight)
 
 

@@ -13,7 +13,7 @@ from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.rounded_weight import Rounded
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
 
@@ -43,7 +43,7 @@ def test_kinds_are_nested(flatten):
     product = jax.jit(lambda x, weight: einsum("rows embed, embed mlp -> rows mlp", x, weight, flatten=flatten))
     for name, weight in kinds().items():
         want = np.clip(product(np.clip(x, low, high), weight), 2 * low, 2 * high)
-        np.testing.assert_array_equal(product(x, ClippedWeight(weight, **bounds)), want, err_msg=name)
+        assert_array_equal(product(x, ClippedWeight(weight, **bounds)), want, err_msg=name)
         if "rounded" not in name:  # its product rounds activations, too
             assert_close(product(x, weight), product(x, as_weight(weight).array()), units=64)
 
@@ -67,7 +67,7 @@ def test_several_kinds_in_one_product_keep_their_order(form):
     together = run(x, tuple(weights.values()))
     for (name, weight), out in zip(weights.items(), together, strict=True):
         (alone,) = run(x, (weight,))
-        np.testing.assert_array_equal(out[:16], alone[:16], err_msg=name)
+        assert_array_equal(out[:16], alone[:16], err_msg=name)
     assert_close(together[1][:16], -together[0][:16], units=1)
 
 

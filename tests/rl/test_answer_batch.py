@@ -18,6 +18,7 @@ from eqx_decoders.rl.rewards import Rewards, reward_figures
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.methods.rl_config import PRESETS, RLConfig
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss
+from tests.compare import assert_allclose, assert_array_equal
 
 
 def answer(group, length, reward=0.0, *, prompt=3, reason: Any = "stop", columns=None):
@@ -43,16 +44,16 @@ def of_answers(found):
 
 def test_weights_are_of_the_whole_step():
     plain = numbers(RLConfig(samples=2))
-    np.testing.assert_allclose(of_answers(plain), [0.5, -0.5, 0, 0])
-    np.testing.assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # no reward: not counted
-    np.testing.assert_allclose(numbers(RLConfig(samples=2, aggregation="row")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
+    assert_allclose(of_answers(plain), [0.5, -0.5, 0, 0])
+    assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # no reward: not counted
+    assert_allclose(numbers(RLConfig(samples=2, aggregation="row")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
     constant = numbers(RLConfig(samples=2, aggregation="constant", max_new_tokens=8))
-    np.testing.assert_allclose(constant.weights, [1 / 24, 1 / 24, 1 / 24, 0])
-    np.testing.assert_allclose(numbers(RLConfig(samples=2, aggregation="prompt")).weights, [1 / 8, 1 / 8, 1 / 4, 0])
+    assert_allclose(constant.weights, [1 / 24, 1 / 24, 1 / 24, 0])
+    assert_allclose(numbers(RLConfig(samples=2, aggregation="prompt")).weights, [1 / 8, 1 / 8, 1 / 4, 0])
     cut = [answer(0, 3, 1.0, reason="length"), answer(0, 1, 0.0)]
     masked = numbers(RLConfig(samples=2, truncated="mask"), cut)
-    np.testing.assert_allclose(masked.weights, [0, 1])
-    np.testing.assert_allclose(of_answers(masked), [0, -0.5])  # its reward is compared with
+    assert_allclose(masked.weights, [0, 1])
+    assert_allclose(of_answers(masked), [0, -0.5])  # its reward is compared with
     white = numbers(RLConfig(samples=2, baseline="none", whiten=True))
     tokens = np.concatenate(white.advantages[:3])
     assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
@@ -73,9 +74,9 @@ def test_rows_hold_what_each_answer_is():
         assert batch.positions[row, whole].tolist() == list(range(3 + length))
         assert len(set(batch.segment_ids[row, whole].tolist())) == 1 and batch.loss_mask[row, span].all()
         assert not batch.loss_mask[row, before].any()
-        np.testing.assert_array_equal(signals.sampler[row, span], each.rollout.log_probs)
-        np.testing.assert_allclose(signals.advantages[row, span], advantage)
-        np.testing.assert_allclose(signals.policy[row, span], weight)
+        assert_array_equal(signals.sampler[row, span], each.rollout.log_probs)
+        assert_allclose(signals.advantages[row, span], advantage)
+        assert_allclose(signals.policy[row, span], weight)
     assert signals.policy.sum() == pytest.approx(1)
 
 
@@ -99,7 +100,7 @@ def test_files_give_back_every_bit(tmp_path):
         assert one.prompt == other.prompt and (one.text, one.columns) == (other.text, other.columns)
         assert one.reward == other.reward or (math.isnan(one.reward) and math.isnan(other.reward))
         for name in ("tokens", "log_probs", "versions"):
-            np.testing.assert_array_equal(getattr(one.rollout, name), getattr(other.rollout, name))
+            assert_array_equal(getattr(one.rollout, name), getattr(other.rollout, name))
             assert getattr(one.rollout, name).dtype == getattr(other.rollout, name).dtype
 
 

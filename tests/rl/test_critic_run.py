@@ -15,6 +15,7 @@ from eqx_decoders.model.init import add_score_head
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import call, steps_of
+from tests.compare import assert_allclose
 from tests.rl.test_environment_run import GAMES
 from tests.rl.test_rl_run import BASE, REWARDS, answers_of, train
 
@@ -89,7 +90,7 @@ def test_microbatches_packing_and_meshes(folder):
     ppo(folder, "mesh", "--mesh.fsdp", 2, "--mesh.context", 2, devices=4, **more)
     ppo(folder, "parts", "--step.gradient-accumulation-steps", 2, "--rl.answers-per-row", 2, **more)
     for name in ("mesh", "parts"):
-        np.testing.assert_allclose(figures(folder, name), figures(folder, "one"), rtol=1e-3, atol=1e-4)
+        assert_allclose(figures(folder, name), figures(folder, "one"), rtol=1e-3, atol=1e-4)
     assert steps_of(folder / "one")[-1]["k1"] != 0
 
 

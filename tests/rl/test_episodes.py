@@ -22,6 +22,7 @@ from eqx_decoders.rl.rewards import reward_figures
 from eqx_decoders.serving.engine.request import QueueFull, RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.training.methods.rl_config import RLConfig
+from tests.compare import assert_allclose, assert_array_equal
 from tests.rl.test_turn_writer import TRIMS
 
 
@@ -148,7 +149,7 @@ def test_tokens_are_those_drawn_and_what_came_between(games):
     digits = part.rollout.tokens[part.drawn & (part.rollout.tokens < 256)].tolist()
     assert bytes(digits).decode() == "".join(map(str, drawn))
     assert (part.rollout.tokens == 257).sum() == 3 and part.drawn[part.rollout.tokens == 257].all()
-    np.testing.assert_allclose(part.rollout.log_probs, np.where(part.drawn, -0.01 * part.rollout.tokens, 0))
+    assert_allclose(part.rollout.log_probs, np.where(part.drawn, -0.01 * part.rollout.tokens, 0))
     assert answer.reward == sum(sums) and answer.columns == {"sum": sum(sums)} and answer.length == part.drawn.sum()
     assert answer.episode is not None and answer.episode.turn_rewards == tuple(sums)
     ends = np.flatnonzero(part.rollout.tokens[part.drawn] == 257) + 1
@@ -231,33 +232,33 @@ def test_rows_of_episodes(mixed):
     numbers = answer_numbers(config, answers)
     lengths = np.asarray([each.length for each in answers])
     known = ~np.isnan(rewards)
-    np.testing.assert_allclose(numbers.weights[known], 1 / lengths[known].sum())
+    assert_allclose(numbers.weights[known], 1 / lengths[known].sum())
     assert numbers.advantages[0][0] == -numbers.advantages[1][0] != 0 and not numbers.weights[~known].any()
     packed = pack_answers(answers, numbers, choices=[2, 4, 8], seq_len=256, answers_per_row=8)
     batch: Any = packed.batch
     marks, signals = np.asarray(batch.signals.answers), batch.signals
-    np.testing.assert_array_equal(batch.loss_mask, marks > 0)
+    assert_array_equal(batch.loss_mask, marks > 0)
     assert not signals.policy[marks == 0].any() and not signals.sampler[marks == 0].any()
     assert signals.policy.sum() == pytest.approx(1) and (marks > 0).sum() == lengths.sum()
     for answer, places, advantage in zip(answers, packed.drawn, numbers.advantages, strict=True):
         drawn = np.concatenate([part.rollout.tokens[part.drawn] for part in answer.parts])
         scores = np.concatenate([part.rollout.log_probs[part.drawn] for part in answer.parts])
-        np.testing.assert_array_equal(batch.tokens[places], drawn)
-        np.testing.assert_array_equal(signals.sampler[places], scores)
+        assert_array_equal(batch.tokens[places], drawn)
+        assert_array_equal(signals.sampler[places], scores)
         assert signals.advantages[places].tolist() == advantage.tolist()
         assert len(drawn) == 0 or len(np.unique(marks[places])) == 1  # ratios of answers are those of whole episodes
         for part, number in zip(answer.parts, np.unique(batch.segment_ids[places]), strict=len(drawn) > 0):
             row = places[0][0]
             segment = batch.tokens[row][batch.segment_ids[row] == number]
-            np.testing.assert_array_equal(segment, [*part.context, *part.rollout.tokens])
+            assert_array_equal(segment, [*part.context, *part.rollout.tokens])
             positions = batch.positions[row][batch.segment_ids[row] == number]
-            np.testing.assert_array_equal(positions, np.arange(part.size))
+            assert_array_equal(positions, np.arange(part.size))
     by_turn = answer_numbers(dataclasses.replace(config, returns="turn"), answers)
     assert [len(each) for each in by_turn.advantages] == lengths.tolist()
     first, other = (each.episode.turn_rewards for each in answers[:2] if each.episode)  # of two parts
     assert by_turn.advantages[0][-1] == pytest.approx((first[-1] - other[-1]) / 2)
     row_sums = answer_numbers(RLConfig(samples=2, aggregation="row"), answers)
-    np.testing.assert_allclose(row_sums.weights[known] * lengths[known], 1 / known.sum())  # an episode counts once
+    assert_allclose(row_sums.weights[known] * lengths[known], 1 / known.sum())  # an episode counts once
 
 
 def test_files_give_back_episodes(mixed, tmp_path):
@@ -269,7 +270,7 @@ def test_files_give_back_episodes(mixed, tmp_path):
     for one, other in zip(answers, again.answers, strict=True):
         for mine, theirs in zip(one.parts, other.parts, strict=True):
             assert mine.context == theirs.context and mine.drawn.dtype == theirs.drawn.dtype == bool
-            np.testing.assert_array_equal(mine.rollout.log_probs, theirs.rollout.log_probs)
+            assert_array_equal(mine.rollout.log_probs, theirs.rollout.log_probs)
 
 
 @pytest.mark.parametrize(

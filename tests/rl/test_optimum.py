@@ -18,6 +18,7 @@ from eqx_decoders.training.objectives.values import ValueObjective, values_behin
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.step import Trainer
+from tests.compare import assert_allclose
 
 
 VOCAB, KL, TEMPERATURE = 6, 0.5, 0.8
@@ -68,7 +69,7 @@ def test_the_optimum_is_reached(model, where):
             more = dict(divergence=spread(KL * now), reference=spread(np.log(reference)))
             signals = dataclasses.replace(signals, **more)
         state, _ = trainer.step(state, Batch(tokens=TOKENS, loss_mask=DRAWN, signals=signals))
-    np.testing.assert_allclose(policy(state.model), best, rtol=0.02, atol=2e-3)
+    assert_allclose(policy(state.model), best, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.slow
@@ -98,6 +99,6 @@ def test_with_a_critic(model):
         signals: Any = {name: spread(each) for name, each in numbers.items()}
         signals = Signals(answers=DRAWN.astype(np.int32), **signals)
         state, _ = critic.step(trainer, state, Batch(tokens=TOKENS, loss_mask=DRAWN, signals=signals))
-    np.testing.assert_allclose(policy(state.model), best / best.sum(), rtol=0.02, atol=2e-3)
+    assert_allclose(policy(state.model), best / best.sum(), rtol=0.02, atol=2e-3)
     assert expected == pytest.approx(gain, abs=0.02)
     assert int(state.skipped) == 20 and int(state.step) == 220

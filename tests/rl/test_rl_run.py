@@ -16,6 +16,7 @@ from eqx_decoders.rl.drawn_answers import AnswerFiles
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
+from tests.compare import assert_allclose
 
 
 BASE = ROOT / "tests" / "fixtures" / "chat_llama"
@@ -147,7 +148,7 @@ def test_a_mesh_microbatches_and_a_reference(folder):
     train(folder, "mesh", "--mesh.fsdp", 2, devices=4, **more)
     train(folder, "parts", "--step.gradient-accumulation-steps", 2, **more)
     for name in ("mesh", "parts"):
-        np.testing.assert_allclose(figures(folder, name), figures(folder, "one"), atol=1e-4)
+        assert_allclose(figures(folder, name), figures(folder, "one"), atol=1e-4)
     rows = steps_of(folder / "one")
     assert abs(rows[0]["k1"]) < 1e-6 and rows[-1]["k3"] > 0  # computed by two programs
     train(folder, "pairs", lora_rank=2, rl__kl_in="reward", **more)

@@ -18,6 +18,7 @@ from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.open_episode import OpenEpisode, ReadAnswer
 from eqx_decoders.serving.rollouts import Rollout
 from tests.commands import ROOT, steps_of
+from tests.compare import assert_allclose, assert_array_equal
 from tests.rl.test_rl_run import BASE, answers_of, figures, folder, train  # noqa: F401
 
 
@@ -50,12 +51,12 @@ def test_experts_lie_with_their_tokens(tmp_path, first):
     for one, other in zip(answers[:2], found.answers[:2], strict=True):
         experts: Any = other.rollout.experts
         assert experts.dtype == np.int16
-        np.testing.assert_array_equal(one.rollout.experts, experts)
+        assert_array_equal(one.rollout.experts, experts)
     options: Any = dict(choices=[1], seq_len=20, answers_per_row=4)
     signals: Any = pack_answers(found.answers, AnswerNumbers(np.ones(3), np.ones(3)), **options).batch.signals
     wanted = np.full((20, LAYERS, CHOICES), -1)
     wanted[:5], wanted[5:10] = experts_of(5, first), experts_of(5)
-    np.testing.assert_array_equal(signals.experts, wanted[None])
+    assert_array_equal(signals.experts, wanted[None])
     assert signals.experts.dtype == np.int16
     nothing: Any = pack_answers(answers[2:], AnswerNumbers(np.ones(1), np.ones(1)), **options).batch.signals
     assert nothing.experts is None
@@ -74,8 +75,8 @@ def test_a_turn_keeps_the_experts_that_it_was_drawn_by():
     (part,) = episode.judged({}).parts
     experts: Any = part.rollout.experts
     assert part.size == len(experts) == 11
-    np.testing.assert_array_equal(experts[:4], experts_of(5)[:4])
-    np.testing.assert_array_equal(experts[4:9], experts_of(10, 100)[4:9])
+    assert_array_equal(experts[:4], experts_of(5)[:4])
+    assert_array_equal(experts[4:9], experts_of(10, 100)[4:9])
     assert (experts[9:] == -1).all()
     silent = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
     silent.begin((1,))
@@ -111,7 +112,7 @@ def test_runs_replay_what_was_drawn(folder, sparse):  # noqa: F811
     assert all(each.rollout.experts.shape == (len(each.prompt.tokens) + each.length, 2, 2) for each in found)
     assert all(0 <= each.rollout.experts[:-1].min() <= each.rollout.experts.max() < 6 for each in found)
     assert all(row["log_prob_gap"] <= 1e-5 for row in steps_of(folder / "replayed"))
-    np.testing.assert_allclose(figures(folder, "replayed"), figures(folder, "plain-routing"), atol=1e-4)
+    assert_allclose(figures(folder, "replayed"), figures(folder, "plain-routing"), atol=1e-4)
     shutil.rmtree(folder / "replayed" / "checkpoints")
     (folder / "rewards.py.closed").write_text("")
     train(folder, "replayed", "--rl.routing-replay", **more)
@@ -127,7 +128,7 @@ def test_runs_replay_what_was_drawn(folder, sparse):  # noqa: F811
     train(folder, "split", *split, "--sampler.tensor", 2, devices=4, **more)
     train(folder, "in-parts", "--rl.routing-replay", "--step.gradient-accumulation-steps", 2, **more)
     for name in ("split", "in-parts"):
-        np.testing.assert_allclose(figures(folder, name), figures(folder, "plain-routing"), atol=1e-4)
+        assert_allclose(figures(folder, name), figures(folder, "plain-routing"), atol=1e-4)
     train(folder, "ahead-replayed", *split, "--sampler.devices", 4, "--rl.max-staleness", 1, **more)
     train(folder, "ahead-plain", *split[1:], "--sampler.devices", 4, "--rl.max-staleness", 1, **more)
     one, other = (steps_of(folder / name)[1]["log_prob_gap"] for name in ("ahead-replayed", "ahead-plain"))

@@ -33,6 +33,7 @@ from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.run.run_loading import load_run
 from eqx_decoders.training.sampler_config import SamplerConfig, split_devices
 from tests.commands import ENVIRONMENT, ROOT, call, steps_of
+from tests.compare import assert_allclose
 from tests.programs import compilations
 from tests.rl.test_rl_run import BASE, answers_of, folder, train, words_of  # noqa: F401
 
@@ -123,7 +124,7 @@ def test_answers_of_another_layout_are_the_same(folder, base):  # noqa: F811
         one, other = (answers_of(folder, name, step).answers for name in ("fsdp", "tensor"))
         for mine, theirs in zip(one, other, strict=True):
             assert np.array_equal(mine.rollout.tokens, theirs.rollout.tokens)
-            np.testing.assert_allclose(mine.rollout.log_probs, theirs.rollout.log_probs, atol=2e-5)
+            assert_allclose(mine.rollout.log_probs, theirs.rollout.log_probs, atol=2e-5)
     rows = steps_of(folder / "tensor")
     assert all(row["log_prob_gap"] <= 1e-5 for row in rows)
     train(folder, "again", *more, "--optimizer.schedule", "constant", steps=2, **both)

@@ -14,6 +14,7 @@ from eqx_decoders.rl.step_draws import is_constant
 from eqx_decoders.rl.token_credit import explained_variance, rewards_of_tokens
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.methods.rl_config import CriticConfig, RLConfig
+from tests.compare import assert_allclose
 
 
 PPO = RLConfig(baseline="critic")
@@ -39,7 +40,7 @@ def episode(group, *turns, end="done", reward=None):
 
 
 def same(got, want):
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_generalized_advantages_of_answers():

@@ -12,6 +12,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.rope import DynamicRope
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.external_engine import external_layers, external_logits, run_with_caches
+from tests.compare import assert_allclose
 from tests.models import filled, rich_decoder
 from tests.serving.engines import FIXTURES
 
@@ -85,7 +86,7 @@ def test_pieces_of_several_sequences_have_the_logits_of_each_alone(fixture):
     sequences = [generator.integers(3, model.config.vocab_size, length) for length in (13, 7)]
     found = play(model, sequences, [(6, 1), (6, 5), (1, 1)])
     for text, logits in zip(sequences, found, strict=True):
-        np.testing.assert_allclose(logits, np.asarray(model(text[None]).logits[0]), atol=2e-4)
+        assert_allclose(logits, np.asarray(model(text[None]).logits[0]), atol=2e-4)
 
 
 @pytest.mark.slow
@@ -98,7 +99,7 @@ def test_equal_layers_that_share_keys_share_the_last_ones():
     sequences = [np.arange(3, 10), np.arange(20, 24)]
     logits = play(model, sequences, [(5, 1), (1, 3), (1, 0)])
     for text, each in zip(sequences, logits, strict=True):
-        np.testing.assert_allclose(each, np.asarray(model(text[None]).logits[0]), atol=2e-4)
+        assert_allclose(each, np.asarray(model(text[None]).logits[0]), atol=2e-4)
 
 
 def test_what_engines_have_no_memory_for_is_refused():

@@ -14,6 +14,7 @@ from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.rollouts import answer_seed, rollout
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
+from tests.compare import assert_allclose, assert_array_equal
 from tests.serving.engines import FIXTURES, SMALL, engine_for
 
 
@@ -43,8 +44,8 @@ def test_answers_depend_on_seed_prompt_and_sample_alone(engine):
     other = drawn(engine, PROMPTS[1::-1], ids=[1, 0])  # in another order, without the others
     for one, same in ((first[0], other[1]), (first[1], other[0])):
         for answer, again in zip(one, same, strict=True):
-            np.testing.assert_array_equal(answer.tokens, again.tokens)
-            np.testing.assert_array_equal(answer.log_probs, again.log_probs)
+            assert_array_equal(answer.tokens, again.tokens)
+            assert_array_equal(answer.log_probs, again.log_probs)
     assert texts != [[answer.tokens.tolist() for answer in group] for group in drawn(engine, seed="run/2")]
 
 
@@ -57,7 +58,7 @@ def test_log_probs_are_those_of_the_model(engine, temperature):
             tokens = np.asarray([*group.prompt, *answer.tokens])
             logits = engine.model(tokens[None, :-1]).logits[0, len(group.prompt) - 1 :] / temperature
             expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), answer.tokens[:, None], -1)[:, 0]
-            np.testing.assert_allclose(answer.log_probs, expected, atol=1e-5)
+            assert_allclose(answer.log_probs, expected, atol=1e-5)
             stopped = answer.tokens[-1] in stops
             assert answer.finish_reason == ("stop" if stopped else "length") and (stopped or len(answer.tokens) == 7)
             assert not set(answer.tokens[:-1].tolist()) & set(stops) and set(answer.versions.tolist()) == {0}

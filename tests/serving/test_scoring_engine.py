@@ -16,6 +16,7 @@ from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.serving.scoring_engine import ScoringEngine
+from tests.compare import assert_allclose
 from tests.models import VOCAB, filled, rich_decoder
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend
@@ -41,7 +42,7 @@ def test_scores_are_those_of_each_text_alone(model):
     assert found.keys() == {ids[0], ids[2], ids[3]}
     for number in (0, 2, 3):
         want = np.asarray(model(np.asarray([prompts[number]])).logits)[0, -1]
-        np.testing.assert_allclose(found[ids[number]].text_scores, want, rtol=1e-5, atol=1e-6)
+        assert_allclose(found[ids[number]].text_scores, want, rtol=1e-5, atol=1e-6)
     assert engine.counts().prompt_tokens == 9 and engine.counts().waiting == 0
 
 

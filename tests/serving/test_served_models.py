@@ -22,6 +22,7 @@ import eqx_decoders as ed
 from eqx_decoders.inference.text_model import Files, load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import ENVIRONMENT, TEXT
+from tests.compare import assert_allclose
 from tests.encoders.directories import vision_directory
 from tests.serving.processes import LENGTH, memory_of, served, until_idle
 from tests.serving.servers import CHAT
@@ -128,9 +129,9 @@ def test_echoed_logprobs_are_those_of_the_model(server, model):
     found = server.json("/v1/completions", body)["choices"][0]["logprobs"]
     logprobs = np.asarray(jax.nn.log_softmax(model(np.asarray([ids])).logits[0], axis=-1))
     expected = [float(logprobs[at, token]) for at, token in enumerate(ids[1:])]
-    np.testing.assert_allclose(found["token_logprobs"][1:-1], expected, rtol=1e-4)
+    assert_allclose(found["token_logprobs"][1:-1], expected, rtol=1e-4)
     best = [float(row.max()) for row in logprobs]
-    np.testing.assert_allclose([max(top.values()) for top in found["top_logprobs"][1:]], best, rtol=1e-4)
+    assert_allclose([max(top.values()) for top in found["top_logprobs"][1:]], best, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 import eqx_decoders as ed
 from eqx_decoders.errors import MissingPackage
 from eqx_decoders.serving.vllm_tpu import ARCHITECTURES, NAME, TAKEN, adapter, engine_layout, register
+from tests.compare import assert_allclose
 from tests.serving.engines import FIXTURES
 
 
@@ -275,7 +276,7 @@ def check_same(fixture, found, sequences, atol=2e-4):
     padded = np.stack([np.pad(text, (0, longest - len(text))) for text in sequences])
     alone = np.asarray(jax.jit(lambda model, tokens: model(tokens).logits)(model, padded))
     for row, (text, logits) in enumerate(zip(sequences, found, strict=True)):
-        np.testing.assert_allclose(logits, alone[row, : len(text)], atol=atol)
+        assert_allclose(logits, alone[row, : len(text)], atol=atol)
 
 
 QUICK = ["llama_rope"]

@@ -17,6 +17,7 @@ from eqx_decoders.sharding.layout import ACTIVATIONS, WEIGHTS, device_bytes
 from eqx_decoders.sharding.links import ring_load
 from eqx_decoders.sharding.mesh import _factorizations
 from eqx_decoders.training import host_rows
+from tests.compare import assert_array_equal
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import tpu_devices
 
@@ -70,7 +71,7 @@ def test_init_is_born_sharded_and_the_same_on_every_mesh(sizes):
     shapes = named_leaves(ed.abstract(config, layout=layout))
     split = 0
     for name, leaf in named_leaves(placed).items():
-        np.testing.assert_array_equal(leaf, named_leaves(single)[name])
+        assert_array_equal(leaf, named_leaves(single)[name])
         assert leaf.sharding == shapes[name].sharding and leaf.shape == shapes[name].shape
         split += leaf.sharding.shard_shape(leaf.shape) != leaf.shape
     assert split >= 8
@@ -169,7 +170,7 @@ def test_generation_runs_sharded():
     prompt = some_tokens(4, 5)
     layout = ed.Layout.create(data=2, fsdp=2, tensor=2)
     want = ed.generate(model, prompt, max_new_tokens=8)
-    np.testing.assert_array_equal(ed.generate(model.place(layout), prompt, max_new_tokens=8), want)
+    assert_array_equal(ed.generate(model.place(layout), prompt, max_new_tokens=8), want)
 
 
 def test_an_abstract_mesh_has_the_shapes_of_a_real_one_and_any_size():

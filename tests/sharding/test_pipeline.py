@@ -22,7 +22,7 @@ from eqx_decoders.sharding.pipeline_config import PipelineConfig
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig, describe_pipeline
 from tests.cases import check, draw, legal
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
 from tests.programs import drop_compiled_programs
 from tests.steps import ATTENTION, DENSE, NORM, ROUTED, SPARSE, decoder, results
@@ -96,10 +96,10 @@ def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguo
     want = x
     for layer in range(layers):
         want = (want * 3 + layer % 3) % 65521
-    np.testing.assert_array_equal(y, want)
+    assert_array_equal(y, want)
     each = jnp.broadcast_to(jnp.arange(count)[None], (layers, count))
     own = jnp.broadcast_to(jnp.arange(layers)[:, None], (layers, count))
-    np.testing.assert_array_equal(told, jnp.stack([each, each, each, own], axis=-1))
+    assert_array_equal(told, jnp.stack([each, each, each, own], axis=-1))
 
 
 @pytest.mark.parametrize("gather", GATHERS)

@@ -21,7 +21,7 @@ from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, muon_dimensions
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.models import filled, some_tokens
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 from tests.training.test_lora import KINDS, SPLIT, UPDATES
@@ -91,9 +91,9 @@ def test_magnitudes_are_those_of_the_definition():
         operands[kind] = (*arrays, draws.normal(size=columns).astype(np.float32))
     got, want = run(operands)
     for name, (value, gradients) in want.items():
-        np.testing.assert_allclose(got[name][0], value, rtol=1e-5, err_msg=name)
+        assert_allclose(got[name][0], value, rtol=1e-5, err_msg=name)
         for mine, gradient in zip(got[name][1], gradients, strict=True):
-            np.testing.assert_allclose(mine, gradient, rtol=2e-5, atol=2e-5, err_msg=name)
+            assert_allclose(mine, gradient, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.medium
@@ -101,7 +101,7 @@ def test_a_factor_near_1_is_not_lost_in_16_bits():
     ones = jnp.ones((64, 2), jnp.bfloat16)
     node = LowRank(ones, jnp.zeros((64, 1)), jnp.zeros((1, 2)), 1.0, jnp.full((2,), 0.008))  # of 8
     y = einsum("b embed, embed mlp -> b mlp", jnp.full((1, 64), 1000.0, jnp.bfloat16), node, out_dtype=jnp.float32)
-    np.testing.assert_allclose(y, 64064.0, rtol=1e-5)
+    assert_allclose(y, 64064.0, rtol=1e-5)
 
 
 # --- birth ---
@@ -115,7 +115,7 @@ def born(plain):
 @pytest.mark.medium
 def test_new_magnitudes_change_no_bit(plain, born):
     tokens = some_tokens(4, 8)
-    np.testing.assert_array_equal(logits(born["dora"], tokens), logits(plain, tokens))
+    assert_array_equal(logits(born["dora"], tokens), logits(plain, tokens))
 
 
 @pytest.mark.medium
@@ -135,18 +135,18 @@ def test_a_pair_is_the_part_with_the_largest_singular_values(plain, born):
         values = np.linalg.svd(weight, compute_uv=False)
         rank = node.lora_a.shape[-1]
         assert rank == (3 if path.endswith("down") else 2)
-        np.testing.assert_allclose(rest + pair, weight, atol=1e-6)
-        np.testing.assert_allclose(np.linalg.svd(pair, compute_uv=False)[:, :rank], values[:, :rank], rtol=1e-5)
+        assert_allclose(rest + pair, weight, atol=1e-6)
+        assert_allclose(np.linalg.svd(pair, compute_uv=False)[:, :rank], values[:, :rank], rtol=1e-5)
         kept = np.linalg.svd(rest, compute_uv=False)[:, : values.shape[1] - rank]
-        np.testing.assert_allclose(kept, values[:, rank:], atol=1e-5)
-        np.testing.assert_array_equal(node.lora_a, node.start_a)
+        assert_allclose(kept, values[:, rank:], atol=1e-5)
+        assert_array_equal(node.lora_a, node.start_a)
 
 
 @pytest.mark.slow
 def test_a_new_model_is_the_old_one_to_rounding_and_its_start_to_the_bit(plain, born):
     tokens, model = some_tokens(4, 8), born["both"]
     before = logits(plain, tokens)
-    np.testing.assert_allclose(logits(model, tokens), before, atol=2e-6 * np.abs(before).max())
+    assert_allclose(logits(model, tokens), before, atol=2e-6 * np.abs(before).max())
     start = without_lora(noisy(model))
     assert (
         named_leaves(start).keys() == named_leaves(without_lora(add_lora(plain, PISSA, key=jax.random.key(0)))).keys()
@@ -154,10 +154,10 @@ def test_a_new_model_is_the_old_one_to_rounding_and_its_start_to_the_bit(plain, 
     for path, node in low_rank_weights(start).items():
         first = low_rank_weights(model)[path]
         assert node.base is first.base and np.array_equal(node.lora_a, first.lora_a) and node.lora_magnitude is None
-    np.testing.assert_allclose(logits(start, tokens), before, atol=2e-6 * np.abs(before).max())
+    assert_allclose(logits(start, tokens), before, atol=2e-6 * np.abs(before).max())
     merged = named_leaves(merge_lora(start))
     for name, leaf in named_leaves(plain).items():
-        np.testing.assert_allclose(merged[name], leaf, atol=1e-6, err_msg=name)
+        assert_allclose(merged[name], leaf, atol=1e-6, err_msg=name)
 
 
 def test_what_has_too_few_singular_values_is_refused(plain):
@@ -194,7 +194,7 @@ def expected(born):
 def test_merging_changes_no_logit(plain, born, expected):
     merged = merge_lora(noisy(born["both"]))
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
-    np.testing.assert_allclose(logits(merged, some_tokens(4, 8)), expected[0], atol=4e-5)
+    assert_allclose(logits(merged, some_tokens(4, 8)), expected[0], atol=4e-5)
     assert all(np.any(leaf) for leaf in expected[1].values())
 
 
@@ -211,7 +211,7 @@ def test_sharded_is_single(plain, born, expected):
     shardings = named_leaves(placed.execution.layout.shardings(model))
     for name, leaf in named_leaves(model).items():
         assert leaf.sharding == shardings[name]
-        np.testing.assert_allclose(leaf, named_leaves(born["both"])[name], atol=1e-4, err_msg=name)
+        assert_allclose(leaf, named_leaves(born["both"])[name], atol=1e-4, err_msg=name)
     model = noisy(born["both"]).place(placed.execution.layout)
     jax.tree.map(lambda a, b: assert_close(a, b, units=1024), gradient_of_pairs(model, some_tokens(4, 8)), expected)
 
@@ -242,7 +242,7 @@ def test_steps_move_pairs_and_lengths_alone_and_are_resumed(plain, tmp_path):
         target = add_lora(ed.abstract(SPLIT), BOTH, key=jax.random.key(5))
         back = checkpoints.restore(trainer.abstract(target, key=jax.random.key(1))).tree
     assert jax.tree.structure(back.model) == jax.tree.structure(state.model)
-    jax.tree.map(np.testing.assert_array_equal, named_leaves(back.model), named_leaves(state.model))
+    jax.tree.map(assert_array_equal, named_leaves(back.model), named_leaves(state.model))
 
 
 # --- beside weights in few bits ---
@@ -257,7 +257,7 @@ def test_pairs_beside_weights_in_few_bits(plain, mode):
     options = dict(group_size=8) if mode == "nf4" else {}
     base, tokens = quantize(plain, mode, **options), some_tokens(4, 8)
     tuned = noisy(add_lora(base, DORA, key=jax.random.key(0)))
-    np.testing.assert_allclose(
+    assert_allclose(
         logits(tuned, tokens),
         logits(noisy(add_lora(ed.dequantize(base), DORA, key=jax.random.key(0))), tokens),
         atol=2e-5,

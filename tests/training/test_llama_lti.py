@@ -20,7 +20,7 @@ from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import filled, packed, some_tokens
 from tests.oracles import wide
 
@@ -77,7 +77,7 @@ def test_only_the_attention_changes_in_the_configuration():
 def test_the_teachers_kernels_are_taken_over(model, teacher):
     for learned, given in zip(mixers(model), mixers(teacher), strict=True):
         for one, other in zip(kernels_of(learned.teacher), kernels_of(given), strict=True):
-            np.testing.assert_array_equal(one, other)
+            assert_array_equal(one, other)
             assert one.unsafe_buffer_pointer() != other.unsafe_buffer_pointer()
 
 
@@ -90,7 +90,7 @@ def test_a_teachers_kernels_come_to_the_models_mesh_and_dtype(teacher):
     for name, leaf in named_leaves(model).items():
         assert leaf.sharding == target[name].sharding and leaf.dtype == jnp.bfloat16, name
     got, want = mixers(model)[0].teacher.out, mixers(teacher)[0].out
-    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.bfloat16).astype(jnp.float32))
+    assert_array_equal(got.astype(jnp.float32), want.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 @pytest.mark.medium
@@ -108,7 +108,7 @@ def test_materialised_is_a_plain_llama_with_the_same_logits(model):
     else:
         query = np.einsum("lbxy,lxu,lyv->lbuv", given, wide(maps.query_heads), wide(maps.query_features))
     assert_close(mixers(plain)[0].query, query)
-    np.testing.assert_array_equal(named(plain, "mlp.up").popitem()[1], named(model, "mlp.up").popitem()[1])
+    assert_array_equal(named(plain, "mlp.up").popitem()[1], named(model, "mlp.up").popitem()[1])
     half = materialize(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
@@ -142,7 +142,7 @@ def test_identity_maps_are_the_teacher(general):
     got, want = named(materialize(with_teacher(student, source)), ""), named(source, "")
     assert got.keys() == want.keys()
     for name in want:
-        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+        assert_array_equal(got[name], want[name], err_msg=name)
 
 
 def weighted(model, tokens, segments):

@@ -26,7 +26,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, muon_dime
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.adapters import CONFIG, RICH, pairs, shapes, trained
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.models import filled, some_tokens
 
 
@@ -119,7 +119,7 @@ def test_merged_is_the_update_written_out():
         for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2**-8)):
             node = LowRank(base=jnp.asarray(base, dtype), lora_a=jnp.asarray(a), lora_b=jnp.asarray(b), scale=0.5)
             assert node.array().dtype == dtype
-            np.testing.assert_allclose(np.asarray(node.array(), np.float64), want, rtol=tolerance, atol=2 * tolerance)
+            assert_allclose(np.asarray(node.array(), np.float64), want, rtol=tolerance, atol=2 * tolerance)
 
 
 def test_merging_is_done_in_f32():
@@ -154,7 +154,7 @@ def born(plain):
 
 def test_a_new_pair_changes_nothing(plain, born):
     tokens = some_tokens(4, 8)
-    np.testing.assert_array_equal(logits(born, tokens), logits(plain, tokens))
+    assert_array_equal(logits(born, tokens), logits(plain, tokens))
     kept = named_leaves(plain)
     for name, leaf in named_leaves(born).items():
         assert name in pairs(born) or leaf is kept[name.removesuffix(".base")]
@@ -278,12 +278,12 @@ def test_sharded_is_single(plain, born, adapted, expected):
     here = pairs(add_lora(placed, FEW_PAIRS, key=jax.random.key(0)))
     for name, leaf in here.items():
         assert leaf.sharding == pairs(model)[name].sharding
-    jax.tree.map(np.testing.assert_array_equal, here, pairs(born))
+    jax.tree.map(assert_array_equal, here, pairs(born))
     jax.tree.map(lambda a, b: assert_close(a, b, units=512), gradient_of_pairs(model, some_tokens(4, 8)), expected)
     merged, whole = named_leaves(merge_lora(model)), named_leaves(merge_lora(adapted))
     for name, leaf in merged.items():
         assert leaf.sharding == named_leaves(placed)[name].sharding
-        np.testing.assert_allclose(leaf, whole[name], rtol=0, atol=1e-6, err_msg=name)
+        assert_allclose(leaf, whole[name], rtol=0, atol=1e-6, err_msg=name)
 
 
 def test_merging_changes_no_logit_and_leaves_no_pair(plain, adapted, expected):
@@ -299,7 +299,7 @@ def test_generation_through_a_cache():
     prompt, model = some_tokens(2, 5), trained(filled(FUSED), FUSED_PAIRS)
     got = ed.generate(model, prompt, max_new_tokens=4, sampler=ed.Greedy())
     want = np.argmax(logits(merge_lora(model), jnp.concatenate([prompt, got], axis=1)), axis=-1)
-    np.testing.assert_array_equal(got, want[:, 4:-1])
+    assert_array_equal(got, want[:, 4:-1])
 
 
 # --- training ---
@@ -360,7 +360,7 @@ def test_checkpoints_hold_the_pairs(run, tmp_path):
         checkpoints.save(3, state, data_state={}, config={}, wait=True)
         back = checkpoints.restore(trainer.abstract(shapes(FUSED_PAIRS, FUSED), key=jax.random.key(1))).tree
         assert jax.tree.structure(back.optimizer) == jax.tree.structure(state.optimizer)
-        jax.tree.map(np.testing.assert_array_equal, named_leaves(back.model), named_leaves(state.model))
+        jax.tree.map(assert_array_equal, named_leaves(back.model), named_leaves(state.model))
         with pytest.raises(CheckpointError, match=r"qkv\.lora_a: float32\[2, 16, 4\] in the checkpoint, not in"):
             checkpoints.restore(dataclasses.replace(back, model=ed.abstract(FUSED)))
 

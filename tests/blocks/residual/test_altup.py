@@ -9,7 +9,7 @@ from eqx_decoders.blocks.residual.altup import AltUp
 from eqx_decoders.blocks.residual.base import BranchFunction
 from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.layers.norm import RMSNormConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import norm_by_hand, wide
 
@@ -52,7 +52,7 @@ def token_by_hand(residual, x):
 def test_streams_begin_as_copies_and_end_as_their_mean():
     """Where there are no maps, as in multi-token prediction."""
     x = jnp.asarray(normal(2, 5, EMBED))
-    np.testing.assert_array_equal(CONFIG.expand(x), np.stack([x] * STREAMS, axis=2))
+    assert_array_equal(CONFIG.expand(x), np.stack([x] * STREAMS, axis=2))
     streams = jnp.asarray(normal(2, 5, STREAMS, EMBED))
     assert_close(CONFIG.reduce(streams), np.asarray(streams).mean(axis=2))
 

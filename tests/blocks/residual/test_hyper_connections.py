@@ -13,7 +13,7 @@ import eqx_decoders as ed
 from eqx_decoders.blocks.residual.base import BranchFunction
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.norm import RMSNormConfig
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.oracles import wide
 
 
@@ -106,8 +106,8 @@ def test_equals_sums_by_hand(config):
 def test_mixing_keeps_the_sum_of_streams(config):
     mix = np.asarray(drawn(config).connections[0](jnp.asarray(X), CTX).mix)
     assert np.all(mix >= 0)
-    np.testing.assert_allclose(mix.sum(axis=0), 1, atol=1e-5)
-    np.testing.assert_allclose(mix.sum(axis=1), 1, atol=1e-5 if config is PERMUTATIONS else 2e-2)
+    assert_allclose(mix.sum(axis=0), 1, atol=1e-5)
+    assert_allclose(mix.sum(axis=1), 1, atol=1e-5 if config is PERMUTATIONS else 2e-2)
     assert np.ptp(mix[0, 0]) > 0.1  # they differ between tokens
 
 
@@ -159,7 +159,7 @@ def test_expand_copies_and_reduce_adds():
     streams = SINKHORN.expand(x)
     assert streams.shape == (2, 5, STREAMS, EMBED)
     for k in range(STREAMS):
-        np.testing.assert_array_equal(streams[:, :, k], x)
+        assert_array_equal(streams[:, :, k], x)
     assert_close(SINKHORN.reduce(jnp.asarray(X)), X.sum(axis=2))
 
 

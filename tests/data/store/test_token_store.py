@@ -28,6 +28,7 @@ from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+from tests.compare import assert_array_equal
 from tests.stores import all_tokens, documents_of
 
 
@@ -87,8 +88,8 @@ def test_ranges_are_parts_of_the_whole(corpus):
     assert sizes.tolist() == [len(store[i]) for i in range(10)]
     for start in range(11):
         for stop in range(start, 11):
-            np.testing.assert_array_equal(store.sizes(start, stop), sizes[start:stop])
-            np.testing.assert_array_equal(store.is_held_out(start, stop), held_out[start:stop])
+            assert_array_equal(store.sizes(start, stop), sizes[start:stop])
+            assert_array_equal(store.is_held_out(start, stop), held_out[start:stop])
     for wrong in (-1, 10):
         with pytest.raises(IndexError):
             store[wrong]

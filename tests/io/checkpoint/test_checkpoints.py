@@ -29,6 +29,7 @@ from eqx_decoders.io.checkpoint.manifest import digest, fingerprint
 from eqx_decoders.io.checkpoint.steps import COMMITTED, SET_ASIDE, TEMPORARY, Steps
 from eqx_decoders.sharding.axes import named_leaves
 from tests.commands import ROOT
+from tests.compare import assert_array_equal
 from tests.programs import no_renames
 
 
@@ -510,16 +511,16 @@ def test_arrays_of_former_names_are_read(tmp_path, monkeypatch):
         checkpoints.save(1, tree, data_state={}, config={})
         checkpoints.wait()
         for leaf, want in zip(*(jax.tree.leaves(x) for x in (checkpoints.restore(tree).tree, tree)), strict=True):
-            np.testing.assert_array_equal(leaf, want)
+            assert_array_equal(leaf, want)
     monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 1)
     with Checkpoints(tmp_path / "old") as checkpoints:
         checkpoints.save(1, tree, data_state={}, config={})
         checkpoints.wait()
         restored = checkpoints.restore(template).tree
-    np.testing.assert_array_equal(restored["unit"][0]["residual"]["x"], [1, 1])
-    np.testing.assert_array_equal(restored["unit"][0]["pre_layers"][0]["x"], [2, 2])
-    np.testing.assert_array_equal(restored["block"]["post_layers"][0], [0, 0, 0])
-    np.testing.assert_array_equal(restored["net"]["before"]["x"], [1, 1, 1])
+    assert_array_equal(restored["unit"][0]["residual"]["x"], [1, 1])
+    assert_array_equal(restored["unit"][0]["pre_layers"][0]["x"], [2, 2])
+    assert_array_equal(restored["block"]["post_layers"][0], [0, 0, 0])
+    assert_array_equal(restored["net"]["before"]["x"], [1, 1, 1])
 
 
 @pytest.mark.medium(fast=1)

@@ -28,6 +28,7 @@ from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
 from eqx_decoders.io.text.tokenizer_formats import byte_letters
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
+from tests.compare import assert_allclose, assert_array_equal
 from tests.io.gguf.files import FIXTURES, VOCAB, matrix, tiny, tiny_tensors, write
 
 
@@ -42,7 +43,7 @@ TOLERANCE = {"llama": 2e-4, "gemma3": 2e-3, "qwen2_moe": 4e-4}
 def test_logits_are_those_of_llama_cpp(name):
     model = ed.load_hf(FIXTURES / f"{name}.gguf")
     logits = model(EXPECTED["input_ids"][None]).logits[0]
-    np.testing.assert_allclose(logits, EXPECTED[name], atol=TOLERANCE[name])
+    assert_allclose(logits, EXPECTED[name], atol=TOLERANCE[name])
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "Q2_K", "IQ4_NL"])
@@ -53,11 +54,11 @@ def test_blocks_hold_what_the_package_reads(kind, tmp_path):
     tensor = decoded(raw(read_gguf(file).tensors["x"]))
     want = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
     cut = (slice(1, 4), slice(7, 250))
-    np.testing.assert_array_equal(tensor.read(cut), want[cut])
+    assert_array_equal(tensor.read(cut), want[cut])
     assert isinstance(tensor, ScaledTensor) == (kind in BLOCKS)
     if isinstance(tensor, ScaledTensor):
         exact = tensor.zeros is None
-        np.testing.assert_allclose(ScaledTensor.read(tensor, cut), want[cut], rtol=0, atol=0 if exact else 1e-6)
+        assert_allclose(ScaledTensor.read(tensor, cut), want[cut], rtol=0, atol=0 if exact else 1e-6)
 
 
 def test_a_group_without_a_scale_is_its_least_number(tmp_path):
@@ -68,7 +69,7 @@ def test_a_group_without_a_scale_is_its_least_number(tmp_path):
     tensor = decoded(raw(read_gguf(file).tensors["x"]))
     assert isinstance(tensor, ScaledTensor)
     for values in (tensor.read_all(), ScaledTensor.read(tensor, (slice(0, 2), slice(0, 32)))):
-        np.testing.assert_array_equal(values, 0.75)
+        assert_array_equal(values, 0.75)
 
 
 @pytest.mark.medium(fast=("Q4_1",))
@@ -80,7 +81,7 @@ def test_weights_stay_in_few_bits(kind, tmp_path):
     kept = quantized_weights(narrow)
     assert len(kept) == 7 and {weight.block[0] for weight in kept.values()} == {BLOCKS[kind].group}
     ids = np.arange(VOCAB)[None]
-    np.testing.assert_allclose(narrow(ids).logits, wide(ids).logits, rtol=1e-6, atol=1e-4)
+    assert_allclose(narrow(ids).logits, wide(ids).logits, rtol=1e-6, atol=1e-4)
     if kind == "Q4_1":  # no format of Hugging Face has zero points between whole numbers
         with pytest.raises(ed.ConversionError, match="zero points"):
             ed.save_hf(narrow, tmp_path / "out")
@@ -97,7 +98,7 @@ def test_experts_in_mxfp4_are_those_of_the_directory(quantized):
         path: each.format for path, each in quantized_weights(two).items()
     }
     for path, leaf in named_leaves(one).items():
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(named_leaves(two)[path]), err_msg=path)
+        assert_array_equal(np.asarray(leaf), np.asarray(named_leaves(two)[path]), err_msg=path)
     with pytest.raises(ed.ConversionError, match=r"none of llama.cpp's|dequantize"):
         ed.save_gguf(one, FIXTURES / "never.gguf")
 

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import eqx_decoders as ed
 from eqx_decoders.io.huggingface import gather as module
 from eqx_decoders.io.huggingface.gather import on_first_host, pieces
+from tests.compare import assert_array_equal
 from tests.programs import tpu_devices
 
 
@@ -59,27 +60,27 @@ def test_all_bits_arrive(mesh, spec, size, monkeypatch):
     x = jax.device_put(host, NamedSharding(mesh, spec))
     for place in ((), (1,), (0, 3), (1, 0)):
         want = host[place].view(np.uint32)
-        np.testing.assert_array_equal(whole(pieces(x, place), want.shape), want)
-        np.testing.assert_array_equal(whole(module._from_all_devices(x, place), want.shape), want)
+        assert_array_equal(whole(pieces(x, place), want.shape), want)
+        assert_array_equal(whole(module._from_all_devices(x, place), want.shape), want)
         with monkeypatch.context() as patch:
             patch.setattr(module, "_HOST_PLATFORMS", ())
-            np.testing.assert_array_equal(whole(pieces(x, place), want.shape), want)
+            assert_array_equal(whole(pieces(x, place), want.shape), want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_other_dtypes(mesh, dtype):
     host = np.arange(-60, 60).reshape(4, 5, 6).astype(jnp.dtype(dtype))
     x = jax.device_put(host, NamedSharding(mesh, PartitionSpec("expert", None, "fsdp")))
-    np.testing.assert_array_equal(on_first_host(x), host)
+    assert_array_equal(on_first_host(x), host)
     ((_, *_),) = found = list(pieces(jnp.asarray(host), (2,)))
-    np.testing.assert_array_equal(found[0][1], host[2])
+    assert_array_equal(found[0][1], host[2])
     for cut, piece in module._from_all_devices(x, (3,)):
-        np.testing.assert_array_equal(piece, host[3][cut])
+        assert_array_equal(piece, host[3][cut])
 
 
 def test_arrays_of_numpy(mesh):
     host = np.arange(6).reshape(2, 3)
-    np.testing.assert_array_equal(on_first_host(host), host)
+    assert_array_equal(on_first_host(host), host)
     ((cut, piece),) = pieces(host, (1,))
     assert cut == () and piece.tolist() == [3, 4, 5]
 

@@ -25,6 +25,7 @@ from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora, without_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import pairs, trained
+from tests.compare import assert_allclose, assert_array_equal
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -58,7 +59,7 @@ def tensors(directory: Path) -> dict[str, np.ndarray]:
 def same(first, second) -> None:
     """The two models are equal bit by bit, scales included."""
     assert jax.tree.structure(first) == jax.tree.structure(second)
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+    jax.tree.map(assert_array_equal, first, second)
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_logits_are_those_of_peft(fixture):
     directory, base, model = fixture
     expected = np.load(directory / "expected.npz")
     ids = jnp.asarray(expected["input_ids"])
-    np.testing.assert_allclose(model(ids).logits, expected["logits"], rtol=0, atol=1e-4)
+    assert_allclose(model(ids).logits, expected["logits"], rtol=0, atol=1e-4)
     assert np.abs(expected["logits"] - expected["base_logits"]).max() > 1
     kept = named_leaves(base)
     assert all(
@@ -97,7 +98,7 @@ def test_logits_are_those_of_peft(fixture):
 def test_the_merged_model_gives_the_same_logits(llama):
     expected = np.load(LLAMA / "expected.npz")
     merged = merge_lora(load_peft(llama, LLAMA / "adapter"))
-    np.testing.assert_allclose(merged(jnp.asarray(expected["input_ids"])).logits, expected["logits"], rtol=0, atol=1e-4)
+    assert_allclose(merged(jnp.asarray(expected["input_ids"])).logits, expected["logits"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.medium
@@ -111,9 +112,9 @@ def test_magnitudes_and_what_remains_of_weights_are_those_of_peft(name, tmp_path
     again, written = load_peft(base, tmp_path / "again"), settings(tmp_path / "again")
     logits = eqx.filter_jit(lambda model: model(jnp.asarray(expected["input_ids"])).logits)
     for one in (model, merge_lora(model), again):
-        np.testing.assert_allclose(logits(one), expected["logits"], rtol=0, atol=2e-5)
+        assert_allclose(logits(one), expected["logits"], rtol=0, atol=2e-5)
     assert np.abs(expected["logits"] - expected["base_logits"]).max() > 1
-    np.testing.assert_allclose(logits(without_lora(model)), expected["base_logits"], rtol=0, atol=1e-5)
+    assert_allclose(logits(without_lora(model)), expected["base_logits"], rtol=0, atol=1e-5)
     assert all(node.start_a is None for node in low_rank_weights(again).values())
     if name == "peft_pissa":
         assert (written["r"], written["lora_alpha"]) == (4, 6)
@@ -125,7 +126,7 @@ def test_magnitudes_and_what_remains_of_weights_are_those_of_peft(name, tmp_path
         lengths = [key for key in ours if key.endswith("lora_magnitude_vector")]
         assert len(lengths) == 8
         for key in lengths:
-            np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-6)
+            assert_allclose(ours[key], theirs[key], rtol=1e-6)
 
 
 def test_what_peft_wrote_is_written_again_bit_by_bit(fixture, tmp_path):
@@ -135,7 +136,7 @@ def test_what_peft_wrote_is_written_again_bit_by_bit(fixture, tmp_path):
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
         assert tensor.dtype == ours[name].dtype
-        np.testing.assert_array_equal(tensor, ours[name], err_msg=name)
+        assert_array_equal(tensor, ours[name], err_msg=name)
     same(load_peft(base, tmp_path / "again"), model)
     first, second = settings(directory / "adapter"), settings(tmp_path / "again")
     assert second.keys() <= first.keys()
@@ -161,7 +162,7 @@ def test_some_layers_of_a_pattern(tmp_path):
     save_peft(model, tmp_path / "some")
     assert settings(tmp_path / "some")["target_modules"] == ["model.layers.2.self_attn.q_proj", "o_proj"]
     back = load_peft(base, tmp_path / "some")
-    jax.tree.map(np.testing.assert_array_equal, pairs(back), pairs(model))
+    jax.tree.map(assert_array_equal, pairs(back), pairs(model))
 
 
 @pytest.mark.medium(fast=1)
@@ -192,14 +193,14 @@ def test_dtypes(llama, tmp_path):
     assert {leaf.dtype for leaf in pairs(half).values()} == {jnp.dtype(jnp.bfloat16)}
     save_peft(half, tmp_path / "half")
     jax.tree.map(
-        lambda a, b: np.testing.assert_array_equal(a, np.asarray(b, a.dtype)),
+        lambda a, b: assert_array_equal(a, np.asarray(b, a.dtype)),
         tensors(tmp_path / "half"),
         tensors(LLAMA / "adapter"),
     )
     again = pairs(load_peft(llama, tmp_path / "half"))  # kept like the model's weights
     for name, leaf in pairs(half).items():
         assert again[name].dtype == jnp.float32
-        np.testing.assert_array_equal(again[name], leaf.astype(jnp.float32))
+        assert_array_equal(again[name], leaf.astype(jnp.float32))
 
 
 def test_pairs_are_born_and_written_sharded(llama, tmp_path):
@@ -210,7 +211,7 @@ def test_pairs_are_born_and_written_sharded(llama, tmp_path):
         assert leaf.sharding == shardings[name]
     assert not shardings["segments.0.unit.0.mixer.query.lora_a"].is_fully_replicated
     save_peft(model, tmp_path / "again")
-    jax.tree.map(np.testing.assert_array_equal, tensors(tmp_path / "again"), tensors(LLAMA / "adapter"))
+    jax.tree.map(assert_array_equal, tensors(tmp_path / "again"), tensors(LLAMA / "adapter"))
 
 
 # --- refusals of settings ---
@@ -342,7 +343,7 @@ def assert_adapted(name: str, folder: Path, directory: Path, difference: dict, *
     got, want = named_leaves(merged), named_leaves(load_hf(plain, text_only=text))
     assert got.keys() == want.keys() and merged.config == load_hf(plain, text_only=text).config
     for path, leaf in want.items():
-        np.testing.assert_allclose(got[path], leaf, rtol=0, atol=1e-5, err_msg=path)
+        assert_allclose(got[path], leaf, rtol=0, atol=1e-5, err_msg=path)
 
 
 def shapes_in(name: str, end: str, without: str = "vision") -> dict[str, tuple[int, ...]]:
@@ -410,8 +411,8 @@ def test_layers_without_magnitudes_do_not_change(tmp_path):
     every, before = named_leaves(merge_lora(load_peft(base, directory))), named_leaves(base)
     changed = [path for path in every if not np.array_equal(every[path], before[path])]
     for path in changed:
-        np.testing.assert_allclose(some[path][0], every[path][0], atol=1e-6)
-        np.testing.assert_allclose(some[path][1:], before[path][1:], atol=1e-6)
+        assert_allclose(some[path][0], every[path][0], atol=1e-6)
+        assert_allclose(some[path][1:], before[path][1:], atol=1e-6)
     assert changed
 
 
@@ -568,7 +569,7 @@ def test_reads_rows_of_trained_tokens(fixture, ids, modules, tmp_path):
     model = load_peft(load_hf(FIXTURES / fixture), tmp_path / "peft")
     save_peft(model, tmp_path / "again")
     again = load_peft(load_hf(FIXTURES / fixture), tmp_path / "again")
-    np.testing.assert_array_equal(again.embedding.table, model.embedding.table)
+    assert_array_equal(again.embedding.table, model.embedding.table)
 
 
 @pytest.mark.parametrize(
@@ -595,7 +596,7 @@ def test_a_resized_vocabulary_is_explained(tmp_path):
     trained = {"model.embed_tokens.modules_to_save.weight": table + 1, "model.embed_tokens.weight": table}
     adapter(tmp_path / "same", {}, trained, modules_to_save=["embed_tokens"])
     model = load_peft(load_hf(FIXTURES / "mistral_window"), tmp_path / "same")
-    np.testing.assert_array_equal(model.embedding.table, table + 1)
+    assert_array_equal(model.embedding.table, table + 1)
     longer = {name: np.concatenate([x, x[:6]]) for name, x in trained.items()}
     adapter(tmp_path / "longer", {}, longer, modules_to_save=["embed_tokens"])
     rule = rf"has {len(table) + 6} tokens, but the model has {len(table)}.*resize_token_embeddings\({len(table) + 6}\)"
@@ -638,7 +639,7 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     if model.config.tied and "model.embed_tokens.weight" in names:  # PEFT looks for a tied head, too
         head = "base_model.model.lm_head.weight"
         expected[head] = expected["base_model.model.model.embed_tokens.weight"]
-        np.testing.assert_array_equal(written[head], expected[head])
+        assert_array_equal(written[head], expected[head])
         assert settings(tmp_path / "again")["modules_to_save"] == ["lm_head", "model.embed_tokens"]
     assert written.keys() == expected.keys()
     again = load_peft(base, tmp_path / "again")
@@ -646,7 +647,7 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     got, want, before = named_leaves(again), named_leaves(model), named_leaves(base)
     assert got.keys() == want.keys()
     for path, leaf in want.items():
-        np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+        assert_array_equal(got[path], leaf, err_msg=path)
     changed_paths = [path for path in want if path in before and not np.array_equal(want[path], before[path])]
     assert changed_paths or "head.kernel" in want.keys() - before.keys()
     assert merge_lora(model).saved_modules == ()
@@ -669,7 +670,7 @@ def test_weights_that_are_trained_beside_the_pairs_are_written(tmp_path):
     assert settings(tmp_path / "new")["modules_to_save"] == ["lm_head", "model.embed_tokens", "model.norm"]
     again = load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "new")
     for path, leaf in named_leaves(state.model).items():
-        np.testing.assert_array_equal(named_leaves(again)[path], leaf, err_msg=path)
+        assert_array_equal(named_leaves(again)[path], leaf, err_msg=path)
 
 
 def test_saved_modules_that_the_model_lacks_are_refused(llama, tmp_path):
@@ -685,7 +686,7 @@ def test_an_adapter_may_have_saved_modules_only(wrapper, tmp_path):
     norm = np.resize(norm, size)
     adapter(tmp_path / "peft", {}, {f"model.norm.{wrapper}.weight": norm}, modules_to_save=["norm"])
     model = load_peft(load_hf(FIXTURES / "llama_rope"), tmp_path / "peft")
-    np.testing.assert_array_equal(model.final_norm.scale, norm)
+    assert_array_equal(model.final_norm.scale, norm)
 
 
 @pytest.mark.parametrize("difference, tied", [(0.0, True), (1.0, False)])
@@ -695,7 +696,7 @@ def test_an_equal_head_and_embedding_leave_the_model_tied(difference, tied, tmp_
     adapter(tmp_path / "peft", {}, whole, modules_to_save=["embed_tokens", "lm_head"])
     model = load_peft(load_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
     assert model.config.tied == tied
-    np.testing.assert_array_equal(model.embedding.table, table)
+    assert_array_equal(model.embedding.table, table)
 
 
 def test_a_trained_embedding_without_weight_tying_keeps_the_original_head(tmp_path):
@@ -707,8 +708,8 @@ def test_a_trained_embedding_without_weight_tying_keeps_the_original_head(tmp_pa
     model = load_peft(base, tmp_path / "peft")
     leaves = named_leaves(model)
     assert not model.config.tied
-    np.testing.assert_array_equal(leaves["embedding.table"], table + 1)
-    np.testing.assert_array_equal(leaves["head.kernel"], table.T)
+    assert_array_equal(leaves["embedding.table"], table + 1)
+    assert_array_equal(leaves["head.kernel"], table.T)
     abstract = load_peft(ed.abstract_hf(FIXTURES / "qwen2_mixed"), tmp_path / "peft")
     assert jax.tree.structure(abstract) == jax.tree.structure(model)
     save_peft(model, tmp_path / "again")
@@ -809,7 +810,7 @@ def test_pairs_of_encoders_are_named_as_their_modules(name, targets, modules, tm
     new = tensors(tmp_path / "new")
     assert all(key.startswith(("base_model.model.model.", "base_model.model.lm_head.")) for key in new)
     assert any(".model.language_model.layers.0." in key for key in new)
-    jax.tree.map(np.testing.assert_array_equal, pairs(load_peft(base, tmp_path / "new")), pairs(model))
+    jax.tree.map(assert_array_equal, pairs(load_peft(base, tmp_path / "new")), pairs(model))
     inner = {"qwen2_5_vl": "model.", "mistral3": "language_model.model."}[name]
     before = {key.replace("model.model.language_model.", f"model.{inner}"): value for key, value in new.items()}
     before = {key.replace("model.model.visual.", "model.visual."): value for key, value in before.items()}
@@ -818,4 +819,4 @@ def test_pairs_of_encoders_are_named_as_their_modules(name, targets, modules, tm
     assert not before.keys() & new.keys()
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     save_file(before, tmp_path / "old" / "adapter_model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, pairs(load_peft(base, tmp_path / "old")), pairs(model))
+    jax.tree.map(assert_array_equal, pairs(load_peft(base, tmp_path / "old")), pairs(model))

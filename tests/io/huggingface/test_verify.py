@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.huggingface import verify
+from tests.compare import assert_allclose
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -114,7 +115,7 @@ def test_scores_are_those_at_the_last_tokens(fake_transformers, tmp_path, monkey
     model, ids = ed.add_score_head(ed.load_hf(CHAT), key=jax.random.key(0)), np.array([[1, 2, 3], [4, 5, 6]], np.int32)
     ed.save_hf(model, tmp_path / "scorer")
     assert verify.transformers_logits(tmp_path / "scorer", ids).shape == (2, 1, 1)
-    np.testing.assert_allclose(verify.our_logits(model, ids)[:, 0], model(ids).logits[:, -1], rtol=1e-5)
+    assert_allclose(verify.our_logits(model, ids)[:, 0], model(ids).logits[:, -1], rtol=1e-5)
 
 
 def test_transformers_never_sees_what_our_reader_refuses(fake_transformers, tmp_path):

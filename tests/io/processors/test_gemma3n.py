@@ -14,6 +14,7 @@ from eqx_decoders.io.processors.gemma_audio import USM, Gemma3nAudio, LogMagnitu
 from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
+from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.directories import save_image
 from tests.encoders.test_audio_files import answered, directory, expected
 from tests.io.processors.media_files import GEMMA3N_AUDIO, audio, shown
@@ -35,9 +36,9 @@ def test_spectra_are_those_of_transformers(name):
     arrays, texts = rules.process_all(clips, LIMITS, ["one"] * len(clips))
     values = arrays["input_features"]
     assert values.shape == tuple(EXPECTED[f"{name}/shape"]) and values.dtype == np.float32
-    np.testing.assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-6)
+    assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-6)
     mask = np.packbits(arrays["input_features_mask"], axis=1)
-    np.testing.assert_array_equal(mask, EXPECTED[f"{name}/input_features_mask"])
+    assert_array_equal(mask, EXPECTED[f"{name}/input_features_mask"])
     assert all(text.count("<audio_soft_token>") == 188 for text in texts)
     assert all(text.startswith("\n\n<start_of_audio><") and text.endswith("<end_of_audio>\n\n") for text in texts)
 

@@ -14,6 +14,7 @@ from eqx_decoders.io.processors.gemma_audio import Gemma4Audio, LogMagnitudes
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import Processor
 from tests.commands import call
+from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.directories import audio_directory
 from tests.io.processors.media_files import GEMMA_AUDIO, audio, shown
 
@@ -34,8 +35,8 @@ def test_spectra_are_those_of_transformers(name):
     arrays, texts = made(rules, [audio(seconds, rules.spectrum.rate) for seconds in lengths])
     values, mask = arrays["input_features"], arrays["input_features_mask"]
     assert values.shape == tuple(EXPECTED[f"{name}/shape"]) and values.dtype == np.float32
-    np.testing.assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-5)
-    np.testing.assert_array_equal(np.packbits(mask, axis=1), EXPECTED[f"{name}/input_features_mask"])
+    assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-5)
+    assert_array_equal(np.packbits(mask, axis=1), EXPECTED[f"{name}/input_features_mask"])
     # as many as transformers' processor counts
     assert [text.count("<|audio|>") for text in texts] == mask[:, ::4].sum(axis=1).tolist()
     assert all(text.startswith("<|audio><|audio|>") and text.endswith("<|audio|><audio|>") for text in texts)
@@ -48,7 +49,7 @@ def test_an_audio_becomes_what_it_becomes_alone(side):
     (together, texts), alone = made(rules, files), [made(rules, [file]) for file in files]
     for index, (own, (text,)) in enumerate(alone):
         count = own["input_features"].shape[1]
-        np.testing.assert_array_equal(together["input_features"][index, :count], own["input_features"][0])
+        assert_array_equal(together["input_features"][index, :count], own["input_features"][0])
         assert not together["input_features"][index, count:].any()
         assert together["input_features_mask"][index].sum() == own["input_features_mask"].sum()
         assert texts[index] == text
@@ -129,7 +130,7 @@ def test_prompts_have_a_place_for_each_token_of_an_audio_clip(text):
     plain, prepared = text.prepare("What?", Files(audio=(files[1],)))
     assert (plain == token).sum() == 9 and prepared.audio.real.sum() == 35
     own = np.asarray(text.model.encode(prepared).features)[:9]
-    np.testing.assert_allclose(own, np.asarray(text.model.encode(media).features)[5:14], atol=1e-5)
+    assert_allclose(own, np.asarray(text.model.encode(media).features)[5:14], atol=1e-5)
 
 
 @pytest.mark.slow

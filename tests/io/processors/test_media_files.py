@@ -20,6 +20,7 @@ from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
 from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenVideos
 from eqx_decoders.io.processors.video import Video, open_video
+from tests.compare import assert_allclose, assert_array_equal
 from tests.io.processors.media_files import audio, grey_frames, image, numbers_of, video
 
 
@@ -75,9 +76,9 @@ def test_frames_are_those_of_the_file(videos, name, tmp_path):
             assert numbers_of(clip.frames(ALL)) == ALL
             taken = list(clip.frames([0, 7, 7, 19]))
         for number, pixels in zip([0, 7, 7, 19], taken, strict=True):
-            np.testing.assert_array_equal(pixels, whole[number])
+            assert_array_equal(pixels, whole[number])
     if name == "mkv":  # it loses nothing
-        np.testing.assert_array_equal(whole, grey_frames(20))
+        assert_array_equal(whole, grey_frames(20))
 
 
 def seen(rules, source):
@@ -103,8 +104,8 @@ def test_each_family_takes_its_frames(videos, rules, indices):
     made, whole = seen(rules, videos["h264"]), decoded(videos["h264"])
     with open_video(Video(frames=[whole[index] for index in indices])) as clip:
         known = rules.process(clip, MediaLimits())
-    np.testing.assert_array_equal(made.arrays["pixel_values_videos"], known.arrays["pixel_values_videos"])
-    np.testing.assert_array_equal(made.arrays["video_grid_thw"], known.arrays["video_grid_thw"])
+    assert_array_equal(made.arrays["pixel_values_videos"], known.arrays["pixel_values_videos"])
+    assert_array_equal(made.arrays["video_grid_thw"], known.arrays["video_grid_thw"])
     if isinstance(rules, Qwen3Videos):
         pairs = np.pad(indices, (0, len(indices) % 2), mode="edge").reshape(-1, 2)
         times = [f"<{(own[0] / 10 + own[1] / 10) / 2:.1f} seconds>" for own in pairs]
@@ -401,14 +402,14 @@ def test_audio_have_the_samples_of_the_file(kind, rate):
     if rate != 16_000:
         known = soxr.resample(known, rate, 16_000, quality="soxr_hq")
     assert made.shape == (8000,) and made.dtype == np.float32
-    np.testing.assert_allclose(made, np.pad(known, (0, 8000 - len(known))), atol=error)
+    assert_allclose(made, np.pad(known, (0, 8000 - len(known))), atol=error)
 
 
 @pytest.mark.parametrize("form, kind", [("FLAC", "PCM_16"), ("AIFF", "PCM_16"), ("CAF", "FLOAT"), ("AU", "PCM_16")])
 def test_forms_that_lose_nothing(form, kind, tmp_path):
     path = tmp_path / "audio.bin"
     path.write_bytes(wav(steps(16_000, 1), 16_000, kind, form))
-    np.testing.assert_allclose(open_audio(path, 16_000), steps(16_000, 1)[:, 0], atol=2**-15)
+    assert_allclose(open_audio(path, 16_000), steps(16_000, 1)[:, 0], atol=2**-15)
 
 
 @pytest.mark.parametrize("form, kind", [("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
@@ -428,7 +429,7 @@ def test_long_audio_are_resampled_in_parts(monkeypatch):
     for source in (wav(given, 44_100, "FLOAT"), (given, 44_100)):
         made = open_audio(source, 16_000)
         assert len(made) == 10_889  # the ceiling of 10,888.3
-        np.testing.assert_array_equal(made[: len(known)], known[: len(made)])
+        assert_array_equal(made[: len(known)], known[: len(made)])
 
 
 def patched(file: bytes, place: int, form: str, value: int) -> bytes:
@@ -482,9 +483,9 @@ def test_odd_audio_that_are_read():
     """Many channels; and what a program writes that streams a file, not knowing how long it gets."""
     given = audio(0.1)
     many = wav(np.repeat(given[:, None], 255, axis=1))
-    np.testing.assert_allclose(open_audio(many, 16_000), given, atol=2**-14)
+    assert_allclose(open_audio(many, 16_000), given, atol=2**-14)
     streamed = patched(patched(wav(given), 4, "<I", 0xFFFFFFFF), 40, "<I", 0xFFFFFFFF)
-    np.testing.assert_allclose(open_audio(streamed, 16_000), given, atol=2**-15)
+    assert_allclose(open_audio(streamed, 16_000), given, atol=2**-15)
     assert len(open_audio((given, np.int64(8000)), 16_000)) == 2 * len(given)
 
 

@@ -32,6 +32,7 @@ from eqx_decoders.io.processors.smolvlm import SmolVLMImages, SmolVLMVideos, Smo
 from eqx_decoders.io.processors.video import Video, open_video
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
+from tests.compare import assert_allclose
 from tests.encoders.directories import tokenizer_with, vision_directory
 from tests.io.processors.media_files import IMAGES, PHI4_AUDIO, SECONDS, VIDEOS, audio, image, shown, video_frames
 
@@ -73,7 +74,7 @@ def test_images_are_those_of_transformers(family, name):
     assert "text" not in keys or processed.text == str(EXPECTED[f"{family}/{name}/text"])
     for key in set(made) & set(keys):
         assert list(made[key].shape) == EXPECTED[f"{family}/{name}/{key}/shape"].tolist(), key
-        np.testing.assert_allclose(shown(made[key]), EXPECTED[f"{family}/{name}/{key}"], atol=1e-5, err_msg=key)
+        assert_allclose(shown(made[key]), EXPECTED[f"{family}/{name}/{key}"], atol=1e-5, err_msg=key)
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
@@ -82,7 +83,7 @@ def test_spectra_are_those_of_transformers(seconds):
     made = LogMel()(audio(seconds))
     known = EXPECTED[f"sound/{seconds}/input_features"]
     assert [1, *made.shape] == EXPECTED[f"sound/{seconds}/input_features/shape"].tolist()
-    np.testing.assert_allclose(shown(made[None]), known, atol=1e-4)
+    assert_allclose(shown(made[None]), known, atol=1e-4)
 
 
 def test_spectra_of_phi_4_are_those_of_transformers():
@@ -93,7 +94,7 @@ def test_spectra_of_phi_4_are_those_of_transformers():
     assert made["audio_embed_sizes"].tolist() == [text.count("<|audio|>") for text in texts] == sizes
     counts = made["audio_attention_mask"].sum(axis=1)
     for count, spectrum in zip(counts, made["audio_input_features"], strict=True):
-        np.testing.assert_allclose(shown(spectrum[:count]), known[f"phi4/{count}"], atol=1e-4)
+        assert_allclose(shown(spectrum[:count]), known[f"phi4/{count}"], atol=1e-4)
     with pytest.raises(DataError, match="one has 399 samples: an audio clip must have at least 400"):
         Phi4Audio().process_all([clips[0][:399]], LIMITS, ["one"])
 
@@ -164,7 +165,7 @@ def test_videos_are_those_of_transformers(name, tmp_path):
     assert arrays.keys() == set(keys)
     for key, array in arrays.items():
         assert list(array.shape) == OF_VIDEOS[f"{name}/{key}/shape"].tolist(), key
-        np.testing.assert_allclose(shown(array), OF_VIDEOS[f"{name}/{key}"], atol=1e-6, err_msg=key)
+        assert_allclose(shown(array), OF_VIDEOS[f"{name}/{key}"], atol=1e-6, err_msg=key)
 
 
 def test_videos_have_bounds_of_their_own():
@@ -217,7 +218,7 @@ def test_videos_stand_among_images_in_their_order(smol):
     videos, images = [[grey[0], grey[51]], [grey[204]]], [grey[102], grey[153]]
     made = smol("<video>a<image>b<image>c<video>", images=images, videos=videos)
     levels = made.arrays["pixel_values"].mean(axis=(2, 3, 4)) * 127.5 + 127.5
-    np.testing.assert_allclose(levels, [[0, 51, 102, 153, 204]], atol=1e-3)
+    assert_allclose(levels, [[0, 51, 102, 153, 204]], atol=1e-3)
     assert made.arrays["pixel_attention_mask"].shape == (1, 5, 8, 8)
     assert made.text.count("<image>") == 10 and "series of two frames from a 0:00:00" in made.text
     parts = [

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from eqx_decoders.layers.attention.alibi import Alibi
+from tests.compare import assert_allclose, assert_array_equal
 from tests.oracles import slopes_by_hand
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 12, 71])
 def test_slopes(heads):
-    np.testing.assert_allclose(Alibi(max_exponent=6.0).slopes(heads), slopes_by_hand(heads, 6.0), rtol=1e-6)
+    assert_allclose(Alibi(max_exponent=6.0).slopes(heads), slopes_by_hand(heads, 6.0), rtol=1e-6)
 
 
 def test_rounded_biases_are_those_of_16_bits():
@@ -25,5 +26,5 @@ def test_rounded_biases_are_those_of_16_bits():
     want = 0.25 * (product[:, None] - product[:, :, None])
     places = jnp.asarray(positions)
     got = Alibi(scale=0.25, rounded=True).bias(slopes[:, None, None], places[None, :, None], places[None, None])
-    np.testing.assert_array_equal(got, want)
+    assert_array_equal(got, want)
     assert (want[:, 0, 256] == want[:, 0, 257]).all()

@@ -17,7 +17,7 @@ from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_close
 from tests.layers.common import BF16, context, drawn, normal
 from tests.oracles import attention_by_hand, mlp_by_hand, wide
 
@@ -101,10 +101,10 @@ def test_queries_grow_with_their_positions():
         here = factors == factor
         want[here] = attention_by_hand(plain, wide(x), POSITIONS, SEGMENTS)[here]
     out, _ = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot"))
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    assert_allclose(out, want, rtol=1e-5, atol=1e-6)
     half = QueryTemperature(scale=0.5, length=2)(jnp.ones((2, 7, 1, 1), jnp.bfloat16), jnp.asarray(POSITIONS))
     assert half.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(half, np.float32)[..., 0, 0], factors, rtol=2**-8)
+    assert_allclose(np.asarray(half, np.float32)[..., 0, 0], factors, rtol=2**-8)
 
 
 def test_the_kernel_knows_how_it_is_to_run(monkeypatch):

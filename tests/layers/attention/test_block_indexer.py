@@ -14,7 +14,7 @@ from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, Pool
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.laws import check_ragged_pieces
 from tests.layers.common import context, drawn, normal
 from tests.models import EMBED, VOCAB, extend, filled, packed, run
@@ -68,7 +68,7 @@ def test_blocks_are_those_of_the_loop():
         :, None
     ]
     want = chosen_by_hand(layer, wide(X))
-    np.testing.assert_array_equal(seen, want)
+    assert_array_equal(seen, want)
     dense = np.tril(np.ones((21, 21), bool))[None] & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
     assert (want.sum() < 0.9 * 4 * dense.sum()) and np.any(want[:, 0] != want[:, 2])
 
@@ -121,7 +121,7 @@ def test_blocks_of_the_best_means_are_those_of_the_loop(local):
         real = (positions >= 0)[:, None] & (positions >= 0)[..., None]
         seen &= ((SEGMENTS[:, :, None] == SEGMENTS[:, None]) & real)[:, None]
         assert seen.shape[1] == 4
-        np.testing.assert_array_equal(seen, np.repeat(want[:, None], 4, axis=1))
+        assert_array_equal(seen, np.repeat(want[:, None], 4, axis=1))
 
 
 def decoder(**options) -> ed.DecoderConfig:
@@ -170,7 +170,7 @@ def test_blocks_without_keys_are_never_selected(kind, local):
     parts = [(past_positions // 3, jnp.asarray(past)), (positions // 3, jnp.asarray(present))]
     scores = selection._cached_scores(jnp.asarray(np.abs(query)), parts, count, lambda means, firsts: means)
     assert scores.shape == (1, heads, 2, count)
-    np.testing.assert_array_equal(np.asarray(scores) > -np.inf, np.broadcast_to(occupied[:, None, None], scores.shape))
+    assert_array_equal(np.asarray(scores) > -np.inf, np.broadcast_to(occupied[:, None, None], scores.shape))
     back = (positions // 3)[:, :, None] - jnp.arange(count, dtype=jnp.int32)[None, None]
     chosen = np.asarray(selection._best(scores, back >= 0, back, positions))
     assert not (chosen & ~occupied[:, None, None]).any() and chosen[..., 4:6].all() and chosen[..., 8].all()

@@ -12,6 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from tests.compare import assert_allclose
 from tests.layers.common import BF16, context, drawn, normal
 
 
@@ -110,7 +111,7 @@ def test_the_definition(name, length):
     define = near if name in CONFIGS else convolved
     for row in range(2):
         real = documents[row] >= 0
-        np.testing.assert_allclose(found[row][real], define(layer, x[row], documents[row])[real], atol=2e-5)
+        assert_allclose(found[row][real], define(layer, x[row], documents[row])[real], atol=2e-5)
 
 
 @pytest.mark.medium(fast=1)
@@ -120,7 +121,7 @@ def test_a_row_may_be_one_document(name):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
     x, (positions, segments, _) = normal(1, 13, EMBED), rows(13)
     numbered = run(layer, jnp.asarray(x), context(positions[:1], segments[:1]))
-    np.testing.assert_allclose(run(layer, jnp.asarray(x), context(positions[:1])), numbered, atol=1e-6)
+    assert_allclose(run(layer, jnp.asarray(x), context(positions[:1])), numbered, atol=1e-6)
 
 
 @pytest.mark.medium

@@ -16,7 +16,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.init import computed_buffers
 from eqx_decoders.sharding.axes import computed, frozen, named_leaves
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.common import BF16, context, drawn, normal
 from tests.oracles import norm_by_hand, ready_by_hand, sees, wide
 
@@ -109,7 +109,7 @@ def test_layers_know_their_number():
     assert computed(model) == frozen(model) == numbers.keys()
     leaves = named_leaves(model)
     for path, number in numbers.items():
-        np.testing.assert_array_equal(leaves[path], number)
+        assert_array_equal(leaves[path], number)
     assert sorted(np.concatenate([*numbers.values()]).ravel().tolist()) == [0, 1, 3, 4, 6]
     assert ed.count_parameters(config) == sum(x.size for x in leaves.values()) - 5
 

@@ -22,7 +22,7 @@ from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.laws import check_ragged_pieces
 from tests.layers.attention.test_mla import (
     POSITIONS,
@@ -305,8 +305,8 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
     else:
         assert choice.slots.shape == (2, length, min(top_k, slots))
         got = np.any(np.asarray(choice.slots)[..., None] == np.arange(count), axis=2)
-    np.testing.assert_array_equal(got, want[..., :count])
-    np.testing.assert_array_equal(np.asarray(choice.present[:, 0]) & seen[..., count:], want[..., count:])
+    assert_array_equal(got, want[..., :count])
+    assert_array_equal(np.asarray(choice.present[:, 0]) & seen[..., count:], want[..., count:])
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_generation_chooses_like_the_whole():
     model, prompt = filled(decoder(1)), some_tokens(2, 6)
     tokens = ed.generate(model, prompt, max_new_tokens=5)
     whole = jnp.concatenate([prompt, tokens], axis=1)
-    np.testing.assert_array_equal(tokens, jnp.argmax(eqx.filter_jit(model)(whole).logits, axis=-1)[:, 5:-1])
+    assert_array_equal(tokens, jnp.argmax(eqx.filter_jit(model)(whole).logits, axis=-1)[:, 5:-1])
 
 
 def test_single_slots_are_read_from_the_cache_of_all_layers():
@@ -341,12 +341,12 @@ def test_single_slots_are_read_from_the_cache_of_all_layers():
     past, slots = cache.past(jnp.asarray(1)), jnp.asarray([[3, 5, 0], [4, 3, 2]])
     key, positions = past.at(slots)
     assert positions.tolist() == [[3, -1, 0], [-1, 7, -1]]
-    np.testing.assert_array_equal(key[0, [0, 2], 0], draws[1, 0, 0, jnp.asarray([3, 0])])
-    np.testing.assert_array_equal(key[1, 1:, 0], draws[1, 1, 0, jnp.asarray([3, 2])])
-    np.testing.assert_array_equal(past.whole().key, draws[1])
+    assert_array_equal(key[0, [0, 2], 0], draws[1, 0, 0, jnp.asarray([3, 0])])
+    assert_array_equal(key[1, 1:, 0], draws[1, 1, 0, jnp.asarray([3, 2])])
+    assert_array_equal(past.whole().key, draws[1])
     some = cache.past_of_rows(jnp.asarray(1), jnp.asarray([1, 0])).at(slots[::-1])
-    np.testing.assert_array_equal(some[0], key[::-1])
-    np.testing.assert_array_equal(some[1], positions[::-1])
+    assert_array_equal(some[0], key[::-1])
+    assert_array_equal(some[1], positions[::-1])
 
 
 def test_it_is_remembered_beside_the_latents():

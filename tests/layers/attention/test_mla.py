@@ -26,7 +26,7 @@ from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.laws import check_ragged_pieces
 from tests.models import EMBED, VOCAB, filled, packed, run, some_tokens
 from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by_hand
@@ -317,7 +317,7 @@ def test_generation_goes_from_one_form_to_the_other():
     tokens = ed.generate(model, prompt, max_new_tokens=4)
     whole = jnp.concatenate([prompt, tokens], axis=1)
     best = jnp.argmax(eqx.filter_jit(model)(whole).logits, axis=-1)
-    np.testing.assert_array_equal(tokens, best[:, 3:-1])
+    assert_array_equal(tokens, best[:, 3:-1])
 
 
 def test_the_cache_is_one_short_vector_a_token():

@@ -15,7 +15,7 @@ from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import EMBED, VOCAB, extend, filled, packed, run, some_tokens
 from tests.oracles import best
 
@@ -62,7 +62,7 @@ def test_blocks_are_those_of_the_loop(tile, monkeypatch):
         found = np.asarray(jax.jit(config.choose)(*arrays).mask(17))
         causal = (positions[:, :, None] >= positions[:, None]) & (positions >= 0)[:, None] & (positions >= 0)[..., None]
         seen = found & (causal & (segments[:, :, None] == segments[:, None]))[:, None]
-        np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
+        assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
     assert BlockSelection(size=3, top_k=7).choose(*arrays, contiguous=True) is None
     assert BlockSelection(size=3, top_k=17).choose(*arrays) is None
 
@@ -80,7 +80,7 @@ def test_blocks_of_contiguous_documents_are_numbered_within_each(documents, monk
     arrays = query, key, jnp.asarray(positions), jnp.asarray(segments)
     few, many = (jax.jit(config.choose, static_argnums=4)(*arrays, each) for each in (True, False))
     assert few.words.shape[3] == 2 and many.words.shape[3] == 3
-    np.testing.assert_array_equal(*(np.asarray(each.mask(80)) & seen[:, None] for each in (few, many)))
+    assert_array_equal(*(np.asarray(each.mask(80)) & seen[:, None] for each in (few, many)))
 
 
 @pytest.mark.medium
@@ -91,7 +91,7 @@ def test_positions_with_gaps_are_in_more_blocks():
     config, segments = BlockSelection(size=3, top_k=3), np.ones((3, 6), np.int32)
     found = config.choose(*(jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments))).mask(6)
     seen = np.asarray(found) & (positions[:, :, None] >= positions[:, None])[:, None]
-    np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
+    assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
     assert not seen[2, :, -1].all()
 
 
@@ -168,7 +168,7 @@ def test_scores_of_rounded_keys_are_not_rounded():
         return BlockSelection(size=3, top_k=2).choose_cached(*mine, *others)
 
     for rounded, exact in zip(jax.jit(chosen, static_argnums=0)(jnp.bfloat16), chosen(jnp.float32), strict=True):
-        np.testing.assert_array_equal(rounded, exact)
+        assert_array_equal(rounded, exact)
 
 
 def test_what_does_not_fit_is_refused():

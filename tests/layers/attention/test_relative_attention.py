@@ -10,6 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS, RelativeAttentionConfig
+from tests.compare import assert_allclose
 from tests.layers.common import BF16, context, drawn, normal
 
 
@@ -62,9 +63,9 @@ def test_the_definition(name):
     for row in range(2):
         real = documents[row] >= 0
         wanted = define(layer, np.asarray(table, np.float64), x[row], documents[row])
-        np.testing.assert_allclose(found[row][real], wanted[real], atol=2e-5)
+        assert_allclose(found[row][real], wanted[real], atol=2e-5)
     alone = run(layer, table, jnp.asarray(x[:1]), context(positions[:1]))  # its number need not be given
-    np.testing.assert_allclose(alone, found[:1], atol=1e-6)
+    assert_allclose(alone, found[:1], atol=1e-6)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
+from tests.compare import assert_allclose
 from tests.layers.common import context, drawn, normal
 
 
@@ -26,4 +27,4 @@ def test_all_attend_to_those_that_are_seen(kernel):
     q, k, v = (np.einsum("te,ehd->thd", x[0], each) for each in (query, key, value))
     weights = np.exp(np.einsum("qhd,kd->hqk", q, k[~unseen, 0]) / 2)
     mixed = np.einsum("hqk,kd->qhd", weights / weights.sum(axis=2, keepdims=True), v[~unseen, 0])
-    np.testing.assert_allclose(found[0], np.einsum("qhd,hde->qe", mixed, out), atol=1e-5)
+    assert_allclose(found[0], np.einsum("qhd,hde->qe", mixed, out), atol=1e-5)

@@ -11,6 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from tests.compare import assert_allclose
 from tests.layers.cached_mixers import MIXERS, decoder
 from tests.models import filled
 
@@ -60,6 +61,6 @@ def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
     mine = np.isin(np.arange(ROWS), some)
     hidden, whole = of_all(model, cache, ids[:, 6:], mine[:, None])
     part, written = of_some(model, cache, ids[some, 6:], jnp.asarray(some))
-    np.testing.assert_allclose(part, hidden[jnp.asarray(some)], atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), written, whole)
+    assert_allclose(part, hidden[jnp.asarray(some)], atol=1e-5)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-5), written, whole)
     assert (np.asarray(written.length) == np.asarray([6, 1, 4, 5, 2]) + 2 * mine).all()

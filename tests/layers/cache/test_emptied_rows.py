@@ -32,6 +32,7 @@ from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
+from tests.compare import assert_array_equal
 from tests.layers.cached_mixers import FULL, MIXERS
 from tests.models import EMBED, VOCAB, filled, rich_decoder
 
@@ -156,12 +157,12 @@ def test_emptied_rows_give_the_results_of_a_new_cache(case):
     found, after = new_sequences(model, emptied(filled_with_nan(new)))
     assert all(np.isfinite(logits).all() for logits in want)
     for logits, expected in zip(found, want, strict=True):
-        np.testing.assert_array_equal(logits, expected)
+        assert_array_equal(logits, expected)
     # the idle row is unchanged
     idle = jax.tree.map(lambda each: each.row(1), after.segments, is_leaf=is_layer_cache)
     clean = jax.tree.map(lambda each: each.row(1), new.segments, is_leaf=is_layer_cache)
     if pages is None:
-        jax.tree.map(np.testing.assert_array_equal, idle, clean)
+        jax.tree.map(assert_array_equal, idle, clean)
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -182,8 +183,8 @@ def test_rejected_tokens_with_nan_do_not_change_states(length):
         entries = jax.tree.map(lambda x: x[None], proposed)
         after = cache.commit(entries, jnp.asarray(positions))
         without = cache.commit(jax.tree.map(jnp.nan_to_num, entries), jnp.asarray(positions))
-        np.testing.assert_array_equal(after.state, without.state)
-        np.testing.assert_array_equal(after.state[:, 0], cache.state[:, 0])
+        assert_array_equal(after.state, without.state)
+        assert_array_equal(after.state[:, 0], cache.state[:, 0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

@@ -19,7 +19,7 @@ from eqx_decoders.layers.cache.recurrent_state import (
     StateUpdate,
 )
 from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.common import normal
 from tests.models import extend, filled, rich_decoder, some_tokens
 
@@ -61,7 +61,7 @@ def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
             want[:, row] = np.exp(decay[:, row, token])[..., None] * want[:, row] + written
     new = memory.commit(jax.vmap(StateUpdate)(*map(jnp.asarray, (decay, key, value))), jnp.asarray(positions))
     assert_close(new.state, want)
-    np.testing.assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
+    assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
 
 
 @pytest.mark.medium(fast=1)
@@ -80,7 +80,7 @@ def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
     entries = jax.vmap(ChannelUpdate)(*map(jnp.asarray, (steps, written, key, rates)))
     new = memory.commit(entries, jnp.where(kept, 3 + jnp.arange(length), -1))
     assert_close(new.state, want)
-    np.testing.assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
+    assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
 
 
 @pytest.mark.medium(fast=("int32",))
@@ -94,9 +94,9 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
         positions = jnp.asarray(np.where(real, seed, -1))
         memory = memory.commit(jax.vmap(ConvInputs)(jnp.asarray(inputs)), positions)
         kept = [np.concatenate([old, inputs[:, row, real[row]]], axis=1)[:, -3:] for row, old in enumerate(kept)]
-        np.testing.assert_array_equal(memory.tail, np.stack(kept, axis=1))
+        assert_array_equal(memory.tail, np.stack(kept, axis=1))
     given = jnp.zeros_like(memory.tail)
-    np.testing.assert_array_equal(memory.commit(jax.vmap(NewConvInputs)(given), positions).tail, given)
+    assert_array_equal(memory.commit(jax.vmap(NewConvInputs)(given), positions).tail, given)
 
 
 @pytest.mark.medium(fast=1)
@@ -118,8 +118,8 @@ def test_rows_are_reset_and_copied_alone(shape):
     for old, none, gone, new in zip(*map(jax.tree.leaves, (full, empty, reset, copied)), strict=True):
         rows = old.ndim > 2  # behind the layers, which positions don't have
         old, none, gone, new = (np.moveaxis(np.asarray(leaf), int(rows), 0) for leaf in (old, none, gone, new))
-        np.testing.assert_array_equal(gone, [old[0], none[1], old[2]])
-        np.testing.assert_array_equal(new, [old[0], old[1], old[0]])
+        assert_array_equal(gone, [old[0], none[1], old[2]])
+        assert_array_equal(new, [old[0], old[1], old[0]])
 
 
 @pytest.mark.medium(fast=("12-False",))
@@ -138,8 +138,8 @@ def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
     assert set(target.positions[1].tolist()) - {-1} == set(kept)
     for position in kept:
         slot = position % slots
-        np.testing.assert_array_equal(target.key[:, 1, :, slot], key[:, 0, position])
-        np.testing.assert_array_equal(target.value[:, 1, :, slot], value[:, 0, position])
+        assert_array_equal(target.key[:, 1, :, slot], key[:, 0, position])
+        assert_array_equal(target.value[:, 1, :, slot], value[:, 0, position])
 
 
 @pytest.mark.medium

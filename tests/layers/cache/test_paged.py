@@ -12,7 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.cache.test_quantized_cache import share
 from tests.layers.cached_mixers import decoder
 from tests.layers.common import normal
@@ -73,7 +73,7 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
         here = jnp.asarray(positions[:, begin:end], jnp.int32)
         slots, paged = commit(slots, cut, here), commit(paged, cut, here)
     assert paged.lengths.tolist() == [12, 5, 0]
-    np.testing.assert_array_equal(paged.positions, slots.positions)
+    assert_array_equal(paged.positions, slots.positions)
     past = paged.past(jnp.int32(1)).whole()
     want = slots.past(tuple(None if x is None else x[1] for x in slots.slices()))
     for name in ("key", "value", "key_scale", "value_scale"):
@@ -81,15 +81,15 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
         assert (got is None) == (there is None)
         if got is not None:
             seen = (slots.positions >= 0).reshape(3, 1, 12, *(1,) * (got.ndim - 3))
-            np.testing.assert_array_equal(np.where(seen, got, 0), np.where(seen, there, 0))
+            assert_array_equal(np.where(seen, got, 0), np.where(seen, there, 0))
             assert jnp.isfinite(got.astype(jnp.float32)).all()
     picks = jnp.asarray([[11, 3, 40], [4, 5, 0], [0, 1, 2]])
     found, places = paged.past(jnp.int32(1)).at(picks, jnp.float32)
     assert places.tolist() == [[11, 3, -1], [4, -1, 0], [-1, -1, -1]]
-    np.testing.assert_array_equal(found[0, 1], want.keys(jnp.float32)[0, :, 3])
+    assert_array_equal(found[0, 1], want.keys(jnp.float32)[0, :, 3])
     kept, where = paged.row_tokens(jnp.int32(1), jnp.asarray([[2, 4, 7, -1]]))
     assert where.tolist() == [[2, 4, -1, -1]]
-    np.testing.assert_array_equal(kept.key[1, 0, :2], slots.key[1, 1, :, jnp.asarray([2, 4])])
+    assert_array_equal(kept.key[1, 0, :2], slots.key[1, 1, :, jnp.asarray([2, 4])])
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_what_belongs_to_no_page_is_dropped():
     entries, places = drawn_entries(2, 2, 14), jnp.broadcast_to(jnp.arange(14), (2, 14))
     paged = paged.commit(entries, places)
     assert paged.positions.tolist() == [[0, 1, 2, 3, *[-1] * 8], [*[-1] * 4, *range(4, 12)]]
-    np.testing.assert_array_equal(paged.lanes.split(paged.stored).key[:, 0].swapaxes(1, 2), entries.key[:, 1, 8:12])
+    assert_array_equal(paged.lanes.split(paged.stored).key[:, 0].swapaxes(1, 2), entries.key[:, 1, 8:12])
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_rows_come_from_caches_of_any_kind_and_go_there():
     back = dataclasses.replace(SHAPE, slots=9).build(2, 2, "int8").with_row(1, paged.row(2)).row(1)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), back, source))
     other = build_pages(SHAPE, 2, 2, 12, "float32", PageConfig(page_size=3)).with_row(0, paged.row(2))
-    np.testing.assert_array_equal(other.entries().key[:, 0, :7], source.entries().plain().key[:, 0, :7])
+    assert_array_equal(other.entries().key[:, 0, :7], source.entries().plain().key[:, 0, :7])
     gone = paged.reset(jnp.asarray([False, False, True]))
     assert (gone.positions == -1).all() and (paged.empty_rows(jnp.array([2, 3])).positions == -1).all()
 

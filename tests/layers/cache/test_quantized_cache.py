@@ -11,7 +11,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, decode, encode
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.layers.cached_mixers import decoder
 from tests.layers.common import attend_past, normal
 from tests.models import extend, filled, rich_decoder, some_tokens
@@ -42,8 +42,8 @@ def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
     if dtype.startswith("float"):
         assert jnp.all(jnp.abs(got - x) <= jnp.maximum(jnp.abs(x) / 16, most * 2**-18))
     again = encode(got, dtype, scale_heads)
-    np.testing.assert_array_equal(again[0], stored)
-    np.testing.assert_array_equal(again[1], scale)
+    assert_array_equal(again[0], stored)
+    assert_array_equal(again[1], scale)
 
 
 @pytest.mark.medium
@@ -52,7 +52,7 @@ def test_zeros_stay_zeros_tiny_numbers_vanish_and_nan_is_seen(dtype):
     rows = jnp.asarray([[0.0, 0, 0], [1e-42, 0, -1e-42], [np.nan, 1, 2], [3e38, -3e38, 1]])[:, None]
     got = decode(*encode(rows, dtype, 1), jnp.float32)[:, 0]
     assert not got[0].any() and not got[1].any() and jnp.isnan(got[2]).any() and jnp.isfinite(got[3]).all()
-    np.testing.assert_allclose(got[3, :2], [3e38, -3e38], rtol=0.01)
+    assert_allclose(got[3, :2], [3e38, -3e38], rtol=0.01)
 
 
 def test_formats_are_checked_and_named():
@@ -140,9 +140,9 @@ def test_rows_are_copied_bit_by_bit_wherever_they_go(dtype):
     ring = empty(3, 4, True).with_row(1, longer.row(1))
     for name in ("key", "value", "key_scale", "value_scale"):
         stored, there, turned = (getattr(x, name) for x in (source, longer, ring))
-        np.testing.assert_array_equal(there[:, 1, :, :9], stored[:, 0])
+        assert_array_equal(there[:, 1, :, :9], stored[:, 0])
         for position in range(3, 7):
-            np.testing.assert_array_equal(turned[:, 1, :, position % 4], stored[:, 0, :, position])
+            assert_array_equal(turned[:, 1, :, position % 4], stored[:, 0, :, position])
     # through another format and back
     wide = empty(2, 12, kind=CacheFormat(dtype="float32")).with_row(0, source)
     back = empty(2, 9).with_row(0, wide.row(0))

@@ -15,7 +15,7 @@ from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.serving.engine.request import Request
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.cache.test_paged import check_paged
 from tests.layers.cache.test_quantized_cache import LOST, check_pieces, share
 from tests.layers.cached_mixers import decoder
@@ -38,9 +38,9 @@ def test_each_block_has_the_formats_error(dtype):
     got, most = np.asarray(decode(stored, scale, jnp.float32)), np.abs(x.reshape(50, 3, 4, 4)).max(-1)
     assert (np.abs(got - x).reshape(50, 3, 4, 4) <= most[..., None] * LOST[dtype] * (1 + 2**-7)).all()
     for before, again in zip((stored, scale), encode(jnp.asarray(got), dtype, 12), strict=True):
-        np.testing.assert_array_equal(before, again)
+        assert_array_equal(before, again)
     turned = decode(stored.swapaxes(0, 1)[None], scale.swapaxes(0, 1)[None], jnp.float32)  # heads before slots
-    np.testing.assert_array_equal(turned[0].swapaxes(0, 1), got)
+    assert_array_equal(turned[0].swapaxes(0, 1), got)
 
 
 def test_formats_say_what_shares_a_scale():

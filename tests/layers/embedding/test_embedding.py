@@ -15,7 +15,7 @@ from eqx_decoders.layers.embedding.embedding import (
     TokenEmbedding,
     document_positions,
 )
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.layers.common import BF16, context, drawn, normal
 
 
@@ -111,8 +111,8 @@ def test_both_lookups_are_the_rows():
     np.add.at(want, ids, 3.0 * np.asarray(WEIGHTS, np.float64))
     for how in ("gather", "one_hot"):
         out, gradient = lookup(TABLE, how)
-        np.testing.assert_array_equal(out, 3.0 * np.asarray(TABLE)[ids])
-        np.testing.assert_allclose(gradient, want, rtol=0, atol=1e-5)
+        assert_array_equal(out, 3.0 * np.asarray(TABLE)[ids])
+        assert_allclose(gradient, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.medium(fast=1)
@@ -125,15 +125,15 @@ def test_a_table_that_is_split_over_the_vocabulary_gives_the_same(mesh):
     assert spec.shard_shape(TABLE.shape)[0] < VOCAB
     want = lookup(TABLE, "gather")
     out, gradient = lookup(jax.device_put(TABLE, spec), "one_hot", layout)
-    np.testing.assert_array_equal(out, want[0])
-    np.testing.assert_allclose(gradient, want[1], rtol=0, atol=1e-5)
+    assert_array_equal(out, want[0])
+    assert_allclose(gradient, want[1], rtol=0, atol=1e-5)
 
 
 def test_bfloat16_rows_are_the_same_bits():
     one, other = lookup(TABLE, "gather", compute=jnp.bfloat16), lookup(TABLE, "one_hot", compute=jnp.bfloat16)
     assert one[0].dtype == other[0].dtype == jnp.bfloat16
     assert one[1].dtype == other[1].dtype == jnp.float32
-    np.testing.assert_array_equal(one[0].astype(jnp.float32), other[0].astype(jnp.float32))
+    assert_array_equal(one[0].astype(jnp.float32), other[0].astype(jnp.float32))
 
 
 def test_the_product_needs_no_gather_of_the_table():

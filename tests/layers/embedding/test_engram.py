@@ -13,7 +13,7 @@ from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngram_rows
 from eqx_decoders.layers.mlp import LinearConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import filled
 from tests.oracles import wide
 
@@ -131,7 +131,7 @@ def test_tables_of_all_layers_differ():
 def test_classes_come_back():
     classes = np.random.default_rng(0).integers(0, 1000, 5000)
     table = TokenClasses.of(classes)
-    np.testing.assert_array_equal(table.ids, classes)
+    assert_array_equal(table.ids, classes)
     assert table.count == classes.max() + 1
 
 

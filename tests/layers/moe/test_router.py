@@ -14,6 +14,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.moe.router import Router, RouterConfig, load_balance_loss, router_z_loss
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import frozen
+from tests.compare import assert_allclose, assert_array_equal
 from tests.oracles import best, route_by_hand
 
 
@@ -73,7 +74,7 @@ def test_sparse_mixer_of_equal_logits():
     """Zero is as near to zero as any number is to itself; gradients are finite."""
     router, x = router_of(sparse_mixer=0.3), jnp.zeros((*POSITIONS.shape, EMBED))
     weights = np.asarray(route(router, x)[1])
-    np.testing.assert_allclose(weights[0, 0], 1 / np.arange(EXPERTS, EXPERTS - CHOSEN, -1), rtol=1e-6)
+    assert_allclose(weights[0, 0], 1 / np.arange(EXPERTS, EXPERTS - CHOSEN, -1), rtol=1e-6)
     gradient = jax.grad(lambda kernel: route(dataclasses.replace(router, kernel=kernel), x)[1][0, 0, 0])(router.kernel)
     assert np.all(np.isfinite(gradient))
 
@@ -89,10 +90,10 @@ def test_experts_of_token_ids():
     ctx = ed.Context(positions=jnp.asarray(POSITIONS), tokens=jnp.asarray(tokens))
     indices, weights, _ = eqx.filter_jit(router)(jnp.asarray(x), ctx)
     real = POSITIONS >= 0
-    np.testing.assert_array_equal(indices, np.where(real[..., None], table[tokens], EXPERTS))
+    assert_array_equal(indices, np.where(real[..., None], table[tokens], EXPERTS))
     scores = np.sqrt(np.log1p(np.exp(x.astype(np.float64) @ np.asarray(router.kernel, np.float64))))
     want = np.take_along_axis(scores, table[tokens], axis=-1)
-    np.testing.assert_allclose(weights, want / want.sum(-1, keepdims=True) * real[..., None], rtol=1e-5)
+    assert_allclose(weights, want / want.sum(-1, keepdims=True) * real[..., None], rtol=1e-5)
     with pytest.raises(ed.ConfigError, match="finds experts by token ids"):
         router(jnp.asarray(x), dataclasses.replace(ctx, tokens=None))
     with pytest.raises(ed.ConfigError, match="hashed_tokens=16 excludes selection_bias"):
@@ -119,7 +120,7 @@ def test_routing_is_that_of_a_loop(name):
                 continue
             chosen, scaled, logits, scores = route_by_hand(router, x[row, place])
             assert indices[row, place].tolist() == chosen
-            np.testing.assert_allclose(weights[row, place], scaled, rtol=2e-5)
+            assert_allclose(weights[row, place], scaled, rtol=2e-5)
             share = np.array(scores) / sum(scores)
             loads[chosen] += 1
             plain[best(scores, CHOSEN)] += 1
@@ -132,7 +133,7 @@ def test_routing_is_that_of_a_loop(name):
             losses["switch"] += EXPERTS * sum(loads / (real * CHOSEN) * shares / real)
             losses["megatron"] += EXPERTS * sum(plain / (real * CHOSEN) * shares / real)
     for field, value in (want | losses | dict(tokens=8.0, sequences=2.0, dropped=0.0)).items():
-        np.testing.assert_allclose(getattr(stats, field), value, rtol=2e-5, err_msg=field)
+        assert_allclose(getattr(stats, field), value, rtol=2e-5, err_msg=field)
     for form, value in losses.items():
         assert float(load_balance_loss(stats, form)) == pytest.approx(value / 2, rel=1e-5)
     assert float(router_z_loss(stats)) == pytest.approx(want["z"] / 8, rel=1e-5)
@@ -166,9 +167,9 @@ def test_replayed_experts_have_the_weights_of_the_own_scores(name):
     *rows, total = by_hand(router)
     for row, place, chosen, scaled in rows:
         assert indices[row, place].tolist() == chosen
-        np.testing.assert_allclose(weights[row, place], scaled, rtol=2e-5)
+        assert_allclose(weights[row, place], scaled, rtol=2e-5)
         counts[chosen] += 1
-    np.testing.assert_array_equal(stats.counts, counts)
+    assert_array_equal(stats.counts, counts)
     assert float(value) == pytest.approx(total, rel=1e-5) and total != pytest.approx(float(wanted[0][0]), rel=1e-3)
     kernel, step = np.asarray(router.kernel, np.float64), 1e-5
     moved = [kernel.copy() for _ in range(2)]
@@ -184,7 +185,7 @@ def test_ties_go_to_the_lower_index():
     router = dataclasses.replace(router, kernel=jnp.zeros_like(router.kernel))
     indices, weights, _ = route(router, tokens_of())
     assert indices[0].tolist() == [[0, 1, 2]] * 5
-    np.testing.assert_allclose(weights[0], 1 / 3, rtol=1e-6)
+    assert_allclose(weights[0], 1 / 3, rtol=1e-6)
 
 
 def test_ties_between_groups_and_biased_scores_go_to_the_lower_index():
@@ -194,7 +195,7 @@ def test_ties_between_groups_and_biased_scores_go_to_the_lower_index():
     router = dataclasses.replace(router, kernel=jnp.zeros_like(router.kernel), selection_bias=bias)
     indices, weights, _ = route(router, tokens_of())
     assert indices[0].tolist() == [[4, 6, 7]] * 5  # groups 2 and 3 are as good as each other
-    np.testing.assert_allclose(weights[0], 2.5 / 3, rtol=1e-6)
+    assert_allclose(weights[0], 2.5 / 3, rtol=1e-6)
     unbiased = dataclasses.replace(router, selection_bias=jnp.zeros(EXPERTS))
     assert route(unbiased, tokens_of())[0][0].tolist() == [[0, 1, 2]] * 5
 
@@ -206,7 +207,7 @@ def test_an_excluded_expert_that_is_needed_has_no_weight():
     router = dataclasses.replace(router, kernel=jnp.zeros((EMBED, EXPERTS)).at[0].set(logits))
     indices, weights, _ = route(router, np.eye(EMBED, dtype=np.float32)[:1][None], np.zeros((1, 1), np.int32))
     assert indices[0, 0].tolist() == [4, 0, 1]
-    np.testing.assert_allclose(weights[0, 0], [1.0, 0.0, 0.0], rtol=1e-4)
+    assert_allclose(weights[0, 0], [1.0, 0.0, 0.0], rtol=1e-4)
 
 
 @pytest.mark.medium
@@ -218,7 +219,7 @@ def test_a_selection_bias_chooses_but_does_not_weigh():
     assert {tuple(sorted(row)) for row in indices[0].tolist()} == {(1, 4, 6)}
     scores = jax.nn.sigmoid(jnp.asarray(x) @ forced.kernel)
     picked = jnp.take_along_axis(scores[:1], indices[:1], axis=-1)
-    np.testing.assert_allclose(weights[:1], 2.5 * picked / picked.sum(-1, keepdims=True), rtol=1e-5)
+    assert_allclose(weights[:1], 2.5 * picked / picked.sum(-1, keepdims=True), rtol=1e-5)
 
     @jax.jit
     @jax.grad
@@ -278,7 +279,7 @@ def test_gradients_are_those_of_the_formula(name):
 
     got, want = (jax.jit(jax.value_and_grad(loss))(router) for loss in (by_router, by_formula))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     assert np.any(got[1].kernel) and float(stats.tokens) == 8
 
 
@@ -293,18 +294,18 @@ def test_gradients_of_extreme_logits_are_finite(score):
 def test_half_precision_tokens_are_routed_in_single():
     router, x = router_of(**VARIANTS["deepseek_v3"]), jnp.asarray(tokens_of(), jnp.bfloat16)
     for got, want in zip(route(router, x)[:2], route(router, x.astype(jnp.float32))[:2], strict=True):
-        np.testing.assert_array_equal(got, want)
+        assert_array_equal(got, want)
 
 
 @pytest.mark.medium
 def test_random_routing_draws_different_experts_with_a_key_and_only_then():
     plain, router, x = router_of(), router_of(random=True), np.tile(tokens_of()[:1, :1], (1, 400, 1))
     places = np.arange(400)[None]
-    np.testing.assert_array_equal(route(router, x, places)[0], route(plain, x, places)[0])
+    assert_array_equal(route(router, x, places)[0], route(plain, x, places)[0])
     indices, weights, stats = route(router, x, places, key=jax.random.key(0))
     assert all(len(set(row)) == CHOSEN for row in indices[0].tolist())
-    np.testing.assert_allclose(stats.counts / 150, 1.0, atol=0.3)  # one expert of eight for all without a key
-    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
+    assert_allclose(stats.counts / 150, 1.0, atol=0.3)  # one expert of eight for all without a key
+    assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
     assert not np.array_equal(indices, route(router, x, places, key=jax.random.key(1))[0])
 
 
@@ -332,7 +333,7 @@ def test_the_balance_loss_is_1_if_balanced_and_e_if_collapsed(form):
         )
 
     got, want = jax.jit(lambda kernel: (jax.grad(loss)(kernel), jax.grad(by_hand)(kernel)))(soft.kernel)
-    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert_allclose(got, want, atol=1e-6)
 
 
 def test_nothing_routed_is_no_loss():
@@ -344,7 +345,7 @@ def test_statistics_of_parts_add_up():
     router, x = router_of(**VARIANTS["deepseek_v3"]), tokens_of()
     whole = route(router, x)[2]
     parts = [route(router, x[rows], POSITIONS[rows])[2] for rows in (slice(0, 1), slice(1, 3))]
-    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-5), *parts, whole)
+    jax.tree.map(lambda a, b, c: assert_allclose(a + b, c, rtol=1e-5), *parts, whole)
 
 
 def test_an_unknown_form_of_the_loss_is_refused():

@@ -9,6 +9,7 @@ import pytest
 
 from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.recurrent.causal_conv import causal_convolution, document_starts
+from tests.compare import assert_allclose, assert_array_equal
 
 
 BATCH, CHANNELS, TAPS = 3, 5, 4
@@ -69,15 +70,15 @@ def test_everywhere(length, dilation):
             expected, last = definition(x, kernel, bias, past, positions, segments, dilation)
             arrays = jax.tree.map(jnp.asarray, (x, kernel, bias, before, positions, segments, weights))
             y, grads = run(*arrays, dilation=dilation)
-            np.testing.assert_allclose(y, expected, atol=1e-5)  # 0 for padding
+            assert_allclose(y, expected, atol=1e-5)  # 0 for padding
             loss = (expected * weights)[real].sum()
             inner = (grads[0] * x).sum() + (grads[2] * bias).sum() + (0 if before is None else (grads[3] * tail).sum())
-            np.testing.assert_allclose(inner, loss, atol=1e-4)
+            assert_allclose(inner, loss, atol=1e-4)
             inner = (grads[1] * kernel).sum() + (grads[2] * bias).sum()
-            np.testing.assert_allclose(inner, loss, atol=1e-4)
+            assert_allclose(inner, loss, atol=1e-4)
             if segments is None:
                 found = last_inputs(jnp.asarray(past), jnp.asarray(x), jnp.asarray(positions))
-                np.testing.assert_array_equal(found, last)
+                assert_array_equal(found, last)
 
 
 def test_calls_are_the_whole():
@@ -90,7 +91,7 @@ def test_calls_are_the_whole():
         parts.append(convolve(here[0], kernel, None, tail, here[1], None))
         tail = last(tail, *here)
     whole = convolve(x, kernel, None, None, positions, None)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
+    assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
 
 
 def test_half_precision_is_summed_in_f32():

@@ -9,7 +9,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import wide
 
@@ -62,7 +62,7 @@ def test_rates_of_a_new_model_fall_from_layer_to_layer():
     first = 2.0 ** np.array([-2.0, -4.0, -6.0, -8.0])
     for layer in (0, 2, 3):
         want = first * max(1 - layer / (2 + 1e-5) + 1e-5, 1e-5)  # layer 3 is beyond the three
-        np.testing.assert_allclose(blocks[layer].mixer.rates, want, rtol=1e-5, atol=1e-9)
+        assert_allclose(blocks[layer].mixer.rates, want, rtol=1e-5, atol=1e-9)
 
 
 def test_layers_beyond_those_of_the_rates_forget_too():

@@ -14,7 +14,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh, selective_scan
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import wide
 
@@ -97,7 +97,7 @@ def results(args, starts, function):
 
 def same(found, want):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.medium(fast=("4",))

@@ -23,6 +23,7 @@ from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.lora_config import LoRAConfig
+from tests.compare import assert_allclose
 
 
 BASE = Path(__file__).parents[2] / "fixtures" / "peft_dora"
@@ -107,7 +108,7 @@ def test_a_batch_of_several_adapters_gives_what_each_gives_alone(base, adapted, 
         ids = jnp.asarray([request.prompt + tokens])
         log_probs = jax.nn.log_softmax(model(ids).logits[0, len(request.prompt) - 1 : -1])
         assert tokens == tuple(np.argmax(log_probs, axis=-1).tolist())
-        np.testing.assert_allclose(scores, log_probs[np.arange(6), list(tokens)], atol=2e-5)
+        assert_allclose(scores, log_probs[np.arange(6), list(tokens)], atol=2e-5)
     assert len({tokens for tokens, _ in together}) == 4
 
 
@@ -118,7 +119,7 @@ def test_the_base_has_the_bits_of_an_engine_without_places(base, adapted, engine
     ((tokens, scores),) = answers(bare, [ask()])
     (mine, _) = answers(engine, [ask(), ask("lora")])
     assert mine[0] == tokens
-    np.testing.assert_allclose(mine[1], scores, atol=1e-6)
+    assert_allclose(mine[1], scores, atol=1e-6)
 
 
 @pytest.mark.medium

@@ -23,6 +23,7 @@ from eqx_decoders.serving.engine.sampler import (
     TokenHistory,
     adjust_logits,
 )
+from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.samples import media_decoder, patches, text
 from tests.models import filled
 from tests.serving.engines import SMALL, alone, engine_for, generated, request_pool
@@ -294,7 +295,7 @@ def test_log_probabilities_are_those_of_the_whole_text(engine):
         assert score.logprob == pytest.approx(known[place, score.token], abs=1e-4)
         best = np.argsort(-known[place], kind="stable")[: len(score.top)]
         assert [token for token, _ in score.top] == best.tolist()
-        np.testing.assert_allclose([value for _, value in score.top], known[place, best], atol=1e-4)
+        assert_allclose([value for _, value in score.top], known[place, best], atol=1e-4)
     assert {len(score.top) for score in prompt_scores} == {2} and {len(score.top) for score in scores} == {3}
 
 
@@ -655,7 +656,7 @@ def test_log_probs_of_draws(engine, options):
         kept = np.take_along_axis(before < sampling.top_p, np.argsort(order), -1)
         logits = np.where(kept, logits, -np.inf)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    np.testing.assert_allclose(found, log_probs[np.arange(6), tokens], atol=1e-5)
+    assert_allclose(found, log_probs[np.arange(6), tokens], atol=1e-5)
 
 
 def test_greedy_answers_are_not_drawn():
@@ -706,7 +707,7 @@ def test_the_experts_of_every_token_are_those_of_a_whole_forward_pass(fixture, c
         tokens = (*request.prompt, *answers[number])
         (wanted,) = np.moveaxis(np.asarray(model(np.asarray([tokens], np.int32)).stats.choices), 0, 2)
         assert experts[number].dtype == np.int16 and experts[number].shape == wanted.shape
-        np.testing.assert_array_equal(experts[number][:-1], wanted[:-1])
+        assert_array_equal(experts[number][:-1], wanted[:-1])
         assert (experts[number][-1] == -1).all()
 
 

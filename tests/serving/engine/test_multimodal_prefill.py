@@ -14,6 +14,7 @@ from eqx_decoders.serving.engine import multimodal_prefill
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import Request
+from tests.compare import assert_allclose
 from tests.encoders.samples import audio, media_decoder, patches, text
 from tests.models import filled
 from tests.serving.engines import SMALL, alone
@@ -66,7 +67,7 @@ def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
     wanted, found = model.encode(media), model.encode(padded)
     count = int((media.index >= 0).sum())
     for one, other in zip((wanted.by_group, *wanted.deepstack), (found.by_group, *found.deepstack), strict=True):
-        np.testing.assert_allclose(one[:, :count], other[:, :count], rtol=1e-5, atol=1e-6)
+        assert_allclose(one[:, :count], other[:, :count], rtol=1e-5, atol=1e-6)
     assert len(np.unique(np.asarray(wanted.by_group[0, :count, 0]))) == count  # no two of them are alike
 
 

@@ -18,6 +18,7 @@ from eqx_decoders.serving.engine.sampler import (
     sample_rows,
     score_tokens,
 )
+from tests.compare import assert_allclose, assert_array_equal
 
 
 VOCAB = 700
@@ -68,7 +69,7 @@ def test_filters_leave_what_those_of_sorted_logits_leave(temperature):
     for filters in FILTERS:
         rows = rows_of(*[SamplingParams(temperature=temperature, **filters)] * 4)
         got = scaled >= np.asarray(lowest(jnp.asarray(scaled), rows.draws.filters))
-        np.testing.assert_array_equal(got, sorted_filters(scaled, **filters), err_msg=str(filters))
+        assert_array_equal(got, sorted_filters(scaled, **filters), err_msg=str(filters))
 
 
 def test_no_program_sorts_the_vocabulary():
@@ -85,7 +86,7 @@ def test_rows_with_other_filters_do_not_change_a_row():
     logits, index = jnp.tile(jnp.asarray(LOGITS[:1]), (len(samplings), 1)), np.arange(len(samplings))
     together = np.asarray(chosen(logits, rows_of(*samplings), index))
     reverse = np.asarray(chosen(logits, rows_of(*samplings[::-1]), index[::-1].copy()))
-    np.testing.assert_array_equal(together, reverse[::-1])
+    assert_array_equal(together, reverse[::-1])
     assert together[-1] == LOGITS[0].argmax()
 
 
@@ -137,7 +138,7 @@ def test_penalties_and_biases_are_those_of_their_formulas():
     known[1, 9] -= 0.5 + 0.25
     known[2, 4] += 3
     known[2, 9] -= 2
-    np.testing.assert_allclose(found, known, rtol=1e-6)
+    assert_allclose(found, known, rtol=1e-6)
 
 
 def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
@@ -149,14 +150,14 @@ def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
         LOGITS[:2], SamplingParams(), SamplingParams(), **given, allowed=allowed, masked=np.asarray([True, False])
     )
     assert np.flatnonzero(np.isfinite(found[0])).tolist() == [0, 31, 32, VOCAB - 1]
-    np.testing.assert_array_equal(found[1], LOGITS[1])
+    assert_array_equal(found[1], LOGITS[1])
 
 
 def test_scores_are_log_probabilities_of_the_model_itself():
     found = score_tokens(jnp.asarray(LOGITS), jnp.asarray([3, 4, 5, 6]), 5, jnp.asarray(True))
     known = np.asarray(jax.nn.log_softmax(LOGITS, axis=-1))
-    np.testing.assert_allclose(found.chosen, known[range(4), [3, 4, 5, 6]], rtol=1e-5)
-    np.testing.assert_allclose(found.top, -np.sort(-known, axis=1)[:, :5], rtol=1e-5)
+    assert_allclose(found.chosen, known[range(4), [3, 4, 5, 6]], rtol=1e-5)
+    assert_allclose(found.top, -np.sort(-known, axis=1)[:, :5], rtol=1e-5)
     assert np.asarray(found.top_ids)[0, 0] == LOGITS[0].argmax()
     assert not np.asarray(score_tokens(jnp.asarray(LOGITS), jnp.zeros(4, int), 5, jnp.asarray(False)).chosen).any()
 
@@ -194,7 +195,7 @@ def test_programs_of_a_form_have_no_branches_and_sample_as_the_one_for_all():
                 jax.jit(lambda x, batch, form=form: sample_rows(x, batch, history, 1, 3, form)) for form in (None, form)
             )
             wanted, got = plain(jnp.asarray(LOGITS), batch), formed(jnp.asarray(LOGITS), batch)
-            jax.tree.map(np.testing.assert_array_equal, got, wanted)
+            jax.tree.map(assert_array_equal, got, wanted)
             assert np.any(wanted[1].chosen) == scores
             text = formed.lower(jnp.asarray(LOGITS), batch).as_text()
             assert "stablehlo.case" not in text and "stablehlo.if" not in text

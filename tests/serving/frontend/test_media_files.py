@@ -18,6 +18,7 @@ from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
+from tests.compare import assert_array_equal
 from tests.encoders.directories import AUDIO_RULES
 from tests.io.processors.media_files import KINDS, audio, image, video
 from tests.io.processors.test_media_files import FORMS
@@ -114,7 +115,7 @@ def test_files_of_every_format_become_what_they_become_here(folder, reading, run
             assert one.text == known.text and one.arrays.keys() == known.arrays.keys()
             for name, array in known.arrays.items():
                 assert one.arrays[name].dtype == array.dtype
-                np.testing.assert_array_equal(one.arrays[name], array)
+                assert_array_equal(one.arrays[name], array)
 
 
 @pytest.mark.medium(fast=2)

@@ -16,6 +16,7 @@ from eqx_decoders.serving.frontend import chat_rendering
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, longest_token
+from tests.compare import assert_array_equal
 from tests.encoders.directories import vision_directory
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend, serving
@@ -160,8 +161,8 @@ def test_images_become_what_files_become(seeing, server, tmp_path):
     ask(server, url_of(png()))
     request = server.engine.seen[-1]
     assert frontend.takes_images and request.prompt == tuple(ids.tolist())
-    np.testing.assert_array_equal(request.media.index, media.index)
-    np.testing.assert_array_equal(request.media.images.patches, media.images.patches)
+    assert_array_equal(request.media.index, media.index)
+    assert_array_equal(request.media.images.patches, media.images.patches)
     assert b'"sees": true' in server.call("/")[2]
 
 

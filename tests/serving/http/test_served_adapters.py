@@ -19,6 +19,7 @@ from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.training.lora import merge_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import trained
+from tests.compare import assert_array_equal
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, serving
 
@@ -111,6 +112,6 @@ def test_a_model_and_its_adapter_answer_side_by_side(tmp_path):
             assert got == np.asarray(jax.device_get(want))[0].tolist()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), text.model)
         parts = [read_adapter(base, str(tmp_path / "adapter")) for base in (text.model, shapes)]
-        jax.tree.map(np.testing.assert_array_equal, *parts)  # also without arrays
+        jax.tree.map(assert_array_equal, *parts)  # also without arrays
     finally:
         stop()

@@ -19,7 +19,7 @@ from eqx_decoders.training.head.cross_entropy import (
 from eqx_decoders.training.head.head_tiles import tile_length
 from eqx_decoders.training.head.log_probs import linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 8, 19
@@ -278,7 +278,7 @@ def test_on_a_mesh(mesh, tied, monkeypatch):
     (want,) = run([{}])
     for got in run([{"head_bytes": 8 * kernel.size} if tied else {}, {"head_bytes": PARTS}], layout=layout):
         assert_close(got[:2], want[:2], units=128)
-        np.testing.assert_array_equal(got[2], want[2])
+        assert_array_equal(got[2], want[2])
 
 
 @pytest.mark.parametrize("rings", [False, True])
@@ -484,10 +484,10 @@ def test_ties_are_resolved_to_the_lowest_id(mesh, tied, tiles):
 
     without_gradients, with_gradients, top, argmax = found(hidden, head)
     assert float(without_gradients) == float(with_gradients) == right.sum()
-    np.testing.assert_array_equal(top, right)
-    np.testing.assert_array_equal(argmax, best)
+    assert_array_equal(top, right)
+    assert_array_equal(argmax, best)
     logits = jnp.asarray(exact_logits(hidden, head, tied), jnp.float32)
-    np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), best)  # the plain loss
+    assert_array_equal(jnp.argmax(logits, axis=-1), best)  # the plain loss
 
 
 @pytest.mark.medium
@@ -499,7 +499,7 @@ def test_cross_entropy_is_its_formula(getkey):
     picked = np.take_along_axis(exact, np.asarray(targets)[..., None], -1)[..., 0]
     losses = cross_entropy(logits, targets, z_loss=0.3)
     assert losses.dtype == jnp.float32
-    np.testing.assert_allclose(losses, normaliser - picked + 0.3 * normaliser**2, rtol=1e-5)
+    assert_allclose(losses, normaliser - picked + 0.3 * normaliser**2, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

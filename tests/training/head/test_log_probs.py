@@ -13,7 +13,7 @@ from eqx_decoders.training.head.divergence import Divergence, linear_divergence,
 from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles
 from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadWeights
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.training.head.test_cross_entropy import EMBED, FEW, PARTS, REST, VOCAB, after, make
 
 
@@ -210,13 +210,13 @@ def test_golden_numbers():
     rows = [row[:3] for row in GOLDEN]
     found = jax.jit(lambda x: [jax.value_and_grad(run)(x, *row) for row in rows])(student)
     for (*_, value, gradient), (got, by_logits) in zip(GOLDEN, found, strict=True):
-        np.testing.assert_allclose(got, value, rtol=0, atol=1e-6)
+        assert_allclose(got, value, rtol=0, atol=1e-6)
         if gradient is not None:
-            np.testing.assert_allclose(by_logits[0], gradient, rtol=0, atol=1e-6)
+            assert_allclose(by_logits[0], gradient, rtol=0, atol=1e-6)
     found = linear_log_probs(student, head, jnp.asarray([[2, 0]]), tied=False)
-    np.testing.assert_allclose(found.entropy[0], [1.078501, 0.832396], rtol=0, atol=1e-6)
-    np.testing.assert_allclose(found.log_probs[0], [-0.885939, -0.407606], rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(found.top[0], [1, 1])
+    assert_allclose(found.entropy[0], [1.078501, 0.832396], rtol=0, atol=1e-6)
+    assert_allclose(found.log_probs[0], [-0.885939, -0.407606], rtol=0, atol=1e-6)
+    assert_array_equal(found.top[0], [1, 1])
 
 
 @pytest.mark.medium
@@ -230,14 +230,14 @@ def test_top_ids_with_a_tail():
         return jnp.mean(top_divergence(mine, jnp.take_along_axis(teacher, ids, axis=-1)))
 
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(STUDENT, jnp.float32))
-    np.testing.assert_allclose(value, 0.104098, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(gradient, GOLDEN[0][4], rtol=0, atol=2e-6)
+    assert_allclose(value, 0.104098, rtol=0, atol=2e-6)
+    assert_allclose(gradient, GOLDEN[0][4], rtol=0, atol=2e-6)
     whole = float(jnp.mean(written_out(student, teacher, KINDS[0])))
     assert 0 < float(jnp.mean(top_divergence(student[:, :1], teacher[:, :1]))) < whole
     certain = jnp.log(jnp.asarray([[1.0, 1e-30]]))
     assert np.isfinite(jax.grad(lambda x: jnp.sum(top_divergence(x, certain)))(certain)).all()
     near = jnp.asarray([-1e-6, -0.5, -1.0, -6.0])
-    np.testing.assert_allclose(log1mexp(near), np.log(-np.expm1(np.asarray(near, np.float64))), rtol=1e-5)
+    assert_allclose(log1mexp(near), np.log(-np.expm1(np.asarray(near, np.float64))), rtol=1e-5)
 
 
 def test_logits_are_never_whole():

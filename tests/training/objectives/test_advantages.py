@@ -13,6 +13,7 @@ from eqx_decoders.training.objectives.advantages import (
     token_rewards,
     whiten,
 )
+from tests.compare import assert_allclose, assert_array_equal
 
 
 REWARDS = np.array([1, 0, 0.5, 0, 1, 1, 1, 1])
@@ -21,7 +22,7 @@ GROUPS = np.array(["a"] * 4 + ["b"] * 4)
 
 def same(got, want) -> None:
     """Equal to 1e-6: the tables have six digits, and float32 of numbers up to 2 is off by 1e-7."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 ESTIMATORS = {
@@ -40,29 +41,29 @@ def test_estimators(name):
     options, want = ESTIMATORS[name]
     got = group_advantages(REWARDS, GROUPS, **options)
     same(got, [*want, 0, 0, 0, 0])
-    np.testing.assert_array_equal(got[4:], 0)
+    assert_array_equal(got[4:], 0)
     order = np.array([4, 0, 5, 1, 6, 2, 7, 3])  # groups need not be contiguous
-    np.testing.assert_array_equal(group_advantages(REWARDS[order], GROUPS[order], **options), got[order])
+    assert_array_equal(group_advantages(REWARDS[order], GROUPS[order], **options), got[order])
 
 
 def test_reinforce_plus_plus():
     """One token an answer; with its baseline the rewards are centred by group first. Long answers count more."""
     ones = np.ones((8, 1))
     plain = group_advantages(REWARDS, GROUPS, baseline="none")
-    np.testing.assert_array_equal(plain, REWARDS)
+    assert_array_equal(plain, REWARDS)
     same(whiten(plain[:, None], ones)[:, 0], [0.682221, -1.500886, -0.409333, -1.500886, *[0.682221] * 4])
     centered = whiten(group_advantages(REWARDS, GROUPS)[:, None], ones)[:, 0]
     same(centered, [1.994310, -1.196586, 0.398862, -1.196586, *[0] * 4])
     mask = np.array([[1, 1, 1], [1, 0, 0]])
     values = np.array([[1.0, 1, 1], [-1, np.nan, np.inf]])
     same(whiten(values, mask), [[0.5, 0.5, 0.5], [-1.5, 0, 0]])  # mean 1/2 and std 1 of tokens
-    np.testing.assert_array_equal(whiten(np.full((1, 7), 0.1), np.ones((1, 7))), np.zeros((1, 7)))
+    assert_array_equal(whiten(np.full((1, 7), 0.1), np.ones((1, 7))), np.zeros((1, 7)))
 
 
 def test_rewards_that_could_not_be_computed_leave_their_group():
     rewards = np.array([np.nan, 1, 0, np.nan, 1, np.nan])
     got = group_advantages(rewards, np.array([0, 0, 0, 1, 1, 2]), baseline="leave_one_out")
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(rewards))
+    assert_array_equal(np.isnan(got), np.isnan(rewards))
     same(got[[1, 2, 4]], [1, -1, 0])
     assert np.isnan(group_advantages(np.full(2, np.nan), np.zeros(2))).all()
 
@@ -74,16 +75,16 @@ def test_equal_rewards_are_known_exactly(baseline, scale):
     rewards = np.full(7, 0.1, np.float32)
     assert 0 < rewards.std(ddof=1) < 1e-7
     got = group_advantages(rewards, np.zeros(7), baseline=baseline, scale=scale, eps=1e-8)
-    np.testing.assert_array_equal(got, 0)
+    assert_array_equal(got, 0)
     got = group_advantages(np.full(7, 0.1), np.zeros(7), baseline=baseline, scale=scale, eps=0.0)
-    np.testing.assert_array_equal(got, 0)
+    assert_array_equal(got, 0)
 
 
 def test_nearly_equal_rewards():
     rewards = np.array([0.7, 0.7, 0.7 + 1e-8, 0.7])
     for eps, want in ((1e-4, 7.5e-5), (1e-8, 0.5)):
         got = group_advantages(rewards, np.zeros(4), scale="group", eps=eps)
-        np.testing.assert_allclose(got[2], want, rtol=1e-4)
+        assert_allclose(got[2], want, rtol=1e-4)
 
 
 def test_scales_without_meaning_are_refused():
@@ -106,7 +107,7 @@ def test_generalized_advantages():
     same(advantages[1], [0.436750, 0.565, 0, 0.7])
     same(returns[1], [0.936750, 0.965, 0, 1])
     same(returns[2], returns[1] + 0.2 * np.array([0.95**2, 0.95, 0, 1]))
-    np.testing.assert_array_equal(generalized_advantages(TOKEN_REWARDS, values, MASK)[1][2], returns[1])
+    assert_array_equal(generalized_advantages(TOKEN_REWARDS, values, MASK)[1][2], returns[1])
     same(whiten(advantages[1:2], MASK[1:2]), [[-0.991344, -0.017092, 0, 1.008436]])
     padded = generalized_advantages(np.array([[0.0, 0, 1, 0]]), VALUES[:1], np.array([[0, 1, 1, 0]]), gamma=0.9)[0]
     same(padded, [[0, 0.9 * 0.9 - 0.4 + 0.9 * 0.95 * 0.1, 0.1, 0]])
@@ -123,7 +124,7 @@ def test_divergence_in_the_reward():
     same(returns[0, :3], [0.98, 0.99, 0.97])
     same(returns[1, [0, 2, 3]], [0.98, 0.99, 0.97])
     same(discounted_returns(rewards, mask, gamma=0.5)[0], [-0.01 + 0.01 + 0.2425, 0.02 + 0.485, 0.97, 0])
-    np.testing.assert_array_equal(token_rewards(np.array([2.0, 3.0]), np.array([[1, 0], [0, 0]])), [[2, 0], [0, 0]])
+    assert_array_equal(token_rewards(np.array([2.0, 3.0]), np.array([[1, 0], [0, 0]])), [[2, 0], [0, 0]])
 
 
 def test_overlong_penalty():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_decoders.training.objectives.answers import answer_lengths, answer_means, answer_sums, to_tokens
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 
 
 # a prompt, two answers with a tool's token in one of them, padding; a row with one answer of two tokens
@@ -17,11 +17,11 @@ VALUES = np.array([[np.nan, np.inf, 1, 2, np.nan, 3, 4, 5], [np.nan, 6, 8, *[-np
 
 def test_sums_means_and_back():
     values, answers = jnp.asarray(VALUES), jnp.asarray(ANSWERS)
-    np.testing.assert_array_equal(answer_sums(values, answers, 3), [[6, 9, 0], [0, 14, 0]])
-    np.testing.assert_array_equal(answer_means(values, answers, 3), [[2, 4.5, 0], [0, 7, 0]])
-    np.testing.assert_array_equal(answer_lengths(answers, 3), [[3, 2, 0], [0, 2, 0]])
+    assert_array_equal(answer_sums(values, answers, 3), [[6, 9, 0], [0, 14, 0]])
+    assert_array_equal(answer_means(values, answers, 3), [[2, 4.5, 0], [0, 7, 0]])
+    assert_array_equal(answer_lengths(answers, 3), [[3, 2, 0], [0, 2, 0]])
     spread = to_tokens(jnp.asarray([[7.0, 9.0], [np.nan, 5.0]]), answers)
-    np.testing.assert_array_equal(spread, [[0, 0, 7, 7, 0, 7, 9, 9], [0, 5, 5, 0, 0, 0, 0, 0]])
+    assert_array_equal(spread, [[0, 0, 7, 7, 0, 7, 9, 9], [0, 5, 5, 0, 0, 0, 0, 0]])
 
 
 @pytest.mark.medium

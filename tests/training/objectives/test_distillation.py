@@ -19,7 +19,7 @@ from eqx_decoders.training.objectives.hidden_states import HiddenProjection, Hid
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_close
 from tests.models import VOCAB, filled, rich_decoder
 
 
@@ -205,8 +205,8 @@ def test_a_projection_on_a_mesh_and_in_microbatches(widths, axes, step):
     axes = dict(axes)
     layout = ed.Layout.create(**axes, devices=jax.devices()[:4]) if axes else ed.Layout()
     found = projected_steps([model.place(layout) for model in widths], batch_of(), 2, **step)
-    np.testing.assert_allclose(found[2], want[2], rtol=1e-4)
-    np.testing.assert_allclose(found[0].loss_weights.kernel, want[0].loss_weights.kernel, rtol=1e-3, atol=1e-5)
+    assert_allclose(found[2], want[2], rtol=1e-4)
+    assert_allclose(found[0].loss_weights.kernel, want[0].loss_weights.kernel, rtol=1e-3, atol=1e-5)
 
 
 def test_layers_that_are_compared(models):

@@ -20,6 +20,7 @@ from eqx_decoders.training.objectives.policy_loss import (
     value_loss,
 )
 from eqx_decoders.training.objectives.token_weights import token_weights
+from tests.compare import assert_allclose, assert_array_equal
 
 
 REAL = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
@@ -40,7 +41,7 @@ ADVANTAGES = tokens(1, 1, 1, -1, -0.5, -0.5)
 
 
 def same(got, want) -> None:
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def weights(aggregation="token", **options) -> jax.Array:
@@ -57,7 +58,7 @@ def run(config, aggregation="token", rows=slice(None), sampler=SAMPLER, old=OLD,
         return policy_loss(config, log_probs, weights=c, **given)
 
     (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(POLICY[rows])
-    np.testing.assert_array_equal(gradient[~REAL[rows]], 0)
+    assert_array_equal(gradient[~REAL[rows]], 0)
     return value, gradient[REAL[rows]], {name: float(number) for name, number in sums.items()}
 
 
@@ -120,8 +121,8 @@ def test_every_ratio_with_every_sign(dual):
         return policy_loss(PolicyLoss(dual=dual), log_probs, weights=ones, advantages=advantages, old=old)[0]
 
     value, gradient = jax.value_and_grad(loss)(log_probs)
-    np.testing.assert_allclose(value, want.sum(), rtol=1e-6)
-    np.testing.assert_allclose(gradient, slopes, rtol=0, atol=2e-6)
+    assert_allclose(value, want.sum(), rtol=1e-6)
+    assert_allclose(gradient, slopes, rtol=0, atol=2e-6)
 
 
 def test_without_a_sampler_only_its_metrics_are_absent():
@@ -165,9 +166,9 @@ def test_metrics():
     want |= dict(importance=importance.sum(), importance_squared=(importance**2).sum(), masked=0, log_prob_gap=1.2)
     sums = run(narrow())[2]
     assert sums.keys() == want.keys()
-    np.testing.assert_allclose([sums[name] for name in want], list(want.values()), rtol=1e-6)
+    assert_allclose([sums[name] for name in want], list(want.values()), rtol=1e-6)
     tis = run(corrected("tis"))[2]
-    np.testing.assert_allclose(tis["importance"], importance.sum(), rtol=1e-6)  # before it is truncated
+    assert_allclose(tis["importance"], importance.sum(), rtol=1e-6)  # before it is truncated
     assert (run(corrected("mask"))[2]["masked"], run(corrected("row_mask"))[2]["masked"]) == (1, 2)
     assert run(corrected("mask", floor=1.1))[2]["masked"] == 5
     dual = run(narrow(dual=1.5))[2]
@@ -278,7 +279,7 @@ def test_divergence_of_tokens(kind):
     value, gradient = jax.value_and_grad(lambda log_probs: penalty(kind, log_probs))(POLICY)
     same(value, KL[kind][0])
     same(gradient[REAL], KL[kind][1])
-    np.testing.assert_array_equal(gradient[~REAL], 0)
+    assert_array_equal(gradient[~REAL], 0)
 
 
 def test_clip_and_divergence():
@@ -369,4 +370,4 @@ def test_steepness_is_read(kind, field, value):
     base = PolicyLoss(kind=kind)
     before, after = run(base)[1], run(dataclasses.replace(base, **{field: value}))[1]
     changed = np.abs(before - after) > 1e-5
-    np.testing.assert_array_equal(changed, [field == "tau_positive"] * 3 + [field == "tau_negative"] * 3)
+    assert_array_equal(changed, [field == "tau_positive"] * 3 + [field == "tau_negative"] * 3)

@@ -22,6 +22,7 @@ from eqx_decoders.training.objectives.preference_loss import (
     reward_loss,
 )
 from eqx_decoders.training.objectives.token_weights import token_weights
+from tests.compare import assert_allclose, assert_array_equal
 
 
 NAN = math.nan
@@ -36,7 +37,7 @@ FIRST = ((0, 1), (1, 1), (0, 4), (1, 3))  # a token of C1, C2, R1 and R2
 
 
 def same(got, want) -> None:
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def run(config, **changes):
@@ -52,7 +53,7 @@ def run(config, **changes):
     tokens = [float(gradient[place]) for place in FIRST]
     for row, number in ((0, 1), (0, 2), (1, 1), (1, 2)):
         assert np.ptp(gradient[row][ANSWERS[row] == number]) == 0  # the same of each token
-    np.testing.assert_array_equal(gradient[ANSWERS == 0], 0)
+    assert_array_equal(gradient[ANSWERS == 0], 0)
     return value, np.asarray(tokens), losses, metrics
 
 
@@ -143,9 +144,9 @@ def test_odds_in_float32():
     log_probs = np.array([-1e-5, -1e-3, -0.6, -0.7, -5.0, -80.0])
     got = log_odds(jnp.asarray(log_probs, jnp.float32))
     exact = np.asarray(log_probs, np.float32).astype(np.float64)
-    np.testing.assert_allclose(got, exact - np.log(-np.expm1(exact)), rtol=1e-6, atol=1e-6)
+    assert_allclose(got, exact - np.log(-np.expm1(exact)), rtol=1e-6, atol=1e-6)
     slope = jax.vmap(jax.grad(log_odds))(jnp.asarray(log_probs, jnp.float32))
-    np.testing.assert_allclose(slope, -1 / np.expm1(exact), rtol=1e-5)
+    assert_allclose(slope, -1 / np.expm1(exact), rtol=1e-5)
     value, slope = jax.value_and_grad(log_odds)(jnp.float32(0))
     assert np.isfinite(value) and value > 13 and slope == 0
 
@@ -190,7 +191,7 @@ def test_kto_baseline():
     policy, reference = jnp.asarray([-3, -2.5, -4, -3.5]), jnp.asarray([-3.2, -2.4, -4.3, -3.4])
     value, slope = jax.value_and_grad(kto_baseline)(policy, reference)
     same(value, 0.075)
-    np.testing.assert_array_equal(slope, 0)
+    assert_array_equal(slope, 0)
     assert kto_baseline(reference, policy) == 0
 
     def loss(z, reference):
@@ -256,4 +257,4 @@ def test_options_that_nothing_reads_are_refused(make, sentence):
 
 
 def test_lengths_of_packed_pairs():
-    np.testing.assert_array_equal(answer_lengths(jnp.asarray(ANSWERS), 2), [[3, 2], [2, 4]])
+    assert_array_equal(answer_lengths(jnp.asarray(ANSWERS), 2), [[3, 2], [2, 4]])

@@ -20,6 +20,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.expert_choices import check_choices, choices_of
 from eqx_decoders.training.objectives.token_log_probs import target_log_probs
+from tests.compare import assert_allclose, assert_array_equal
 from tests.models import filled
 
 
@@ -89,7 +90,7 @@ def test_another_choice_is_of_the_token_that_is_read(model, own):
 def test_a_program_that_replays_computes_the_same(model, own):
     plain, replayed = loss(model, batch_of(None)), loss(model, batch_of(own))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(replayed), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+        assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -118,10 +119,10 @@ def test_choices_are_reported_and_replayed_in_parts(execution):
     (found, _), split_gradient = loss(split, batch)
     assert float(found) == pytest.approx(float(wanted), rel=1e-5)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(split_gradient), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4)
+        assert_allclose(one, other, atol=2e-4)
     if "context_order" not in options:
         one, other = (each.replace(expert_choices=True)(tokens).stats.choices for each in (model, split))
-        np.testing.assert_array_equal(one, other)
+        assert_array_equal(one, other)
 
 
 def test_models_without_a_choice_are_refused(model):

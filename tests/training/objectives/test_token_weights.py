@@ -5,6 +5,7 @@ import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.objectives.token_weights import token_weights
+from tests.compare import assert_allclose, assert_array_equal
 
 
 LENGTHS = np.array([3, 1, 0, 2])  # the third answer has no tokens, and its prompt none at all
@@ -22,17 +23,17 @@ WEIGHTS = {
 def test_weights_of_lengths_and_of_masks(aggregation):
     options, want = WEIGHTS[aggregation]
     of_lengths = token_weights(LENGTHS, aggregation, **options)
-    np.testing.assert_allclose(of_lengths, want, rtol=1e-6)
+    assert_allclose(of_lengths, want, rtol=1e-6)
     mask = np.array([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0] * 5, [1, 1, 0, 0, 0]], bool)
     of_masks = token_weights(mask, aggregation, **options)
-    np.testing.assert_array_equal(of_masks, mask * of_lengths[:, None])
+    assert_array_equal(of_masks, mask * of_lengths[:, None])
     assert of_masks.dtype == np.float32
 
 
 @pytest.mark.parametrize("aggregation", WEIGHTS)
 def test_nothing_to_weigh(aggregation):
     options, _ = WEIGHTS[aggregation]
-    np.testing.assert_array_equal(token_weights(np.zeros(4), aggregation, **options), np.zeros(4))
+    assert_array_equal(token_weights(np.zeros(4), aggregation, **options), np.zeros(4))
 
 
 def test_options_of_other_aggregations_are_refused():

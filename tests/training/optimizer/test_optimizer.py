@@ -16,6 +16,7 @@ from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import axes, matching
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer, make_schedule, muon_dimensions
+from tests.compare import assert_allclose, assert_array_equal
 from tests.models import filled, rich_decoder
 
 
@@ -46,29 +47,29 @@ def rates(steps: int = 100, **changes) -> np.ndarray:
 def test_warmup_is_linear_up_to_the_peak(schedule):
     """Ten steps of warm-up: a tenth, two tenths, … of the peak; no step is lost to a rate of zero."""
     rate = rates(schedule=schedule, warmup_steps=10)
-    np.testing.assert_allclose(rate[:10], np.linspace(0.2, 2, 10), rtol=1e-6)
+    assert_allclose(rate[:10], np.linspace(0.2, 2, 10), rtol=1e-6)
     assert rate[10] == pytest.approx(2.0)
     assert rate.max() == pytest.approx(2.0)
     default = rates(schedule=schedule)  # a tenth of the run
-    np.testing.assert_array_equal(default, rate)
+    assert_array_equal(default, rate)
     for warmup in (0, 1):
         assert rates(schedule=schedule, warmup_steps=warmup)[0] == pytest.approx(2.0)
     long = make_schedule(OptimizerConfig(schedule=schedule, learning_rate=1.0), 20_000)  # a thousand steps at most
-    np.testing.assert_allclose([float(long(step)) for step in (0, 499, 999, 1000)], [0.001, 0.5, 1, 1], rtol=1e-4)
+    assert_allclose([float(long(step)) for step in (0, 499, 999, 1000)], [0.001, 0.5, 1, 1], rtol=1e-4)
 
 
 def test_courses_after_the_warmup():
     after = np.arange(91) / 90
     cosine = rates(warmup_steps=10, min_lr_ratio=0.1)[10:]
-    np.testing.assert_allclose(cosine, 2 * (0.1 + 0.9 * (1 + np.cos(np.pi * after)) / 2), rtol=1e-5)
+    assert_allclose(cosine, 2 * (0.1 + 0.9 * (1 + np.cos(np.pi * after)) / 2), rtol=1e-5)
     linear = rates(schedule="linear", warmup_steps=10, min_lr_ratio=0.5)[10:]
-    np.testing.assert_allclose(linear, 2 * (1 - 0.5 * after), rtol=1e-5)
-    np.testing.assert_allclose(rates(schedule="constant", warmup_steps=10)[10:], 2.0, rtol=1e-6)
+    assert_allclose(linear, 2 * (1 - 0.5 * after), rtol=1e-5)
+    assert_allclose(rates(schedule="constant", warmup_steps=10)[10:], 2.0, rtol=1e-6)
     wsd = rates(schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0)
-    np.testing.assert_allclose(wsd[10:81], 2.0, rtol=1e-6)
-    np.testing.assert_allclose(wsd[80:], np.linspace(2, 0, 21), atol=1e-6)
+    assert_allclose(wsd[10:81], 2.0, rtol=1e-6)
+    assert_allclose(wsd[80:], np.linspace(2, 0, 21), atol=1e-6)
     all_decay = rates(schedule="wsd", warmup_steps=10, decay_fraction=1.0, min_lr_ratio=0.0)
-    np.testing.assert_allclose(all_decay[10:], np.linspace(2, 0, 91), atol=1e-5)
+    assert_allclose(all_decay[10:], np.linspace(2, 0, 91), atol=1e-5)
 
 
 def test_the_shortest_runs_have_a_schedule():
@@ -213,7 +214,7 @@ def test_adamw_equals_numpy_and_decays_by_path():
     decayed = {name: name in (MATRIX, "head.kernel") for name in WORDS}
     want = numpy_adamw(config, weights, gradients, make_schedule(config, 10), decayed)
     for name in WORDS:
-        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=2e-6, err_msg=name)
+        assert_allclose(got[name], want[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.medium(fast=1)
@@ -226,7 +227,7 @@ def test_weight_decay_alone_shrinks_what_is_not_exempt(name):
     got, _ = run(make_optimizer(config, WORDS, 10), weights, [still])
     for key in WORDS:
         factor = 0.95 if key in (MATRIX, "head.kernel") else 1.0
-        np.testing.assert_allclose(got[key], factor * weights[key], rtol=1e-6, atol=1e-7, err_msg=key)
+        assert_allclose(got[key], factor * weights[key], rtol=1e-6, atol=1e-7, err_msg=key)
 
 
 def test_no_decay_covers_norms_biases_sinks_and_tables_of_every_kind():
@@ -268,7 +269,7 @@ def test_every_part_of_an_optimizer_follows_the_schedule(name):
     half, _ = run(make_optimizer(config, WORDS, 10), weights, gradients)
     for key, weight in weights.items():
         assert np.abs(full[key] - weight).max() > 1e-3
-        np.testing.assert_allclose(half[key] - weight, (full[key] - weight) / 2, atol=1e-6, err_msg=key)
+        assert_allclose(half[key] - weight, (full[key] - weight) / 2, atol=1e-6, err_msg=key)
 
 
 KINDS = {
@@ -338,7 +339,7 @@ def test_muon_orthogonalises_each_layer_and_projection_by_itself():
         want, _ = run(plain, matrices(weights), [matrices(each) for each in gradients])
     got = matrices(got)
     for name, matrix in matrices(weights).items():
-        np.testing.assert_allclose(got[name] - matrix, want[name] - matrix, atol=2e-5, err_msg=name)
+        assert_allclose(got[name] - matrix, want[name] - matrix, atol=2e-5, err_msg=name)
         assert np.abs(want[name] - matrix).max() > 1e-2
 
 
@@ -376,7 +377,7 @@ def test_multiplied_rates_are_those_of_two_optimizers(name):
     tripled, quarter = (moved(dataclasses.replace(config, learning_rate=0.1 * factor)) for factor in (3.0, 0.25))
     for key in WORDS:
         want = quarter if key == MATRIX else tripled if "mlp." in key or "head" in key else plain
-        np.testing.assert_allclose(got[key] - weights[key], want[key] - weights[key], rtol=2e-4, atol=1e-6, err_msg=key)
+        assert_allclose(got[key] - weights[key], want[key] - weights[key], rtol=2e-4, atol=1e-6, err_msg=key)
         assert (want is plain) or np.abs(want[key] - plain[key]).max() > 1e-3
 
 
@@ -404,8 +405,8 @@ def test_moments_in_half_precision_are_rounded_and_nothing_else_is(name, moments
     second, _ = update(gradients[1], kept, weights)
     got, small = jax.jit(rounding.update)(gradients[0], rounding.init(weights), weights)
     again, _ = jax.jit(rounding.update)(gradients[1], small, weights)
-    np.testing.assert_allclose(got[MATRIX], first[MATRIX], rtol=1e-5)
-    np.testing.assert_allclose(again[MATRIX], second[MATRIX], rtol=1e-4, atol=1e-6)
+    assert_allclose(got[MATRIX], first[MATRIX], rtol=1e-5)
+    assert_allclose(again[MATRIX], second[MATRIX], rtol=1e-4, atol=1e-6)
     assert got[MATRIX].dtype == jnp.float32
     halves = [leaf for leaf in jax.tree.leaves(small) if leaf.dtype == jnp.bfloat16]
     assert [leaf.shape for leaf in halves] == [weights[MATRIX].shape] * moments
@@ -423,4 +424,4 @@ def test_weights_in_half_precision_get_updates_in_float32(name):
     got, want = (jax.jit(optimizer.update)(gradient, optimizer.init(w), w) for w in (half, full))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype and one.dtype != jnp.bfloat16
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+        assert_allclose(one, other, rtol=1e-5, atol=1e-7)

@@ -23,6 +23,7 @@ from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.teacher_server import TeacherServer
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
+from tests.compare import assert_allclose
 from tests.serving.servers import chat_frontend
 
 
@@ -140,7 +141,7 @@ def test_a_wider_teacher_and_a_projection_that_goes_on_bit_for_bit(folder):
     _, err = train(folder, "wider", *more, *twice, code=2, **options, steps=5, export="None")
     assert "go on as the run began" in " ".join(err.split())
     train(folder, "wider mesh", *more, "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **options)
-    np.testing.assert_allclose(figures(folder, "wider mesh"), figures(folder, "wider"), rtol=2e-4, atol=1e-5)
+    assert_allclose(figures(folder, "wider mesh"), figures(folder, "wider"), rtol=2e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -151,7 +152,7 @@ def test_likeliest_tokens_are_kept_and_read(folder):
     train(folder, "exact", **{"distill.temperature": 2})
     train(folder, "top", **kept, **{"distill.top": size - 1})
     want, found = (np.array(figures(folder, name)) for name in ("exact", "top"))
-    np.testing.assert_allclose(found, want, rtol=0.01, atol=1e-3)
+    assert_allclose(found, want, rtol=0.01, atol=1e-3)
     train(folder, "again", **kept, **{"distill.top": size - 1, "distill.teacher": "None"})
     assert figures(folder, "again") == figures(folder, "top")
     _, err = train(folder, "fewer", code=3, **kept, **{"distill.top": 4})
@@ -189,7 +190,7 @@ def test_a_teacher_behind_a_server_is_the_teacher(folder):
             server.likeliest(np.arange(20, 30, dtype=np.int32))
         with pytest.raises(ConfigError, match="encodes a text in other ids"):
             server.check_tokens(ByteTokenizer())
-    np.testing.assert_allclose(figures(folder, "served"), figures(folder, "near"), rtol=1e-3, atol=1e-4)
+    assert_allclose(figures(folder, "served"), figures(folder, "near"), rtol=1e-3, atol=1e-4)
     train(folder, "alone", **top, **{"distill.teacher": "None", "distill.saved": folder / "answers"})
     assert figures(folder, "alone") == figures(folder, "served")
 
@@ -202,7 +203,7 @@ def test_every_setting_and_any_mesh(folder):
     rows = steps_of(folder / "mixed")
     assert rows[0]["loss"] == pytest.approx(2 * rows[0]["divergence"] + rows[0]["nll"] / 2, rel=1e-5)
     train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **options)
-    np.testing.assert_allclose(figures(folder, "mesh"), figures(folder, "mixed"), rtol=2e-4, atol=1e-5)
+    assert_allclose(figures(folder, "mesh"), figures(folder, "mixed"), rtol=2e-4, atol=1e-5)
     train(folder, "adapted", lora_rank=4, optimizer__ema_decay=0.9, optimizer__learning_rate=0.03)
     assert steps_of(folder / "adapted")[-1]["divergence"] < steps_of(folder / "adapted")[0]["divergence"]
 

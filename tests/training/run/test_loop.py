@@ -56,6 +56,7 @@ from eqx_decoders.training.step.step_config import StepConfig
 from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
+from tests.compare import assert_allclose
 from tests.training.run.starts import resumed, run_at
 
 
@@ -185,7 +186,7 @@ def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
 @shows("TrainConfig.eval_batches", "TrainConfig.trackers")
 def test_every_way_to_compute_gives_the_same_losses(base, sharded):
     for name in ("loss", "grad_norm", "accuracy", "tokens", "learning_rate", "epochs"):
-        np.testing.assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)
+        assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)
     assert "fsdp=4 x tensor=2" in sharded.err and "one device" in base.err
     assert "remat" in sharded.program and "remat" not in base.program
     assert "4,16,1024]" in sharded.program and "4,16,1024]" not in base.program  # half of the rows at a time
@@ -210,7 +211,7 @@ def test_other_settings_compute_something_else(base, other):
     assert " all_to_all[" in other.program and " all_to_all[" not in base.program
     assert "50 documents" in other.err and "50 sequences an epoch" in other.err  # 9 tokens each, and none together
     assert set(other.column("tokens")) == {8 * 8.0}
-    np.testing.assert_allclose(other.column("learning_rate"), [1e-2, 1e-2, 1e-2, 6e-3], rtol=1e-6)
+    assert_allclose(other.column("learning_rate"), [1e-2, 1e-2, 1e-2, 6e-3], rtol=1e-6)
     assert "of all 101 tokens" in other.out and "sample:" not in other.out
     assert load_settings(other.dir / "settings.json").dataset.seed == 1
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"

@@ -23,6 +23,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.loss import token_loss_sum
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
+from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.samples import MEDIA, STEM, VISION, media_decoder
 from tests.models import filled
 
@@ -43,13 +44,13 @@ def test_images_are_functions_of_their_numbers():
     assert READER.tokens == 4 and reader_from_json(READER.to_json()) == READER
     some = [draw(number) for number in range(200)]
     for number, one in enumerate(some[:5]):
-        np.testing.assert_array_equal(one.pixels, draw(number).pixels)
+        assert_array_equal(one.pixels, draw(number).pixels)
     assert all(one.pixels.shape == (3, SIZE, SIZE) and one.pixels.min() >= 0 and one.pixels.max() <= 1 for one in some)
     assert len({one.question for one in some}) == 6 and len({one.answer for one in some}) > 40
     counted = [one for one in some if one.question.startswith("How many")]
     assert {one.answer.split()[0] for one in counted} == set(NUMBERS)
     pixels = drawn_pixels(["drawn:3", "drawn:0"])
-    np.testing.assert_allclose(pixels[0], 2 * draw(3).pixels - 1)
+    assert_allclose(pixels[0], 2 * draw(3).pixels - 1)
     for bad in ("cat.png", "drawn:", "drawn:../x", "drawn:1e3"):
         with pytest.raises(DataError, match="no file is read here"):
             drawn_pixels([bad])
@@ -108,7 +109,7 @@ def test_batches_have_the_images_of_their_documents(batches):
                 assert (count == 0) == text.startswith("no image")
                 pixels.append((count, owners))
         media = batch.media
-        np.testing.assert_array_equal(media.index >= 0, batch.tokens == TOKEN)
+        assert_array_equal(media.index >= 0, batch.tokens == TOKEN)
         assert not batch.loss_mask[batch.tokens == TOKEN].any()
         patches = media.images.patches.reshape(4, -1, 16, media.images.patches.shape[-1])
         number = 0
@@ -199,6 +200,6 @@ def test_an_encoder_can_be_frozen(model):
     optimizer = OptimizerConfig(learning_rate=1e-2, trainable=("segments.*", "vision.projector.*"))
     trainer = Trainer.create(optimizer, model, steps=4, config=StepConfig())
     state, _ = trainer.step(trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0)), example(1))
-    np.testing.assert_array_equal(state.model.vision.stem.kernel, model.vision.stem.kernel)
+    assert_array_equal(state.model.vision.stem.kernel, model.vision.stem.kernel)
     before, after = (m.vision.projector.layers[0].kernel for m in (model, state.model))
     assert np.abs(np.asarray(before - after)).max() > 1e-4

@@ -14,6 +14,7 @@ from eqx_decoders.errors import DataError
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
+from tests.compare import assert_array_equal
 from tests.encoders.directories import save_image
 from tests.encoders.test_audio_files import AUDIO, VIDEO, directory
 from tests.io.processors.media_files import audio, video
@@ -93,7 +94,7 @@ def test_documents_with_videos_are_packed(folder):
             order["video"] += [reference("video", str(folder / f"{one}.mkv")) for one in videos]
             order["image"] += [str(folder / f"{one}.png") for one in images]
         assert not np.isin(row[targets], [IMAGE, VIDEO]).any()
-    np.testing.assert_array_equal(batch.media.index >= 0, np.isin(batch.tokens, [IMAGE, VIDEO]))
+    assert_array_equal(batch.media.index >= 0, np.isin(batch.tokens, [IMAGE, VIDEO]))
     # videos of each row stand behind its images or between them: by what their patches sum up to
     arrays = reader.arrays([*order["image"], *order["video"]])
     whole = sum(float(np.abs(arrays[name]).sum()) for name in ("pixel_values", "pixel_values_videos"))
@@ -140,13 +141,13 @@ def test_documents_with_audio_are_packed(folder):
             assert (own == AUDIO).sum() == sum(AUDIO_TOKENS[one] for one in audio)
             assert (own == IMAGE).sum() == 4 * images
         assert not np.isin(row[targets], [IMAGE, AUDIO]).any()
-    np.testing.assert_array_equal(batch.media.index >= 0, np.isin(batch.tokens, [IMAGE, AUDIO]))
+    assert_array_equal(batch.media.index >= 0, np.isin(batch.tokens, [IMAGE, AUDIO]))
     together = reader.arrays([reference("audio", str(folder / f"{number}.wav")) for number in (0, 2, 1)])
     for place, number in enumerate((0, 2, 1)):
         alone = reader.arrays([reference("audio", str(folder / f"{number}.wav"))])
         frames = alone["input_features"].shape[-1]
         assert together["feature_attention_mask"][place].sum() == frames == round(100 * SECONDS[number])
-        np.testing.assert_array_equal(together["input_features"][place, :, :frames], alone["input_features"][0])
+        assert_array_equal(together["input_features"][place, :, :frames], alone["input_features"][0])
 
 
 def test_a_file_that_has_changed_is_noticed(folder):

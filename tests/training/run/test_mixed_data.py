@@ -13,6 +13,7 @@ from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, training_texts
 from eqx_decoders.data.store import open_store as store_module
 from eqx_decoders.errors import ConfigError, DataError
+from tests.compare import assert_array_equal
 from tests.data.test_dataset import FIELDS, Numbers, equal, rows, take, targets_of, used
 from tests.stores import documents_of
 
@@ -105,7 +106,7 @@ def test_a_mixture_resumes_anywhere_with_any_batches_and_processes(make, share):
             for place, row in enumerate(share):
                 for name in FIELDS:
                     want = straight[point + 4 * number + row][name]
-                    np.testing.assert_array_equal(getattr(batch, name)[place], want)
+                    assert_array_equal(getattr(batch, name)[place], want)
 
 
 @pytest.mark.medium
@@ -232,7 +233,7 @@ def test_batches_of_many_blocks(make, small_blocks, folder, pack):
         again.set_state(first.get_state())
         for number, batch in enumerate(take(again, 3)):
             for name in FIELDS:
-                np.testing.assert_array_equal(getattr(batch, name)[0], straight[4 * (point + number) + 2][name])
+                assert_array_equal(getattr(batch, name)[0], straight[4 * (point + number) + 2][name])
     (held_out,) = make(sets=True, **options).values()
     counts = targets_of(rows(list(held_out)))
     assert counts.pop(0) == held_out.parts[0].counts.documents and set(counts.values()) == {1}

@@ -12,6 +12,7 @@ from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.methods.preference_run import FALLING, PreferenceRun
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
+from tests.compare import assert_allclose
 
 
 BASE = ROOT / "tests" / "fixtures" / "chat_llama"
@@ -124,7 +125,7 @@ def test_a_mesh_microbatches_and_a_reference_beside_the_model(folder):
     want = np.array(figures(folder, "start"))
     assert want[0][0] == pytest.approx(math.log(2), abs=1e-6)
     for name in ("mesh", "parts"):
-        np.testing.assert_allclose(figures(folder, name), want, rtol=2e-4, atol=1e-5)
+        assert_allclose(figures(folder, name), want, rtol=2e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -160,7 +161,7 @@ def test_a_saved_reference_is_the_one_that_is_held(folder, method, options, monk
     held, saved = (np.array(figures(folder, name)) for name in (f"{method} {len(options)} held", run))
     first = 24 // 8  # at most eight examples fit into a batch
     assert np.array_equal(held[:first], saved[:first])
-    np.testing.assert_allclose(saved, held[: len(saved)], rtol=1e-3, atol=1e-5)
+    assert_allclose(saved, held[: len(saved)], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ import json
 import random
 import time
 
-import numpy as np
 import pytest
 
 from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import call, flags, steps_of
+from tests.compare import assert_allclose
 from tests.data.test_host_rows import finish, launch, settings
 
 
@@ -73,7 +73,7 @@ def test_two_processes_have_the_losses_of_one(folder, name):
     found, alone = figures(folder / name), figures(folder / f"{name}, alone")
     assert [len(each) for each in found] == [len(each) for each in alone] and len(found[0]) == 3
     for one, other in zip(found, alone, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-2 if "half" in name else 1e-5)
+        assert_allclose(one, other, rtol=1e-2 if "half" in name else 1e-5)
 
 
 def test_another_number_of_processes_goes_on_with_the_same_losses(folder):
@@ -91,7 +91,7 @@ def test_another_number_of_processes_goes_on_with_the_same_losses(folder):
     call("train", *flags(options | {"--run-dir": folder / "unchanged", "--steps": 6}), devices=4)
     losses = [[row["loss"] for row in steps_of(folder / name)] for name in ("changing", "unchanged")]
     assert len(losses[0]) == 6
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -9,6 +9,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import ROOT, call, flags, steps_of
+from tests.compare import assert_allclose
 from tests.data.test_host_rows import finish, launch, settings
 from tests.training.run.test_process_meshes import WORKER
 
@@ -82,7 +83,7 @@ def test_two_processes_have_the_losses_of_one(folder, name):
         [[row["loss"], row["grad_norm"]] for row in steps_of(folder / each)] for each in (name, f"{name} alone")
     )
     assert len(both) == 3
-    np.testing.assert_allclose(both, alone, rtol=1e-4, atol=1e-6)  # the loss of a step on policy is near 0
+    assert_allclose(both, alone, rtol=1e-4, atol=1e-6)  # the loss of a step on policy is near 0
 
 
 def test_tasks_are_answered_together_and_graded_by_one(folder):

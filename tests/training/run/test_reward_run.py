@@ -20,7 +20,7 @@ from eqx_decoders.training.objectives.preference_loss import reward_loss
 from eqx_decoders.training.objectives.reward_scores import RewardObjective, reward_scores
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_close
 from tests.models import VOCAB, filled, rich_decoder
 
 
@@ -208,7 +208,7 @@ def test_pairs_of_matrices_margins_and_meshes(folder):
     assert trained["head.kernel"].shape == (before["embedding.table"].shape[1], 1)
     assert np.array_equal(trained["embedding.table"], before["embedding.table"])
     train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, lora_rank=4, **changes)
-    np.testing.assert_allclose(figures(folder, "mesh"), figures(folder, "adapted"), rtol=1e-3, atol=1e-4)
+    assert_allclose(figures(folder, "mesh"), figures(folder, "adapted"), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.medium(fast=("changes3-3-margin='wide' must be a number",))

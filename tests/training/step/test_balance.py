@@ -24,6 +24,7 @@ from eqx_decoders.training.step.loss import next_token_loss
 from eqx_decoders.training.step.router_bias import update_router_bias
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
+from tests.compare import assert_allclose, assert_array_equal
 from tests.models import EMBED, VOCAB, filled, packed
 
 
@@ -87,10 +88,10 @@ def close_to(state, metrics, stepped):
     """The same biases bit by bit, the same weights and metrics but for rounding."""
     want, whole = stepped
     for one, other in zip(biases(state.model).values(), biases(want.model).values(), strict=True):
-        np.testing.assert_array_equal(one, other)
+        assert_array_equal(one, other)
     for got, right in ((metrics, whole), (state.model, want.model)):
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+            assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +117,9 @@ def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
     assert counts.shape == (4, 8) and not np.any(counts[1::2, 4:])
     eights = counts[0::2]
     real = float(np.sum(batch_of().segment_ids > 0))
-    np.testing.assert_array_equal(eights.sum(-1), [2 * real] * 2)
+    assert_array_equal(eights.sum(-1), [2 * real] * 2)
     for before, after, count in zip(by_layer(model), by_layer(state.model), eights, strict=True):
-        np.testing.assert_allclose(after, before + RATE * np.sign(count.mean() - count), rtol=1e-6)
+        assert_allclose(after, before + RATE * np.sign(count.mean() - count), rtol=1e-6)
         assert np.any(after > before) and np.any(after < before)
     assert not any("selection_bias" in name for name in named_leaves(state.optimizer))
 
@@ -143,7 +144,7 @@ def test_a_step_that_is_not_finite_moves_no_bias(trainer, model):
     state, metrics = advanced(trainer, poisoned, batch_of(poison=True))
     assert bool(metrics.skipped)
     for name, leaf in biases(state.model).items():
-        np.testing.assert_array_equal(leaf, biases(model)[name])
+        assert_array_equal(leaf, biases(model)[name])
 
 
 @pytest.mark.medium
@@ -175,10 +176,10 @@ def test_a_rate_of_ones_own_and_statistics_of_an_output():
     for before, after, count in zip(
         by_layer(model), by_layer(moved), np.asarray(out.routing.counts)[0::2], strict=True
     ):
-        np.testing.assert_allclose(after, before + 3.0 * np.sign(count.mean() - count), rtol=1e-6)
+        assert_allclose(after, before + 3.0 * np.sign(count.mean() - count), rtol=1e-6)
     balanced = eqx.tree_at(lambda s: s.routing.counts, out, jnp.ones_like(out.routing.counts))
     for before, after in zip(by_layer(model), by_layer(update_router_bias(model, balanced)), strict=True):
-        np.testing.assert_array_equal(after, before)
+        assert_array_equal(after, before)
     with pytest.raises(ed.ConfigError, match="needs the routing statistics of a model with experts"):
         update_router_bias(model, dataclasses.replace(out, routing=None))
 
@@ -208,6 +209,6 @@ def test_relative_loads_are_those_of_each_layers_own_experts():
     config = dataclasses.replace(CONFIG, blocks=(DENSE, EIGHT, DENSE, FOUR))
     loads = relative_loads(config, counts)
     assert list(loads) == ["1", "3"]
-    np.testing.assert_allclose(loads["1"], [4, 0, 2, 2, 0, 0, 0, 0])
-    np.testing.assert_allclose(loads["3"], [0.5, 0.5, 0.5, 2.5])
+    assert_allclose(loads["1"], [4, 0, 2, 2, 0, 0, 0, 0])
+    assert_allclose(loads["3"], [0.5, 0.5, 0.5, 2.5])
     assert not np.any(relative_loads(config, 0 * counts)["1"])  # nothing was routed

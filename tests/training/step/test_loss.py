@@ -18,7 +18,7 @@ from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.head.cross_entropy import cross_entropy
 from eqx_decoders.training.step.loss import evaluation_sums, next_token_loss, next_tokens
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import filled, packed, rich_decoder, some_tokens
 
 
@@ -91,7 +91,7 @@ def test_no_targets_give_zeros_and_no_nan():
         (loss, metrics), gradient = value_and_gradient(model, batch, 1e-2, fused)
         assert float(loss) == 0.0 and float(metrics.tokens) == 0.0 and float(metrics.correct) == 0.0
         for leaf in jax.tree.leaves(gradient):
-            np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+            assert_array_equal(leaf, np.zeros_like(leaf))
 
 
 @pytest.mark.medium

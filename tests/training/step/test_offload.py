@@ -20,7 +20,7 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.commands import AS_USERS_RUN, ROOT
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations, tpu_devices
 from tests.training.step.test_step import ANY, CONFIG, advanced, batch_of, first_state, same_bits, trainer_of
@@ -67,7 +67,7 @@ def test_steps_are_the_same(sizes, offload, optimizer, remat):
         assert_close((host.model, host.optimizer, host.ema), (plain.model, plain.optimizer, plain.ema), units=64)
     for (name, one), other in zip(named_leaves(host).items(), jax.tree.leaves(plain), strict=True):
         assert same_bits(one, other) or not AS_THEY_RUN_IT, name
-    np.testing.assert_allclose([row.grad_norm for row in others], [row.grad_norm for row in rows], rtol=1e-6)
+    assert_allclose([row.grad_norm for row in others], [row.grad_norm for row in rows], rtol=1e-6)
     places, words = kinds(host), axes(host.model)
     for name, here in words.items():
         moves = may_stream(name, here)
@@ -121,7 +121,7 @@ def test_weights_on_the_host_generate_as_others_do():
     assert same_bits(moved, model) and HOST in kinds(moved).values() and kinds(moved)["embedding.table"] != HOST
     prompt = some_tokens(2, 5)
     want = ed.generate(model, prompt, max_new_tokens=4)
-    np.testing.assert_array_equal(ed.generate(moved, prompt, max_new_tokens=4), want)
+    assert_array_equal(ed.generate(moved, prompt, max_new_tokens=4), want)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.qk_clip import clipped_weights, qk_clip
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 
 
@@ -57,7 +57,7 @@ def test_scores_become_as_large_as_the_threshold():
     places = ("0.unit.0.mixer.query_up", "0.unit.0.mixer.kv_up", "0.unit.2.mixer.query", "0.unit.2.mixer.kv_up")
     assert changed <= {f"segments.{place}" for place in places} and f"segments.{places[0]}" in changed
     old, new = (each.segments[0].unit[0].mixer.kv_up for each in (model, clipped))
-    np.testing.assert_array_equal(old[..., 6:], new[..., 6:])  # values
+    assert_array_equal(old[..., 6:], new[..., 6:])  # values
 
 
 def test_each_layer_and_head_has_its_own():
@@ -132,7 +132,7 @@ def test_layers_of_multi_token_prediction_are_clipped():
         clipped.mtp.depth.block.mixer.query_up[..., 6:], model.mtp.depth.block.mixer.query_up[..., 6:] / 4, units=8
     )
     without = qk_clip(model, jnp.full((1, 4), 400.0))  # of a call without them
-    np.testing.assert_array_equal(without.mtp.depth.block.mixer.kv_up, model.mtp.depth.block.mixer.kv_up)
+    assert_array_equal(without.mtp.depth.block.mixer.kv_up, model.mtp.depth.block.mixer.kv_up)
 
 
 @pytest.mark.medium

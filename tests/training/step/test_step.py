@@ -27,7 +27,7 @@ from eqx_decoders.training.step.loss import next_token_loss, token_loss_sum
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from eqx_decoders.training.step.train_state import TrainState
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.models import filled, packed, rich_decoder, some_tokens
 
 
@@ -170,7 +170,7 @@ def test_two_steps_are_clipped_adamw_on_the_plain_loss(case):
     start = host(named_leaves(case.model))
     for name, want in weights.items():
         assert np.abs(want - start[name]).max() > 1e-6, name
-        np.testing.assert_allclose(moved[name], want, rtol=0, atol=2e-6, err_msg=name)
+        assert_allclose(moved[name], want, rtol=0, atol=2e-6, err_msg=name)
     assert int(state.step) == 2 and int(state.skipped) == 0
 
 
@@ -192,7 +192,7 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
         for name in ("mean", "zero_fraction"):
             mine, theirs = (getattr(row.stats.activations, name) for row in (one, other))
             assert mine.shape == (1,)
-            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+            assert_allclose(mine, theirs, atol=1e-5)
 
 
 @pytest.mark.medium
@@ -273,7 +273,7 @@ def test_an_empty_batch_is_a_step_of_zeros(case):
     before = named_leaves(case.model)
     for name, leaf in named_leaves(state.model).items():
         decay = 1 - 0.025 * 0.1 * _decayed(name)
-        np.testing.assert_allclose(leaf, decay * np.asarray(before[name]), rtol=1e-6, err_msg=name)
+        assert_allclose(leaf, decay * np.asarray(before[name]), rtol=1e-6, err_msg=name)
 
 
 def test_the_old_state_is_donated_and_the_batch_is_not(case):
@@ -445,8 +445,8 @@ def test_running_means_are_the_formula_over_a_loop(params):
             continue
         assert state.ema[name].dtype == jnp.float32 and averaged[name].dtype == params
         assert state.ema[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
-        np.testing.assert_allclose(state.ema[name], want[name], rtol=1e-6)
-        np.testing.assert_array_equal(averaged[name], state.ema[name].astype(params))
+        assert_allclose(state.ema[name], want[name], rtol=1e-6)
+        assert_array_equal(averaged[name], state.ema[name].astype(params))
     assert not trainer_of(model).init(model, key=jax.random.key(0)).ema
 
 
@@ -557,7 +557,7 @@ def test_dropout_draws_anew_each_step_and_in_each_microbatch():
 
     want, gradient = plain(model)
     norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(gradient)))
-    np.testing.assert_allclose(step(2, 0), (want, norm), rtol=1e-5)
+    assert_allclose(step(2, 0), (want, norm), rtol=1e-5)
 
 
 @pytest.mark.medium

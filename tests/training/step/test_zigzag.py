@@ -27,7 +27,7 @@ from eqx_decoders.model.mtp import shift_left
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.training.step.loss import evaluation_sums, next_tokens
 from eqx_decoders.training.step.zigzag import in_context_order
-from tests.compare import assert_close
+from tests.compare import assert_array_equal, assert_close
 from tests.layers.common import attend_on_mesh
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 
@@ -113,7 +113,7 @@ def test_tokens_further_on_in_another_order():
     order, x = zigzag(24, 3), jnp.arange(1, 25)[None, :, None]
     for count in (0, 1, 5, 30):
         wanted = shift_left(x, count)[:, order]
-        np.testing.assert_array_equal(shift_left(x[:, order], count, order), wanted)
+        assert_array_equal(shift_left(x[:, order], count, order), wanted)
 
 
 @pytest.mark.medium
@@ -124,10 +124,10 @@ def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
     batch = ed.Batch(tokens=jnp.arange(32, dtype=jnp.int32)[None].repeat(2, 0))
     turned, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     pieces = [*range(4), *range(28, 32), *range(4, 8), *range(24, 28)]
-    np.testing.assert_array_equal(turned.tokens[0, :16], pieces)
-    np.testing.assert_array_equal(turned.positions[1, :16], pieces)
-    np.testing.assert_array_equal(targets[0, :16], [(token + 1) % 32 for token in pieces])
-    np.testing.assert_array_equal(weights[0, :16], [token != 31 for token in pieces])
+    assert_array_equal(turned.tokens[0, :16], pieces)
+    assert_array_equal(turned.positions[1, :16], pieces)
+    assert_array_equal(targets[0, :16], [(token + 1) % 32 for token in pieces])
+    assert_array_equal(weights[0, :16], [token != 31 for token in pieces])
 
     def in_order(inputs, options, kernel):
         query, key, positions = inputs.query, inputs.key, inputs.positions.key_positions
@@ -140,7 +140,7 @@ def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
     places = dict(query_positions=turned.positions, key_positions=turned.positions, mask=Causal())
     chosen = jnp.broadcast_to(turned.tokens[:, None, None] < 5, (2, 1, 32, 32))
     out = attend_on_mesh(jnp.zeros((2, 32, 1, 1)), key, key, selected=chosen, execution=model.execution, **places)
-    np.testing.assert_array_equal(out[0], 1.0)
+    assert_array_equal(out[0], 1.0)
 
 
 @pytest.mark.medium(fast=("zigzag",))

@@ -19,6 +19,7 @@ from eqx_decoders.model.init import abstract
 from eqx_decoders.numerics.nf4_weight import LEVELS
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
+from tests.compare import assert_allclose, assert_array_equal
 
 
 FIXTURE = np.load(Path(__file__).parents[3] / "fixtures" / "few_bits.npz")
@@ -60,11 +61,11 @@ def test_numbers_are_those_of_the_package(name, tmp_path):
     tensors, want = checkpoint_tensors(Directory(folder)), FIXTURE[f"{name}/want"]
     assert list(tensors) == ["m.weight"]
     close = dict(rtol=2e-7, atol=0) if name == "int8" else dict(rtol=0, atol=0)  # it multiplies by 1 / 127
-    np.testing.assert_allclose(tensors["m.weight"].read_all(), want, **close)
+    assert_allclose(tensors["m.weight"].read_all(), want, **close)
     rng = np.random.default_rng(0)
     for _ in range(10):
         part = tuple(slice(*map(int, sorted(rng.choice(size + 1, 2, replace=False)))) for size in want.shape)
-        np.testing.assert_allclose(tensors["m.weight"].read(part), want[part], **close)
+        assert_allclose(tensors["m.weight"].read(part), want[part], **close)
 
 
 @pytest.mark.parametrize("dtype, size", [("I8", 1), ("BF16", 2), ("F16", 2), ("F32", 4), ("F64", 8), ("I32", 4)])
@@ -76,8 +77,8 @@ def test_bitsandbytes_stores_bytes_as_any_dtype(name, dtype, size, tmp_path):
     config = FOUR | {"bnb_4bit_quant_storage": dtype}
     folder = write(tmp_path, tensors | {"m.weight": (dtype, octets.view(f"u{size}"))}, {"quantization_config": config})
     found, want = checkpoint_tensors(Directory(folder))["m.weight"], FIXTURE[f"{name}/want"]
-    np.testing.assert_array_equal(found.read_all(), want)
-    np.testing.assert_array_equal(found.read((slice(1, 3), slice(3, 9))), want[1:3, 3:9])
+    assert_array_equal(found.read_all(), want)
+    assert_array_equal(found.read((slice(1, 3), slice(3, 9))), want[1:3, 3:9])
 
 
 @pytest.mark.parametrize("own_file", [False, True])
@@ -95,7 +96,7 @@ def test_modelopt_multiplies_by_its_factor(own_file, tmp_path):
     found = checkpoint_tensors(Directory(folder))
     assert list(found) == ["m.weight"]
     want = FIXTURE["nvfp4/want"] * divisor * factor
-    np.testing.assert_allclose(found["m.weight"].read_all(), want, rtol=3e-7)
+    assert_allclose(found["m.weight"].read_all(), want, rtol=3e-7)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,)])
@@ -105,7 +106,7 @@ def test_fp8_of_modelopt(shape, tmp_path):
     tensors = {"m.weight": ("F8_E4M3", bits), "m.weight_scale": ("F32", np.asarray(scales))}
     folder = write(tmp_path, tensors, {"quantization_config": MODELOPT | {"quant_algo": "FP8"}})
     want = bits.view(jax.numpy.float8_e4m3fn).astype(np.float32) * scales.reshape(-1, 1)
-    np.testing.assert_array_equal(checkpoint_tensors(Directory(folder))["m.weight"].read_all(), want)
+    assert_array_equal(checkpoint_tensors(Directory(folder))["m.weight"].read_all(), want)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def test_weights_stay_in_few_bits(kind, scheme, form, tmp_path):
     nodes = quantized_weights(narrow)
     assert len(nodes) == 7 and {node.format for node in nodes.values()} == {form}
     for path, leaf in named_leaves(ed.dequantize(narrow)).items():
-        np.testing.assert_array_equal(leaf, named_leaves(wide)[path], err_msg=path)
+        assert_array_equal(leaf, named_leaves(wide)[path], err_msg=path)
 
 
 STATE = "m.weight.quant_state.bitsandbytes__nf4"

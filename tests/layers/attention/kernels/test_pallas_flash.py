@@ -24,6 +24,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, 
 from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from eqx_decoders.sharding.chips import compute_capability
+from tests.compare import assert_array_equal
 from tests.layers.attention.kernels.test_registry import all_of, make, packed_places, plain, same, weights_for
 from tests.programs import tpu_devices
 
@@ -208,7 +209,7 @@ def test_tiles_that_nobody_chose_are_not_listed(kind, heads, keys_held):
     queries, keys = (128, 256) if keys_held else (256, 128)
     mask = np.pad(as_mask(chosen, 640), [(0, 0)] * 2 + [(0, -640 % 256)] * 2)
     some = mask.reshape(2, heads, 768 // queries, queries, 768 // keys, keys).any((3, 5))
-    np.testing.assert_array_equal(found, some & seen[:, None])
+    assert_array_equal(found, some & seen[:, None])
     assert inside and found.sum() < 0.95 * heads * seen.sum() and found.sum((2, 3)).min() > 0
 
 
@@ -282,7 +283,7 @@ def test_blocks_that_nobody_sees_are_not_touched(kernel):
     poisoned = tuple(jnp.where(rows[:, :, None, None], jnp.nan, x) for x, rows in poisons)
     runs = [all_of(x, weights_for(qkv), places, mask=Causal(), kernel=kernel) for x in (qkv, poisoned)]
     for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert_array_equal(a, b)
     (out, lse), (query_bar, *bars) = runs[1]
     assert not out[asleep].any() and (lse[asleep] == EMPTY).all() and not query_bar[asleep].any()
     assert not any(bar[unseen].any() for bar in bars) and all(bar[~unseen].all() for bar in bars)
@@ -347,14 +348,14 @@ def test_tiles_are_those_that_are_seen(mask):
             tiles = seen.reshape(2, 416 // queries, queries, 416 // keys, keys)
             some = tiles.any((2, 4))
             read, sees, sees_all, run, ordered = map(np.asarray, schedule(places, mask=mask, keys_held=keys_held))
-            np.testing.assert_array_equal(sees_all, tiles.all((2, 4)))
+            assert_array_equal(sees_all, tiles.all((2, 4)))
             turn = (0, 2, 1) if keys_held else (0, 1, 2)
-            np.testing.assert_array_equal(run.transpose(turn), first_run(sees_all.transpose(turn)))
+            assert_array_equal(run.transpose(turn), first_run(sees_all.transpose(turn)))
             assert ordered.all()
             assert (read & sees)[some].all()
             if at == 0:  # packed rows in order: nothing is in vain
-                np.testing.assert_array_equal(sees, some)
-                np.testing.assert_array_equal(read, some)
+                assert_array_equal(sees, some)
+                assert_array_equal(read, some)
 
 
 def layers(remat, kernel):

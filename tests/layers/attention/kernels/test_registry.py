@@ -15,7 +15,7 @@ from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
-from tests.compare import assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
 
 
 MASKS = [Causal(), SlidingWindow(7), SlidingWindow(150), Chunked(9), Bidirectional(), Bidirectional(40)]
@@ -101,7 +101,7 @@ def same(left, right, tolerance=3e-5):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(a).all() and np.isfinite(b).all()
         scale = max(1.0, np.abs(b[b > EMPTY / 2]).max(initial=0.0))
-        np.testing.assert_allclose(a, b, atol=tolerance * scale, rtol=0)
+        assert_allclose(a, b, atol=tolerance * scale, rtol=0)
 
 
 def both(qkv, places, **options):
@@ -212,7 +212,7 @@ def test_documents_do_not_touch(kernel, mask):
     runs = [all_of(x, weights, places, mask=mask, kernel=kernel, aligned=True) for x in (ours, mixed)]
     for a, b in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
         kept = np.asarray(segments == 2)
-        np.testing.assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
+        assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
         assert (np.asarray(a)[~kept] != np.asarray(b)[~kept]).any()
 
 
@@ -227,8 +227,8 @@ def test_window_and_chunk_are_the_loop(mask):
         scores = np.einsum("bhd,bkd->bhk", query[:, at], key[:, first : at + 1, 0])
         weights = np.exp(scores)
         expected = np.einsum("bhk,bkd->bhd", weights, value[:, first : at + 1, 0]) / weights.sum(-1)[..., None]
-        np.testing.assert_allclose(out[:, at], expected, atol=1e-5)
-        np.testing.assert_allclose(lse[:, at], np.log(weights.sum(-1)), atol=1e-5)
+        assert_allclose(out[:, at], expected, atol=1e-5)
+        assert_allclose(lse[:, at], np.log(weights.sum(-1)), atol=1e-5)
 
 
 @jax.jit
@@ -283,9 +283,7 @@ def test_sink_is_one_more_column():
     weights = np.exp(np.concatenate([scores, column], -1))
     wide = (weights / weights.sum(-1, keepdims=True))[..., :-1]
     expected = np.einsum("bhts,bshd->bthd", wide, value)
-    np.testing.assert_allclose(
-        with_sink(*attend_once(query, key, value, **places, mask=Causal()), sink), expected, atol=1e-5
-    )
+    assert_allclose(with_sink(*attend_once(query, key, value, **places, mask=Causal()), sink), expected, atol=1e-5)
 
 
 def layers(remat):
@@ -428,7 +426,7 @@ def test_padding_inside_a_document_hides_nothing(mask):
     query, key, value = draws.normal(size=(3, 1, 600, 2, 8)).astype(np.float32)
     places = dict(mask=mask, query_positions=jnp.asarray(positions), key_positions=jnp.asarray(positions))
     dot, chunked = (attend_once(query, key, value, aligned=True, kernel=k, **places)[0] for k in ("dot", "chunked"))
-    np.testing.assert_allclose(chunked, dot, atol=1e-5)
+    assert_allclose(chunked, dot, atol=1e-5)
 
 
 def oracle(qkv, seen, soft_cap=None):
@@ -457,7 +455,7 @@ def test_spans(mask, length):
     same_segment = np.asarray(places["query_segments"])[:, :, None] == np.asarray(places["query_segments"])[:, None, :]
     alone = np.asarray(visible(mask, *(places[name] for name in ("query_positions", "key_positions"))))
     expected = oracle(qkv, ((alone | together) & same_segment)[:, None])
-    np.testing.assert_allclose(chunked[0][0], expected[0], atol=1e-5)
+    assert_allclose(chunked[0][0], expected[0], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -473,9 +471,7 @@ def test_spans_across_padding():
     qkv = make(900, heads=1, kv_heads=1)
     seen = np.asarray(visible(SlidingWindow(5), *(places[name] for name in ("query_positions", "key_positions"))))
     within = (positions >= 20) & (positions < 100)
-    np.testing.assert_allclose(
-        dot[0][0], oracle(qkv, (seen | within[:, :, None] & within[:, None])[:, None])[0], atol=1e-5
-    )
+    assert_allclose(dot[0][0], oracle(qkv, (seen | within[:, :, None] & within[:, None])[:, None])[0], atol=1e-5)
 
 
 def selection(length, kv_length, heads, seed=3):
@@ -503,7 +499,7 @@ def test_selected_keys(kind, heads, length, soft_cap):
         group = jnp.stack([group, group]).at[0, 100:110].set(-1)
         chosen = jnp.take(chosen, group[1], axis=-1).at[0, ..., 100:110].set(False)
         places["selected"] = Selection(pack_groups(selection(length, length, heads)), group.astype(jnp.int32))
-        np.testing.assert_array_equal(places["selected"].mask(length), chosen)
+        assert_array_equal(places["selected"].mask(length), chosen)
     chunked = all_of(qkv, weights, places, kernel="chunked", aligned=True, **options)
     dot = all_of(qkv, weights, places, kernel="dot", **options)
     same(chunked, dot)
@@ -511,8 +507,8 @@ def test_selected_keys(kind, heads, length, soft_cap):
     seen = np.asarray(visible(Causal(), *(places[name] for name in names)))[:, None] & np.asarray(chosen)
     expected = oracle(qkv, seen, soft_cap)
     for result in (chunked, dot):
-        np.testing.assert_allclose(result[0][0], expected[0], atol=1e-5)
-        np.testing.assert_allclose(result[0][1], expected[1], atol=1e-5)
+        assert_allclose(result[0][0], expected[0], atol=1e-5)
+        assert_allclose(result[0][1], expected[1], atol=1e-5)
         assert not result[0][0][0, 5].any() and result[1][1][1, 40:].any() and not result[1][1][1, :40].any()
 
 
@@ -542,7 +538,7 @@ def test_largest_scores(length, heads):
         places["selected"]
     )
     found = max_scores(query, key, **places, **options)
-    np.testing.assert_allclose(found, oracle((query, key, key), seen, 3.0)[2], rtol=1e-5)
+    assert_allclose(found, oracle((query, key, key), seen, 3.0)[2], rtol=1e-5)
     places["selected"] = places["selected"].at[1].set(False)
     assert (max_scores(query, key, **places, **options)[1] == EMPTY).all()
     grads = jax.grad(lambda q, k: max_scores(q, k, **places, **options).sum(), (0, 1))(query, key)

@@ -12,6 +12,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.kernels import splash
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow
+from tests.compare import assert_array_equal
 from tests.layers.attention.kernels.test_cudnn import results
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same
 from tests.programs import tpu_devices
@@ -71,7 +72,7 @@ def test_numbers_of_chunks():
         ids = np.asarray(splash._ids(Chunked(7), AttentionPositions(**places)))
         keys = [np.where(positions < 0, -1, x) for x in (positions // 7, segments)]
         expected = np.logical_and(*(x[:, :, None] == x[:, None] for x in keys))
-        np.testing.assert_array_equal(ids[:, :, None] == ids[:, None], expected)
+        assert_array_equal(ids[:, :, None] == ids[:, None], expected)
 
 
 def test_refusals(interpreted):

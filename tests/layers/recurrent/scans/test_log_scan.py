@@ -10,6 +10,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MAXIMA, MEANS, scan_on_mesh, scan_states
+from tests.compare import assert_allclose
 from tests.layers.common import normal
 
 
@@ -39,7 +40,7 @@ def results(args, function):
 
 def same(found, want):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-4)
+        assert_allclose(one, other, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.medium(fast=("maxima",))

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule, linear_recurrence
+from tests.compare import assert_allclose, assert_array_equal
 
 
 KINDS = ["head", "channel", "linear"]  # decay by head or by channel, and no delta rule
@@ -60,7 +61,7 @@ def same(left, right, tolerance=5e-6):
         assert a.dtype == b.dtype and a.shape == b.shape
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(a).all() and np.isfinite(b).all()
-        np.testing.assert_allclose(a, b, atol=tolerance * max(1.0, np.abs(b).max(initial=0.0)), rtol=0)
+        assert_allclose(a, b, atol=tolerance * max(1.0, np.abs(b).max(initial=0.0)), rtol=0)
 
 
 def documents(length, batch=2):
@@ -116,10 +117,10 @@ def test_definition():
             matrix = matrix + np.outer(k, beta[row, at, head] * (value[row, at, head] - matrix.T @ k))
             expected[row, at, head] = matrix.T @ query[row, at, head // 2]
     out, written, _ = delta_rule(*make(9, "channel"), chunk=None)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert_allclose(out, expected, atol=1e-5)
     args = make(9, "channel")
     again, _ = linear_recurrence(*args[:2], written, *args[3:4], args[5], chunk=None)
-    np.testing.assert_allclose(again, expected, atol=1e-5)
+    assert_allclose(again, expected, atol=1e-5)
 
 
 @pytest.mark.medium
@@ -148,7 +149,7 @@ def test_documents_do_not_touch(kind):
     for chunk in (64, None):
         for a, b in zip(*(jax.tree.leaves(all_of(each, resets, kind, chunk)) for each in (args, others)), strict=True):
             if a.shape[1] == length:
-                np.testing.assert_array_equal(a[:, 21:70], b[:, 21:70])
+                assert_array_equal(a[:, 21:70], b[:, 21:70])
     out = all_of(args, resets, kind, 64)[0][0]
     alone = tuple(x[:, 21:70] if x.shape[1] == length else jnp.zeros_like(x) for x in args)
     same(out[:, 21:70], all_of(alone, None, kind, 64)[0][0])
@@ -163,7 +164,7 @@ def test_padding_is_the_identity(kind):
     short, long = results_of(args, kind, 64), results_of(wide, kind, 64)
     same([x[:, places] if x.shape[1] == length else x for x in long], short)
     nothing = tuple(jnp.zeros_like(x) for x in wide[:-1])
-    np.testing.assert_array_equal(results_of((*nothing, args[-1]), kind, 64)[-1], args[-1])
+    assert_array_equal(results_of((*nothing, args[-1]), kind, 64)[-1], args[-1])
 
 
 @pytest.mark.medium
