@@ -69,7 +69,7 @@ test-accelerator: $(STAMP)  ## where a GPU is: its kernels against the plain for
 	AS_USERS_RUN=1 JAX_PLATFORMS=cuda,cpu XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)
 
 mutants: $(STAMP)  ## break one line at a time and see whether a test notices (none of the slow ones); ARGS='--count 80 --seed 1'
-	$(CPU) $(BIN)/python tests/mutants.py $(ARGS)
+	$(CPU) $(BIN)/python tests/tools/mutants.py $(ARGS)
 
 lint: $(STAMP)  ## ruff: style and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

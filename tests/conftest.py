@@ -23,6 +23,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.programs import drop_compiled_programs  # noqa: E402
@@ -51,6 +52,14 @@ def getkey():
         return key
 
     return next_key
+
+
+@pytest.fixture
+def without_type_checks():
+    """Signatures are not checked, as in users' programs: for tests of the library's own errors about wrong types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True, scope="module")

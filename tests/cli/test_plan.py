@@ -17,6 +17,7 @@ import eqx_decoders as ed
 from eqx_decoders.cli import plan as program
 from eqx_decoders.cli.plan import parse, single_flags
 from eqx_decoders.cli.xla_flags import OPTIONS, generation, options, set_options
+from eqx_decoders.planning.decoding_step import DecodingPlan
 from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Operations, Plan
@@ -67,6 +68,7 @@ def here(monkeypatch):
 def test_slices_are_closed_as_real_ones_are(monkeypatch, topology, wrap):
     """XLA gathers along an open row of 64 chips by sums of whole arrays."""
     asked = Mock()
+    asked.return_value.devices = []
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setitem(sys.modules, "libtpu", types.ModuleType("libtpu"))
     monkeypatch.setattr(topologies, "get_topology_desc", asked)
@@ -343,7 +345,7 @@ def test_what_does_not_fit_is_said():
 def test_flags_become_a_plan_of_decoding(here, monkeypatch):
     """Weights and cache in the dtype of activations, a mesh of the topology, and pages."""
     asked = []
-    result = types.SimpleNamespace(seconds=1.0, memory=types.SimpleNamespace(fits=True))
+    result = Mock(spec=DecodingPlan, seconds=1.0, memory=types.SimpleNamespace(fits=True))
     monkeypatch.setattr(program, "plan_decoding", lambda *given, **options: asked.append((*given, options)) or result)
     monkeypatch.setattr(program, "decoding_report", lambda plan, rows: f"{rows} rows")
     monkeypatch.setattr(program, "decoding_data", lambda plan: {})

@@ -53,7 +53,7 @@ def asked(monkeypatch, text):
     """Nothing is loaded, compiled or served."""
     found = Asked()
 
-    class Engine:
+    class Engine(serve.Engine):
         def __init__(self, model, config):
             found.engine = config
 

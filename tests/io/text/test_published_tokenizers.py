@@ -1,6 +1,6 @@
 """Token ids and rendered chats equal those of transformers for directories with different files.
 
-`tests/fixtures/make_tokenizers.py` writes the directories and the expected values.
+`tests/tools/make_tokenizers.py` writes the directories and the expected values.
 """
 
 import json

@@ -170,7 +170,7 @@ def test_stream_and_complete_answer_have_the_same_parts(name, stop):
 def test_stop_strings_and_stop_tokens_do_not_cut_the_reasoning():
     text = "The Question: 4 is easy.\n</think>\n\nThe answer is 4.\n\nQuestion: next"
     for prompt, answer in (("<think>\n", text), ("x", f"<think>{text}")):
-        whole, _ = take(choice_of(QWEN, prompt, stop=["Question:"]), ids_of(answer))
+        whole, _ = take(choice_of(QWEN, prompt, stop=("Question:",)), ids_of(answer))
         assert (whole.reasoning, whole.text) == ("The Question: 4 is easy.", "The answer is 4.\n\n")
         assert (whole.finish, whole.reason) == ("stop", "Question:")
         (token,) = ids_of("4")
@@ -180,10 +180,10 @@ def test_stop_strings_and_stop_tokens_do_not_cut_the_reasoning():
         assert choice.engine_stop_ids == ()
     assert choice_of("messages", "x", tools=(), stop_token_ids=(5,)).engine_stop_ids == (5,)
     harmony = "<|channel|>analysis<|message|>a b<|end|><|start|>assistant<|channel|>final<|message|>c b d"
-    whole, _ = take(choice_of(HARMONY, "<|start|>assistant", stop=["b"]), ids_of(harmony))
+    whole, _ = take(choice_of(HARMONY, "<|start|>assistant", stop=("b",)), ids_of(harmony))
     assert (whole.reasoning, whole.text, whole.finish) == ("a b", "c ", "stop")
     call = f"<think>a</think><tool_call>{JSON}</tool_call>"
-    whole, _ = take(choice_of(QWEN, "x", stop=["find", "</tool_call>"]), ids_of(call))
+    whole, _ = take(choice_of(QWEN, "x", stop=("find", "</tool_call>")), ids_of(call))
     assert (whole.calls, whole.finish) == ([CALL], "length")
 
 
@@ -191,13 +191,13 @@ def test_stop_string_that_is_a_special_token_matches_by_id():
     name, ids = "<|user|>", ids_of("ab<|user|>c")
     for source in (QWEN, HARMONY, "messages"):
         for fields in ({}, {"skip_special_tokens": False}, {"include_stop_str_in_output": True}):
-            whole, _ = take(choice_of(source, "x", tools=(), stop=[name], **fields), ids)
+            whole, _ = take(choice_of(source, "x", tools=(), stop=(name,), **fields), ids)
             assert (whole.text.removesuffix(name), whole.finish, whole.reason) == ("ab", "stop", name)
-        whole, _ = take(choice_of(source, "x", tools=(), stop=[name], min_tokens=4), ids)
+        whole, _ = take(choice_of(source, "x", tools=(), stop=(name,), min_tokens=4), ids)
         assert (whole.text, whole.finish) == ("abc", "length")
-        whole, _ = take(choice_of(source, "x", stop=[name]), ids_of(name))
+        whole, _ = take(choice_of(source, "x", stop=(name,)), ids_of(name))
         assert (whole.text, whole.finish) == ("", "stop")
-    whole, _ = take(choice_of(QWEN, "<think>", stop=[name]), ids_of("a<|user|>b</think>c<|user|>d"))
+    whole, _ = take(choice_of(QWEN, "<think>", stop=(name,)), ids_of("a<|user|>b</think>c<|user|>d"))
     assert (whole.reasoning, whole.text, whole.finish) == ("ab", "c", "stop")
     completion = Choice(CompletionRequest(prompt="x", stop=name), TOKENIZER)
     whole, _ = take(completion, ids)

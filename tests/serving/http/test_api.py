@@ -791,4 +791,4 @@ def test_sizes_below_zero_are_refused(field):
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ServerConfig)])
 def test_times_below_zero_are_refused(field):
     with pytest.raises(ConfigError, match=f"ServerConfig.{field}=-1"):
-        ServerConfig(**{field: -1})
+        ServerConfig(**{field: -1.0})

@@ -31,7 +31,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-Elements = str | list[tuple[str, "Elements"]]
+Elements = str | list[tuple[str, Any]]  # a text, or pairs (name, Elements)
 """Text of an element, or the names and contents of the elements within it."""
 
 

@@ -1,7 +1,7 @@
 """Mutation tests: change one place of the library, run the tests that reach it, and print what no test noticed.
 
-    python tests/mutants.py --count 80 --seed 1                       # a random draw over all of `TARGETS`
-    python tests/mutants.py --file layers/rope.py --line 40 --count 0  # every mutant of one line
+    python tests/tools/mutants.py --count 80 --seed 1                       # a random draw over all of `TARGETS`
+    python tests/tools/mutants.py --file layers/rope.py --line 40 --count 0  # every mutant of one line
 
 Mutants are made from the syntax tree and written into copies of the repository, never into the repository itself.
 Which tests reach a line is found once: coverage.py watches each file of tests in a process of its own. JAX traces a
@@ -35,7 +35,7 @@ import coverage
 import pytest
 
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "eqx_decoders"
 TIMEOUT = -1
 TARGETS = [
@@ -393,7 +393,7 @@ def run_pytest(root: Path, job: dict, timeout: float | None) -> tuple[int, str]:
     }
     path = root / "job.json"
     path.write_text(json.dumps(job))
-    command = [sys.executable, str(root / "tests" / "mutants.py"), "--job", str(path)]
+    command = [sys.executable, str(root / "tests" / "tools" / "mutants.py"), "--job", str(path)]
     try:
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
