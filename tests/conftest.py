@@ -26,6 +26,18 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+
+# Shapes and types are checked in the packages whose functions take arrays, in all items of containers; functions of
+# texts and settings, for which the checks would take a third of the tests' time, are left to pyright.
+TYPE_CHECKED = (
+    *("core", "context", "sharding", "numerics", "layers", "blocks", "encoders", "model", "inference", "training"),
+    *("rl", "evaluation", "serving.engine", "serving.scoring_engine", "data.batch", "data.signals"),
+)
+jaxtyping.install_import_hook(
+    [f"eqx_decoders.{name}" for name in TYPE_CHECKED],
+    "beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))",
+)
+
 from tests.programs import drop_compiled_programs  # noqa: E402
 
 
