@@ -21,7 +21,7 @@ LESSON := $(filter tiny-reverse,$(MODEL))
 PROGRAM := scripts/$(if $(LESSON),tiny_reverse.py,train.py --model $(MODEL) $(OPTIMIZER) $(STEPS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-medium test-slow test-accelerator mutants lint typecheck bench bench-accelerator bench-sizes clean
+.PHONY: help install train test test-slow test-accelerator mutants lint typecheck bench bench-accelerator bench-sizes clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -56,17 +56,14 @@ install: $(STAMP)  ## make the environment in .venv
 train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) and let it write
 	$(BIN)/python $(PROGRAM) --run-dir $(RUN) $(ARGS)
 
-test: $(STAMP)  ## the fast tests, on eight CPU devices: each law once or twice
+test: $(STAMP)  ## the fast tests, on eight CPU devices: each invariant once or twice
 	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-medium: $(STAMP)  ## the tests of medium length: more cases, sizes, layers and families; before a change lands
-	$(CPU) $(BIN)/python -m pytest -m "medium and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
-
-test-slow: $(CLIENTS)  ## the slow tests: many kills, long examples, clients of servers, compilation for TPU topologies
+test-slow: $(CLIENTS)  ## all other tests: more cases and families, kills, clients of servers, compilation for TPU topologies
 	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
 
 test-accelerator: $(STAMP)  ## where a GPU is: its kernels against the plain forms
-	AS_USERS_RUN=1 JAX_PLATFORMS=cuda,cpu XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)
+	JAX_PLATFORMS=cuda,cpu XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)
 
 mutants: $(STAMP)  ## break one line at a time and see whether a test notices (none of the slow ones); ARGS='--count 80 --seed 1'
 	$(CPU) $(BIN)/python tests/tools/mutants.py $(ARGS)

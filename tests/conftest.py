@@ -54,6 +54,20 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`slow(fast=("some id", "another id"))`: the named cases of a parametrized test are not slow."""
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        mark = next((mark for mark in item.own_markers if mark.name == "slow" and mark.kwargs), None)
+        if mark is not None:
+            unseen.setdefault(item.nodeid.partition("[")[0], set(mark.kwargs["fast"])).discard(item.callspec.id)
+            if item.callspec.id in mark.kwargs["fast"]:
+                item.own_markers.remove(mark)
+    missing = {test: sorted(names) for test, names in unseen.items() if names}
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow(fast=...) names cases that do not exist: {missing}")
+
+
 @pytest.fixture
 def getkey():
     """A function that returns a new key at each call, the same ones in every run."""

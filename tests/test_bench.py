@@ -54,7 +54,7 @@ def test_without_an_accelerator_it_says_what_it_needs(script):
     assert len(lines) == 1 and "TPU or a GPU" in lines[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sizes_go_on_with_the_rows_that_are_there(script, monkeypatch, tmp_path, capsys):
     """Errors are tried again, fewer rows if none fits; a line that was cut off counts for nothing."""
     bench, file, asked = script("bench_sizes"), tmp_path / "rows.jsonl", []
@@ -89,14 +89,14 @@ def test_inference_takes_turns_and_says_ratios(script, monkeypatch):
     assert not bench.show_inference(None, 3, say=lines.append) and "--peer" in lines[-1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_a_server_does_is_drawn(script, tmp_path):
     bench = script("bench_serving")
     bench.draw(str(tmp_path / "serving.png"), {"here": dict.fromkeys(bench.CLIENTS, 20.0), "there": {1: 9.4, 2: 13.6}})
     assert (tmp_path / "serving.png").read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weights_for_llama_cpp(script, tmp_path):
     """It turns neighbours of queries and keys, where the published weights turn the halves of a head."""
     sizes = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48)

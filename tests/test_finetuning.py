@@ -83,7 +83,7 @@ def test_a_full_run_is_exported_as_it_was_trained(full):
     assert json.loads((full / "full-export" / "config.json").read_text())["eos_token_id"] == 257
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_conversations_are_learned_with_the_template_of_the_checkpoint(folder):
     """Only the answers are targets; what is exported can be talked to as the checkpoint could."""
     asked, told = [words[:7] for words in WORDS], "birds sing"
@@ -103,7 +103,7 @@ def test_conversations_are_learned_with_the_template_of_the_checkpoint(folder):
     assert "resumed at step 4" in err
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_it_learns_with_the_tokenizer_of_the_checkpoint(full):
     rows = [json.loads(line) for line in (full / "full" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -112,7 +112,7 @@ def test_it_learns_with_the_tokenizer_of_the_checkpoint(full):
         assert (full / "full-export" / name).read_bytes() == (BASE / name).read_bytes(), name
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_lora_run_is_exported_merged_and_as_an_adapter(lora):
     base, merged = ed.load_hf(BASE), ed.load_hf(lora / "lora-export")
     adapted = merge_lora(load_peft(base, lora / "adapter"))
@@ -125,7 +125,7 @@ def test_a_lora_run_is_exported_merged_and_as_an_adapter(lora):
     assert moved == {"query", "value"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_needs_its_checkpoint_only_once(lora):
     """Resumed when the directory is gone; the frozen weights are those of the beginning, to the bit."""
     folder = lora
@@ -160,14 +160,14 @@ def test_a_run_of_lengths_and_singular_values_is_exported_as_an_adapter_of_the_b
     assert content["use_dora"] and sorted([content["r"], *content["rank_pattern"].values()]) == [4, 8]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_generate_reads_a_run_with_adapters(lora):
     words = ("--run-dir", lora / "lora", "--prompt", "the cat", "--max-new-tokens", 4, "--no-chat")
     out, _ = call("generate", *words)
     assert out.startswith("the cat")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_export_is_refused_before_the_training(full):
     _, err = call("train", *options(full, "other", export=full / "full-export"), code=2)
     assert "export=" in err and "is not empty: give a new directory" in err
@@ -188,7 +188,7 @@ def test_an_imported_directory_can_be_trained(full):
     assert moved == {"up"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sequences_beyond_the_trained_positions_are_warned_of(folder):
     changes = {"init-from": BASE, "data": folder / "nowhere.jsonl"}
     for length, warned in ((128, False), (129, True)):

@@ -62,7 +62,7 @@ def test_packages_have_a_readme(package):
     assert (package / "README.md").exists(), f"{name_of(package)} has no README.md"
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("README.md", "eqx_decoders/blocks/README.md"))
 @pytest.mark.parametrize("readme", READMES, ids=name_of)
 def test_readmes_name_files_that_are_there(readme):
     """In backticks, by their path or its end; links go from the folder of the README."""

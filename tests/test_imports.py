@@ -71,7 +71,7 @@ def test_import_needs_what_is_used():
     assert not set(unwanted.split()) & model and {"jax", "equinox", "eqx_decoders.model.decoder"} <= model
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("io.processors.processor",))
 @pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenization_worker"])
 def test_processes_that_read_files_import_no_model(module):
     """A fresh interpreter: a server has one for each core, and JAX would take most of the time of a start."""
@@ -81,7 +81,7 @@ def test_processes_that_read_files_import_no_model(module):
     assert not unwanted & modules and f"eqx_decoders.{module}" in modules
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_module_can_be_imported_on_windows():
     """A fresh interpreter without the modules that only Unix has. `chat_template_worker` is a script."""
     code = """

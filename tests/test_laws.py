@@ -69,7 +69,7 @@ def test_the_quick_cases_have_many_options():
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", pytest.param("mesh", marks=pytest.mark.medium), pytest.param("state", marks=pytest.mark.slow)]
+    "name", ["plain", pytest.param("mesh", marks=pytest.mark.slow), pytest.param("state", marks=pytest.mark.slow)]
 )
 def test_the_fast_form_of_a_quick_case_equals_the_plain_one(name):
     drop_compiled_programs()
@@ -163,7 +163,7 @@ def test_packing_isolates_documents_bit_by_bit(kernel, scan):
     assert not np.array_equal(one, two)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_packed_documents_equal_documents_alone():
     model = filled(rich_decoder())
     tokens, segments = packed(4)

@@ -595,7 +595,7 @@ def differ(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape != other.shape or not np.allclose(one, other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.medium(fast=("MLPConfig-inner_norm",))
+@pytest.mark.slow(fast=("MLPConfig-inner_norm",))
 @pytest.mark.parametrize("kind, field", READ, ids=lambda x: getattr(x, "__name__", x))
 def test_every_option_is_read(kind, field):
     base, place, values = OPTIONS[kind]
@@ -653,13 +653,13 @@ def test_a_key_is_not_read_without_a_rate(kind):
         assert_array_equal(logits(config), logits(config, keyed=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_wirings_differ():
     found = [logits(block(residual=residual)) for residual in ("sequential", "parallel", "plain", "chained")]
     assert all(differ(one, other) for i, one in enumerate(found) for other in found[:i])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_masks_differ():
     found = [logits(mixer(mask=mask)) for mask in (Causal(), SlidingWindow(3), Chunked(3), Bidirectional())]
     assert all(differ(one, other) for i, one in enumerate(found) for other in found[:i])

@@ -68,7 +68,7 @@ def test_every_legal_name_is_saved_somewhere(capsys, name):
     assert any(found)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_full_saves_no_name_and_minimal_saves_its_own(capsys):
     assert "named '" not in residuals(capsys, "full")
     text = residuals(capsys, "minimal")
@@ -134,7 +134,7 @@ def test_misspelt_names_are_refused_with_the_nearest(make, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_offloaded_names_go_to_the_host_and_come_back():
     """In the gradient's program: each block's queries, keys and values, and nothing else; for one name that alone."""
     tokens, segments = packed(2)

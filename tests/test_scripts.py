@@ -90,7 +90,7 @@ def test_ctrl_c_while_a_tokenizer_is_trained_ends_it_at_once(tmp_path):
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_generate_continues_each_line_of_its_input(trained):
     options = ("--max-new-tokens", 30, "--temperature", 1)  # of 1024 ids 256 are bytes, the others are not shown
     out, _ = run("generate.py", "--run-dir", trained[0], *options, stdin="the quick\n\na lazy dog\n")

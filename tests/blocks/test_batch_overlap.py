@@ -107,7 +107,7 @@ def test_each_device_keeps_its_rows():
     assert_array_equal(join_batch(cut_batch(x, execution)), x)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_cache_has_all_rows_at_once():
     model = filled(rich_decoder(2))
     tokens = some_tokens(3, 4)

@@ -68,7 +68,7 @@ def test_nothing_is_dropped_and_no_cut_traces_less(text):
     assert sum(len(unit) for unit, _ in found) == fewest(text)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_stacked_weights_are_those_of_single_layers():
     """Layer i of a stack is what its configuration builds from key i."""
     config = rich_decoder(4)
@@ -95,7 +95,7 @@ def block_by_block(model, tokens, segments, positions):
     return outs
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_unstacked_blocks_run_by_hand_equal_the_model():
     model = filled(rich_decoder(3))
     tokens, segments = packed(2)
@@ -113,7 +113,7 @@ def positions_of(segments):
     return jnp.asarray(result)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_layer_stats_describe_each_layer_in_order():
     model = filled(rich_decoder(5), layer_stats=True)
     tokens, segments = packed(2)
@@ -149,7 +149,7 @@ def test_axes_name_every_weight():
     assert words["segments.0.unit.0.mixer.query"] == ("layers", "embed", "heads", "head_dim")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weights_of_a_cycle_wait_for_their_layer():
     """On a mesh, where they are gathered; without remat a copy of them would be kept for the gradient."""
     config, tokens = ed.get_config("tiny"), jnp.zeros((8, 8), jnp.int32)

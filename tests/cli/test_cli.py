@@ -17,7 +17,7 @@ from eqx_decoders.training.settings_file import save_settings
 from tests.commands import ROOT, call
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_command_runs_its_programs(capsys):
     assert cli.main(["train", "--list-models"]) == 0
     assert "tiny-moe" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_flags_become_settings():
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_not_given_is_what_the_run_has(tmp_path):
     """But an export that was written already, and what was asked of an earlier start."""
     from eqx_decoders.cli.train import parse
@@ -143,7 +143,7 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
     assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_given_comes_before_a_preset(tmp_path):
     """Also what is given its default: as a flag, in a file, and of a run, whose preset another one takes off."""
     from eqx_decoders.cli.train import parse

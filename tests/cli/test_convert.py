@@ -41,7 +41,7 @@ def copied(folder: Path, source: Path = CHAT, **config) -> Path:
     return folder
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_import_then_generate_then_export_is_the_directory_again(tmp_path, without_transformers):
     run, directory = tmp_path / "run", tmp_path / "out"
     code, out, _ = outcome("convert", "import", CHAT, run)
@@ -111,7 +111,7 @@ def test_on_a_mesh_all_is_as_on_one_device(tmp_path, without_transformers):
         assert code == 0 and "the same: " in out
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_export_of_a_run_with_running_means(tmp_path):
     """These by default, for weights that have some; --no-ema: the weights."""
     run, model, name = tmp_path / "run", ed.load_hf(CHAT), "embedding.table"
@@ -130,7 +130,7 @@ def test_the_export_of_a_run_with_running_means(tmp_path):
             assert_array_equal(found[path], leaf.astype("float32") * (factor if path == name else 1))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("chat_llama-11",))
 @pytest.mark.parametrize("name, count", [("chat_llama", 11), ("gpt2", 28), ("qwen3_f16", None), ("llama_bf16", None)])
 def test_tensors_come_back_bit_by_bit(without_transformers, name, count):
     code, out, _ = outcome("convert", "verify", FIXTURES / name)
@@ -163,7 +163,7 @@ def test_a_tensor_that_changes_is_named(without_transformers, monkeypatch):
     assert "different: 1 of 11 tensors change when loaded and exported: model.layers.0.self_attn.k_proj.weight" in out
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("0.0-0",))
 @pytest.mark.parametrize("shift, code", [(0.0, 0), (0.01, 1), (np.nan, 1)])
 def test_logits_beside_those_of_transformers(monkeypatch, shift, code):
     expected = np.load(CHAT / "expected.npz")

@@ -128,7 +128,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_setting_has_an_effect(wrote):
     names = {field.name for field in dataclasses.fields(GenerateConfig)}
     assert names == EFFECTS.keys() | ELSEWHERE.keys() and not EFFECTS.keys() & ELSEWHERE.keys()
@@ -140,7 +140,7 @@ def test_every_setting_has_an_effect(wrote):
             assert has_effect(options, prompt) == expected, (name, given)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_names_of_special_tokens_may_be_letters(monkeypatch):
     """A user's `<|end|>` does not end his turn."""
     found = []

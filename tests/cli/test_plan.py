@@ -105,7 +105,7 @@ def test_products_in_8_bits_are_planned_as_asked(here):
     assert model.execution.low_precision == ed.LowPrecision(mode="int8", weights=("*.mlp.*",))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_copies_of_weights_are_refused_as_a_run_refuses_them(here):
     """`replicated_tolerance`."""
     here("llama3-8b", "--mesh", "tensor=8", "--batch-size", 8)
@@ -126,7 +126,7 @@ def test_a_warm_up_is_as_long_as_that_of_the_run_that_is_planned():
     assert parse(["tiny", "--optimizer.warmup-steps", "2000"]).steps > 2000
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_model_is_the_one_that_is_described(here, tmp_path):
     def config(*words):
         return here(*words, "--batch-size", 8, "--xla-flags", "none")[1][0]

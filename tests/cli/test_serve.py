@@ -168,7 +168,7 @@ def test_no_setting_is_left_out():
     assert fields == EFFECTS.keys() | ELSEWHERE.keys()
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("keep-None",))
 @pytest.mark.parametrize("kind, bits", [("keep", None), ("int8", 8)])
 def test_matrices_are_made_in_few_bits(kind, bits):
     found = serve.load(serve.ServeConfig(model=str(CHAT), quantize=kind)).model
@@ -216,7 +216,14 @@ def test_what_the_model_was_published_with_is_the_default(asked):
     assert asked.api.vocab_size == 320
 
 
-@pytest.mark.medium(fast=4)
+@pytest.mark.slow(
+    fast=(
+        "arguments0-2-exclude each other",
+        "arguments1-2---step=3 is of a run",
+        "arguments2-2---port=70000 must be an integer of at least 0 and at most 65535",
+        "arguments3-2---port=-1 must be",
+    )
+)
 @pytest.mark.parametrize(
     "arguments, code, says",
     [

@@ -37,7 +37,7 @@ CALLS = {
 }
 
 
-@pytest.mark.medium(fast=("logits",))
+@pytest.mark.slow(fast=("logits",))
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_compiles_a_few_programs_once_and_is_what_it_is_within_jit(model, name):
     call, length = CALLS[name], 5 + list(CALLS).index(name)
@@ -107,7 +107,7 @@ def test_numbers_are_known_unless_they_are_traced():
     assert jax.jit(lambda x: concrete(x) is None)(jnp.arange(3))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_gradients_by_the_input_are_one_line(model):
     tokens = some_tokens(2, 6)
     embeds = model.embed_tokens(tokens)
@@ -132,7 +132,7 @@ def with_adapters():
     return add_lora(from_a_checkpoint(), LoRAConfig(rank=2), key=jax.random.key(0))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [*(pytest.param(make, marks=pytest.mark.slow) for make in (from_init, from_a_checkpoint)), with_adapters]
 )

@@ -107,7 +107,7 @@ def check_dtypes_and_holes(model, case):
     assert_close(got[row, there], want, units=256)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(case=inputs())
 def test_dtypes_and_holes_change_nothing(model, case):
@@ -121,7 +121,7 @@ def test_dtypes_and_holes_change_nothing_often(model, case):
     check_dtypes_and_holes(model, case)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("256-uint8-256",))
 @pytest.mark.parametrize(
     ("vocab", "dtype", "top"), [(256, "uint8", 256), (70_000, "uint16", 4000), (33_000, "int16", 99)]
 )
@@ -137,7 +137,7 @@ def test_narrow_ids_have_the_loss_and_the_gradients_of_wide_ones(vocab, dtype, t
     assert_close(run(model, tokens.astype(dtype)), run(model, tokens.astype(np.int32)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_keys_of_the_old_kind_draw_as_the_new_ones_do():
     model, tokens = bare(dropout=0.5), some_tokens(2, 5)
     old, new = jax.random.PRNGKey(3), jax.random.key(3)
@@ -208,7 +208,7 @@ def test_grid_positions_go_on_behind_padding():
     assert found[0, :, 0].tolist() == [0, 1, 0, 0, 2, 0, 0, 0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_masks_of_targets_may_be_of_any_kind():
     model, tokens, mask = bare(), some_tokens(2, 6), np.random.default_rng(0).integers(0, 2, (2, 6))
     losses = {
@@ -224,7 +224,7 @@ def test_batches_without_tokens_are_refused(shape):
         ed.next_token_loss(bare(), ed.Batch(tokens=np.zeros(shape, np.int32)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_where_jax_counts_in_64_bits():
     """Gradients of the loss, and of a recurrence that decays by channel, are those of 32 bits."""
     model, draws = bare(), np.random.default_rng(0)

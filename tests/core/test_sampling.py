@@ -19,7 +19,7 @@ def passing(sampler, logits):
 LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("Sample(temperature=1.0, top_k=None, top_p=None, min_p=None)-5",))
 @pytest.mark.parametrize(
     "sampler, kept",
     [
@@ -42,7 +42,7 @@ def test_filters_keep_the_right_tokens(sampler, kept):
     assert finite.tolist() == [True] * kept + [False] * (5 - kept)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [ed.Sample(temperature=2.0), ed.Sample(top_k=3), ed.Sample(top_p=0.8)], ids=str)
 def test_draws_follow_the_distribution(sampler):
     """Chi-square over 20,000 draws; the bound is the 99.9 % quantile for four degrees of freedom."""
@@ -57,7 +57,7 @@ def test_draws_follow_the_distribution(sampler):
     assert ((counts[possible] - expected) ** 2 / expected).sum() < 18.5
 
 
-@pytest.mark.medium(fast=("0.9-ties",))
+@pytest.mark.slow(fast=("0.9-ties",))
 @pytest.mark.parametrize("kind", ["flat", "steep", "ties", "cut", "mixed"])
 @pytest.mark.parametrize("mass", [0.9, 1.0, *(pytest.param(mass, marks=pytest.mark.slow) for mass in (0.1, 0.999))])
 def test_top_p_is_that_of_sorted_logits(kind, mass):

@@ -65,7 +65,7 @@ def written(template: ChatTemplate | str, *documents: Document) -> list[list[str
     return [[(one.text or "")[start:stop] for start, stop in one.spans or ()] for one in found]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("llama3-False",))
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_path):
@@ -113,7 +113,7 @@ def test_the_text_is_one_rendering_of_the_whole_conversation():
     assert found == [["<|channel|>final<|message|>4<|end|>", last]]
 
 
-@pytest.mark.medium(fast=("False",))
+@pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("marked", [False, True])
 def test_of_a_prompt_with_its_completion_only_the_completion_counts(marked):
     talk = document("user", "assistant", "user", "assistant", "user", "assistant")
@@ -164,7 +164,7 @@ FORMS = {
 }
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("the request within the loop",))
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_templates(name):
     talks = document("user", "assistant", "user", "assistant"), document("assistant", "user", "assistant")
@@ -224,7 +224,7 @@ BY_REQUEST = {
 }
 
 
-@pytest.mark.medium(fast=("by number",))
+@pytest.mark.slow(fast=("by number",))
 @pytest.mark.parametrize("name", BY_REQUEST)
 def test_turns_are_told_by_the_requests_for_them(name):
     source, learned = BY_REQUEST[name]
@@ -233,7 +233,7 @@ def test_turns_are_told_by_the_requests_for_them(name):
     assert written(source, talk._replace(chat=talk.chat._replace(first=2))) == [learned[1:]]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_rendered_up_to_each_turn_is_bounded(monkeypatch):
     rendered, real = [], ChatTemplate.render_many
     monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
@@ -253,7 +253,7 @@ def calling(**message) -> Document:
     return talk._replace(chat=ChatDocument(messages, 0, {"tools": [{"name": "weather"}]}))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_calls_that_a_template_leaves_out_are_no_empty_turns():
     """As SmolLM's, Granite's and others do."""
     source = "{{ tools | tojson }}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + REQUEST
@@ -370,7 +370,7 @@ UNSAFE = {
 }
 
 
-@pytest.mark.medium(fast=("twice", "marks that hold nothing"))
+@pytest.mark.slow(fast=("twice", "marks that hold nothing"))
 @pytest.mark.parametrize("name", UNSAFE)
 def test_turns_that_cannot_be_told_apart_are_refused(name):
     talk = document("user", "assistant", "tool", "assistant")
@@ -415,7 +415,9 @@ def test_the_limit_on_letters_is_that_of_each_conversation(monkeypatch):
     assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 4
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(
+    fast=("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}-s of processor time",)
+)
 @pytest.mark.parametrize(
     "source, says",
     [

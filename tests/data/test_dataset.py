@@ -134,7 +134,7 @@ def test_segments_positions_and_mask(make, split, pack):
     assert most > 1 if pack else most == 1
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(fast=("2-held_out-True", "2-held_out-False", "2-train-False"))
 @pytest.mark.parametrize("split, pack", [("held_out", True), ("held_out", False), ("train", False)])
 @pytest.mark.parametrize("seq_len", [2, 3, 16, 300])
 def test_every_token_is_a_target_once(make, split, pack, seq_len):
@@ -361,7 +361,7 @@ def targets_of(found):
     return seen
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("5-train-True",))
 @pytest.mark.parametrize("split, pack", list(itertools.product(["train", "held_out"], [True, False])))
 @pytest.mark.parametrize("seq_len", [5, 16, 64])
 def test_every_target_of_a_conversation_counts_once_an_epoch(make_chats, split, pack, seq_len):

@@ -45,6 +45,7 @@ from eqx_decoders.training import Batch, flops, host_rows, place
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
+from tests.compare import assert_array_equal
 from tests.programs import no_renames
 heartbeat.GRACE = 1.0  # seconds to come to the error of the other one
 flops.measured_flops = lambda dtype: 1e11  # the speed of the CPU is not measured

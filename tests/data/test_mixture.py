@@ -10,7 +10,7 @@ from eqx_decoders.data.mixture import Mixture, find_mixture, find_sets, shares_o
 from eqx_decoders.errors import ConfigError
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @given(weights=st.lists(st.integers(1, 30), min_size=1, max_size=7))
 @settings(max_examples=60)
 def test_each_source_has_its_share_to_within_one_after_any_number_of_rows(weights):
@@ -35,7 +35,7 @@ TWO = [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
 THREE = [2, 2, 0, 2, 1, 2]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_any_weights_have_an_order():
     """Of any ratio and number of digits: then to five of them."""
     mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
@@ -45,7 +45,7 @@ def test_any_weights_have_an_order():
     assert counts[0] / 100_001 == pytest.approx(0.12345, abs=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_mixture_of_given_parts_is_taken_as_it_is():
     """Also of those to which weights were rounded: their sum may be above that of any weights."""
     mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])

@@ -16,7 +16,7 @@ from tests.compare import assert_allclose
 SIZES = st.lists(st.integers(2, 40), min_size=1, max_size=12)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("plan_packed-0",))
 @pytest.mark.parametrize("plan, overlap", [(plan_packed, 0), (plan_padded, 1), (plan_overlapping, 1)])
 @given(sizes=SIZES, seq_len=st.integers(2, 20))
 @settings(max_examples=60, deadline=None)
@@ -82,7 +82,7 @@ def test_each_document_goes_into_the_fullest_row_that_has_room(sizes):
     assert sorted(20 - one for one in used) == sorted(rooms)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_million_documents_are_fitted_in_seconds():
     sizes = np.clip(np.random.default_rng(0).lognormal(6, 0.9, 1_000_000), 2, 8000).astype(np.int64)
     begun = time.process_time()

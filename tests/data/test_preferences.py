@@ -80,7 +80,7 @@ def answers_of(batch) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int,
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium(fast=("qwen3",))
+@pytest.mark.slow(fast=("qwen3",))
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_tokens_are_those_of_conversations_and_of_the_request(name, tokenizer, tmp_path):
     prompt = [{"role": "user", "content": "What is the answer?"}, GOOD, {"role": "user", "content": "and then?"}]
@@ -199,7 +199,7 @@ def test_more_bad_input_is_named(tmp_path):
         read_pairs(chat, BYTES, seq_len=64, template=ChatTemplate(source=source, where="x.jinja"))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_teaches_nothing_is_left_out_and_counted(tmp_path):
     trims = ChatTemplate(source=CHATML.replace("m.content", "m.content | trim"))
     chat = {"prompt": [USER], "chosen": "same", "rejected": "same "}  # equal once they are written

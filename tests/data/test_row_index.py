@@ -104,7 +104,7 @@ def check_tiling(pieces, corpus, held_out, overlap):
     assert not found
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("plan_packed",))
 @pytest.mark.parametrize("make", MAKES)
 @given(documents=DOCUMENTS, seq_len=st.integers(2, 12), size=st.integers(1, 9), window=st.integers(1, 50))
 @settings(max_examples=30)
@@ -129,7 +129,7 @@ def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, 
         assert whole == set(np.flatnonzero(~corpus.held & (corpus.all <= seq_len)).tolist())
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("plan_overlapping",))
 @pytest.mark.parametrize("make", [plan_overlapping, plan_padded, plan_whole])
 @given(documents=DOCUMENTS, seq_len=st.integers(2, 12), size=st.integers(1, 9))
 @settings(max_examples=30)

@@ -176,7 +176,7 @@ def test_answers_to_a_video_whose_frames_are_images(name, tmp_path):
     assert answered(folder, "--video", tmp_path / "video.mkv") == []
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_answers_to_an_audio_clip(tmp_path):
     """Of two channels, at the rate of a CD."""
     folder, answers = directory(tmp_path / "model", "qwen3_omni", "Qwen3OmniMoeProcessor"), []

@@ -78,7 +78,7 @@ def check_parts(model, parts, batch, media_of):
     assert_allclose(model(tokens, media=together).logits, whole, atol=2e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]])
 def test_parts_make_the_whole(model, parts):
     check_parts(model, parts, batch, media_of)

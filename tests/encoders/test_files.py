@@ -35,7 +35,7 @@ def text(folder):
     return load_text_model(folder / "model", "float32")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_prompt_has_as_many_placeholders_as_its_images(text, folder):
     """In messages or before a text; and text alone needs no processor."""
     image = text.model.config.media.image_token
@@ -73,7 +73,7 @@ def write_chats(path):
     return path
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_conversations_with_images_are_packed_and_only_answers_are_learned(text, folder):
     """Every image stands in its own document, at its own size, whatever is beside it in the row."""
     chats, config = write_chats(folder / "chats.jsonl"), text.model.config

@@ -45,7 +45,7 @@ def close(one, other, tolerance=2e-5):
     assert_allclose(np.asarray(one), np.asarray(other), atol=tolerance, rtol=0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
 )
@@ -82,7 +82,7 @@ def test_merging_is_the_loop():
     assert_array_equal(merge_features(*map(jnp.asarray, (embeds, features, index))), merged)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,7 +96,7 @@ def test_every_way_to_run_gives_the_same(model, media, whole, options):
     close(model.replace(**options)(TOKENS, media=media).logits, whole.logits)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [5, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (4, 9))])
 def test_a_cache_gives_what_the_whole_gives(model, whole, cut):
     """Images before, behind and across the border of a call, which an image itself may not cross."""
@@ -118,7 +118,7 @@ def test_a_cache_gives_what_the_whole_gives(model, whole, cut):
     close(np.concatenate(found, axis=1), whole.logits)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_decoding_goes_on_at_the_right_position(model, media):
     """One by one behind a prompt with images: what the whole would give; the offset is kept in the cache."""
     more = text("xxx", 7)[None].repeat(2, 0)
@@ -146,7 +146,7 @@ def test_generation_sees_the_images(model, media, whole):
     assert_array_equal(again, made)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_images_swapped_swap_their_effect(model):
     tokens = np.stack([text("xxiixx"), text("xxiixx")])
     grid, own = (1, 2, 4), bits([(1, 2, 4)] * 2)
@@ -160,7 +160,7 @@ def test_two_images_swapped_swap_their_effect(model):
     assert np.abs(run([0, 1])[0] - run([0, 1])[1]).max() > 1e-3
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_images_videos_and_audio_together(model):
     """Each kind's features stand at its own placeholders, whatever the order; each is what it is alone."""
     tokens = np.stack([text("xaaaixvvxxx"), text("vvxiixaaxxx", 4)])
@@ -186,7 +186,7 @@ def test_images_videos_and_audio_together(model):
     assert np.isfinite(np.asarray(model(tokens, media=media).logits)).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_groups_of_rows_have_images_of_their_own(model, media, whole):
     groups = ed.Media.create(
         model.config, TOKENS, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), groups=2
@@ -195,7 +195,7 @@ def test_groups_of_rows_have_images_of_their_own(model, media, whole):
     close(model(TOKENS, media=groups).logits, whole.logits)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_mesh_gives_the_same(whole, groups):
     layout = ed.Layout.create(data=2, fsdp=2, context=2)
@@ -284,7 +284,7 @@ def test_an_indexer_of_blocks_knows_no_positions_of_three_dimensions():
         media_decoder(blocks=(*blocks[:-1], dataclasses.replace(blocks[-1], mixer=mixer)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_placeholders_may_be_outside_of_the_vocabulary():
     media = dataclasses.replace(MEDIA, image_token=900, positions=None)
     model = filled(media_decoder(media), attention="dot")
@@ -295,7 +295,7 @@ def test_placeholders_may_be_outside_of_the_vocabulary():
         model(tokens)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_padding_is_not_seen(model, whole):
     """Longer rows, padded on either side, have the logits of the others."""
     for left in (0, 3):
@@ -330,7 +330,7 @@ def test_fixed_images_are_cut_into_the_same_patches():
     jax.tree.map(assert_array_equal, one, other)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [pytest.param(None, marks=pytest.mark.slow), MEDIA.positions])
 def test_depths_of_multi_token_prediction_read_features_too(positions):
     """They are those of a text whose embeddings the features are, at the same rotary positions."""

@@ -163,7 +163,7 @@ def test_log_likelihoods_are_those_of_a_forward_pass():
     assert found[-1][1] and not all(greedy for _, greedy in found)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_rolling_log_likelihoods_begin_with_bos():
     text = " ".join(WORDS + WORDS[:6])
     tokens = [chat_model().tokenizer.bos_id, *chat_model().tokenizer.encode(text).tolist()]
@@ -175,7 +175,7 @@ def test_rolling_log_likelihoods_begin_with_bos():
     assert found[1] == pytest.approx(found[0] + forward(last, len(short) * 2 - len(tokens))[0], abs=1e-3)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_answers_end_at_until_and_are_drawn_by_their_numbers():
     greedy = {"until": ["e"], "max_gen_toks": 12}
     requests = [asked(" ".join(WORDS[at : at + 3]), greedy) for at in range(6)]

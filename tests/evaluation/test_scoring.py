@@ -13,7 +13,7 @@ def drawn(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 250, count).tolist()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 15, 16, 17, 40])
 def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
     context = drawn(before)
@@ -27,7 +27,7 @@ def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
     assert found[2].is_greedy and not found[3].is_greedy
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_context_is_computed_once(monkeypatch):
     """Of continuations of one token all of it, of longer ones its whole blocks."""
     engine, chunks = small_engine(), []
@@ -42,14 +42,14 @@ def test_a_context_is_computed_once(monkeypatch):
     assert sorted(chunks) == [0, 16, *[32] * 10]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_results_do_not_depend_on_order():
     pairs = [(drawn(3 + 7 * (at % 4), at % 4), drawn(1 + at % 3, at)) for at in range(14)]
     one, other = score_continuations(small_engine(), pairs), score_continuations(small_engine(), pairs[::-1])
     assert one == other[::-1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_long_contexts_lose_their_beginning():
     context, end = drawn(100), drawn(4, 1)
     (found,) = score_continuations(small_engine(), [(context, end)])
@@ -81,7 +81,7 @@ def test_a_context_leaves_something_to_score():
         list(rolling_windows(20, 10, 10))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_texts_are_scored_by_windows():
     texts = [drawn(150, 5), drawn(64, 6), drawn(2, 7), drawn(1, 8)]
     known = []

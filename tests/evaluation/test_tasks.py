@@ -131,7 +131,7 @@ def grade(example, answer):
 """
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_grades_that_fail_leave_their_answers_unjudged(tmp_path):
     (tmp_path / "grades.py").write_text(GRADES)
     words = ["right", "raise", "hang", "nan", "none", "text", "columns", "right"]
@@ -302,7 +302,7 @@ def test_the_text_of_an_answer(text, stop, known):
     assert writer.answer() == known
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():
     text, prompt = chat_model(), tuple(chat_model().encode("the quick").tolist())
     drawn = [SamplingParams(temperature=1.2, seed=seed) for seed in range(8)]

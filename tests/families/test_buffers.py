@@ -51,7 +51,7 @@ def ending(path: str) -> str:
     return last if last in CLIPS else ".".join(path.split(".")[-2:])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("afmoe",))
 @pytest.mark.parametrize(
     "name",
     [

@@ -41,7 +41,7 @@ def test_r_plus_has_a_scale_for_each_head():
     assert first.qk_norm.over == "each_head" and plain.qk_norm is None
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("cohere",))
 @pytest.mark.parametrize("kind", ["cohere", "cohere2"])
 def test_the_scale_of_logits_is_written_as_it_was(kind):
     for step in range(1, 200):

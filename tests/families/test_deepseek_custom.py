@@ -54,7 +54,7 @@ def test_json_gives_the_same_configuration():
     assert len(text) < 20_000
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_dropout_of_streams():
     blocks = tuple(dataclasses.replace(block, dropout=0.5) for block in SMALL.blocks[:2])
     model = filled(dataclasses.replace(SMALL, blocks=blocks))

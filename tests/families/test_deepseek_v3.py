@@ -78,7 +78,7 @@ def test_depths_that_are_read_guess_and_change_no_token(tmp_path):
     assert_array_equal(new, expected["generated_ids"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_export_gives_every_tensor_back(tmp_path):
     tensors = written(tmp_path / "model")
     ed.save_hf(ed.load_hf(tmp_path / "model"), tmp_path / "again")
@@ -91,7 +91,7 @@ def test_export_gives_every_tensor_back(tmp_path):
     assert count > 0 and not different
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_layers_that_are_not_stored_are_not_there(tmp_path):
     """transformers leaves them out and the setting as it is; of what is stored nothing may lack."""
     names = names_of(written(tmp_path / "all", 1), 2)

@@ -39,7 +39,7 @@ def test_layers_without_compressed_keys_have_a_rotary_embedding_of_their_own():
         assert isinstance(second, YarnRope) and second.theta == 8.0 and second.magnitude == 1.0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_experts_of_token_ids_are_listed_or_counted():
     def hashed(**keys) -> list[bool]:
         content = sample(KIND, "mlp_layer_types", **keys)

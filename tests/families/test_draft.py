@@ -87,7 +87,7 @@ SIBLINGS = [
 ]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("fixture", "among", "nearest", "says"), SIBLINGS)
 def test_the_draft_of_a_sibling_gives_the_logits_of_transformers(fixture, among, nearest, says, tmp_path):
     """As if its family were not there."""

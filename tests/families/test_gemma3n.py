@@ -63,7 +63,7 @@ def test_other_settings_are_refused(keys, sentence):
         decode(sample("gemma3n_text", **keys))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_beyond_the_table_of_each_layer_count_as_the_first():
     model = filled(SMALL)
     ctx, x = ed.Context(positions=jnp.zeros((1, 3), jnp.int32)), jnp.zeros((1, 3, 16))

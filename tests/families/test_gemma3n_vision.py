@@ -57,7 +57,7 @@ def with_block(stage: int, index: int, **keys) -> dict:
 # --- beside transformers ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_logits_are_those_of_transformers(model):
     """Of images and audio, of tokens that the encoders have, and of such as fill a clip up."""
     media = ed.Media.create(model.config, **INPUTS)
@@ -98,7 +98,7 @@ def test_rows_may_be_longer(model):
         assert_allclose(features, ARRAYS["features"], atol=2e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_export_is_the_same_to_the_bit(tmp_path):
     model = ed.load_hf(DIRECTORY, dtype=None)
     ed.save_hf(model, tmp_path / "new")
@@ -162,7 +162,7 @@ def test_a_cumulative_norm_is_that_of_each_clip():
             assert_allclose(found[0, frame], wanted, atol=1e-5)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("same-0",))
 @pytest.mark.parametrize("edges, before", [("same", 0), ("equal", 1)])
 def test_zeros_stand_behind_an_image_or_on_both_sides(edges, before):
     layer = depthwise(2, 3, stride=2, edges=edges, key=jax.random.key(0))
@@ -204,7 +204,7 @@ def test_gradients_reach_every_weight_of_the_encoders(model):
 # --- settings ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_published_settings():
     """Of files that leave all out; and the number of weights of the published network, as timm counts."""
     config = ed.get_config("gemma3n-e4b-vision")

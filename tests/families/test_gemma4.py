@@ -122,7 +122,7 @@ def test_settings_that_describe_nothing(keys, sentence):
         decode(sample("gemma4_text", **keys))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tensors_that_nothing_reads_are_passed_over(tmp_path):
     """Published files have keys and values of layers that borrow them."""
     source = FIXTURES / "gemma4_small"

@@ -72,7 +72,7 @@ def encode(model):
 # --- beside transformers ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_features_and_logits_are_those_of_transformers(model, media):
     features = np.asarray(model.encode(media).features)[: len(ARRAYS["features"])]
     assert_allclose(features, ARRAYS["features"], atol=1e-5)
@@ -99,7 +99,7 @@ def test_an_export_is_the_same_to_the_bit(model, tmp_path):
         assert CONTENT["audio_config"].get(key, value) == value, key
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_decoder_alone(model):
     text = ed.load_hf(DIRECTORY, attention="dot", text_only=True)
     assert text.audio is None and text.config.media is None
@@ -122,7 +122,7 @@ def test_which_matrices_are_clipped(model):
 # --- settings ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_published_settings():
     """What transformers writes of the encoder of e2b and e4b, around it what it writes of any."""
     table = dict(
@@ -143,7 +143,7 @@ def test_the_published_settings():
     assert ed.get_config("gemma4-31b-vision").media.audio is None
 
 
-@pytest.mark.medium(fast=4)
+@pytest.mark.slow(fast=("0", "1", "2", "3"))
 @pytest.mark.parametrize("seed", range(8))
 def test_settings_of_drawn_models_come_back(seed):
     draw = np.random.default_rng(seed)
@@ -247,7 +247,7 @@ def test_what_stands_in_padding_is_not_seen(model, media):
     jax.tree.map(assert_array_equal, again, media)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [dict(scan=False), *(pytest.param(dict(remat=remat), marks=pytest.mark.slow) for remat in ("full", "none"))],

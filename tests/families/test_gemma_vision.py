@@ -231,7 +231,7 @@ def test_the_published_settings_are_ours(name, content):
     assert decode(kept | family.encode(config)) == config
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("4b-4300079472",))
 @pytest.mark.parametrize(
     ("name", "count"), [("4b", 4_300_079_472), ("12b", 12_187_325_040), ("27b", 27_432_406_640)], ids=str
 )
@@ -309,7 +309,7 @@ def test_which_layers_see_images_whole():
 # --- tensors ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_export_gives_equal_logits(model, exported):
     again = ed.load_hf(exported, attention="dot")
     same_weights(again, model)
@@ -321,7 +321,7 @@ def test_an_export_gives_equal_logits(model, exported):
     assert np.isfinite(one).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_decoder_alone_is_that_of_the_whole(model, exported, tmp_path):
     text = ed.load_hf(exported, attention="dot", text_only=True)
     assert text.vision is None and text.config.media is None
@@ -334,7 +334,7 @@ def test_the_decoder_alone_is_that_of_the_whole(model, exported, tmp_path):
     same_weights(again, text)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["whole"], indirect=True)
 def test_audio_are_left_out_of_the_decoder_alone(exported, tmp_path):
     """Whatever their encoder is: of a directory that else is refused."""
@@ -358,7 +358,7 @@ def test_bounds_are_single_numbers_of_each_layer(model, exported):
     assert frozen(model) == {path for path in named_leaves(model) if path.endswith(("_min", "_max"))}
 
 
-@pytest.mark.medium(fast=("clipped",))
+@pytest.mark.slow(fast=("clipped",))
 def test_weights_come_and_go_on_a_mesh(model, exported, tmp_path):
     """Layers, and with them their bounds, on different devices."""
     placed = ed.load_hf(exported, layout=ed.Layout.create(stage=2, fsdp=4))
@@ -384,7 +384,7 @@ OTHER_NAMES = {
 }
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("published-gemma3",))
 @pytest.mark.parametrize("model", ["gemma3"], indirect=True)
 @pytest.mark.parametrize("names", OTHER_NAMES.values(), ids=OTHER_NAMES)
 def test_other_names_of_the_tensors_of_gemma_3(names, model, exported, tmp_path):
@@ -420,7 +420,7 @@ def test_bounds_clip_on_both_sides(flatten):
     assert (want == 0.4).any() and (want == -0.9).any()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_infinite_bounds_change_nothing():
     infinite = clipped(-np.inf, np.inf, -np.inf, np.inf)
 
@@ -449,7 +449,7 @@ def test_gradients_pass_within_the_bounds():
     assert {float(got_w.input_min), float(got_w.input_max), float(got_w.output_min), float(got_w.output_max)} == {0.0}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_encoder_with_new_bounds_is_that_without():
     plain = filled(MODELS["whole"], attention="dot")
     bounded = eqx.tree_at(lambda model: model.vision.segments, plain, with_clipping(plain.vision.segments))

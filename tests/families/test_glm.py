@@ -34,7 +34,7 @@ def test_pairs_are_neighbors_in_dense_models_only():
     assert pairing == {"glm": "interleaved", "glm4": "interleaved", "glm4_moe": "half"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_multi_token_prediction_is_read_and_written(tmp_path):
     tensors = written(tmp_path / "model", 1, FIXTURES / "glm4_moe")
     model = ed.load_hf(tmp_path / "model")

@@ -63,7 +63,7 @@ def test_an_export_is_the_same_to_the_bit(name, tmp_path):
     assert decode(new) == model.config and new["video_token_id"] == old["video_token_id"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, plain", [("glm4v", "glm4"), pytest.param("glm4v_moe", "glm4_moe", marks=pytest.mark.slow)]
 )
@@ -116,7 +116,7 @@ PARAMETERS |= {"glm4.6v-flash-9b": PARAMETERS["glm4.1v-9b"], "glm4.6v-106b-a12b"
 KINDS = dict(zip(PARAMETERS, ("glm4v", "glm4v_moe", "glm46v", "glm46v"), strict=True))
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("glm4.1v-9b-glm4v", "glm4.5v-106b-a12b-glm4v_moe"))
 @pytest.mark.parametrize("name, kind", KINDS.items())
 def test_published_models(name, kind):
     config = ed.get_config(name)

@@ -53,7 +53,7 @@ UNPUBLISHED = ("gpt3", "maxtext", "qwen3-custom", "deepseek-custom", "tiny-moe",
 PUBLISHED = [name for name in ed.list_models() if not name.startswith(UNPUBLISHED)]
 
 
-@pytest.mark.medium(fast=("afm-4.5b", "mamba2-780m"))
+@pytest.mark.slow(fast=("afm-4.5b", "mamba2-780m"))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if number % 36 else ()) for number, name in enumerate(PUBLISHED)]
 )
@@ -118,7 +118,7 @@ def spoiled(chance: random.Random) -> dict:
     return content
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
 def test_a_spoiled_configuration_is_valid_or_refused(part):
     valid = 0

@@ -41,7 +41,7 @@ def written(name: str, folder, **settings) -> dict[str, np.ndarray]:
 SLOW = [pytest.param(name, marks=() if name == "qwen3_5_dense" else pytest.mark.slow) for name in DEPTHS]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_a_stored_depth_is_read_and_written_and_changes_no_logit(name, tmp_path):
     tensors, expected = written(name, tmp_path / "model"), np.load(FIXTURES / name / "expected.npz")

@@ -50,7 +50,7 @@ def stored(request):
     return directory, ed.load_hf(directory), inputs, arrays
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("mistral3",))
 def test_features_and_logits_are_those_of_transformers(stored):
     _, model, inputs, wanted = stored
     media = ed.Media.create(model.config, **inputs)
@@ -86,7 +86,7 @@ def within(one, other) -> bool:
     return all(within(x, other[key]) if isinstance(x, dict) else x == other[key] for key, x in one.items())
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("mistral3", "smolvlm"))
 def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
     directory, model, *_ = stored
     ed.save_hf(model, tmp_path / "new")
@@ -99,7 +99,7 @@ def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
     assert decode(new) == model.config
 
 
-@pytest.mark.medium(fast=("smolvlm",))
+@pytest.mark.slow(fast=("smolvlm",))
 def test_the_decoder_alone(stored, tmp_path):
     directory, model, inputs, _ = stored
     text = ed.load_hf(directory, text_only=True)
@@ -221,7 +221,7 @@ def expected_features(model, image):
     return x, x @ tree["into"]["kernel"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tiles_are_what_the_formulas_say(tiny):
     images = np.random.default_rng(0).normal(size=(3, 3, 12, 12)).astype(np.float32)
     ids = np.asarray([[1, *[IMAGE] * 8, 2], [*[IMAGE] * 4, 3, 4, 5, 6, 7, 8]], np.int32)
@@ -231,7 +231,7 @@ def test_tiles_are_what_the_formulas_say(tiny):
     assert_allclose(encoded.by_group[0, :12], rows, atol=2e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_llama4_both_ways(tiny, tmp_path):
     ed.save_hf(tiny, tmp_path / "new")
     assert same_weights(ed.load_hf(tmp_path / "new"), tiny)
@@ -273,7 +273,27 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.medium(fast=17)
+@pytest.mark.slow(
+    fast=(
+        "smolvlm2-256m",
+        "smolvlm2-500m",
+        "smolvlm2-2.2b",
+        "mistral-small-3.1-24b",
+        "ministral3-8b-vision",
+        "internvl3-1b",
+        "internvl3-2b",
+        "internvl3-8b",
+        "internvl3-14b",
+        "internvl3-38b",
+        "internvl3-78b",
+        "internvl3.5-1b",
+        "internvl3.5-2b",
+        "internvl3.5-4b",
+        "internvl3.5-8b",
+        "internvl3.5-14b",
+        "internvl3.5-38b",
+    )
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if number % 4 else ()) for number, name in enumerate(PARAMETERS)]
 )

@@ -199,7 +199,7 @@ def test_the_published_configuration_is_ours(name):
     assert again["text_config"]["model_type"] == content["text_config"]["model_type"].replace("mistral", "llama")
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("granite-vision-3.2-2b", "llava1.5-7b"))
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if "7b" in x else ()) for x in PARAMETERS])
 def test_parameters_are_the_published_ones(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]

@@ -85,7 +85,7 @@ def test_rotated_features_have_two_names():
         decode(sample("longcat_flash", head_dim=7))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_rows_padding_goes_to_no_expert():
     """To a zero expert neither: the sum is the shared MLP's."""
     model = filled(SMALL)

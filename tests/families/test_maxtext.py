@@ -91,7 +91,7 @@ def test_default_is_the_sum_of_both_branches():
     assert_close(out.logits, head_by_hand(model, x))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_default_drops_the_sum_of_both_branches():
     """A feature of the stream is kept, or changed by what is left of the sum, doubled: all of it or nothing."""
     config = maxtext.default(dataclasses.replace(SMALL, num_layers=1), dropout=0.5)
@@ -142,7 +142,6 @@ NORMS = dict(
 )
 
 
-@pytest.mark.medium(fast=3)
 @pytest.mark.parametrize("mlp", [None, LinearConfig(), MLPConfig(mlp_dim=12)], ids=str)
 @pytest.mark.parametrize(
     "mixer", [None, AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)], ids=["none", "attention"]
@@ -163,7 +162,7 @@ def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, ml
     assert_close(run(model).hidden, x)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_model_without_dropout_or_attention_trains():
     model = filled(maxtext.simple(SMALL))
     trainer = Trainer.create(OptimizerConfig(learning_rate=0.02, warmup_steps=0), model, steps=10)
@@ -182,7 +181,7 @@ def weighted(model, tokens, segments):
 gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -199,7 +198,7 @@ def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
     assert_close(got, want, floor=0.0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_plain_attention_decodes_as_it_runs():
     mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)
     block = ed.BlockConfig(mixer=mixer, mlp=LinearConfig(), residual="plain", pre_mixer_norm=RMSNormConfig())
@@ -242,7 +241,7 @@ def test_sizes_of_the_custom_model_are_those_of_maxtext():
     assert ed.count_parameters(config) == 48 * layer + 2 * 151_936 * 2048 + 2048
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_residual_connection_is_around_both_layers(custom, logits):
     x = wide(custom.embedding.table)[np.asarray(TOKENS)]
     for block in custom.unstacked():
@@ -253,7 +252,7 @@ def test_one_residual_connection_is_around_both_layers(custom, logits):
     assert_close(logits, normed(custom.final_norm, x) @ wide(custom.head.kernel))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_it_decodes_as_it_runs(custom, logits):
     cache, pieces = ed.init_cache(custom.config, 2, 4, dtype=jnp.float32), []
     for token in range(4):
@@ -283,7 +282,7 @@ def test_a_narrow_output_needs_a_chained_block():
             dataclasses.replace(CUSTOM.blocks[0], residual=residual)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_dropout_is_that_of_the_whole_output():
     block = dataclasses.replace(CUSTOM.blocks[0], dropout=0.5)
     dropping, bare = (filled(dataclasses.replace(CUSTOM, blocks=(one,))) for one in (block, CUSTOM.blocks[0]))

@@ -46,7 +46,7 @@ def test_ettin_turns_near_and_far_keys_alike():
     assert FAMILIES[KIND].decode(FAMILIES[KIND].encode(config))[0] == config
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("50368-50283-50281",))
 @pytest.mark.parametrize("vocab_size, padding, begin", [(50_368, 50_283, 50_281), (64, 63, 63)])
 def test_an_export_has_the_token_ids_that_transformers_needs(vocab_size, padding, begin):
     """Of a new model, and of one whose source has null."""

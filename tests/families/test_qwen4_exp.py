@@ -36,7 +36,7 @@ def test_layers_of_ngrams_are_counted_from_one_and_end_where_texts_do():
     assert not engrams(decode(sample(KIND, ple_layer_ids=[]))) and not engrams(decode(sample(KIND, ple_layer_ids=None)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_several_ends_stay_in_an_export(tmp_path):
     shutil.copytree(FIXTURES / "qwen4_exp", tmp_path / "model")
     content = json.loads((tmp_path / "model" / "config.json").read_text()) | {"eos_token_id": [2, 5]}

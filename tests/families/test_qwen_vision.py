@@ -72,7 +72,7 @@ def opened(name):
     return model, ed.Media.create(model.config, **inputs), inputs, arrays
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.slow), *NAMES[1:]])
 def test_features_logits_and_positions_are_those_of_transformers(name):
     model, media, inputs, wanted = opened(name)
@@ -82,7 +82,7 @@ def test_features_logits_and_positions_are_those_of_transformers(name):
     assert np.array_equal(media.rope_positions, wanted["rope_positions"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
 def test_tokens_are_those_of_transformers(name):
     model, media, inputs, wanted = opened(name)
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_transformers(name):
     assert np.array_equal(made, wanted["generated_ids"])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("qwen2_5_vl",))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_is_the_same_to_the_bit(name, tmp_path):
     directory, model = FIXTURES / name, opened(name)[0]
@@ -104,7 +104,7 @@ def test_an_export_is_the_same_to_the_bit(name, tmp_path):
     assert new["vision_start_token_id"] == old["vision_start_token_id"]  # what transformers looks for
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plain"), [("qwen2_5_vl", "qwen2"), pytest.param("qwen3_omni", "qwen3_moe", marks=pytest.mark.slow)]
 )
@@ -245,7 +245,7 @@ def test_old_settings_mean_the_same(spelling):
     assert decode(spelling(content)) == decode(content)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_names_that_transformers_has_in_memory_are_read(tmp_path):
     directory = FIXTURES / "qwen2_5_vl"
     (tmp_path / "config.json").write_text(json.dumps(flat(content_of(directory))))
@@ -257,7 +257,7 @@ def test_names_that_transformers_has_in_memory_are_read(tmp_path):
     assert same_weights(text, ed.load_hf(directory, text_only=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_thinker_of_a_whole_model(tmp_path):
     directory = FIXTURES / "qwen3_omni"
     inner = {key: x for key, x in content_of(directory).items() if key not in ("architectures", "dtype")}
@@ -284,7 +284,7 @@ def test_the_thinker_of_a_whole_model(tmp_path):
         find_family("qwen3_omni_moe").decode(whole | {"architectures": ["Qwen3OmniMoeTalker"]})
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_matrices_of_experts_are_read_both_ways(tmp_path):
     """Published files of Qwen3-VL have `[in, out]`, transformers 5 writes `[out, in]`."""
     model = filled(tiny("moe"))
@@ -303,7 +303,7 @@ def test_matrices_of_experts_are_read_both_ways(tmp_path):
         assert_array_equal(text.segments[0].unit[0].mlp.gate[:2], model.segments[0].unit[0].mlp.gate)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_multi_token_prediction_stays_beside_an_encoder(tmp_path):
     model = filled(tiny("hybrid"))
     ed.save_hf(model, tmp_path / "new", family="qwen3_5")
@@ -333,7 +333,7 @@ KINDS = {
 }
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("qwen2_5_vl-qwen2.5-vl-3b",))
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -60,7 +60,7 @@ def saved(request, monkeypatch, tmp_path):
     return request.param, model, tmp_path / "saved"
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("one block",))
 def test_the_tensor_is_the_concatenation(saved):
     name, model, directory = saved
     found = load_file(directory / "model.safetensors")
@@ -88,7 +88,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("one block-between heads-whole", "one block-between heads-pieces"))
 @pytest.mark.parametrize("piece", [load._READ, pytest.param(4 * 24, marks=pytest.mark.slow)], ids=["whole", "pieces"])
 @pytest.mark.parametrize(
     "layout",
@@ -111,7 +111,7 @@ def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_pat
         assert all(np.array_equal(one[tensor], other[tensor]) for tensor in one | other)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("one block",))
 def test_a_wrong_shape_is_told(saved):
     name, _, directory = saved
     found = load_file(directory / "model.safetensors")

@@ -9,7 +9,7 @@ import eqx_decoders as ed
 from tests.models import rich_decoder
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("llama3-8b-8.03-8.03", "qwen3-30b-a3b-30.53-3.35"))
 @pytest.mark.parametrize(
     "name, total, active",
     [

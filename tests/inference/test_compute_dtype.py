@@ -27,7 +27,7 @@ def pair(model):
     return model, with_multiplied(model, names), names
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_number_changes():
     """All matrices are copied, norms and routers are the same arrays."""
     config = rich_decoder(2)

@@ -44,7 +44,7 @@ def test_greedy_equals_recomputation_for_ragged_prompts(model):
         assert got[row].tolist() == naive(model, prompt[row, : lengths[row]].tolist(), 9)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -79,7 +79,7 @@ def test_one_token_of_prompt_and_one_new(model):
     assert got.shape == (1, 1) and int(got[0, 0]) == naive(model, [4], 1)[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_same_key_gives_the_same_tokens(model):
     run = lambda model, seed: np.asarray(  # noqa: E731
         ed.generate(model, some_tokens(2, 3), max_new_tokens=12, sampler=ed.Sample(), key=jax.random.key(seed))
@@ -92,7 +92,7 @@ def test_the_same_key_gives_the_same_tokens(model):
     assert not np.array_equal(*run(even, 0))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [ed.generate, pytest.param(lambda *args, **options: list(ed.stream(*args, **options)), marks=pytest.mark.slow)],
@@ -121,7 +121,7 @@ def test_buckets_are_few_and_hold_what_they_must(lengths):
     assert len(sizes) == 1 and max(lengths) <= sizes.pop() <= max(8, 1.25 * max(lengths))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_buckets_waste_at_most_half_of_the_short_and_a_quarter_of_the_long():
     sizes = [bucket(length) for length in range(1, 100_000)]
     assert sizes == sorted(sizes) and len(set(sizes)) < 60
@@ -129,7 +129,7 @@ def test_buckets_waste_at_most_half_of_the_short_and_a_quarter_of_the_long():
         assert length <= size <= max(8, length * (2 if length <= 256 else 1.25))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_lists_of_different_lengths_are_continued_as_if_alone(model):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17]]  # in two buckets
     both = np.asarray(ed.generate(model, rows, max_new_tokens=6))
@@ -183,7 +183,7 @@ def test_what_the_host_reads_is_on_every_device(model):
     assert all(x.sharding.is_fully_replicated for x in shown)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_was_published_with_a_model_is_used_unless_overruled(model):
     prompt, key = some_tokens(2, 4), jax.random.key(3)
     sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=5, stop_ids=(3,))
@@ -198,7 +198,7 @@ def test_what_was_published_with_a_model_is_used_unless_overruled(model):
     assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_beyond_the_trained_positions_there_is_a_warning(model):
     published = dataclasses.replace(model, origin=Provenance(family="llama", settings='{"max_position_embeddings": 8}'))
     assert published.trained_positions == 8 and model.trained_positions is None
@@ -254,7 +254,7 @@ def test_an_unknown_option_is_an_error(model):
         ed.generate(model, some_tokens(1, 2), max_new_tokens=2, stop_id=(3,))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_stream_holds_no_more_than_its_tokens(model):
     pieces = list(ed.stream(model, some_tokens(2, 5), max_new_tokens=7))
     assert sum(piece.nbytes if piece.base is None else piece.base.nbytes for piece in pieces) == 2 * 7 * 4

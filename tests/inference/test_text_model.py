@@ -158,7 +158,7 @@ def tokenizer(request):
     )
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("bytes",))
 @given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_stream_equals_decode_even_of_broken_text(tokenizer, ids, cuts):

@@ -32,7 +32,7 @@ def model():
     return filled(with_mtp(rich_decoder(4), 1))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_views_take_no_memory_and_let_go_of_it(cut_all):
     """A donated array is written in place again once the views are gone, and is not overwritten below them."""
     leaf = jnp.zeros((3, 64, 16)).block_until_ready()
@@ -88,7 +88,7 @@ def test_layers_of_gpus_are_not_scanned_and_unstacked_once(model, cut_all, monke
     assert_close(apart(tokens).logits, want, units=64)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_generates_the_same_tokens(model, drafts, cut_all, monkeypatch):
     prompt, lengths = some_tokens(3, 7), np.asarray([7, 2, 5])
@@ -103,7 +103,7 @@ def test_generates_the_same_tokens(model, drafts, cut_all, monkeypatch):
     assert_array_equal(seen, want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sixteen_bits_are_stored_as_float32_on_cpu(model, cut_all):
     """And read as such: the logits of a step are those of the whole text, in 16 bits."""
     half = model.without_mtp().replace(precision=ed.Precision(compute=jnp.bfloat16))
@@ -123,7 +123,7 @@ def test_sixteen_bits_are_stored_as_float32_on_cpu(model, cut_all):
     assert_close(logits[:, 0], half(tokens).logits[:, -1], units=16, dtype="bfloat16")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_wide_past_is_read_as_it_is():
     """By a few 16-bit queries: results are those of float32 ones, rounded; by many, in 16 bits."""
     random, shape = np.random.default_rng(0), (2, 2, 40, 8)
@@ -140,7 +140,7 @@ def test_a_wide_past_is_read_as_it_is():
         assert bool((out == wide.astype(jnp.bfloat16)).all()) == exact
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rows"), [("float32", 3), *(pytest.param("bfloat16", rows, marks=pytest.mark.slow) for rows in (1, 3))]
 )
@@ -170,7 +170,7 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     assert not found, found
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_numbers_of_four_bits_reach_compiled_programs(monkeypatch):
     """A program compiled ahead, as the engine's are, takes the weights of each layer."""
     monkeypatch.setattr(unstack, "WORTH", 0)

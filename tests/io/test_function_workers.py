@@ -55,7 +55,7 @@ def test_each_call_has_its_own_fate(file):
     assert [result.timed_out for result in results].count(True) == 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_objects_stay_in_their_process(file):
     with FunctionWorkers(f"{file}:Counter", workers=2) as workers:
         first = [workers.call_method(number, "add", 10 + number) for number in range(3)]

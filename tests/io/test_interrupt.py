@@ -67,7 +67,7 @@ with Interrupt(at_once=sys.argv[3] != "later"), Watchdog(0.2):
 """
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("call-SIGINT--130",))
 @pytest.mark.parametrize(
     "where, number, left, code",
     [

@@ -49,7 +49,7 @@ def test_least_recently_used_programs_are_deleted(tmp_path):
     delete_oldest(tmp_path / "absent")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_damaged_program_is_compiled_again(cache):
     """A process that is killed while it writes leaves an incomplete file: JAX warns, and compiles the program."""
     folder = keep_programs(say=lambda text: None)

@@ -62,7 +62,7 @@ def in_pieces(block, x):
         yield out[:, :kept]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pieces_with_rejected_tokens_are_the_whole():
     blocks = {name: drawn(lambda key, config=config: config.build(EMBED, key=key)) for name, config in CONFIGS.items()}
     found = results(blocks, jnp.asarray(normal(2, 6, EMBED)))

@@ -15,7 +15,7 @@ from tests.layers.common import context
 from tests.models import filled
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dropout(dtype):
     x = jnp.asarray(1 + np.arange(4 * 3 * 500).reshape(4, 3, 500) % 7, dtype)
@@ -32,7 +32,7 @@ def test_dropout(dtype):
     assert dropout(x, 0.0, jax.random.key(1)) is x
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_decoder_drops_embeddings_branches_and_what_the_head_reads():
     """By hand, with a key for each place: embeddings, each layer's MLP and output, and before the head."""
     mlp = MLPConfig(mlp_dim=6, dropout=0.3)

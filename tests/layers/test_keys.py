@@ -85,7 +85,7 @@ LAYERS = {
 PLANES = ("edge residual", "inverted residual", "plane attention")
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("attention", "fused attention"))
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_two_weights_share_a_key(name, monkeypatch):
     config, count = LAYERS[name]

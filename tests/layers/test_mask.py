@@ -22,7 +22,7 @@ def by_hand(mask, q, k):
     return k <= q
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("mask0",))
 @pytest.mark.parametrize(
     "mask",
     [Causal(), SlidingWindow(1), SlidingWindow(3), Chunked(1), Chunked(4), Bidirectional(), Bidirectional(4)],
@@ -71,7 +71,7 @@ def loop_of_spans(ids, positions):
     return last
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_spans_are_the_runs():
     """Ids that touch, come again, stand at both ends, across padding and across two documents."""
     ids = np.array([[1, 1, 0, 1, 1, 2, 2, 2, 0, 3], [0, 4, 4, 4, 4, 4, 0, 0, 1, 1], [1, 0, 2, 2, 2, 2, 0, 0, 0, 0]])
@@ -84,7 +84,7 @@ def test_spans_are_the_runs():
     assert list(np.asarray(spans.last[1])) == [-1, 3, 3, -1, 3, 0, -1, -1, 3, -1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), Chunked(4), Bidirectional()], ids=str)
 def test_the_rest_of_a_span_is_seen_by_its_tokens(mask):
     """The union of the mask and of "later in the same span"; it is an interval; documents stay apart."""

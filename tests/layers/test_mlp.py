@@ -22,7 +22,7 @@ from tests.oracles import (
 )
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gelu",))
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_activations(name):
     x = np.linspace(-6, 6, 49)
@@ -55,7 +55,7 @@ def test_mlp(options, activation):
     assert_close(layer(jnp.asarray(x), ctx), mlp_by_hand(layer, wide(x)), units=32)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_cut_gate_has_few_features_and_a_finite_gradient():
     gate = jnp.asarray(normal(2, 3, 1000))
     assert np.mean(cut_gate(gate, 0.95) > 0) == pytest.approx(0.05, abs=0.02)
@@ -65,7 +65,7 @@ def test_a_cut_gate_has_few_features_and_a_finite_gradient():
         MLPConfig(mlp_dim=4, gated=False, gate_sparsity=0.5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_xielu_is_exact_and_its_gradient_finite():
     """Far from zero on both sides, where what the other side would take overflows, and in 16 bits."""
     layer, x = XIELU.build(), np.array([-3e4, -200.0, -6.0, -1e-3, -1e-7, 0.0, 1e-7, 1e-3, 6.0, 200.0, 3e4])
@@ -79,7 +79,7 @@ def test_xielu_is_exact_and_its_gradient_finite():
     assert np.all(np.isfinite(of_x)) and np.all(np.isfinite(jax.tree.leaves(of_layer)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_fused_mlp_equals_unfused():
     config = MLPConfig(mlp_dim=9, bias=True)
     fused = dataclasses.replace(config, fused=True)

@@ -30,7 +30,7 @@ CONFIG = ParallelMixersConfig(
 )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_it_is_the_sum():
     layer, x = drawn(lambda key: CONFIG.build(6, key=key)), jnp.asarray(normal(2, 5, 6))
     ctx = context(np.tile(np.arange(5), (2, 1)))

@@ -52,13 +52,13 @@ YARN = [
 ]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("Rope(theta=100.0, fraction=1.0, pairing=-[1.0, 0.31622776601683794, 0.1, 0.031622-1.0",))
 @pytest.mark.parametrize("rope, frequencies, magnitude", ROPES, ids=lambda x: str(x)[:40])
 def test_rotation_is_the_loop(rope, frequencies, magnitude):
     check_rotation(rope, frequencies, magnitude)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_base_grows_beyond_the_original_length():
     """Row by row; padding has positions of -1."""
     rope, positions = DynamicRope(factor=4.0, original_length=6), jnp.array([[0, 1, 2, 5], [0, 3, 8, -1]])
@@ -105,7 +105,7 @@ def test_yarn_truncation_matters():
     assert not np.allclose(rounded, exact, rtol=1e-3)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", [Rope(), Rope(pairing="interleaved"), Rope(fraction=0.5), LLAMA3[0]], ids=str)
 def test_rotation_keeps_norms_and_only_differences_count(rope):
     query, key = jnp.asarray(normal(1, 6, 2, 8)), jnp.asarray(normal(1, 6, 2, 8, seed=2))
@@ -120,7 +120,7 @@ def test_rotation_keeps_norms_and_only_differences_count(rope):
     assert not np.allclose(scores(0), unturned, atol=0.1)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("rope0",))
 @pytest.mark.parametrize("rope", [Rope(theta=500_000.0), Rope(pairing="interleaved"), YARN[0]])
 def test_far_positions_are_turned_by_float32_angles(rope):
     """Angles of 10^5 radians are known up to 10^5 * 2^-23; those of bfloat16 or of float16 would be anything."""
@@ -143,7 +143,7 @@ SECTIONS = [
 ]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("plain-(3, 3, 2)-[0, 1, 2, 0, 1, 2, 0, 1]",))
 @pytest.mark.parametrize("sections, axes", SECTIONS, ids=str)
 @pytest.mark.parametrize("kind", [Rope(theta=100.0, fraction=0.5), YARN[2]], ids=["plain", "yarn"])
 def test_pairs_turn_by_the_dimensions_in_turn(kind, sections, axes):
@@ -162,7 +162,7 @@ def test_pairs_turn_by_the_dimensions_in_turn(kind, sections, axes):
     assert_close(rotate(jnp.asarray(x), jnp.asarray(positions), rope), want, units=128)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_long_rope_without_long_divisors_depends_on_no_length():
     """Phi-3.5-MoE: long texts have the magnitude alone of their own, and in its files that is the same."""
     rope = LongRope(
@@ -195,7 +195,7 @@ def test_positions_must_have_the_dimensions_of_the_sections():
             rotate(x, positions, Rope(sections=sections))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rope",
     [

@@ -81,7 +81,7 @@ def test_weights_are_there_once_and_all_of_them_learn():
     assert one == two  # of one block or two: a token passes as many
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_scanned_and_cached_it_is_the_same():
     """A row at once, layer by layer or not, and in pieces, the last of single tokens."""
     model, tokens = filled(decoder()), np.arange(14, dtype=np.int32).reshape(2, 7) % 8

@@ -15,7 +15,7 @@ from tests.cases import covering_array, decoder_config
 from tests.models import rich_decoder
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("afm-4.5b",))
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if number % 48 else ()) for number, name in enumerate(ed.list_models())],

@@ -44,7 +44,7 @@ def packed_arguments():
 # --- what comes back ---
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("True-float32",))
 @pytest.mark.parametrize("compute", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize("scan", [True, False])
 def test_shapes_and_dtypes(compute, scan):
@@ -72,7 +72,7 @@ def test_hidden_is_before_the_final_norm(model, out):
     assert_close(model.logits(out.hidden), out.logits)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_soft_cap_bounds_the_logits(model, out):
     capped = run(filled(rich_decoder(logit_soft_cap=1.5)), *packed_arguments()).logits
     assert_close(capped, 1.5 * np.tanh(np.asarray(out.logits, np.float64) / 1.5))
@@ -109,7 +109,7 @@ def positions_by_hand(segments):
     return np.where(segments == 0, -1, out)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_positions_restart_with_each_document():
     segments = np.array([[1, 1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 0, 4, 4], [7, 2, 2, 2, 2, 2, 2], [0] * 7])
     got, _ = document_positions(None, jnp.asarray(segments), segments.shape)
@@ -119,7 +119,7 @@ def test_positions_restart_with_each_document():
     assert_array_equal(document_positions(given, jnp.asarray([[1, 1, 0]]), (1, 3))[0], [[5, 6, -1]])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_explicit_positions_equal_derived_ones_bit_by_bit(model, out):
     tokens, _, segments = packed_arguments()
     positions = jnp.asarray(positions_by_hand(np.asarray(segments)))
@@ -148,7 +148,7 @@ def test_tied_head_equals_an_untied_one_with_the_transposed_table():
     assert counts[0] - counts[1] == VOCAB * EMBED
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bias_of_the_head_comes_after_the_divisor_and_before_the_cap(tied):
     """`cap(x / divisor)` of the products with the bias, in every product of the head."""
@@ -247,7 +247,7 @@ def born():
     return make(jax.random.key(0)), make(jax.random.key(1))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_new_weights_have_the_variance_of_their_fan_in(born):
     for name, leaf in named_leaves(born[0]).items():
         x, std = np.asarray(leaf, np.float64), expected_std(name, leaf)
@@ -281,7 +281,7 @@ def test_the_key_decides(born):
         assert differs == (expected_std(name, leaf) is not None), name
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_init_is_build_placed_and_cast():
     config = rich_decoder(2, blocks=(ed.BlockConfig(mixer=None, mlp=None),) * 2, tied=True)
     one, two = (
@@ -341,7 +341,7 @@ def test_tokens_beyond_a_cache_are_not_stored(model, overflowed):
         assert_array_equal(one, two)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bfloat16_cache_with_float32_activations(model, overflowed):
     tokens, first = overflowed
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 5 else x, first.cache)
@@ -380,7 +380,7 @@ def test_rows_of_padding_are_finite(model):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_token(model):
     """With no other key nothing depends on the position."""
     token = some_tokens(1, 1)
@@ -437,7 +437,7 @@ def test_a_rejected_token_leaves_nothing_in_the_cache():
 # --- inputs beside the tokens ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_spans_and_positions_of_several_dimensions_reach_every_layer():
     """Scanned, one by one and rematerialised, whole and over a cache."""
     mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, spans=True, rope=Rope(sections=(2, 1, 1)))

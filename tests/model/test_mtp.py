@@ -108,7 +108,7 @@ NORMED: Any = dict(normed_stream=True, normed_depths=True)
 LIKE_QWEN: Any = dict(block=GATED, final_norm=None, joint_norm=True, model_norm=True)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [*(pytest.param(some, marks=pytest.mark.slow) for some in ({}, NORMED)), dict(block=STREAMS)],
@@ -132,7 +132,7 @@ def test_depths_are_the_formula_and_know_their_own_document_only(changes):
     assert_array_equal(np.stack(ahead[0].real), reals)
 
 
-@pytest.mark.medium(fast=("True-1",))
+@pytest.mark.slow(fast=("True-1",))
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("masked", [False, True])
 def test_targets_never_cross_a_document(depth, masked):
@@ -182,7 +182,7 @@ def loss_of(model, batch):
     return next_token_loss(model, batch)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -202,7 +202,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(changes):
             assert float(jnp.abs(other).max()) > 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weight_zero_and_rows_without_targets():
     model, batch = filled(small(1, loss_weight=0.0)), batch_of()
     bare = model.without_mtp()
@@ -278,7 +278,7 @@ def test_loss_and_gradient_on_a_mesh_are_those_of_one_device(mesh, block):
         assert_allclose(jax.device_get(one), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_evaluation_tells_how_many_guesses_the_head_confirms():
     model, batch = filled(small(2)), batch_of()
     result = evaluate(model, [jax.tree.map(np.asarray, batch)] * 2, 4)
@@ -332,7 +332,7 @@ def speculated(model, prompt, lengths, new, depths, stops=(), pad=0):
     return tokens[:, :new], steps
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "window" else pytest.param(name, marks=pytest.mark.slow) for name in SPECULATIVE]
 )
@@ -351,7 +351,7 @@ def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
     assert 0 < np.sum(steps) < needed.sum()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", *RARE])
 def test_guesses_with_caches_are_those_of_the_whole_text(name):
     """Steps are counted as by a loop without any cache, which reads everything anew."""
@@ -417,7 +417,7 @@ def test_guesses_on_a_mesh_are_those_of_one_device():
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_guesses_are_refused_where_they_can_not_be_made():
     model, prompt = filled(small(1)), jnp.zeros((1, 2), jnp.int32)
     for options, words in (
@@ -442,7 +442,7 @@ def test_bad_configurations_are_refused(changes):
         dataclasses.replace(small(1).mtp, **changes)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_depths_are_added_to_a_model_and_leave_it_as_it_is():
     """Born where the rest lives; a model of shapes gets shapes."""
     layout = ed.Layout.create(fsdp=8)

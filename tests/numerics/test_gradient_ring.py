@@ -53,7 +53,11 @@ def gradients(product, *argnums):
     return jax.grad(loss, argnums=argnums, has_aux=True)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(
+    fast=(
+        "batch length mlp, mlp embed -> batch length embed-{'fsdp': 8}-{'levels': (2, 4), 'parts': 4, 'turned': True}",
+    )
+)
 @pytest.mark.parametrize(
     "pattern, sizes, changes",
     [(OUT, MESHES[0], dict(levels=levels, parts=4, turned=True)) for levels in ((2, 4), (4, 2), (2, 2, 2))]
@@ -308,7 +312,7 @@ def test_a_first_level_has_a_bound(monkeypatch):
     assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("0-shape0",))
 @pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))])
 def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
     """Halves of odd sizes and of none, too. The numbers are whole, so that the order of the sums does not matter."""

@@ -44,7 +44,7 @@ def products_and_gradients(x, weights, counts, outward, form):
     return outs, back(outward)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("(3, 1, 2, 2)-GroupedForm(kind='ragged_dot', block=0, interpret=False)",))
 @pytest.mark.parametrize("form", [*FORMS, pytest.param(GroupedForm("blocks", 64), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_values_and_gradients_are_those_of_a_loop(counts, form):
@@ -67,7 +67,7 @@ def test_values_and_gradients_are_those_of_a_loop(counts, form):
         assert_close(to_x[:total], want_x, units=32)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS[2:], ids=str)
 def test_several_tiles_with_remainders(form, monkeypatch):
     """Groups that begin within a tile of rows, and features of which the last tile has fewer."""
@@ -99,7 +99,7 @@ def test_programs_of_a_gpu_may_run_in_any_order():
     assert np.any(one[:37], axis=1).all() and not np.any(one[37:])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("GroupedForm(kind='ragged_dot', block=0, interpret=False)",))
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     counts = (19, 0, 1, 12)
@@ -121,7 +121,7 @@ def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     assert_close(gradient[0], rows[:19].T.astype(np.float64) @ want[:19], units=2, dtype="bfloat16")
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("GroupedForm(kind='ragged_dot', block=0, interpret=False)",))
 @pytest.mark.parametrize(
     "form", [*FORMS[:2], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[2:])], ids=str
 )

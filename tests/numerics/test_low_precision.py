@@ -93,7 +93,7 @@ def reference(pattern, mode, x, w, g, *, float_weight=False):
     return y, to_x, np.einsum(f"{left},{out}->{right}", X, G) * aligned(c, out, right)
 
 
-@pytest.mark.medium(fast=("one token",))
+@pytest.mark.slow(fast=("one token",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_numpy(kind):
     """Plain and flattened, all modes, in f32 and bf16; gradients of weights rounded or not."""
@@ -148,7 +148,7 @@ def test_what_rounding_costs():
             assert most / 2 < np.linalg.norm(got - want) / np.linalg.norm(want) < most
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_nothing_and_what_is_not_finite():
     """Zeros are zeros; an infinity or NaN makes its row and all gradients that it reaches not finite."""
     config = LowPrecision()
@@ -172,7 +172,7 @@ def test_nothing_and_what_is_not_finite():
         assert np.isfinite(to_x[0]).all() and not np.isfinite(to_x[1]).any() and not np.isfinite(to_w[:, 2]).any()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_stochastic_rounding_is_right_in_the_mean_and_only_for_gradients():
     config = LowPrecision(gradient_rounding="stochastic")
     x, w, g = draw(0, (32, 16)), draw(1, (16, 8)), draw(2, (32, 8))
@@ -195,7 +195,7 @@ def test_stochastic_rounding_is_right_in_the_mean_and_only_for_gradients():
         assert float(jnp.max(error / jnp.std(drawn, axis=0))) < 5 / 32  # five standard deviations of a mean of 1024
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_two_gradients_of_a_product_are_rounded_by_different_draws():
     """Else their errors would go together."""
     form, x = LowPrecision().formats.gradient, draw(0, (4, 64))

@@ -54,7 +54,7 @@ def value_and_gradients(pattern, flatten, x, weight):
     return jax.tree.leaves(jax.grad(loss, argnums=(0, 1), has_aux=True)(x, weight))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("batch length embed, embed mlp -> batch length mlp",))
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_flattened_is_plain(pattern):
     dtypes = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")][: 3 if pattern == MLP else 2]
@@ -69,7 +69,7 @@ def test_flattened_is_plain(pattern):
             assert_close(a, b, units=128 if dtype == "float32" else 4, dtype=dtype)
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("1-b l d, d h k -> b l h k", "1-b l h k, h k d -> b l d"))
 @pytest.mark.parametrize("pattern", ["b l d, d h k -> b l h k", "b l h k, h k d -> b l d", "b l d, v d -> b l v"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_one_row_is_doubled_on_gpus_and_changes_nothing(pattern, rows, monkeypatch):
@@ -151,7 +151,7 @@ def test_sums_are_kept_in_f32(flatten):
     assert y.dtype == jnp.float32 and y.item() == 4096 + 32
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_scan_with_checkpoint(dtype):
     weights, x = draw(1, (3, 8, 8), "float32") / 3, draw(0, (2, 5, 8), dtype)
@@ -198,7 +198,7 @@ def test_forward_mode_in_f32():
     jax.tree.map(lambda a, b: assert_close(a, b, units=16), flat, plain)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_under_vmap_and_on_a_mesh(dtype):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -221,7 +221,7 @@ def test_under_vmap_and_on_a_mesh(dtype):
         )
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_and_one_token(dtype):
     weight = jnp.ones((8, 12))

@@ -60,7 +60,7 @@ def test_levels_are_quantiles_of_the_normal_distribution():
     assert_allclose(LEVELS, want / want[-1], atol=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_each_number_is_the_nearest_level():
     weight = draw(0, 16, 6)
     node = jax.jit(lambda weight: quantized(weight, NF4, (8, 1), 1, 1))(weight)
@@ -84,7 +84,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.medium(fast=("False-query", "True-out"))
+@pytest.mark.slow(fast=("False-query", "True-out"))
 @pytest.mark.parametrize("kind", PATTERNS)
 @pytest.mark.parametrize("flatten", [False, True])
 def test_products_are_those_of_the_array(kind, flatten):
@@ -106,7 +106,7 @@ def test_products_are_those_of_the_array(kind, flatten):
         assert_close(got, want, units=64)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param(RAGGED_DOT, marks=pytest.mark.slow), GroupedForm("blocks", 8)], ids=str)
 def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     """Below a low-rank pair, too; one expert's weight is a row of the array."""
@@ -167,7 +167,7 @@ def test_low_rank_pairs_are_trained_over_it(model):
     assert_close(merged, merge_lora(ed.dequantize(tuned)).segments[0].unit[0].mixer.out, units=4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_checkpoints_have_the_bits(model, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, model, data_state={}, config={}, wait=True)

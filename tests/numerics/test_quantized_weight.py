@@ -102,7 +102,7 @@ BLOCKS = {"int8": (99, 1), "int4": (4, 1), "fp8": (12, 1), "fp8_block": (5, 4)}
 ERRORS = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2**-4, "fp8_block": 2**-4}
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("int8",))
 @pytest.mark.parametrize("mode", ["int8", "int4", pytest.param("fp8", marks=pytest.mark.slow), "fp8_block"])
 def test_numbers_are_the_nearest_ones(mode):
     """Values times scales are within half a step of the weight, in every block; and rounded again they don't change."""
@@ -131,7 +131,7 @@ def SHAPES_OF(node: QuantizedWeight):
     return node.block, node.inner, node.outer
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_zeros_and_nothing():
     node = quantized(draw(0, (8, 6)), QUANTIZATIONS["int4"], (4, 1), 1, 1)
     zeros = jnp.asarray(np.random.default_rng(1).integers(-8, 9, node.scales.shape), jnp.int8)
@@ -167,7 +167,7 @@ PRODUCTS = {  # pattern, shapes of both, and dimensions that the weight contract
 }
 
 
-@pytest.mark.medium(fast=("back",))
+@pytest.mark.slow(fast=("back",))
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.slow if kind in ("query", "fewer") else ()) for kind in PRODUCTS],
@@ -202,7 +202,7 @@ def test_products_are_those_of_the_array(kind):
         assert_close(found, want, units=16 if dtype == "float32" else 2, dtype=dtype)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("int8",))
 @pytest.mark.parametrize("mode", [*BLOCKS, "zeros"])
 def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     """The loop of a CPU: few rows of the weight at a time, whole groups of them."""
@@ -218,7 +218,7 @@ def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     assert_close(got, x @ node.dequantized(), units=8)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["int4", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("int8", "fp8"))])
 def test_grouped_products_are_those_of_the_arrays(mode):
     """Of sorted rows with experts, in all forms, with gradients of the rows; also below a low-rank pair."""
@@ -245,7 +245,7 @@ def test_grouped_products_are_those_of_the_arrays(mode):
 # --- models ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])])
 def test_a_model_is_that_of_its_arrays(name, models):
     """One pass, and one token after the other with a cache (latent attention then uses weights in another way)."""
@@ -321,7 +321,7 @@ def test_a_quantized_model_writes(models):
 # --- which weights ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_which_weights_are_chosen(models):
     model = models["deepseek3_groups"]
     chosen = set(quantized_weights(ed.quantize(ed.abstract(model.config), "int8")))
@@ -453,7 +453,7 @@ def test_one_leaf_for_a_weight(models):
 # --- checkpoints ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_checkpoints_keep_the_bits(models, tmp_path):
     model = ed.quantize(models["llama_rope"], {"*.mlp.*": "int4", "*.out": "fp8", "*": "int8"}, group_size=4)
     with Checkpoints(tmp_path) as checkpoints:

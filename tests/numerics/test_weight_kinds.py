@@ -34,7 +34,7 @@ def kinds(*lead: int) -> dict:
     return {"array": weight, "other array": -weight, "rounded": rounded, "pair": pair(3 * weight, *lead)} | bits | pairs
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("flatten", [False, True])
 def test_kinds_are_nested(flatten):
     """A clipped weight over a low-rank pair over any base: as written out with arrays."""
@@ -48,7 +48,7 @@ def test_kinds_are_nested(flatten):
             assert_close(product(x, weight), product(x, as_weight(weight).array()), units=64)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_kind_says_what_it_stands_for():
     for name, weight in kinds(3).items():
         one = as_weight(weight)
@@ -59,7 +59,7 @@ def test_a_kind_says_what_it_stands_for():
     assert half.dtype == half.array().dtype == jnp.bfloat16
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param(RAGGED_DOT, marks=pytest.mark.slow), GroupedForm("blocks", 8)], ids=str)
 def test_several_kinds_in_one_product_keep_their_order(form):
     counts, x, weights = jnp.asarray((9, 0, 7)), draw(0, 24, 16), kinds(3)

@@ -92,7 +92,7 @@ def test_experts_are_read_as_far_as_rows_choose_them():
     assert read_weights(split, 4) > others + of_experts / 2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [None, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_plan_adds_up(page_size):
     """Weights and cache are those of a device; the cache stays in place."""

@@ -188,7 +188,7 @@ def test_products_of_loops_branches_and_devices(monkeypatch):
     assert found == MatmulFlops(2 * 2 * 8 * 3 * 3, False)  # each stage multiplies all of them
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("none-1",))
 @pytest.mark.parametrize("remat, again", [("none", 1), ("full", 4 / 3)])
 def test_experts_compute_what_tokens_need(remat, again, monkeypatch):
     """However much room their rows have, and in loops that data decide, too: three products of each of its experts."""
@@ -281,7 +281,7 @@ def tiny() -> tuple[Plan, Execution]:
     return make_plan(model, trainer, torus(4, 2), batch_size=8, seq_len=32), model.execution
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_plan_adds_up(tiny):
     plan, _ = tiny
     memory, count = plan.memory, ed.count_parameters(CONFIG)
@@ -302,7 +302,7 @@ def test_a_plan_adds_up(tiny):
     assert data["attention"] == ["chunked"] and "(attention by the kernel chunked)" in text
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch):
     def fail(self):
         raise jax.errors.JaxRuntimeError("INTERNAL: should have 1 operands but sees 3")
@@ -315,7 +315,7 @@ def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch
     assert "unknown" in report(plan, [])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_told_and_not_raised(tiny, monkeypatch):
     def fail(self, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 120.5G of 95.74G hbm.")

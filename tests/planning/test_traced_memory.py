@@ -45,7 +45,7 @@ def test_a_loop_keeps_what_a_later_one_reads():
     assert [array.shape for array in found] == [(5, 3, 2)]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("full-1",))
 @pytest.mark.parametrize("remat, widths", [("full", 1), ("save_qkv_proj", 4)])
 def test_policies_keep_what_they_name(remat, widths):
     """The stream that enters each layer, and its queries, keys and values, which are as wide, in two bytes each."""

@@ -212,7 +212,6 @@ def test_turns_of_environments(folder, preset):
     assert losses[0] != losses[1]
 
 
-@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

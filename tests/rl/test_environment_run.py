@@ -182,7 +182,7 @@ def test_settings_and_failures(folder):
     assert row["reward_failures"] == pytest.approx(1 / 3) and "turn 1: it took more than 0.3 s" in err
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("Guess-changes0---rl.reward=.*a.py:f' and --rl.environment=.*: rewards come from one",))
 @pytest.mark.parametrize(
     ("game", "changes", "says"),
     [

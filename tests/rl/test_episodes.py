@@ -125,7 +125,7 @@ def content(answer):
     return {**answer.to_json(), "seconds": 0}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_order_changes_an_episode(games):
     plain = [{}, {"done": 1}, {"slow": 0.02}, {"reward": "none"}]
     _, first, closed = play(games, plain, order=1)
@@ -188,7 +188,7 @@ def test_each_has_its_own_fate(games):
         assert {each.episode.end for each in group if each.episode} == {"error"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_template_that_rewrites_the_past_makes_parts(games):
     _, groups, _ = play(games, [{}, {"done": 1}], template=FORKS, limit=400, end=False, max_new_tokens=2)
     three, one = groups[0][0], groups[1][0]
@@ -204,7 +204,7 @@ def test_a_template_that_rewrites_the_past_makes_parts(games):
         play(games, [{}], template=FORKS, limit=400, end=False, strict_prefix=True)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tools_are_described_and_answer(games):
     template = ChatTemplate(source="{% if tools %}{{ tools | length }} tools{% endif %}" + TRIMS)
     tasks = [{"tools_of_game": 1, "role": "tool"}, {"tools": [{"name": "a"}, {"name": "b"}]}]

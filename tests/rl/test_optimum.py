@@ -50,7 +50,7 @@ def policy(model):
 OPTIMIZER = OptimizerConfig(learning_rate=2e-2, schedule="constant", warmup_steps=0, weight_decay=0.0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
 def test_the_optimum_is_reached(model, where):
     """Every answer is in the batch, with its probability as its weight: steps have the expected gradient."""

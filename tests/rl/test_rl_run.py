@@ -101,7 +101,7 @@ def whole(folder):
     return folder
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_answers_are_drawn_by_the_weights_that_learn_from_them(whole):
     rows = steps_of(whole / "whole")
     assert len(rows) == 4
@@ -117,7 +117,7 @@ def test_answers_are_drawn_by_the_weights_that_learn_from_them(whole):
     assert len(set.union(*versions)) == 4
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_killed_run_finds_its_answers(whole):
     """It comes again to the weights of step 3, and computes no reward a second time."""
     shutil.copytree(whole / "whole", whole / "killed")
@@ -190,7 +190,7 @@ def test_settings_change_what_is_learned(whole, flags):
     assert [row["loss"] for row in rows] != [row["loss"] for row in steps_of(whole / "plain")]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [
@@ -211,13 +211,13 @@ def test_bad_settings_are_refused(folder, changes, code, says):
     assert re.search(says, " ".join(err.split())), err
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_model_without_experts_is_refused(folder):
     _, err = train(folder, "refused", "--rl.routing-replay", code=2)
     assert "--rl.routing-replay=True needs a model with experts: this one has none. Leave it out." in err
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_fingerprint_is_of_every_bit():
     model = ed.load_hf(BASE)
     first = int(weights_fingerprint(model))

@@ -62,7 +62,7 @@ class Recorder:
         self.model = None
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weights_are_placed_anew_at_each_load(base, monkeypatch):
     """By one plan, without compiling again, and never twice at once."""
     devices = jax.devices()[:4]
@@ -88,7 +88,7 @@ def test_weights_are_placed_anew_at_each_load(base, monkeypatch):
     assert held.model.execution.layout == layout
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_copies_in_the_compute_dtype_are_cut_on_gpus(base, monkeypatch):
     """What the trainer has is not deleted; stacked copies are, and a second load compiles nothing."""
     monkeypatch.setattr(unstack, "WORTH", 0)

@@ -139,7 +139,7 @@ def test_a_step_ahead_is_drawn_by_the_weights_before_the_last_ones(tmp_path, dyn
     assert len(strict.drawer.threads) == 1 and len(ahead.drawer.threads) == STEPS
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("2-False",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("killed", [2, 3, 5])
 def test_a_run_goes_on_with_what_the_same_weights_drew(tmp_path, killed, dynamic):

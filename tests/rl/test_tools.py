@@ -280,7 +280,7 @@ RESULTS = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "call", "last"),
     [("qwen3", HERMES, "5<|im_end|>"), ("llama3", LLAMA, "5<|eot_id|>"), ("mistral", MISTRAL, " 5</s>")],
@@ -309,7 +309,7 @@ def test_malformed_calls_are_counted_and_told(file, tokenizer):
         assert text_of(tokenizer, answer).count("Error: this call can't be read: ") == 2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tools_with_a_memory_and_the_limit_of_turns(file, tokenizer):
     call = HERMES.replace("add", "more").replace('{"a": 2, "b": 3}', '{"by": 4}')
     answer, _ = play(file, tokenizer, "qwen3", [call] * 3, which="Counter", max_turns=2)
@@ -318,7 +318,7 @@ def test_tools_with_a_memory_and_the_limit_of_turns(file, tokenizer):
     assert f"<tool_response>\n{start + 4}\n</tool_response>" in text_of(tokenizer, answer) and answer.reward > 8
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_format_of_calls_is_a_setting(file, tokenizer):
     call = LLAMA.replace("<|eot_id|>", "<|im_end|>")
     answer, _ = play(file, tokenizer, "qwen3", [call, "5<|im_end|>"], tool_call_parser="llama3_json")

@@ -37,7 +37,7 @@ def tokenizer():
     return load_tokenizer(FOLDER / "tokenizer.json")
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("qwen3-4<|im_end|>",))
 @pytest.mark.parametrize(("name", "said"), [("qwen3", "4<|im_end|>"), ("llama3", "4<|eot_id|>"), ("mistral", " 4</s>")])
 def test_tokens_are_those_of_the_whole_text(name, said, tokenizer):
     """Where the answer is as the tokenizer writes it, prompt + answer + what is added are the tokens of the whole."""

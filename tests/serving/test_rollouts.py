@@ -35,7 +35,7 @@ def drawn(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
     return [groups[index].rollouts for index in range(len(prompts))]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_answers_depend_on_seed_prompt_and_sample_alone(engine):
     first = drawn(engine)
     assert len({answer_seed("run/1", name, sample) for name in range(4) for sample in range(3)}) == 12
@@ -49,7 +49,7 @@ def test_answers_depend_on_seed_prompt_and_sample_alone(engine):
     assert texts != [[answer.tokens.tolist() for answer in group] for group in drawn(engine, seed="run/2")]
 
 
-@pytest.mark.medium(fast=("0.6",))
+@pytest.mark.slow(fast=("0.6",))
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_the_model(engine, temperature):
     stops = [3, 4, 5, 6]

@@ -283,7 +283,7 @@ QUICK = ["llama_rope"]
 SLOW = ["gemma2_odd", "gpt_oss_yarn", "gemma4_small", "qwen3_moe_mixed", "mistral_window"]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("llama_rope",))
 @pytest.mark.parametrize("fixture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_pieces_of_several_sequences_have_the_logits_of_each_alone(package, fixture):
     sequences = texts(fixture)
@@ -359,7 +359,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.medium(fast=("states", "pipeline", "qwix", "adapters", "drafts", "chunks"))
+@pytest.mark.slow(fast=("states", "pipeline", "qwix", "adapters", "drafts", "chunks"))
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_run_is_refused_before_weights_are_loaded(package, case):
     fixture, settings, words = REFUSED[case]

@@ -21,7 +21,7 @@ def differing(one: Backend, other: Backend) -> set[str]:
     return {name for name, value in vars(one).items() if value != getattr(other, name)}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_each_choice_is_asked_for():
     """A choice that nothing reads would be a promise; `describe` reads all, and does not count."""
     trees = [ast.parse(file.read_text()) for file in SOURCES if file != pathlib.Path(str(module.__file__))]
@@ -51,7 +51,7 @@ def test_an_unknown_platform_is_any_accelerator():
     assert backend_of("gpu").describe() == f"gpu: {words}, paged_kernel=triton"
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("sizes0-True",))
 @pytest.mark.parametrize("sizes, single", [({}, True), ({"fsdp": 1}, True), ({"fsdp": 2}, False)])
 def test_a_layout_has_the_choices_of_its_devices(sizes, single):
     devices = jax.devices()[: sizes.get("fsdp", 1)]

@@ -97,7 +97,7 @@ STEPS = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "cube")) for name in STEPS], ids=str
 )

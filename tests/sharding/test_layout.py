@@ -62,7 +62,7 @@ def test_activations_that_do_not_divide_stay_whole():
 OTHER_MESH = pytest.param(dict(expert=2, fsdp_transpose=2, data=2), marks=pytest.mark.slow)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(fsdp=4, tensor=2), OTHER_MESH])
 def test_init_is_born_sharded_and_the_same_on_every_mesh(sizes):
     layout = ed.Layout.create(**sizes)
@@ -199,7 +199,7 @@ def test_factorizations_are_complete_and_unique():
     assert len(shapes) == len(set(shapes)) == math.comb(8 + 7, 7) and {math.prod(shape) for shape in shapes} == {256}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_describe_lists_every_weight():
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = ed.abstract(rich_decoder(), layout=layout)

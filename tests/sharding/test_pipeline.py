@@ -70,7 +70,7 @@ def test_the_share_of_bubbles():
     assert ed.Pipeline(microbatches=1).bubble_share(1) == 0
 
 
-@pytest.mark.medium(fast=("2-4-2-False-False",))
+@pytest.mark.slow(fast=("2-4-2-False-False",))
 @pytest.mark.parametrize(
     "stages, count, repeats, delay, contiguous",
     [pytest.param(*order, True, marks=pytest.mark.slow if number % 2 else ()) for number, order in enumerate(ORDERS)]
@@ -158,7 +158,7 @@ def check_equal(model: ed.Decoder, layout: ed.Layout, pipeline: ed.Pipeline, row
     assert_close(got, want, units=units)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_model_equals_itself_without_a_pipeline():
     """Ten repeats of two layers, of which eight fill the pieces; a mesh that also splits batch and weights."""
     model = filled(rich_decoder(10), remat="full", layer_stats=True)

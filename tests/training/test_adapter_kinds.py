@@ -96,7 +96,7 @@ def test_magnitudes_are_those_of_the_definition():
             assert_allclose(mine, gradient, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_factor_near_1_is_not_lost_in_16_bits():
     ones = jnp.ones((64, 2), jnp.bfloat16)
     node = LowRank(ones, jnp.zeros((64, 1)), jnp.zeros((1, 2)), 1.0, jnp.full((2,), 0.008))  # of 8
@@ -112,13 +112,13 @@ def born(plain):
     return {name: add_lora(plain, lora, key=jax.random.key(0)) for name, lora in (("dora", DORA), ("both", BOTH))}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_new_magnitudes_change_no_bit(plain, born):
     tokens = some_tokens(4, 8)
     assert_array_equal(logits(born["dora"], tokens), logits(plain, tokens))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_pair_is_the_part_with_the_largest_singular_values(plain, born):
     """The base has the others; together they are the weight, to rounding, and so is the model at its start."""
     words = axes(plain)
@@ -190,7 +190,7 @@ def expected(born):
     return gradient_of_pairs(noisy(born["both"]), some_tokens(4, 8))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_merging_changes_no_logit(plain, born, expected):
     merged = merge_lora(noisy(born["both"]))
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
@@ -248,7 +248,7 @@ def test_steps_move_pairs_and_lengths_alone_and_are_resumed(plain, tmp_path):
 # --- beside weights in few bits ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8_block", marks=pytest.mark.slow)]
 )

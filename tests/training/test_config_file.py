@@ -166,7 +166,7 @@ def test_values_are_put_into_their_places():
     assert late.inner.rate == -1.0 and type(late) is Settings and late.count == 5
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(fast=("run.json-700", "run.json-200000", "run.yaml-100"))
 @pytest.mark.parametrize(
     ("name", "depth"), [("run.json", 700), ("run.json", 200_000), ("run.yaml", 100), ("run.yaml", 1000)]
 )

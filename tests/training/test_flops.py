@@ -46,7 +46,7 @@ def test_fused_projections_count_and_biases_norms_sinks_and_tables_do_not():
     assert matmul_parameters(config) == 2 * block + EMBED * VOCAB
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("mask0-8",))
 @pytest.mark.parametrize(("mask", "keys"), [(SlidingWindow(8), 8), (Chunked(8), 8), (SlidingWindow(500), 100)])
 def test_windows_count_only_what_they_see(mask, keys):
     block = TINY.blocks[0]

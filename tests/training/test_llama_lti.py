@@ -81,7 +81,7 @@ def test_the_teachers_kernels_are_taken_over(model, teacher):
             assert one.unsafe_buffer_pointer() != other.unsafe_buffer_pointer()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_teachers_kernels_come_to_the_models_mesh_and_dtype(teacher):
     layout = ed.Layout.create(**MESH)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), filled(CONFIGS[False]).place(layout))
@@ -93,7 +93,7 @@ def test_a_teachers_kernels_come_to_the_models_mesh_and_dtype(teacher):
     assert_array_equal(got.astype(jnp.float32), want.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_materialised_is_a_plain_llama_with_the_same_logits(model):
     plain = materialize(model)
     assert plain.config == STUDENT
@@ -125,7 +125,7 @@ def test_materialised_is_born_on_the_models_mesh(model, mesh):
     assert_close(mixers(placed)[0].query, mixers(materialize(model))[0].query)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("general", GENERAL)
 def test_identity_maps_are_the_teacher(general):
     """With the rest of the teacher the whole model is the teacher."""
@@ -153,7 +153,7 @@ def weighted(model, tokens, segments):
 gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("general", GENERAL)
 def test_gradients_reach_the_maps_alone_and_are_those_of_one_device(teacher, general):
     model = taught(teacher, general)
@@ -168,7 +168,7 @@ def test_gradients_reach_the_maps_alone_and_are_those_of_one_device(teacher, gen
         assert np.any(leaf) != (".teacher." in name), name
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_cached_decoding_is_the_forward_pass(teacher):
     model, tokens, pieces = taught(teacher, False), some_tokens(2, 9), []
     cache = ed.init_cache(model.config, 2, 9, dtype=jnp.float32)
@@ -178,7 +178,7 @@ def test_cached_decoding_is_the_forward_pass(teacher):
     assert_close(jnp.concatenate(pieces, axis=1), run(model, tokens).logits)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_training_moves_all_but_the_teacher(teacher):
     """Weight decay too leaves it alone, although its paths match the patterns."""
     model = taught(teacher, False)
@@ -205,7 +205,7 @@ EMPTY = dataclasses.replace(STUDENT.blocks[0], mixer=None, pre_mixer_norm=None)
 FUSED = dataclasses.replace(TEACHER.blocks[0], mixer=dataclasses.replace(TEACHER.blocks[0].mixer, fused_qkv=True))
 
 
-@pytest.mark.medium(fast=("config6-mixer=None must be an AttentionConfig",))
+@pytest.mark.slow(fast=("config6-mixer=None must be an AttentionConfig",))
 @pytest.mark.parametrize(
     "config, sentence",
     [

@@ -70,7 +70,7 @@ UPDATES = {
 QUICK = ("gate_up", "transposed", "batched")
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("query", "out"))
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
 )
@@ -109,7 +109,7 @@ def test_the_product_is_that_of_the_merged_weight(kind):
         assert not np.any(to_base)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_merged_is_the_update_written_out():
     for kind, (_, _, *sizes) in KINDS.items():
         if kind == "transposed":  # no weight stands in a model like this
@@ -208,7 +208,7 @@ OTHERS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("rank",))
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LoRAConfig)])
 def test_every_setting_is_read(field):
     def described(config):
@@ -264,13 +264,13 @@ def expected(adapted):
     return gradient_of_pairs(adapted, some_tokens(4, 8))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_scan_is_loop_with_and_without_remat(adapted, expected):
     changed = gradient_of_pairs(adapted.replace(scan=False, remat="full"), some_tokens(4, 8))
     jax.tree.map(lambda a, b: assert_close(a, b, units=256), changed, expected)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sharded_is_single(plain, born, adapted, expected):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     placed = plain.place(layout)
@@ -294,7 +294,7 @@ def test_merging_changes_no_logit_and_leaves_no_pair(plain, adapted, expected):
     assert merge_lora(merged) is merged
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_generation_through_a_cache():
     prompt, model = some_tokens(2, 5), trained(filled(FUSED), FUSED_PAIRS)
     got = ed.generate(model, prompt, max_new_tokens=4, sampler=ed.Greedy())
@@ -327,7 +327,7 @@ def run():
     return trainer, first, state, losses
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_training_moves_the_pairs_alone(run):
     _, first, state, losses = run
     before, after = first, named_leaves(state.model)
@@ -337,14 +337,14 @@ def test_training_moves_the_pairs_alone(run):
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_frozen_weights_have_no_optimizer_state(run):
     _, _, state, _ = run
     size = sum(leaf.size for leaf in pairs(state.model).values())
     assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim) == 2 * size
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_base_is_never_trained(run):
     model = run[2].model
     everything = Trainer.create(optimizer(trainable=("*",)), model, steps=10).trainable
@@ -353,7 +353,7 @@ def test_a_base_is_never_trained(run):
         Trainer.create(optimizer(trainable=("*.base",)), model, steps=10)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_checkpoints_hold_the_pairs(run, tmp_path):
     trainer, _, state, _ = run
     with Checkpoints(tmp_path) as checkpoints:
@@ -385,7 +385,7 @@ def test_muon_takes_pairs_as_matrices():
 # --- refusals ---
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("embedding.*-embedding.table",))
 @pytest.mark.parametrize(
     "pattern, path",
     [
@@ -427,7 +427,7 @@ def test_bad_settings_are_refused_by_name(field, value):
         config.__post_init__()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_a_matrix():
     assert product_axes(("layers", "embed", "heads", "head_dim")) == (("embed",), ("heads", "head_dim"))
     assert product_axes(("heads", "head_dim", "embed")) == (("heads", "head_dim"), ("embed",))

@@ -83,7 +83,7 @@ def token_by_hand(config, connection, x, branch):
     return np.stack([sum(mix[k, m] * x[k] for k in range(n)) + write[m] * out for m in range(n)])
 
 
-@pytest.mark.medium(fast=("once",))
+@pytest.mark.slow(fast=("once",))
 @pytest.mark.parametrize(
     "config",
     [
@@ -111,7 +111,7 @@ def test_mixing_keeps_the_sum_of_streams(config):
     assert np.ptp(mix[0, 0]) > 0.1  # they differ between tokens
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("sinkhorn",))
 @pytest.mark.parametrize("mixing", ["sinkhorn", "permutations"])
 def test_one_new_stream_is_a_residual_connection(mixing):
     config = HyperConnections(streams=1, mixing=mixing, norm=RMSNormConfig(scale=False))
@@ -123,7 +123,7 @@ def test_one_new_stream_is_a_residual_connection(mixing):
     assert_close(run(residual, jnp.asarray(X[:, :, :1]))[:, :, 0], want, units=200)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_streams_have_no_order():
     """Streams and what belongs to them permuted: the same result, permuted."""
     residual = drawn(SINKHORN, branches=1)
@@ -163,7 +163,7 @@ def test_expand_copies_and_reduce_adds():
     assert_close(SINKHORN.reduce(jnp.asarray(X)), X.sum(axis=2))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SINKHORN, PERMUTATIONS], ids=["sinkhorn", "permutations"])
 def test_gradients_are_those_of_differences(config):
     residual = drawn(config, branches=1)

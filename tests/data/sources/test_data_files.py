@@ -248,7 +248,7 @@ def test_frames_of_another_writer_with_a_long_window_are_read(tmp_path):
         assert stream.read() == LINES
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gz",))
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_what_unpacks_to_much_is_read_piece_by_piece(tmp_path, kind):
     """The first line of a few kilobytes that are 200 MB takes a few MB."""

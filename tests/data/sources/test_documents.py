@@ -103,7 +103,7 @@ def test_sentences_for_faulty_records(tmp_path, record, sentence):
         read(tmp_path, record)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_columns_of_conversations(tmp_path):
     """Parquet gives each message and each call all keys of its column: those without a value are left out."""
     import pyarrow

@@ -323,7 +323,14 @@ class Other(ByteTokenizer):
     content_hash = "other"
 
 
-@pytest.mark.medium(fast=4)
+@pytest.mark.slow(
+    fast=(
+        "<lambda>-train:03.txt has other contents0",
+        "<lambda>-train:03.txt has other contents1",
+        "<lambda>-train:99.txt is new",
+        "<lambda>-train:00.txt is gone",
+    )
+)
 @pytest.mark.parametrize(
     "change, sentence",
     [
@@ -355,7 +362,7 @@ def test_many_changes_are_counted(corpus):
         build(corpus)
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(fast=("cut", "flipped", "gone"))
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest", "half a manifest"])
 def test_what_is_lost_is_made_again(corpus, made, damage):
     first = build(corpus)

@@ -101,7 +101,7 @@ def records(folder, count=40):
     return [str(folder / name) for name in ("a.jsonl", "b.txt")]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_processes_make_what_one_makes(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "SMALLEST_PART", 2000)
     template = ChatTemplate(source="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")

@@ -66,7 +66,7 @@ def test_a_damaged_step_is_set_aside_and_saved_anew(directory):
     assert_same(Checkpoints(directory, warn=pytest.fail).restore(make_state()).tree, make_state(20))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_others_write_is_seen(directory):
     """gcsfs would remember what it has listed once."""
     writer, reader = Checkpoints(directory), Checkpoints(directory)

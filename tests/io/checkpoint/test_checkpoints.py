@@ -110,7 +110,7 @@ def copied(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "copy")
 
 
-@pytest.mark.medium(fast=("in place",))
+@pytest.mark.slow(fast=("in place",))
 def test_round_trip_of_modules_optimizer_and_keys(saved):
     for template in (make_state(1), abstract(make_state(1))):
         tree, data_state, step = Checkpoints(saved).restore(template)
@@ -121,7 +121,7 @@ def test_round_trip_of_modules_optimizer_and_keys(saved):
     assert Checkpoints(saved).manifest()["config"] == {"layers": 2}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_kind_of_array(tmp_path):
     tree = {
         "bool": jnp.array([True, False, True]),
@@ -268,7 +268,7 @@ def data_file(step: Path) -> Path:
     return max((step / "arrays").rglob("d/*"), key=lambda file: file.stat().st_size)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_flipped_bits_are_found_or_harmless(saved, tmp_path, mode, trials):
     """By `restore`, which falls back to the step before, and by `load_weights` of that very step, which raises."""
@@ -296,7 +296,7 @@ def test_flipped_bits_are_found_or_harmless(saved, tmp_path, mode, trials):
     assert min(by_fingerprint, by_digest) >= trials // 4
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed",))
 def test_damaged_leaves_are_named_and_an_asked_for_step_has_no_fallback(copied):
     manifest = copied / "20/manifest/data.json"
     body = json.loads(manifest.read_text())
@@ -311,7 +311,7 @@ def test_damaged_leaves_are_named_and_an_asked_for_step_has_no_fallback(copied):
     assert Checkpoints(copied, warn=lambda text: None).restore(make_state()).step == 10
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed",))
 def test_truncated_newest_step_falls_back_and_training_goes_on(copied, mode, capfd):
     os.truncate(data_file(copied / "20"), 40)
     warnings = []
@@ -328,7 +328,7 @@ def test_truncated_newest_step_falls_back_and_training_goes_on(copied, mode, cap
     assert "Traceback" not in printed.err + printed.out, "Orbax's own noise must not reach the terminal"
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed",))
 def test_a_step_that_was_read_wrongly_once_is_not_set_aside(copied, monkeypatch):
     """A network or a memory that flips a bit now and then: what differs is read again, arrays and manifest alike."""
     read, flips = reading.ocp.load_checkpointables, ["manifest", "arrays"]
@@ -346,7 +346,7 @@ def test_a_step_that_was_read_wrongly_once_is_not_set_aside(copied, monkeypatch)
     assert not flips and Checkpoints(copied).steps == (10, 20)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed",))
 def test_a_step_of_another_run_is_not_followed_by_ours(copied):
     """Two runs in one directory, on hosts that do not see each other's locks."""
     with Checkpoints(copied, max_checkpoints=1) as one, Checkpoints(copied) as other:
@@ -416,7 +416,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
         Checkpoints(tmp_path / "file/run").save(1, make_state(), data_state={}, config={})
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed",))
 def test_only_the_first_process_tidies_up(copied, monkeypatch):
     """The others read the same directory: what it renames or deletes must not go twice."""
     monkeypatch.setattr("eqx_decoders.io.checkpoint.checkpoints._is_writer", lambda: False)
@@ -431,7 +431,7 @@ def test_only_the_first_process_tidies_up(copied, monkeypatch):
     assert other.steps == (10, 20, 40) and (copied / f"30{TEMPORARY}").exists()
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed",))
 def test_load_weights_reads_only_the_model(copied):
     model = load_weights(copied, abstract(make_state()).model).tree
     assert_same(model, make_state(20).model)
@@ -523,7 +523,7 @@ def test_arrays_of_former_names_are_read(tmp_path, monkeypatch):
     assert_array_equal(restored["net"]["before"]["x"], [1, 1, 1])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed",))
 def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leftover = tmp_path / "run" / (f"5{TEMPORARY}-123" if mode == "renamed" else "5")
@@ -611,7 +611,7 @@ def test_a_failing_save_is_reported_and_the_last_step_stays(copied, monkeypatch)
     assert Checkpoints(copied).steps == (10, 20, 31)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("renamed-error0",))
 @pytest.mark.parametrize(
     "error",
     [OSError(5, "Input/output error"), ValueError("UNKNOWN: Error reading x [OS error 116: ESTALE Stale file handle]")],

@@ -61,7 +61,7 @@ def test_every_architecture_is_tried():
     assert set(CONVERTED) == set(CASES)
 
 
-@pytest.mark.medium(fast=("llama", "gpt2"))
+@pytest.mark.slow(fast=("llama", "gpt2"))
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_files_are_those_of_llama_cpp(name, tmp_path):
     kind, family, _ = CASES[name]
@@ -92,7 +92,7 @@ def test_files_are_those_of_llama_cpp(name, tmp_path):
         assert (np.abs(np.asarray(leaf) - want) <= within + 1e-7).all(), path
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_tokenizer_and_a_template_are_written(tmp_path):
     """And read again from the file; a model of a GGUF file brings those of its own."""
     tokenizer = train_bpe(["a tale of two cities, twice told"] * 3, 300)
@@ -126,7 +126,7 @@ def test_the_program_writes_a_file(tmp_path, capsys):
     assert ed.load_hf(file).config == ed.load_hf(source).config
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pieces_of_sentencepiece_are_written(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     texts, folder = tmp_path / "texts", tmp_path / "folder"
@@ -142,7 +142,7 @@ def test_pieces_of_sentencepiece_are_written(tmp_path):
         assert one.encode_prompt(text).tolist() == two.encode_prompt(text).tolist()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_llama_cpp_has_not_is_refused(tmp_path):
     def refused(model, says, **options):
         with pytest.raises(ed.ConversionError, match=says):
@@ -214,7 +214,7 @@ def test_a_message_of_a_turn_that_goes_on_is_no_end():
     assert stop_ids(words) == [1, 2, 3] and stop_ids(words | {KEYS + "eot_token_id": 4}) == [1, 2, 3, 4]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_other_processes_leave_the_file_and_hear_of_errors(tmp_path, monkeypatch):
     """As the second process, which gets no numbers, sees it."""
     model, file, said = ed.init(_small(), key=KEY), tmp_path / "x.gguf", [None, None, "OSError: disk full"]
@@ -236,7 +236,7 @@ def test_an_error_of_the_first_process_reaches_all(monkeypatch):
     assert told[0] is None and "ZeroDivisionError" in told[1]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_tokenizer_that_is_given_is_never_dropped(tmp_path):
     train_bpe(["a tale of two cities, twice told"] * 3, 300).save(tmp_path / "folder")
     with pytest.raises(ed.ConversionError, match=r"no/such/dir' does not exist"):
@@ -251,7 +251,7 @@ def test_a_tokenizer_that_is_given_is_never_dropped(tmp_path):
         tokenizer_metadata(tmp_path / "none", {}, 300)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_name_says_whether_special_tokens_take_blanks(tmp_path):
     """As llama.cpp does with Phi-3's, whose tokenizer is written with that name, and no other's."""
     names, text = ("<unk>", "</s>", "<|end|>", "<|user|>"), "<|user|>\n twice<|end|> \n<unk> \ntwo"
@@ -278,7 +278,7 @@ def test_pieces_of_sentencepiece_take_blanks_as_well():
         assert inner.encode("<|end|> \na</s> a<s> a", add_special_tokens=False).ids == ids
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_tokenizer_without_merges_is_written(tmp_path):
     """An empty list, which has no type, is left out and read again as one."""
     inner = Tokenizer.from_str(train_bpe(["ab"], 257).to_json())

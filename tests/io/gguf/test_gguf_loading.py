@@ -72,7 +72,7 @@ def test_a_group_without_a_scale_is_its_least_number(tmp_path):
         assert_array_equal(values, 0.75)
 
 
-@pytest.mark.medium(fast=("Q4_1",))
+@pytest.mark.slow(fast=("Q4_1",))
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
 def test_weights_stay_in_few_bits(kind, tmp_path):
     """Queries and keys, whose rows are in another order, too."""
@@ -87,7 +87,6 @@ def test_weights_stay_in_few_bits(kind, tmp_path):
             ed.save_hf(narrow, tmp_path / "out")
 
 
-@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize("quantized", ["expand", "keep"])
 def test_experts_in_mxfp4_are_those_of_the_directory(quantized):
     """llama.cpp's converter made the file of that directory: two tensors hold what is one there."""
@@ -103,7 +102,7 @@ def test_experts_in_mxfp4_are_those_of_the_directory(quantized):
         ed.save_gguf(one, FIXTURES / "never.gguf")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_model_of_a_file_is_saved_as_a_directory(tmp_path):
     """With its tokenizer and chat template, and llama.cpp's rotary factors as the settings that they are from."""
     source = train_bpe(["a tale of two cities, twice told"] * 3, 300)

@@ -45,7 +45,7 @@ def whole(found, shape) -> np.ndarray:
     return out
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("700 bytes-P()",))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize(
     "size", [700, *(pytest.param(size, marks=pytest.mark.slow) for size in (10, 10**9))], ids="{} bytes".format
@@ -96,7 +96,13 @@ def compiled(leaf, lead: int):
     return memory.output_size_in_bytes, memory.temp_size_in_bytes
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(
+    fast=(
+        "0-P(None, None, 'fsdp', 'tensor')",
+        "0-P(None, 'expert', 'fsdp', 'tensor')",
+        "0-P(None, ('expert', 'fsdp'), None, 'tensor')",
+    )
+)
 @pytest.mark.parametrize("spec", SPECS[1:], ids=str)
 @pytest.mark.parametrize("lead", [0, 1, 2])
 def test_a_device_holds_a_few_pieces_at_most(mesh, spec, lead, monkeypatch):

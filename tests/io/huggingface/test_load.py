@@ -109,7 +109,7 @@ def logits_of(model, ids):
     return model(ids).logits
 
 
-@pytest.mark.medium(
+@pytest.mark.slow(
     fast=("chat_llama", "deepseek3_fp8", "gemma3_pattern", "gpt2", "lfm2_bias", "mamba", "minimax_m2", "phi3_long")
 )
 def test_logits_are_those_of_transformers(loaded):
@@ -134,7 +134,41 @@ QUICK = ("gemma3_pattern", "gpt2")
 GREEDY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 
 
-@pytest.mark.medium(fast=31)
+@pytest.mark.slow(
+    fast=(
+        "afmoe",
+        "apertus",
+        "arcee_yarn",
+        "bamba",
+        "bitnet",
+        "bloom",
+        "chat_llama",
+        "cohere2_pattern",
+        "cohere_bias",
+        "cohere_each_head",
+        "dbrx",
+        "deepseek2_groups",
+        "deepseek3_fp8",
+        "deepseek3_groups",
+        "deepseek_v32",
+        "deepseek_v4",
+        "diffllama",
+        "doge",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "ernie4_5_moe_bias",
+        "exaone4_full",
+        "exaone4_pattern",
+        "falcon_groups",
+        "falcon_h1",
+        "falcon_mamba",
+        "falcon_mqa",
+        "falcon_rw",
+        "flex_olmo",
+        "gemma2_odd",
+    )
+)
 @pytest.mark.parametrize("name", GREEDY)
 def test_greedy_tokens_are_those_of_transformers(name):
     model, expected = ed.load_hf(FIXTURES / name), np.load(FIXTURES / name / "expected.npz")
@@ -153,7 +187,7 @@ def test_the_old_spelling_means_the_same(loaded, tmp_path):
     assert read_config(tmp_path)[0] == model.config
 
 
-@pytest.mark.medium(fast=5)
+@pytest.mark.slow(fast=("afmoe", "apertus", "arcee_yarn", "bamba", "bitnet"))
 def test_export_is_what_was_imported(loaded, tmp_path):
     directory, model, _ = loaded
     if "quantization_config" in json.loads((directory / "config.json").read_text()):
@@ -185,7 +219,7 @@ def test_export_is_what_was_imported(loaded, tmp_path):
 LAYOUTS = (dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, fsdp=4))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("{'fsdp': 8}",))
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_weights_are_born_where_they_belong(sizes):
     """fsdp cuts inside of a dimension, tensor between heads; data makes copies."""
@@ -205,7 +239,7 @@ def test_a_part_of_a_head_can_be_read(tmp_path):
     assert all(np.array_equal(model[name], single[name]) for name in single)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("llama_bf16-float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama_bf16", "qwen3_f16", "gemma_mqa"])
 def test_dtypes(name, dtype):
@@ -227,7 +261,7 @@ def test_an_export_may_have_another_dtype(dtype, tmp_path):
     assert ed.abstract_hf(tmp_path / "new", dtype=None).embedding.table.dtype == jnp.float32
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bfloat16_runs_in_bfloat16():
     expected = np.load(FIXTURES / "gemma2_odd" / "expected.npz")
     model = ed.load_hf(FIXTURES / "gemma2_odd", dtype=jnp.bfloat16)
@@ -259,7 +293,7 @@ def test_files_of_a_base_model(name, tmp_path):
     assert all(np.array_equal(here[path], there[path]) for path in there)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("mixtral_window",))
 @pytest.mark.parametrize(
     "name", ["mixtral_window", "minimax_m2", "qwen3_moe_mixed", "deepseek2_groups", "deepseek3_groups"]
 )

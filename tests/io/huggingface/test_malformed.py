@@ -496,7 +496,7 @@ RULE = re.compile(
 LONGEST = 4000
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(fast=("gemma2_odd", "gpt2", "granite"))
 @pytest.mark.parametrize("fixture", sorted({fixture for fixture, _, _ in CASES.values()}))
 def test_unbroken(fixture, tmp_path):
     """Each copy loads as long as nothing is broken, so that a refusal is about what is broken."""
@@ -593,7 +593,7 @@ def test_cut_anywhere(tmp_path):
             stored_tensors(Directory(directory))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_changed_byte_of_the_header(tmp_path):
     """It is refused, or it changes nothing that counts; never another exception."""
     directory = copy_of("mistral_window", tmp_path)
@@ -660,7 +660,7 @@ HARMFUL = ("exec", "compile", "import", "subprocess.", "os.", "socket.", "pickle
 LISTED = {"os.listdir", "os.scandir"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_nothing_else_is_opened_or_run(tmp_path):
     """Beside the weights lie pickles and programs: loading opens only config.json and safetensors files."""
     clean = copy_of("llama_rope", tmp_path / "clean")

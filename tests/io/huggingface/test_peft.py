@@ -80,7 +80,7 @@ def copy(tmp_path):
 # --- agreement with PEFT ---
 
 
-@pytest.mark.medium(fast=("peft_gpt2",))
+@pytest.mark.slow(fast=("peft_gpt2",))
 def test_logits_are_those_of_peft(fixture):
     directory, base, model = fixture
     expected = np.load(directory / "expected.npz")
@@ -101,7 +101,7 @@ def test_the_merged_model_gives_the_same_logits(llama):
     assert_allclose(merged(jnp.asarray(expected["input_ids"])).logits, expected["logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_MORE)
 def test_magnitudes_and_what_remains_of_weights_are_those_of_peft(name, tmp_path):
     """Read, merged, and written and read again, PiSSA as a pair of the double rank beside the original weights."""
@@ -165,7 +165,7 @@ def test_some_layers_of_a_pattern(tmp_path):
     jax.tree.map(assert_array_equal, pairs(back), pairs(model))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("8-16.0-False-written0",))
 @pytest.mark.parametrize(
     "rank, alpha, stabilized, written",
     [
@@ -653,7 +653,7 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     assert merge_lora(model).saved_modules == ()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weights_that_are_trained_beside_the_pairs_are_written(tmp_path):
     """Also after a step and for the state of a restored run."""
     base = load_hf(FIXTURES / "qwen2_mixed")
@@ -791,7 +791,7 @@ def test_what_peft_cannot_hold_is_not_written(fixture, tmp_path, monkeypatch):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, targets, modules",
     [

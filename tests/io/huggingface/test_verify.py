@@ -139,7 +139,7 @@ def test_other_tensors_are_told(tmp_path):
     assert verify.compare_directories(CHAT, copied(tmp_path / "same", rope_theta=10000.0)) == ([], [])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("0.5-0.5",))
 @pytest.mark.parametrize("value, gap", [(0.5, "0.5"), (np.nan, "nan"), (np.inf, "inf")])
 def test_another_number_is_found(tmp_path, value, gap):
     """In the second of two tensors, at one place."""

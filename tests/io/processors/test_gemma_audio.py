@@ -112,7 +112,7 @@ def text(folder):
     return load_text_model(folder, "float32")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_settings_of_a_directory(folder):
     rules = Processor.load(folder).audio
     content = json.loads((folder / "processor_config.json").read_text())
@@ -120,7 +120,7 @@ def test_settings_of_a_directory(folder):
     assert (rules.placeholder, rules.begin, rules.end) == ("<|audio|>", "<|audio>", "<audio|>")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_prompts_have_a_place_for_each_token_of_an_audio_clip(text):
     token = text.model.config.media.audio_token
     files = [audio(0.2), audio(0.345)]

@@ -62,7 +62,7 @@ def decoded(file: bytes) -> list[np.ndarray]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-@pytest.mark.medium(fast=("apng",))
+@pytest.mark.slow(fast=("apng",))
 @pytest.mark.parametrize("name", FORMS)
 def test_frames_are_those_of_the_file(videos, name, tmp_path):
     """In any container: also in those that tell neither a number of frames nor a duration, and cannot be rewound."""
@@ -86,7 +86,7 @@ def seen(rules, source):
         return rules.process(clip, MediaLimits())
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(fast=("rules0-indices0", "rules1-indices1", "rules2-indices2"))
 @pytest.mark.parametrize(
     "rules, indices",
     [
@@ -284,7 +284,7 @@ def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeyp
         pass
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
     """And images those that are stored: before the first one is decoded."""
     (tmp_path / "preprocessor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor", "patch_size": 2}')
@@ -301,7 +301,7 @@ def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
         read(image=[image("RGB", 25, 20)[:200]] * 3)
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("mp4", "h264"))
 @pytest.mark.parametrize("name", FORMS)
 def test_videos_that_end_early_are_refused_or_shorter(videos, name):
     """Where a file says how long it is, it must be so."""
@@ -314,7 +314,7 @@ def test_videos_that_end_early_are_refused_or_shorter(videos, name):
         assert count == 20 or (name not in CUT_IS_SEEN and 0 < count < 20), end
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_damaged_videos_are_refused_or_read(videos):
     """A few bytes of each differ."""
     generator = np.random.default_rng(0)
@@ -464,7 +464,7 @@ def hostile_audio() -> dict[str, tuple[bytes, str]]:
     }  # fmt: skip
 
 
-@pytest.mark.medium(fast=7)
+@pytest.mark.slow(fast=("zeros", "text", "a video", "no samples", "nan", "infinite", "1 Hz"))
 @pytest.mark.parametrize("kind", hostile_audio())
 def test_what_is_no_audio_gets_a_sentence(kind, tmp_path):
     content, words = hostile_audio()[kind]

@@ -43,7 +43,7 @@ def template():
     return found
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("prompt", [False, True])
 def test_conversations_are_rendered_and_encoded_as_transformers_does(recorded, template, prompt):
     chats = [one for one in recorded["chats"] if one["add_generation_prompt"] is prompt]
@@ -104,7 +104,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("blocks are trimmed and stripped", "comments"))
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_language_is_that_of_transformers(name):
     source, expected = FEATURES[name]
@@ -142,7 +142,7 @@ SILENT = {
 }
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("None is asked for-content0-False",))
 @pytest.mark.parametrize("text", [False, True])
 @pytest.mark.parametrize("content", [{}, {"content": None}])
 @pytest.mark.parametrize("name", SILENT)
@@ -158,7 +158,7 @@ def test_calls_are_given_as_the_template_takes_them(name, content, text):
         assert template.render(messages) == expected
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_the_template_takes_is_given_as_it_is():
     """As with transformers: no other form where the first one works, whatever the arguments are."""
     source = (
@@ -256,7 +256,7 @@ def test_hostile_templates_end_in_a_sentence(name, monkeypatch):
     assert sentence.isprintable() and len(sentence) < 500
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_template_has_a_second_of_processor_time():
     """Of processor time: other programs may keep the machine busy. The limit's clock and this one differ a little."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -531,7 +531,7 @@ def test_the_older_list_of_special_tokens_counts_as_in_transformers():
     assert special_tokens(settings, older) == {"bos_token": "<a>", "pad_token": None}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_process_that_was_started_ahead_renders_the_same():
     """Once; one that has ended is not asked."""
     template, work = ChatTemplate(source="{{ messages[0].content }}"), [Conversation(HELLO)]
@@ -542,7 +542,7 @@ def test_a_process_that_was_started_ahead_renders_the_same():
     assert template.render_many(work, process) == template.render_many(work)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_ends_a_process_takes_no_others_with_it(monkeypatch):
     """Those before it are there; it is the first of the next process, and the only one that has to fail."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
@@ -555,7 +555,7 @@ def test_what_ends_a_process_takes_no_others_with_it(monkeypatch):
     assert [one.text for one in template.render_some(work[3:])] == ["0"]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("a\\xe9\\U0001f600",))
 @pytest.mark.parametrize("letters", ["aé😀", "\ud83d", '"\\\n'])
 def test_long_conversations_are_given_and_taken_in_pieces(letters, monkeypatch):
     """No call reads or writes the JSON of all of one, which would stop all threads."""

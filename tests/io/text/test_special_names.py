@@ -56,7 +56,7 @@ def test_of_names_that_begin_at_one_place_the_longest_is_found():
     ) == [(1, 3)]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("hello-found0",))
 @pytest.mark.parametrize(
     "content, found",
     [
@@ -93,7 +93,7 @@ def specials(tokenizer) -> set[int]:
     return {int(tokenizer.encode(name, special=True)[0]) for name in tokenizer.special_names}
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("a<|end|>b", "<|end|>"))
 @pytest.mark.parametrize("content", ["a<|end|>b", "<|end|>", " <|end|> é<|user|>", "<<|end|>>", "\U000f0000<|end|>"])
 def test_users_write_no_special_tokens(tokenizer, template, content):
     """The ids are the template's special tokens around the ids of the letters."""
@@ -150,7 +150,7 @@ def test_names_are_others_each_time(tokenizer):
     assert first.inner.encode(text).ids[-1] == end and end not in second.inner.encode(text).ids
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_nothing_is_changed_without_names_in_messages(tokenizer):
     """The very ids and texts that transformers has."""
     recorded = json.loads((FIXTURE / "rendered.json").read_text())

@@ -32,7 +32,7 @@ def tokenizer(request, bpe):
     return ByteTokenizer() if request.param == "bytes" else bpe
 
 
-@pytest.mark.medium(fast=("bpe",))
+@pytest.mark.slow(fast=("bpe",))
 @given(text=st.text(max_size=80))
 @settings(max_examples=150, deadline=None)
 def test_every_text_comes_back(tokenizer, text):

@@ -55,7 +55,7 @@ def same(tokenizer: JsonTokenizer, encode, decode) -> None:
     assert "".join([stream.push(one) for one in ids] + [stream.flush()]) == decode(ids)
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(fast=("gpt2", "cl100k_base", "o200k_base"))
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base", "qwen", "TikTokenTokenizer"])
 def test_ids_are_those_of_tiktoken(name, tmp_path):
     import tiktoken

@@ -55,7 +55,7 @@ def apply(layer, x, ctx):
     return layer(x, ctx)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("plain",))
 @pytest.mark.parametrize("options", ATTENTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_attention_is_the_loop(options):
     layer = drawn(lambda key: attention(**options).build(6, key=key))
@@ -136,7 +136,7 @@ def test_fused_attention_equals_unfused():
     assert_close(apply(fused, x, ctx)[0], np.asarray(apply(one, x, ctx)[0]), units=32)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bfloat16_stays_bfloat16():
     layer = drawn(lambda key: attention(**ATTENTIONS[2]).build(6, key=key))
     x, mlp = normal(2, 7, 6), drawn(lambda key: MLPConfig(mlp_dim=9, bias=True).build(6, key=key))

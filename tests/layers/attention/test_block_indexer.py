@@ -106,7 +106,7 @@ def pooled_by_hand(layer, x, positions, local):
     return seen
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_blocks_of_the_best_means_are_those_of_the_loop(local):
     """Also where the context does not say that positions are contiguous."""
@@ -142,7 +142,7 @@ def test_fast_is_plain():
     assert np.abs(dense - want[0]).max() > 1e-2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("largest", marks=pytest.mark.slow), "means"])
 def test_tokens_and_chunks_decode_as_the_whole(kind):
     means = PooledIndexerConfig(size=3, top_k=1, num_heads=8, head_dim=8)
@@ -176,7 +176,7 @@ def test_blocks_without_keys_are_never_selected(kind, local):
     assert not (chosen & ~occupied[:, None, None]).any() and chosen[..., 4:6].all() and chosen[..., 8].all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["products", "largest", "means"])
 def test_a_row_may_start_at_any_position(kind):
     """Logits of two chunks with a cache equal the logits of one call without a cache."""
@@ -199,7 +199,7 @@ def test_a_row_may_start_at_any_position(kind):
         assert_close(jnp.concatenate(parts, axis=1), whole, units=256)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_choice_has_no_gradient():
     layer = drawn(lambda key: CONFIG.build(5, key=key))
     loss = eqx.filter_grad(lambda layer: jnp.sum(layer(jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] ** 2))

@@ -87,7 +87,7 @@ def attention_by_hand(layer, x):
     return out
 
 
-@pytest.mark.medium(fast=("overlapping-some at a time",))
+@pytest.mark.slow(fast=("overlapping-some at a time",))
 @pytest.mark.parametrize("tile", [topk.TILE, 100], ids=["whole", "some at a time"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_layer_is_the_loop(form, tile, monkeypatch):
@@ -109,7 +109,7 @@ def decoder(form: str) -> ed.DecoderConfig:
     return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=() if form == "chosen" else pytest.mark.slow) for form in FORMS]
 )
@@ -130,7 +130,7 @@ def test_its_laws(form):
     check_execution(model, context=2, fsdp=4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_choice_has_no_gradient():
     layer = drawn(lambda key: CompressedAttentionConfig(**SIZES, **FORMS["chosen"]).build(5, key=key))
 

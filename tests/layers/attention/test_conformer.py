@@ -101,7 +101,7 @@ def run(layer, x, given):
     return layer(x, given)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("published-13",))
 @pytest.mark.parametrize(("name", "length"), CASES)
 def test_the_definition(name, length):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
@@ -114,7 +114,7 @@ def test_the_definition(name, length):
         assert_allclose(found[row][real], define(layer, x[row], documents[row])[real], atol=2e-5)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("both sides",))
 @pytest.mark.parametrize("name", ["both sides", "convolution"])
 def test_a_row_may_be_one_document(name):
     """Then its number need not be given."""
@@ -124,7 +124,7 @@ def test_a_row_may_be_one_document(name):
     assert_allclose(run(layer, jnp.asarray(x), context(positions[:1])), numbered, atol=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["far", "convolution"])
 def test_gradients_are_finite_differences(name):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
@@ -162,7 +162,7 @@ def test_padding_gets_no_gradient_and_makes_no_nan():
     assert np.array_equal(np.abs(np.asarray(gradient)).max(axis=2) > 0, positions >= 0)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("both sides",))
 @pytest.mark.parametrize("name", ["both sides", "convolution"])
 def test_less_precise_numbers(name):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))

@@ -62,7 +62,7 @@ def selection(heads, length, kv_length):
     return Selection(pack_groups(jnp.asarray(random.random((2, heads, length, 40)) < 0.2)), jnp.asarray(groups))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "kernel", "options"),
     [
@@ -79,7 +79,7 @@ def test_packed_rows_with_spans(sizes, kernel, options):
     check(sizes, make(64, value_dim=5), packed_places(64, spans=options["mask"] != Causal()), kernel=kernel, **options)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [pytest.param(Causal(), marks=pytest.mark.slow), SlidingWindow(200)], ids=str)
 @pytest.mark.parametrize("order", ["plain", pytest.param("zigzag", marks=pytest.mark.slow)])
 def test_loops_over_blocks(mask, order):
@@ -92,7 +92,7 @@ def test_loops_over_blocks(mask, order):
     check(LONG, qkv, places, mask=mask, order=order, aligned=order == "plain")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "heads", "kv_heads"),
     [
@@ -111,7 +111,7 @@ def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
     check(sizes, make(16, heads=heads, kv_heads=kv_heads), packed_places(16), mask=Causal(), kernel="dot")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [ALL, pytest.param(CONTEXT, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_selected_keys(sizes, heads):
@@ -119,7 +119,7 @@ def test_selected_keys(sizes, heads):
     check(sizes, make(32, value_dim=3), places, mask=Causal())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "batch", "length"),
     [(ALL, 3, 13), pytest.param(LONG, 1, 16, marks=pytest.mark.slow), pytest.param(LONG, 4, 1, marks=pytest.mark.slow)],
@@ -184,7 +184,7 @@ def test_slots_stay_where_they_are():
     assert not any(lines(text, other) for other in ("all-to-all", "reduce-scatter", "collective-permute"))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [16, pytest.param(12, marks=pytest.mark.slow)])
 def test_rows_need_not_stand_in_the_order_that_is_said(length):
     """Positions decide. Twelve tokens are in no zig-zag over four devices."""
@@ -200,7 +200,7 @@ def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads
     check(SEQUENCE | dict(activations=table), qkv, packed_places(16), mask=Causal())
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("0-{'data': 2, 'context': 2, 'tensor': 2}-8-4-{'mask': Causal(), 'soft_cap': 2.0}",))
 @pytest.mark.parametrize(
     ("sizes", "heads", "kv_heads", "options"),
     [
@@ -283,7 +283,7 @@ def products_with_and_without_context(execution: Execution) -> dict[str, int]:
     return {name: str(jax.make_jaxpr(loss(policy))(*make(32))).count("dot_general[") for name, policy in saving.items()}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_context_saves_the_recomputation():
     """Names are saved out of what is mapped: as on one device the backward pass has five products, not seven."""
     execution = Execution(layout=ed.Layout.create(**LONG), attention="chunked")

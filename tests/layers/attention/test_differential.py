@@ -70,7 +70,7 @@ def apply(layer, x, ctx):
     return layer(x, ctx)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("dot-{'qkv_bias': True, 'out_bias': True}",))
 @pytest.mark.parametrize(
     "options",
     [

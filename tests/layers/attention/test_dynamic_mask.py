@@ -65,7 +65,7 @@ def apply(layer, x, ctx):
     return layer(x, ctx)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")], ids=str)
 def test_it_is_the_loop(options, kernel):
     layer = drawn(lambda key: masked(**options).build(6, key=key))
@@ -75,7 +75,7 @@ def test_it_is_the_loop(options, kernel):
     assert entries.key.shape == (2, 7, 2, 5) and entries.value.shape == (2, 7, 2, 4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_new_layer_sees_a_window():
     """Its biases are all one, and of equals the later ones are taken."""
     layer, x = masked(top_k=3).build(6, key=jax.random.key(0)), jnp.asarray(normal(2, 7, 6))
@@ -84,7 +84,7 @@ def test_a_new_layer_sees_a_window():
     assert_close(apply(layer, x, CONTEXT)[0], apply(windowed, x, CONTEXT)[0])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_biases_learn_from_scores():
     layer = drawn(lambda key: masked().build(6, key=key))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x, CONTEXT)[0]))))

@@ -62,7 +62,7 @@ def apply(layer, x, ctx):
     return layer(x, ctx)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("dense-{'out_bias': True}",))
 @pytest.mark.parametrize(
     "options",
     [dict(out_bias=True), dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=2)],
@@ -77,7 +77,7 @@ def test_mixture_is_the_loop(options, experts):
     assert entries.key.shape == entries.value.shape == (2, 7, 2, 4)  # of all experts together
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_forms_have_the_same_gradients():
     layer = drawn(lambda key: mixture(out_bias=True).build(6, key=key))
     x, weights = jnp.asarray(normal(2, 7, 6)), jnp.asarray(normal(2, 7, 6, seed=2))
@@ -92,7 +92,7 @@ def test_forms_have_the_same_gradients():
     assert_close(fast, plain, units=128)
 
 
-@pytest.mark.medium(fast=("dropless",))
+@pytest.mark.slow(fast=("dropless",))
 @pytest.mark.parametrize("experts", ["dense", "dropless"])
 def test_bfloat16_chooses_the_same_heads(experts):
     """Routing is in float32: from inputs that bfloat16 holds, only the sums are rounded."""
@@ -117,7 +117,7 @@ def test_norms_over_all_heads_and_too_many_experts_are_refused():
         dataclasses.replace(mixture(), num_experts=2)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_other_kinds_of_weights_have_a_product_for_each_expert():
     """In few bits, in 8 bits and with low-rank pairs: as the array that they stand for."""
     config = ed.DecoderConfig(

@@ -105,7 +105,7 @@ def divergence_by_hand(scores, shares, chosen):
     return total
 
 
-@pytest.mark.medium(fast=("interleaved",))
+@pytest.mark.slow(fast=("interleaved",))
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_the_layer_attends_to_what_the_loop_chooses(pairing):
     layer = drawn(indexer=INDEXER, rope=Rope(theta=10.0, pairing=pairing))
@@ -119,7 +119,7 @@ def test_the_layer_attends_to_what_the_loop_chooses(pairing):
     assert np.abs(apply(other, jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] - out).max() > 1e-2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_indexer_pairs_features_in_its_own_way():
     layer = drawn(indexer=dataclasses.replace(INDEXER, pairing="interleaved"), rope=Rope(theta=10.0))
     out, _ = apply(layer, jnp.asarray(X), context(POSITIONS, SEGMENTS))
@@ -142,7 +142,7 @@ def test_a_layer_attends_to_what_an_earlier_one_chooses():
         taker(jnp.asarray(X), ctx)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_best_of_each_row():
     """With ties, of which the first count, zeros of both signs, and rows where nothing can be chosen."""
     draws = np.random.default_rng(0).normal(size=(4, 50, 37)).astype(np.float32)
@@ -162,7 +162,7 @@ def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig
     return dataclasses.replace(INDEXER, top_k=top_k, loss_weight=weight, warmup=warmup)
 
 
-@pytest.mark.medium(fast=("sparse", "few keys"))
+@pytest.mark.slow(fast=("sparse", "few keys"))
 @pytest.mark.parametrize(
     "warmup, top_k, tile",
     [pytest.param(False, 2, topk.TILE, marks=pytest.mark.slow), (False, 2, 80), (True, 2, 40), (False, 20, topk.TILE)],
@@ -268,7 +268,7 @@ def test_warmup_leaves_attention_dense():
 # --- decoding ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_and_chunks_decode_as_the_whole():
     """A padded prefill in chunks, which mask the past, then tokens, which gather what they choose of it."""
     check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))

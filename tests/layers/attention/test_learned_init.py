@@ -81,14 +81,14 @@ def layer(request):
     return drawn(request.param, RICH)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("factored",))
 def test_kernels_are_the_sums(layer):
     for got, want in zip(kernels_of(layer.materialized(ed.Layout())), kernels_by_hand(layer), strict=True):
         assert got.dtype == jnp.float32
         assert_close(got, want, units=32)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("factored",))
 def test_the_layer_is_attention_with_these_kernels(layer):
     """With biases, norms, sinks and a gate of its own."""
     x = jnp.asarray(X)
@@ -102,14 +102,14 @@ def test_the_layer_is_attention_with_these_kernels(layer):
     assert layer.config.cache_shape(7) == RICH.cache_shape(7)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("factored",))
 def test_kernels_are_float32_in_bfloat16_models(layer):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer)
     for got, want in zip(kernels_of(half.materialized(ed.Layout())), kernels_by_hand(half), strict=True):
         assert_close(got, want, units=32)
 
 
-@pytest.mark.medium(fast=("general",))
+@pytest.mark.slow(fast=("general",))
 def test_only_the_teacher_is_frozen(layer):
     assert frozen(layer) == {f"teacher.{name}" for name in ("query", "key", "value", "out")}
 
@@ -143,7 +143,7 @@ def test_teacher_axes_are_split_like_heads():
     assert layout.weight_spec("teacher_heads heads") == jax.sharding.PartitionSpec(None, ("tensor",))
 
 
-@pytest.mark.medium(fast=("True",))
+@pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("general", [False, True])
 def test_new_kernels_have_their_teachers_variance(general):
     """Whatever the student's sizes: with the fan-in of another axis than the contracted one it would be half of it."""

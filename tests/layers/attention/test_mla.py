@@ -125,7 +125,7 @@ def latent_by_hand(config, w, x, positions=POSITIONS, segments=SEGMENTS):
     return out
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("plain",))
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_the_layer_is_the_loop(options):
     layer = drawn(**options)
@@ -155,7 +155,7 @@ def test_zeros_fill_the_last_lane_of_a_cache():
         assert config.cached_dim == config.cache_shape(4).head_dim == cached
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_gradients_are_the_differences_of_the_formula():
     """Of every weight and of x, along random directions: central differences in float64."""
     layer = drawn(**RICH)
@@ -264,7 +264,7 @@ def test_documents_of_a_call_with_a_past_do_not_touch():
     assert_close(out, latent_by_hand(layer.config, weights_of(layer), wide(X)), units=128)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("expanded",))
 @pytest.mark.parametrize("past", [None, nothing()], ids=["expanded", "absorbed"])
 def test_bfloat16_stays_near(past):
     layer = drawn(q_rank=None, mask=SlidingWindow(3))
@@ -291,7 +291,7 @@ def decoder(layers: int = 4) -> ed.DecoderConfig:
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_scanned_chunked_rematerialised_and_sharded_equals_plain():
     """All at once; the laws' random decoders have latent attention among their mixers, and do it one by one."""
     tokens, segments = packed(4)
@@ -302,7 +302,7 @@ def test_scanned_chunked_rematerialised_and_sharded_equals_plain():
     assert_close(run(fast.place(ed.Layout.create(fsdp=4, tensor=2)), tokens, segments), want, units=256)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_chunks_and_ragged_rows_decode_as_the_whole():
     """Two pieces of a padded prefill, then each row at its own place, while windows wrap.
 
@@ -311,7 +311,7 @@ def test_chunks_and_ragged_rows_decode_as_the_whole():
     check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_generation_goes_from_one_form_to_the_other():
     model, prompt = filled(decoder(1)), some_tokens(2, 4)
     tokens = ed.generate(model, prompt, max_new_tokens=4)
@@ -392,7 +392,7 @@ def test_ranks_are_split_where_embed_is_not():
     assert sum(name.endswith("lora_a") for name in found) == 4 + 5
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_new_weights_have_the_variance_of_their_fan_in():
     sizes = dict(num_heads=16, kv_rank=40, nope_dim=24, rope_dim=8, value_dim=20, bias=True)
     config = LatentAttentionConfig(q_rank=48, **sizes)

@@ -45,7 +45,7 @@ def drawn(length, batch=3, heads=4, kv_heads=2, dim=5):
     return (random.normal(size=(batch, length, count, dim)).astype(np.float32) for count in (heads, kv_heads))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [topk.TILE, 40], ids=["whole", "some at a time"])
 def test_blocks_are_those_of_the_loop(tile, monkeypatch):
     """Packed rows, padding on all sides and between, documents that begin within a block."""
@@ -67,7 +67,7 @@ def test_blocks_are_those_of_the_loop(tile, monkeypatch):
     assert BlockSelection(size=3, top_k=17).choose(*arrays) is None
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("-10",))
 @pytest.mark.parametrize("documents", [-10, 4])
 def test_blocks_of_contiguous_documents_are_numbered_within_each(documents, monkeypatch):
     """The same choice in fewer words; more documents than are expected are compared as ever."""
@@ -83,7 +83,7 @@ def test_blocks_of_contiguous_documents_are_numbered_within_each(documents, monk
     assert_array_equal(*(np.asarray(each.mask(80)) & seen[:, None] for each in (few, many)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_positions_with_gaps_are_in_more_blocks():
     """As many as there are tokens: a row of six may have six blocks of three positions."""
     query, key = drawn(6)
@@ -104,7 +104,7 @@ def decoder(**options) -> ed.DecoderConfig:
     return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_fast_is_plain():
     tokens, segments = packed(4)
     model = filled(decoder(), scan=False, attention="dot")
@@ -123,7 +123,7 @@ def test_documents_of_a_row_choose_as_if_alone():
     assert_close(model(tokens, segment_ids=segments).logits, jnp.concatenate(alone, axis=1), units=256)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_and_chunks_decode_as_the_whole():
     """Blocks of which some tokens are in the cache and some in the call; rows that stand elsewhere."""
     tokens, lengths = some_tokens(4, 17), jnp.asarray([9, 1, 5, 8])

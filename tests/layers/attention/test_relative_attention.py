@@ -55,7 +55,7 @@ def run(layer, table, x, ctx):
     return layer(x, dataclasses.replace(ctx, shared={DISTANCE_BIAS: table}))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("near",))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_definition(name):
     layer, table, x, positions, documents = inputs(CONFIGS[name])

@@ -153,7 +153,7 @@ def test_a_ring_in_bfloat16():
     assert all(each < 1.5 * errors["gather"] < 0.03 for each in errors.values()), errors
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel", ["chunked", *(pytest.param(name, marks=slow) for name in ("dot", "interval", "triton"))]
 )
@@ -188,7 +188,7 @@ def test_gradients_of_parts_of_the_keys(kernel, interpreted):
     same(in_parts(qkv, results), want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pieces_that_nothing_is_seen_of():
     """Whether a query may see a key: True where one does, False where a piece is behind, ahead or another document."""
     places = packed_places(64)
@@ -231,7 +231,7 @@ def ring_text(form, mask, counts=(8, 4), **options):
     return jax.jit(step, out_shardings=shardings).lower(qkv, places).compile().as_text()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "mask", "count"),
     [

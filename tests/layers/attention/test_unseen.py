@@ -16,7 +16,7 @@ EMBED, LENGTH = 6, 9
 CONFIG = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, rope=None, mask=Bidirectional())
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("dot",))
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 def test_all_attend_to_those_that_are_seen(kernel):
     layer = drawn(lambda key: CONFIG.build(EMBED, key=key))

@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "some"), CASES)
 def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
     """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""

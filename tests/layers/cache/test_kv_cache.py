@@ -43,7 +43,7 @@ def test_slots_of_keys_and_values(mask, max_length, slots, ring):
     assert (shape.slots, shape.ring, shape.kv_heads, shape.head_dim) == (slots, ring, 2, 4)
 
 
-@pytest.mark.medium(fast=("4-11",))
+@pytest.mark.slow(fast=("4-11",))
 @pytest.mark.parametrize("length", [1, pytest.param(4, marks=pytest.mark.slow), 11])
 @pytest.mark.parametrize("decays", [1, 4])
 def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
@@ -64,7 +64,7 @@ def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
     assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("length", [1, 4, 11])
 def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
     steps, written = np.abs(normal(LAYERS, BATCH, length, 5)), normal(LAYERS, BATCH, length, 5, seed=2)
@@ -83,7 +83,7 @@ def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
     assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
 
 
-@pytest.mark.medium(fast=("int32",))
+@pytest.mark.slow(fast=("int32",))
 @pytest.mark.parametrize("dtype", [None, "int32"])
 def test_a_tail_is_the_last_kept_inputs(dtype):
     memory = ConvShape(taps=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
@@ -99,7 +99,7 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
     assert_array_equal(memory.commit(jax.vmap(NewConvInputs)(given), positions).tail, given)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("shape0",))
 @pytest.mark.parametrize(
     "shape",
     [
@@ -122,7 +122,7 @@ def test_rows_are_reset_and_copied_alone(shape):
         assert_array_equal(new, [old[0], old[1], old[0]])
 
 
-@pytest.mark.medium(fast=("12-False",))
+@pytest.mark.slow(fast=("12-False",))
 @pytest.mark.parametrize("slots, ring", [(3, True), (12, False), pytest.param(5, True, marks=pytest.mark.slow)])
 def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
     by_slot = dict(kv_heads=2, head_dim=3, ring=False, values=False, by_slot=True)
@@ -142,7 +142,7 @@ def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
         assert_array_equal(target.value[:, 1, :, slot], value[:, 0, position])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_sequence_goes_on_in_another_row_of_another_cache():
     model, tokens = filled(rich_decoder()), some_tokens(2, 12)
     alone = ed.init_cache(model.config, 1, 8, dtype=jnp.float32)

@@ -29,7 +29,7 @@ def slow(*values):
 # --- the format ---
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("1-int8",))
 @pytest.mark.parametrize("dtype", QUICK_FORMATS)
 @pytest.mark.parametrize("scale_heads", [1, 3])
 def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
@@ -46,7 +46,7 @@ def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
     assert_array_equal(again[1], scale)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", QUICK_FORMATS)
 def test_zeros_stay_zeros_tiny_numbers_vanish_and_nan_is_seen(dtype):
     rows = jnp.asarray([[0.0, 0, 0], [1e-42, 0, -1e-42], [np.nan, 1, 2], [3e38, -3e38, 1]])[:, None]
@@ -93,7 +93,7 @@ def stored_past(dtype, scale_heads, values=True, seed=0):
     return past, CachedKV(past.keys(jnp.float32), read, places)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", QUICK_FORMATS)
 @pytest.mark.parametrize("scale_heads, values", [(2, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_scales_of_scores_and_weights_are_those_of_keys_and_values(dtype, scale_heads, values):
@@ -173,7 +173,7 @@ def check_pieces(model, cache, pieces, bound):
     return cache
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, given, bound",
     [

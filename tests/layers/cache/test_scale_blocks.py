@@ -28,7 +28,7 @@ BLOCKS = CacheFormat(dtype="float8_e4m3fn", scale_block=2)
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.medium(fast=("float8_e4m3fn",))
+@pytest.mark.slow(fast=("float8_e4m3fn",))
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_each_block_has_the_formats_error(dtype):
     x = np.array(normal(50, 3, 16))
@@ -54,7 +54,7 @@ def test_formats_say_what_shares_a_scale():
         ed.abstract_cache(decoder("keys"), 1, 8, dtype=CacheFormat(dtype="int8", scale_block=3))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_read_is_what_is_stored():
     key, value, query = (
         jnp.asarray(normal(2, *shape, seed=i)) for i, shape in enumerate([(11, 2, 8)] * 2 + [(3, 4, 8)])
@@ -68,7 +68,7 @@ def test_what_is_read_is_what_is_stored():
     assert_close(attend_past(query, past, **options), attend_past(query, CachedKV(*read, places), **options))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bound"),
     [("keys", 0.2), *(pytest.param(k, 0.3, marks=SLOW) for k in ("indexed", "latents", "chunks", "blocks"))],

@@ -12,7 +12,7 @@ from tests.layers.cached_mixers import MIXERS, decoder
 from tests.models import filled
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keys", *(pytest.param(k, marks=pytest.mark.slow) for k in list(MIXERS)[1:])])
 @pytest.mark.parametrize("piece", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_pieces_and_tokens_are_one_call(kind, piece):

@@ -39,7 +39,7 @@ def test_learned_positions():
     assert layer(jnp.asarray(x, jnp.bfloat16), context([[0] * 5])).dtype == jnp.bfloat16
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("embed", [1, 2, 3, 8, 9])
 def test_sinusoids(embed):
     x, positions, count = normal(1, 4, embed), [0, 1, 50, -1], embed // 2
@@ -56,7 +56,7 @@ def test_sinusoids(embed):
 SEGMENTS = np.asarray([[1, 1, 2, 2, 2, 0], [0, 0, 3, 3, 1, 1], [5, 5, 5, 5, 5, 5], [0, 4, 0, 0, 4, 0]])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_positions_count_from_the_begin_of_a_document():
     assert document_positions(None, None, (2, 3))[0].tolist() == [[0, 1, 2]] * 2
     want = [[0, 1, 0, 1, 2, -1], [-1, -1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5], [-1, 0, -1, -1, 1, -1]]
@@ -115,7 +115,7 @@ def test_both_lookups_are_the_rows():
         assert_allclose(gradient, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("{'tensor': 8}",))
 @pytest.mark.parametrize(
     "mesh", [dict(tensor=8), dict(tensor=4, fsdp=2), dict(tensor_sequence=2, data=2, fsdp=2)], ids=str
 )

@@ -83,7 +83,7 @@ WIDE = dataclasses.replace(
 )  # fmt: skip
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_rows_of_63_bits_reach_back_to_an_end():
     """What is before the last end counts as an end itself, whose place among the layers the numbers depend on."""
     tokens = np.where(TOKENS % 3 == 0, 5, TOKENS).astype(np.int32)
@@ -98,7 +98,7 @@ def test_rows_of_63_bits_reach_back_to_an_end():
     assert built.key_bias is built.value_bias is None and not np.any(built.key_scale)
 
 
-@pytest.mark.medium(fast=("2-False",))
+@pytest.mark.slow(fast=("2-False",))
 @pytest.mark.parametrize("classes", [True, False])
 @pytest.mark.parametrize("max_ngram", [2, 4])
 def test_rows_equal_hashes_by_hand(max_ngram, classes):
@@ -112,7 +112,7 @@ def test_rows_equal_hashes_by_hand(max_ngram, classes):
         assert rows[row, place].tolist() == row_by_hand(config, known[before])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_product_overflows():
     """The largest vocabulary and the largest id: hashes are those of whole numbers without bounds."""
     config = EngramConfig(embed_dim=1, vocab_size=262_144, layers=(0,), layer=0, num_heads=1)
@@ -165,7 +165,7 @@ def layer_by_hand(layer, x, rows):
     return values + (smooth * sigmoid(smooth)).reshape(values.shape)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_equals_its_formula(layer):
     ctx = context(TOKENS)
     rows = np.asarray(ngram_rows(SMALL, ctx.tokens, jnp.full((2, 2), -1, jnp.int32), ctx.positions))
@@ -173,7 +173,7 @@ def test_equals_its_formula(layer):
     assert_close(run(layer, jnp.asarray(X), ctx)[0], want.astype(np.float32))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_stream_is_that_of_a_plain_model():
     config = dataclasses.replace(SMALL, streams=1)
     layer = config.build(EMBED, key=jax.random.key(1))
@@ -182,7 +182,7 @@ def test_one_stream_is_that_of_a_plain_model():
     assert_close(run(layer, jnp.asarray(X[:, :, :1]), context(TOKENS))[0][:, :, 0], plain)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("True-(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)",))
 @pytest.mark.parametrize("pieces", [pytest.param((1,) * LENGTH, marks=pytest.mark.slow), (4, 1, 6)], ids=str)
 @pytest.mark.parametrize("accept_all", [True, False])
 def test_pieces_equal_the_whole(layer, pieces, accept_all):
@@ -201,7 +201,7 @@ def test_pieces_equal_the_whole(layer, pieces, accept_all):
     assert_close(jnp.concatenate(outs, axis=1), whole)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_packed_documents_are_alone(layer):
     """Two documents and padding in a row: each as if it were by itself, and nothing of it known to the next."""
     segment_ids = np.array([[1] * 5 + [2] * 4 + [0] * 2] * 2, np.int32)
@@ -212,7 +212,7 @@ def test_packed_documents_are_alone(layer):
         assert_close(packed[:, here], alone)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [(2, 3, 4), (0, 1, 10), (0, 4, 9)], ids=str)
 def test_padding_changes_nothing(layer, places):
     """Padding within a row, before it and behind it."""
@@ -228,7 +228,7 @@ def test_padding_changes_nothing(layer, places):
         assert_close(last_inputs(tail, entries[name].inputs, jnp.asarray(positions)), want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_over_a_memory_on_a_mesh():
     """The memory splits the features of what a product adds up over split weights."""
     config = dataclasses.replace(SMALL, embed_dim=16, head_dim=8)
@@ -249,7 +249,7 @@ def test_tokens_over_a_memory_on_a_mesh():
         assert_close(out.logits, want[:, at : at + 1])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_weight_has_a_gradient(layer):
     @eqx.filter_jit
     @eqx.filter_grad

@@ -24,7 +24,7 @@ NARROW = dict(
 )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_narrow_table_is_projected_in_and_out():
     """The stream begins as `scale * (row @ kernel)`; the tied head reads `norm(gelu(x @ kernel + bias))`."""
     model, tokens = filled(rich_decoder(1, **NARROW)), some_tokens(2, 5)

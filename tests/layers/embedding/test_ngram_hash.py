@@ -20,7 +20,7 @@ def test_multipliers_are_those_of_transformers(classes, number, want):
     assert multipliers(63, 1234, number, classes, 3) == want
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("248320-20000000",))
 @pytest.mark.parametrize(("classes", "base"), [(248_320, 20_000_000), (2, 2), (2**31 - 1, 2**29)], ids=str)
 def test_remainders_are_exact(classes, base):
     """Products up to 2^63, tables from two rows to more than 2^29; numpy has integers of 64 bits."""

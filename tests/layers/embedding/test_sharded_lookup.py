@@ -33,7 +33,7 @@ MESHES = {
 }
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("(8, 4, 2)-fsdp",))
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("shape", [(8, 4, 2), pytest.param((8, 4), marks=pytest.mark.slow), (1, 3)], ids=str)
 def test_rows_and_gradients_are_those_of_one_device(mesh, shape):
@@ -54,7 +54,7 @@ def test_rows_and_gradients_are_those_of_one_device(mesh, shape):
 ROWS = WEIGHTS | {"rows": ("tensor", "expert"), "row_dim": ("fsdp", "context")}
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("{'fsdp': 4, 'tensor': 2}",))
 @pytest.mark.parametrize(
     "mesh", [dict(fsdp=4, tensor=2), dict(data=2, tensor=2, expert=2), dict(context=2, expert=4)], ids=str
 )

@@ -149,7 +149,7 @@ def compiled(name: str):
     return layout, run.lower(placed(layer(config, pairs), x, layout), positions).compile()
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("ring",))
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ring", "fsdp") else ()) for name in CASES]
 )
@@ -182,7 +182,7 @@ def test_gradients_added_up_in_rings_are_those_of_one_device(rings):
     ]  # gate, up, down
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, some",
     [pytest.param(dict(fsdp=4, expert=2), {}, marks=pytest.mark.slow), (dict(fsdp=8), dict(exchange_bytes=192))],
@@ -218,7 +218,7 @@ def test_half_precision_on_a_mesh_is_that_of_one_device(exchange):
     assert_close(run(placed(layer(SCALED), x, layout), positions)[1], want, units=4, dtype="bfloat16")
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gather-rich",))
 @pytest.mark.parametrize("config", [RICH, pytest.param(SCALED, marks=pytest.mark.slow)], ids=["rich", "scaled"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_half_precision_comes_out_as_it_went_in(config, exchange):
@@ -234,7 +234,7 @@ def test_half_precision_comes_out_as_it_went_in(config, exchange):
 # --- shapes ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, length", [pytest.param(1, 1, marks=pytest.mark.slow), (3, 4)])
 def test_a_batch_that_the_mesh_does_not_divide(rows, length):
     """Decoding: tokens stay where they are, devices that can't share them all do the same."""
@@ -336,7 +336,7 @@ def test_a_sum_of_pieces_and_its_gradient(number):
     assert_close(jax.jit(jax.value_and_grad(fast))(inputs), jax.jit(jax.value_and_grad(plain))(inputs))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_rows_exist_round_by_round_and_piece_by_piece():
     """Of 24 tokens, three choices each, 48 may be of a device's two experts of eight; it takes 24 at a time."""
     (config, *_), (x, positions) = CASES["pieces"], tokens(8, 6)
@@ -359,7 +359,7 @@ def shapes(name: str, kind: str) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_ring_gathers_tokens_and_scatters_sums():
     """Twelve tokens of each of the two devices between which the experts are split."""
     gathered, scattered = shapes("ring", "all-gather"), shapes("ring", "reduce-scatter")
@@ -379,14 +379,14 @@ def test_rows_travel_and_weights_stay():
     assert not any(shape[-1:] == (EMBED,) and len(shape) == 2 for shape in shapes("travel", "all-gather"))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_no_device_chooses_for_all_tokens(name):
     """XLA gathers what a partitioned `lax.top_k` reads: logits of all tokens and experts, here 8 x 6 x 8."""
     assert (8, 6, 8) not in shapes(name, "all-gather")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_device_sorts_its_own_tokens(name):
     """No token of a device that does not share experts with it."""

@@ -118,7 +118,7 @@ def run(layer, x, positions, form):
     return out, stats, gradient
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gpt_oss",))
 @pytest.mark.parametrize(
     "name",
     [
@@ -138,7 +138,7 @@ def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
     assert np.any(results["dropless"][2][0].down)
 
 
-@pytest.mark.medium(fast=("gpt_oss",))
+@pytest.mark.slow(fast=("gpt_oss",))
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4, all of three"])
 def test_few_tokens_on_tpu_go_through_all_experts(name, monkeypatch):
     """The form that a decoding step has there, on CPU: without copies of tokens and of what experts make of them."""
@@ -153,7 +153,7 @@ def test_few_tokens_on_tpu_go_through_all_experts(name, monkeypatch):
     assert few.called
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dropless", "capacity"])
 def test_all_tokens_to_one_expert_and_none_to_the_others(form):
     layer, (x, positions) = drawn(dataclasses.replace(PLAIN, num_experts_per_token=1)), tokens((2, 7))
@@ -167,7 +167,7 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(form):
     assert not np.any(nothing[0]) and not any(np.any(leaf) for leaf in jax.tree.leaves(nothing[2]))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_gradients_are_finite_differences_in_double_precision():
     """Of the dropless form, with everything that has a gradient."""
     config = dataclasses.replace(CASES["deepseek"][0], bias=True, shared_gate=True, up_offset=1.0)
@@ -185,7 +185,7 @@ def test_gradients_are_finite_differences_in_double_precision():
         check_grads(jax.jit(call), (free, jnp.asarray(x, jnp.float64)), order=1, modes=["rev"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
 def test_half_precision_stays_near_single(form):
     layer, (x, positions) = drawn(CASES["gpt_oss"][0]), tokens((3, 5))
@@ -216,7 +216,7 @@ def test_an_expert_takes_as_many_tokens_as_the_formula_says(length, chosen, expe
     assert config.capacity(length) == room
 
 
-@pytest.mark.medium(fast=("0.1-gpt_oss",))
+@pytest.mark.slow(fast=("0.1-gpt_oss",))
 @pytest.mark.parametrize(("factor", "name"), [(1.0, "deepseek"), (0.5, "llama4, all of three"), (0.1, "gpt_oss")])
 def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
     """Each row on its own; no weight makes up for what is dropped, and the rest has its gradients."""
@@ -231,7 +231,7 @@ def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
     assert np.any(gradient[0].down) == (config.capacity(9) > 0) == (factor > 0.1)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_within_a_token_the_better_expert_finds_room_first():
     """One place each, and the second token wants first what the first token took second."""
     config = ExpertsConfig(num_experts=3, num_experts_per_token=2, mlp_dim=4, capacity_factor=0.5)
@@ -257,7 +257,7 @@ def test_a_capacity_needs_its_factor():
 # --- weights ---
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_weight_has_the_variance_of_one_expert():
     """Not that of all experts together, as in MaxText."""
     config = ExpertsConfig(num_experts=16, num_experts_per_token=2, mlp_dim=64)
@@ -279,7 +279,7 @@ def test_experts_are_so_many_matrices():
     assert (tuple(dimensions.reduction_axis), tuple(dimensions.output_axis)) == ((2,), (3,))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.slow), "dropless"])
 def test_low_rank_pairs_of_experts_are_their_merged_weights(form):
     layer, (x, positions) = drawn(PLAIN), tokens((2, 4))
@@ -422,7 +422,7 @@ FULL = ExpertsConfig(
 )  # fmt: skip
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.slow), "capacity"])
 def test_gradients_are_finite_differences(form):
     """Where tokens are dropped, too."""
@@ -437,7 +437,7 @@ def test_gradients_are_finite_differences_often(config, form, seed):
     check_differences(dataclasses.replace(config, limit=None), form, seed)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("1-1",))
 @pytest.mark.parametrize(("experts", "chosen"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 3), (7, 1)])
 def test_one_token_finds_its_experts(experts, chosen):
     """As in decoding: with more experts than tokens, and with all of them."""

@@ -69,7 +69,7 @@ def route(router, x, positions=POSITIONS, key=None):
     return run(router, jnp.asarray(x), jnp.asarray(positions), key)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sparse_mixer_of_equal_logits():
     """Zero is as near to zero as any number is to itself; gradients are finite."""
     router, x = router_of(sparse_mixer=0.3), jnp.zeros((*POSITIONS.shape, EMBED))
@@ -100,7 +100,7 @@ def test_experts_of_token_ids():
         dataclasses.replace(config, selection_bias=True)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("mixtral",))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_routing_is_that_of_a_loop(name):
     """Choice, order of the choice, weights and statistics; padding goes nowhere and is not counted."""
@@ -139,7 +139,7 @@ def test_routing_is_that_of_a_loop(name):
     assert float(router_z_loss(stats)) == pytest.approx(want["z"] / 8, rel=1e-5)
 
 
-@pytest.mark.medium(fast=("of everything", "phi3.5"))
+@pytest.mark.slow(fast=("of everything", "phi3.5"))
 @pytest.mark.parametrize("name", ["of everything", "deepseek_v2", "phi3.5"])
 def test_replayed_experts_have_the_weights_of_the_own_scores(name):
     """The own choice changes nothing, to the last bit; another one has the plain formula's weights and gradients."""
@@ -210,7 +210,7 @@ def test_an_excluded_expert_that_is_needed_has_no_weight():
     assert_allclose(weights[0, 0], [1.0, 0.0, 0.0], rtol=1e-4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_selection_bias_chooses_but_does_not_weigh():
     """And no gradient reaches it, by way of weights or losses; nor is it trained."""
     router, x = router_of(**VARIANTS["kimi_k2"]), tokens_of()
@@ -237,7 +237,7 @@ def test_a_trained_bias_has_a_gradient():
     assert np.any(gradient.bias) and np.any(gradient.kernel)
 
 
-@pytest.mark.medium(fast=("gemma4",))
+@pytest.mark.slow(fast=("gemma4",))
 @pytest.mark.parametrize(
     "name",
     ["deepseek_v3", "gemma4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "deepseek_v2"))],
@@ -283,7 +283,7 @@ def test_gradients_are_those_of_the_formula(name):
     assert np.any(got[1].kernel) and float(stats.tokens) == 8
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("softmax",))
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 def test_gradients_of_extreme_logits_are_finite(score):
     router = router_of(score=score, order="score_first", renormalize=True)
@@ -297,7 +297,7 @@ def test_half_precision_tokens_are_routed_in_single():
         assert_array_equal(got, want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_random_routing_draws_different_experts_with_a_key_and_only_then():
     plain, router, x = router_of(), router_of(random=True), np.tile(tokens_of()[:1, :1], (1, 400, 1))
     places = np.arange(400)[None]
@@ -309,7 +309,7 @@ def test_random_routing_draws_different_experts_with_a_key_and_only_then():
     assert not np.array_equal(indices, route(router, x, places, key=jax.random.key(1))[0])
 
 
-@pytest.mark.medium(fast=("megatron",))
+@pytest.mark.slow(fast=("megatron",))
 @pytest.mark.parametrize("form", ["switch", "megatron"])
 def test_the_balance_loss_is_1_if_balanced_and_e_if_collapsed(form):
     """One expert a token; its gradient is that of the mean shares, the loads being constants."""

@@ -50,7 +50,7 @@ def run(x, kernel, bias, tail, positions, segments, weights, dilation):
     return y, grads
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "dilation"),
     [(1, 1), (13, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 3), (13, 1)))],

@@ -51,7 +51,7 @@ def test_it_is_the_loop():
     assert_close(np.asarray(got)[real], by_hand(layer, wide(x), positions, segments)[real], units=64)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_rates_of_a_new_model_fall_from_layer_to_layer():
     """Whether layers are stacked or not."""
     linear = ed.BlockConfig(mixer=CONFIG, mlp=None)

@@ -56,7 +56,7 @@ def by_hand(layer, x, positions, segments):
     return out + part(layer.out_bias)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("options0",))
 @pytest.mark.parametrize(
     "options", [{}, dict(bias=True, taps_bias=False, norm=RMSNormConfig(eps=0.1)), dict(norm=RMSNormConfig())]
 )
@@ -100,7 +100,7 @@ def same(found, want):
         assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.medium(fast=("4",))
+@pytest.mark.slow(fast=("4",))
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_chunks_are_single_tokens(chunk):
     *args, starts = inputs(26)
@@ -108,7 +108,7 @@ def test_chunks_are_single_tokens(chunk):
     same(results(args, starts, functools.partial(selective_scan, chunk=chunk)), want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [dict(context=2, tensor=2, data=2), pytest.param(dict(context=4, tensor=2), marks=pytest.mark.slow)],

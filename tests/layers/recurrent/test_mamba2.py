@@ -61,7 +61,7 @@ def by_hand(layer, x, positions, segments):
 SCALES = (2.0, 0.5, 3.0, 0.25, 1.5)
 
 
-@pytest.mark.medium(fast=("options1",))
+@pytest.mark.slow(fast=("options1",))
 @pytest.mark.parametrize(
     "options", [dict(in_bias=True, out_bias=True, in_scales=SCALES, norm="before_gate"), dict(norm=None, dt_max=0.6)]
 )

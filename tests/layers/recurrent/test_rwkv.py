@@ -67,7 +67,7 @@ def channels_by_hand(layer, x):
     return out
 
 
-@pytest.mark.medium(fast=("config1-channels_by_hand",))
+@pytest.mark.slow(fast=("config1-channels_by_hand",))
 @pytest.mark.parametrize(
     ("config", "by_hand"),
     [

@@ -93,7 +93,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[tuple[tuple[int, ..
     return [(tokens[each], scores[each]) for each in ids]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_batch_of_several_adapters_gives_what_each_gives_alone(base, adapted, engine):
     """Greedy answers are those of the merged models, and bit by bit those of the adapter without others."""
     engine.load_adapter("lora", adapted["lora"])
@@ -112,7 +112,7 @@ def test_a_batch_of_several_adapters_gives_what_each_gives_alone(base, adapted, 
     assert len({tokens for tokens, _ in together}) == 4
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_base_has_the_bits_of_an_engine_without_places(base, adapted, engine):
     engine.load_adapter("lora", adapted["lora"])
     bare = Engine(base, dataclasses.replace(CONFIG, max_adapters=0))
@@ -122,7 +122,7 @@ def test_the_base_has_the_bits_of_an_engine_without_places(base, adapted, engine
     assert_allclose(mine[1], scores, atol=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_end(adapted, engine):
     """Open requests of a dropped adapter have their answers; another one of its name is another one."""
     parts = {name: adapter_parts(model) for name, model in adapted.items()}
@@ -150,7 +150,7 @@ def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_
     assert engine._runner._programs == compiled
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_cached_prefixes_are_those_of_one_adapter(adapted, engine):
     prompt, parts = tuple(range(1, 31)), adapter_parts(adapted["lora"])
     engine.load_adapter("one", parts)
@@ -167,7 +167,7 @@ def test_cached_prefixes_are_those_of_one_adapter(adapted, engine):
     assert cached("one") == 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_preempted_answers_keep_their_adapters(adapted, engine):
     engine.load_adapter("lora", adapted["lora"])
     (want,) = answers(engine, [ask("lora", max_new_tokens=12)])
@@ -183,7 +183,7 @@ def test_preempted_answers_keep_their_adapters(adapted, engine):
     assert engine.counts().preemptions > 0 and tokens == want[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(base, adapted, engine):
     large = noisy(add_lora(base, LoRAConfig(rank=5, targets=("*.query",)), key=jax.random.key(0)))
     with pytest.raises(ConfigError, match=r"mixer\.query has the rank 5, and places have max_adapter_rank=4"):

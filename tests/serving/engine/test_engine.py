@@ -75,7 +75,7 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
     assert not compiled
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fixture",
     [
@@ -300,7 +300,7 @@ def test_log_probabilities_are_those_of_the_whole_text(engine):
     assert {len(score.top) for score in prompt_scores} == {2} and {len(score.top) for score in scores} == {3}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_drawn_answers_are_the_draws_of_their_seeds(engine):
     sampling = SamplingParams(temperature=0.9, top_k=12, seed=11, repetition_penalty=1.5, logit_bias=((6, 2.0),))
     rows = BatchSamplingParams.empty(1, 4)
@@ -362,7 +362,7 @@ def test_what_was_restored_can_be_saved_again(engine):
     runner.empty(1)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_higher_priority_takes_a_place_and_gives_it_back(engine):
     requests = [Request(prompt=(3 + number, 4, 5), max_new_tokens=20) for number in range(4)]
     known = [alone(engine, request) for request in requests]
@@ -425,14 +425,14 @@ def test_what_could_never_be_answered_is_refused(engine, wrong, words):
     assert not engine.has_work
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_cache_of_four_bits_answers():
     small = engine_for("llama_rope", cache_dtype="int4")
     found = small.run([Request(prompt=(1, 2, 3, 4, 5), max_new_tokens=4)])
     assert len(found[0]) == 4
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_drafter_of_ones_own_needs_no_more_than_its_methods(engine, pool):
     class LastAgain(PromptLookup):
         def find(self, text):
@@ -630,7 +630,7 @@ def test_a_step_is_given_copies(engine):
             assert not np.shares_memory(own, taken)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("options0",))
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.5, "logit_bias": ((4, 2.0),)}]
 )

@@ -125,7 +125,7 @@ def nothing_left(engine):
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama"])
 def test_some_histories(model, monkeypatch):
     again = []

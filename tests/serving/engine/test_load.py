@@ -40,7 +40,7 @@ def request(seed=0, **options):
     return Request(prompt=PROMPT, max_new_tokens=6, **options)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_new_weights_answer_as_in_an_engine_of_their_own(engine, fresh, other):
     first, model = alone(engine, request()), engine.model
     expected = alone(fresh, request())
@@ -67,7 +67,7 @@ def test_new_weights_answer_as_in_an_engine_of_their_own(engine, fresh, other):
     assert not compiled
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_arrays_are_the_same_where_they_agree(engine):
     model = engine.model
     engine.load(model)
@@ -79,7 +79,7 @@ def test_arrays_are_the_same_where_they_agree(engine):
     engine.load(model)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("running", ["keep", "recompute"])
 def test_answers_under_way(engine, fresh, other, running):
     model, greedy = engine.model, request(sampling=SamplingParams())

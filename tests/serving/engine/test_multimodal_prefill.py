@@ -20,7 +20,7 @@ from tests.models import filled
 from tests.serving.engines import SMALL, alone
 
 
-pytestmark = pytest.mark.medium
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

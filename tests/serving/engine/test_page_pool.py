@@ -144,7 +144,7 @@ def test_any_history_keeps_every_page_and_every_token(seed):
     assert history.pool.num_free == history.pool.num_pages and (history.tables.table == -1).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_cache_with_these_tables_keeps_rows_apart():
     """Two rows share a prefix that ends within a page, and go on each for itself."""
     pool, config = PagePool(6, 4), PageConfig(page_size=4, num_pages=6)

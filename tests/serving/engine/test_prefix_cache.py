@@ -68,7 +68,7 @@ def test_a_block_whose_beginning_is_gone_is_not_kept():
     assert len(cache) == 0 and cache.nbytes == 0
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("0",))
 @pytest.mark.parametrize("seed", range(5))
 def test_histories_keep_the_count_and_leave_no_block_without_its_beginning(seed):
     pick = random.Random(seed)

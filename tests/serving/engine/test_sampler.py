@@ -62,7 +62,7 @@ def sorted_filters(scaled, top_k=None, top_p=None, min_p=None):
     return passes
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("0.3",))
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 def test_filters_leave_what_those_of_sorted_logits_leave(temperature):
     scaled = LOGITS / np.float32(temperature)
@@ -178,7 +178,7 @@ def test_wrong_numbers_are_refused(wrong, words):
         SamplingParams(**wrong)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_programs_of_a_form_have_no_branches_and_sample_as_the_one_for_all():
     """Greedy and drawn rows, with scores of the model and of draws; filters that look beyond the likeliest."""
     free = [SamplingParams(), *(SamplingParams(temperature=t, seed=n) for n, t in enumerate((0.3, 1.0, 4.0)))]

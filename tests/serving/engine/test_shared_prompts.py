@@ -42,7 +42,7 @@ def answers(engine, wanted):
     return list(got.values())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fixture", "options", "mesh"),
     [

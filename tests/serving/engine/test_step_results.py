@@ -50,7 +50,7 @@ def watched(engine, monkeypatch):
     return events
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_next_step_is_dispatched_before_results_are_read(engine, monkeypatch):
     events, request = watched(engine, monkeypatch), Request(prompt=(3, 4, 5), max_new_tokens=4)
     ((*answer,),) = engine.run([request])

@@ -101,7 +101,7 @@ def stopped(reading: MediaFiles) -> int:
     return process._process.pid
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_files_of_every_format_become_what_they_become_here(folder, reading, runner):
     """Also where no further file can be opened, from which a decoder would load what it needs."""
     pytest.importorskip("soxr")
@@ -119,7 +119,7 @@ def test_files_of_every_format_become_what_they_become_here(folder, reading, run
                 assert_array_equal(one.arrays[name], array)
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("none", "large"))
 @pytest.mark.parametrize(
     "contents, says",
     [
@@ -175,7 +175,7 @@ def test_a_process_that_ends_ends_one_request(reading, runner):
     runner.run(run())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_process_that_has_ended_by_itself_is_no_request_s_error(reading, runner):
     runner.run(read(reading, "image", SMALL))
     process = reading._idle[-1]._process
@@ -184,7 +184,7 @@ def test_a_process_that_has_ended_by_itself_is_no_request_s_error(reading, runne
     assert runner.run(read(reading, "image", SMALL))[0].arrays and len(reading._all) == 2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_files_that_take_too_much_processor_time(folder, runner):
     async def run():
         reading = MediaFiles(folder, 100, dataclasses.replace(CONFIG, processes=1, seconds=0.02, memory=1 << 31))
@@ -218,7 +218,7 @@ def test_the_work_of_a_client_that_has_gone_ends(reading, runner):
     runner.run(run())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_videos_leave_a_process_to_images(reading, runner):
     """However many there are, and of however many clients."""
 
@@ -330,7 +330,7 @@ def test_closing_ends_processes_that_work(folder, runner):
     runner.run(run())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_directory_that_says_nothing_of_files(tmp_path, runner, caplog):
     """The server's fault, which its log tells."""
 

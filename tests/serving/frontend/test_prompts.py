@@ -171,7 +171,7 @@ def test_a_conversation_without_images_has_no_media(server):
     assert server.engine.seen[-1].media is None
 
 
-@pytest.mark.medium(
+@pytest.mark.slow(
     fast=("urls0-fetches no files", "urls1-has no bytes", "urls2-is no base64", "urls5-more than 2 files")
 )
 @pytest.mark.parametrize(

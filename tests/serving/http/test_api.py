@@ -436,7 +436,7 @@ def test_conversations_are_written_as_the_template_has_them(chats):
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tools_go_to_a_template_that_knows_them(chats):
     body = dict(messages=[{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1)
     assert "knows no tools" in chats.json(CHAT, body, code=400)["error"]["message"]
@@ -449,7 +449,7 @@ def test_tools_go_to_a_template_that_knows_them(chats):
 HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "ü", "b": 1}}\n</tool_call>'
 
 
-@pytest.mark.medium(fast=("said3-2",))
+@pytest.mark.slow(fast=("said3-2",))
 @pytest.mark.parametrize(("said", "calls"), [(HERMES, 1), (HERMES[:-20], 0), ("Well. <tool>", 0), (HERMES[6:] * 2, 2)])
 def test_calls_of_tools_are_found_in_answers(said, calls):
     """In a stream, too, where what comes before them does not wait; a call that can't be read is a text."""
@@ -520,7 +520,7 @@ def test_thoughts_and_calls_are_fields_of_their_own():
         assert ask(messages=[*asked["messages"], *turn], tools=[TOOL]).choices[0].message.content == "See:"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_real_template_is_rendered_also_for_many_at_once():
     with serving() as server:
         assert prompt_of(server, [{"role": "user", "content": "hi"}]) == "<|begin|><|user|>hi<|end|>\n\n<|assistant|>"
@@ -702,7 +702,7 @@ def test_a_full_queue_asks_to_come_again():
         assert text_of(server, max_tokens=2) == "bc"
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_is_cancelled(stream):
     engine = FakeEngine(seconds=0.005)
@@ -724,7 +724,7 @@ def test_a_client_that_goes_away_is_cancelled(stream):
         assert 'finished_reason="abort"' in server.call("/metrics")[2].decode()
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_fails_is_said_so(stream):
     engine = FakeEngine(seconds=0.01)
@@ -742,7 +742,7 @@ def test_an_engine_that_fails_is_said_so(stream):
         assert server.json(COMPLETIONS, {"prompt": "a"}, code=503)["error"]["type"] == "service_unavailable_error"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_open_when_the_server_stops_is_cut_off_with_an_error():
     engine = FakeEngine(seconds=0.02)
     with serving(engine, LETTERS) as server:
@@ -756,7 +756,7 @@ def test_what_is_open_when_the_server_stops_is_cut_off_with_an_error():
             list(found)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_is_open_when_the_server_stops_may_end():
     engine = FakeEngine(seconds=0.02)
     with serving(engine, LETTERS, ServerConfig(drain=20.0, end=0.5)) as server:

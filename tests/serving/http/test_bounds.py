@@ -67,7 +67,7 @@ def test_of_a_text_that_is_much_too_long_only_the_beginning_is_encoded():
 TEXTS = ["hello world ", "a", " ", "\n\n", "héllo", "<|end|>", "<|end|>   ", "12345678", "-", "\u200b", "word\t\t"]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("hello world ",))
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_fits_is_never_too_long(text):
     blanks = 5000 * " " + text
@@ -292,7 +292,7 @@ def test_what_could_never_wait_together_is_refused_for_good():
 # --- bytes, places, connections ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bodies_of_all_open_requests_together_are_bounded():
     with serving(FakeEngine(), LETTERS, max_body_bytes=300_000, max_open_bytes=400_000, body_seconds=20) as server:
         with server.connect() as first, server.connect() as second:
@@ -367,7 +367,7 @@ def known(link, key: str, body: bytes, length: int | None = None) -> None:
     link.sendall(given + body)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_places_of_the_client_with_most_of_them_go_to_others():
     """Slow bodies first, then requests without an answer; what has begun to be answered stays."""
     engine, ask = FakeEngine(seconds=0.01), {"prompt": "a", "max_tokens": 1}
@@ -454,7 +454,7 @@ PATHS = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": [{"role": "user", "con
          "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [97]}}  # fmt: skip
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("/v1/completions",))
 @pytest.mark.parametrize("path", PATHS)
 def test_fields_that_are_not_known_are_refused_by_name(chats, path):
     for field, value in UNKNOWN.items():

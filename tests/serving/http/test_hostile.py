@@ -159,7 +159,7 @@ STRANGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_strange_texts(server, chats):
     """What is only a text is answered; what is a name or a form is known or refused."""
     begin = {"max_tokens": 2, "temperature": 0}
@@ -272,7 +272,7 @@ def test_slow_bodies_and_heads_are_not_waited_for(server):
     alive(server)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_head_that_comes_letter_by_letter_is_not_waited_for(server):
     with server.connect() as link:
         begun = time.monotonic()

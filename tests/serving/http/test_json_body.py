@@ -36,7 +36,7 @@ def entries_of(value) -> int:
     return 1 + sum(map(entries_of, value)) if isinstance(value, list) else 0
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("0", "1"))
 @pytest.mark.parametrize("seed", range(6))
 def test_bodies_are_read_and_their_entries_counted(seed, monkeypatch):
     """Wherever the text is cut."""
@@ -89,7 +89,14 @@ def test_a_long_string_with_a_mistake_is_refused(wrong):
         parse(b'{"a": "' + b"x" * 70_000 + b'\xff"}')
 
 
-@pytest.mark.medium(fast=4)
+@pytest.mark.slow(
+    fast=(
+        '[]-{"prompt": [%s]}',
+        '[]-{"prompt": "a", "metadata": {"b": [[%s]]}}',
+        '{}-{"prompt": [%s]}',
+        '{}-{"prompt": "a", "metadata": {"b": [[%s]]}}',
+    )
+)
 @pytest.mark.parametrize("text", ['{"prompt": [%s]}', '{"prompt": "a", "metadata": {"b": [[%s]]}}'])
 @pytest.mark.parametrize("entry", ["[]", "{}", '{"a":"b"}', "12345"])
 def test_too_many_entries_are_not_read(text, entry):

@@ -68,7 +68,7 @@ def expected_of(arguments, **options):
 ALL = {"soft_cap": 3.0, "z_loss": 0.05}
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("False-False-options0",))
 @pytest.mark.parametrize(
     ("tied", "biased", "options"),
     [
@@ -103,7 +103,7 @@ def test_fused_is_plain(tied, biased, options):
             assert_close(a, b, units=128)
 
 
-@pytest.mark.medium(fast=("True-bfloat16",))
+@pytest.mark.slow(fast=("True-bfloat16",))
 @pytest.mark.parametrize(("tied", "kernel_dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_in_bf16(tied, kernel_dtype):
     arguments = make(tied, "bfloat16", kernel_dtype, biased=tied)
@@ -131,7 +131,7 @@ def test_in_bf16(tied, kernel_dtype):
             assert_close(a.astype(jnp.float32), b, units=2, dtype="bfloat16")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_all_gradients_take_the_cotangent():
     """Gradient accumulation with a scaled, averaged loss: a rule that scales only one gradient fails."""
     hidden, head, targets, weights = make(False, batch=4, biased=True)
@@ -158,14 +158,14 @@ def test_all_gradients_take_the_cotangent():
     assert jnp.abs(fused[1][0]).max() > 10  # the scale has arrived
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_reported_sums_carry_no_gradient():
     hidden, head, targets, weights = make(False)
     gradient = jax.grad(lambda h: linear_cross_entropy(h, head, targets, weights, tied=False)[1].nll)(hidden)
     assert not gradient.any()
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_token_counts(dtype):
     hidden, head, targets, _ = make(False, dtype, biased=True)
@@ -180,7 +180,7 @@ def test_no_token_counts(dtype):
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients[:2])) and jnp.isfinite(gradients[2]).all()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_targets_outside():
     hidden, head, targets, _ = make(False)
     ones = jnp.ones((BATCH, LENGTH))
@@ -196,7 +196,7 @@ def test_targets_outside():
         assert jnp.isnan(cross_entropy(jnp.ones((BATCH, LENGTH, VOCAB)), marked)[0, 2])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("10000.0",))
 @pytest.mark.parametrize("size", [1e4, 1e30])
 def test_large_logits_stay_finite(size):
     _, head, targets, weights = make(False)
@@ -206,7 +206,7 @@ def test_large_logits_stay_finite(size):
     assert jnp.isfinite(loss) and all(jnp.isfinite(each).all() for each in jax.tree.leaves(gradients))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("shape0",))
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)])
 def test_nothing_and_one_token(shape):
     hidden, head, targets, _ = make(False, batch=shape[0], length=shape[1], biased=True)
@@ -245,7 +245,7 @@ FEW = [(MESHES[0], False), (MESHES[0], True), (MESHES[1], False)]
 REST = [(mesh, tied) for mesh in MESHES for tied in (False, True) if (mesh, tied) not in FEW]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("{'fsdp': 4, 'tensor': 2}-False",))
 @pytest.mark.parametrize(
     ("mesh", "tied"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=str
 )
@@ -317,7 +317,7 @@ def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, order
     assert ("optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(hidden, kernel))) == ordered
 
 
-@pytest.mark.medium(fast=("float16",))
+@pytest.mark.slow(fast=("float16",))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_between_devices_in_16_bits(dtype):
     """Rounded in bfloat16 (0.3 % in the mean); of sums over tokens that float16 has no numbers for, in float32."""
@@ -422,7 +422,7 @@ def test_default_tile():
     assert tile_length(64, 8192, 128_000, None, cpu) == 64  # no sliver, however large the batch
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_argmax_is_that_of_all_logits(monkeypatch):
     """In tiles that don't divide the length, in each form; of equals the lowest id."""
     backend = dataclasses.replace(backend_of("cpu"), loss_tile_bytes=4 * BATCH * VOCAB * 3)
@@ -452,7 +452,7 @@ def with_ties(tied, vocab=24):
     return jnp.asarray(hidden), head, jnp.asarray(targets, jnp.int32), best
 
 
-@pytest.mark.medium(fast=2)
+@pytest.mark.slow(fast=("mesh0-False-tiles0", "mesh1-True-tiles1"))
 @pytest.mark.parametrize(
     ("mesh", "tied", "tiles"),
     [
@@ -490,7 +490,7 @@ def test_ties_are_resolved_to_the_lowest_id(mesh, tied, tiles):
     assert_array_equal(jnp.argmax(logits, axis=-1), best)  # the plain loss
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_cross_entropy_is_its_formula(getkey):
     logits = 3 * jax.random.normal(getkey(), (BATCH, LENGTH, VOCAB), jnp.bfloat16)
     targets = jax.random.randint(getkey(), (BATCH, LENGTH), 0, VOCAB)

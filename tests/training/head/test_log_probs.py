@@ -47,7 +47,7 @@ def value_and_gradients(function, weights):
 ALL = {"soft_cap": 3.0, "temperature": 0.7}
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("False-True-False-options0",))
 @pytest.mark.parametrize(
     ("tied", "biased", "several", "options"),
     [
@@ -82,7 +82,7 @@ def test_fused_is_plain(tied, biased, several, options):
         assert_close(form, expected, units=256)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "tied"), [*FEW[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in (*FEW[1:], *REST))], ids=str
 )
@@ -139,7 +139,7 @@ def written_out(log_p, log_q, divergence):
     return found / (beta * (1 - beta)) if divergence.scaled else found
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_divergences_of_two_heads():
     """Of heads of different kinds and widths, softened; the teacher's capped, the student's not."""
     (hidden, head, _, weights), draws = make(True, biased=True), np.random.default_rng(3)
@@ -219,7 +219,7 @@ def test_golden_numbers():
     assert_array_equal(found.top[0], [1, 1])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_top_ids_with_a_tail():
     """Two of three ids and a tail are the whole; three of many a lower bound; certain teachers give no NaN."""
     student, teacher = (jax.nn.log_softmax(jnp.asarray(x, jnp.float32)) for x in (STUDENT, TEACHER))
@@ -253,7 +253,7 @@ def test_logits_are_never_whole():
     assert f"f32[2,8,{VOCAB}]" in text and f"f32[2,64,{VOCAB}]" not in text and f",2,8,{VOCAB}]" not in text
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_targets_outside_and_large_logits():
     hidden, head, targets, _ = make(False)
     found = linear_log_probs(1e4 * hidden, head, targets.at[0, 0].set(VOCAB).at[0, 1].set(-1), tied=False)

@@ -24,7 +24,7 @@ def test_sums_means_and_back():
     assert_array_equal(spread, [[0, 0, 7, 7, 0, 7, 9, 9], [0, 5, 5, 0, 0, 0, 0, 0]])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_gradients_reach_each_answer_alone():
     def loss(values):
         means = answer_means(values, jnp.asarray(ANSWERS), 2)

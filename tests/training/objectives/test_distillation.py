@@ -75,7 +75,7 @@ def after_a_step(objective, model, batch, **step):
     return jax.device_get((state.model, dataclasses.replace(metrics, stats=None)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_step_is_that_of_the_formula(models):
     """Of a teacher with more rows in its head, whose weights stay."""
     student, teacher = models
@@ -91,7 +91,7 @@ def test_a_step_is_that_of_the_formula(models):
     assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, teacher)), strict=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", ["cosine", pytest.param("mse", marks=pytest.mark.slow)])
 def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
     """What a step adds to the loss is the formula on the streams behind the named layers of both."""
@@ -116,7 +116,7 @@ def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
     assert "hidden_distance" not in plain.objective and abs(found.grad_norm - plain.grad_norm) > 1e-3
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_teacher_of_the_same_weights_is_at_no_distance(models):
     for distance in ("cosine", "mse"):
         hidden = HiddenStates(weight=1.0, distance=distance)

@@ -152,7 +152,7 @@ def after_a_step(objective, model, batch, **step):
     return jax.device_get((state.model, dataclasses.replace(metrics, stats=None)))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective", [PAIR, *(pytest.param(each, marks=pytest.mark.slow) for each in (POLICY, KTO, SIMPO, GSPO))]
 )
@@ -185,7 +185,7 @@ def test_a_step_is_that_of_the_formula(objective):
 FORMS = ((ROWS, SHORT), (PACKED, LONG))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_log_probs_of_tokens_stand_at_their_places():
     """Also where a mesh puts tokens in another order; 0 for the first token of a document and for padding."""
     model, batch = filled(CONFIG), batch_of(PACKED, LONG)
@@ -216,7 +216,7 @@ def test_on_policy_the_ratio_is_one():
         assert float(figures[name]) == value, name
 
 
-@pytest.mark.medium(fast=("answers", "reference"))
+@pytest.mark.slow(fast=("answers", "reference"))
 @pytest.mark.parametrize("name", ["answers", "policy", "reference"])
 def test_missing_signals_are_named(name):
     batch = batch_of(ROWS, SHORT)

@@ -103,7 +103,7 @@ def test_value_and_gradient(name):
     same(got[1], gradient)
 
 
-@pytest.mark.medium(fast=("1.5",))
+@pytest.mark.slow(fast=("1.5",))
 @pytest.mark.parametrize("dual", [None, 1.5])
 def test_every_ratio_with_every_sign(dual):
     """The smaller of the two products; of negative advantages at most `dual` times them."""
@@ -134,7 +134,7 @@ def test_without_a_sampler_only_its_metrics_are_absent():
     assert sums == {name: number for name, number in full.items() if name not in about} and about < set(full)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 2])
 @pytest.mark.parametrize("aggregation", ["row", "token", "constant"])
 def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
@@ -202,7 +202,7 @@ def test_weights_of_rows_by_their_geometric_mean():
     same(gradient, factor * TABLE["clip"][3] * [1, 1, 1, 1, 0, 0])
 
 
-@pytest.mark.medium(fast=("options0-masked0", "options1-masked1", "options4-masked4"))
+@pytest.mark.slow(fast=("options0-masked0", "options1-masked1", "options4-masked4"))
 @pytest.mark.parametrize(
     "options, masked",
     [
@@ -226,7 +226,7 @@ def test_dppo(options, masked):
         assert run(PolicyLoss(kind="dppo", **options), sampler=None)[2]["clip_high"] == 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_answers_of_one_row_are_rows():
     """The three answers packed: the same numbers. A token of weight 0 counts for none, whatever its number."""
     answers = np.array([[0, 1, 1, 1, 1, 2, 3, 3]], np.int32)
@@ -250,7 +250,7 @@ def test_answers_of_one_row_are_rows():
         same(gradient[real], want[1])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_far_ratios_are_finite():
     far = tokens(-100, -1, -2, -0.1, -1.5, -0.4)
     for config in (narrow(), narrow(kind="gspo"), corrected("row_tis"), PolicyLoss(kind="sapo")):
@@ -289,7 +289,7 @@ def test_clip_and_divergence():
     same(gradient + slope[REAL], [0.001586, -0.133434, -0.195007, 0.277808, 0, 0.098655])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("k1-0.082225-gradient0",))
 @pytest.mark.parametrize(
     "kind, value, gradient",
     [

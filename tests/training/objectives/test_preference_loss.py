@@ -170,7 +170,7 @@ def kto(config, baseline, lengths=(3, 2, 2, 4)):
     return jax.value_and_grad(loss, has_aux=True)(jnp.asarray([-1.75, -1.75, -2.25, -2.5]))
 
 
-@pytest.mark.medium(fast=("0.0",))
+@pytest.mark.slow(fast=("0.0",))
 @pytest.mark.parametrize("baseline", KTO)
 def test_kto(baseline):
     (value, (losses, metrics)), gradient = kto(KTOLoss(beta=0.5), baseline)
@@ -205,7 +205,7 @@ def test_kto_baseline():
 # --- reward models ---
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("options0-0.788632-gradient0",))
 @pytest.mark.parametrize(
     "options, value, gradient",
     [

@@ -62,7 +62,7 @@ def own(model):
     return np.moveaxis(np.asarray(choices), 0, 2).astype(np.int16)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_own_choice_changes_nothing(model, own):
     """Values and gradients, to the last bit; where it is not known, the router chooses."""
     wanted = loss(model, batch_of(own))
@@ -72,7 +72,7 @@ def test_the_own_choice_changes_nothing(model, own):
         assert all(np.array_equal(*e) for e in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_another_choice_is_of_the_token_that_is_read(model, own):
     """One token of one layer goes elsewhere: what comes before it is the same, it and what follows are not."""
     place, layer = 4, 1

@@ -29,7 +29,7 @@ def widths(shape, seed=0):
     return jnp.asarray(drawn[0] * 10.0 ** (2 * drawn[1]), jnp.float32)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("positive", [False, True])
 def test_numbers_are_right_in_the_mean(positive):
     """Those far below the largest, too: 2000 drawings, each within its neighbouring codes."""
@@ -77,7 +77,7 @@ def test_a_second_moment_follows_with_a_slow_decay():
     assert plain[2900:].mean() > 2 * plain[1050:1150].mean()  # the moment did have to follow
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_small_problem_is_solved_as_with_float32():
     """Least squares, in whose rows gradients differ by a factor of 1000."""
     words, generator = {"up": ("embed", "mlp")}, np.random.default_rng(0)

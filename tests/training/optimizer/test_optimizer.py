@@ -42,7 +42,7 @@ def rates(steps: int = 100, **changes) -> np.ndarray:
     return np.asarray(jax.vmap(lambda step: jnp.asarray(make_schedule(config, steps)(step)))(jnp.arange(steps + 1)))
 
 
-@pytest.mark.medium(fast=("wsd",))
+@pytest.mark.slow(fast=("wsd",))
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_warmup_is_linear_up_to_the_peak(schedule):
     """Ten steps of warm-up: a tenth, two tenths, … of the peak; no step is lost to a rate of zero."""
@@ -161,7 +161,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_setting_moves_the_weights_differently():
     """All fields; what the step reads itself is tested in test_step.py."""
     by_the_step = {"trainable", "max_grad_norm", "ema_decay", "shard_over_data"}
@@ -217,7 +217,7 @@ def test_adamw_equals_numpy_and_decays_by_path():
         assert_allclose(got[name], want[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_weight_decay_alone_shrinks_what_is_not_exempt(name):
     """With no gradient, a decayed weight is multiplied by `1 - rate * weight_decay`, and no other weight moves."""
@@ -259,7 +259,7 @@ def test_a_pattern_without_a_weight_is_refused_with_examples():
     assert "embedding.table" in str(caught.value) and MATRIX in str(caught.value)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_every_part_of_an_optimizer_follows_the_schedule(name):
     """The first of two steps of warm-up moves every weight, decay included, half as far as the full rate."""
@@ -362,7 +362,7 @@ def test_optimizer_state_holds_two_moments_per_weight():
         assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim) == moments * size
 
 
-@pytest.mark.medium(fast=("lion",))
+@pytest.mark.slow(fast=("lion",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_multiplied_rates_are_those_of_two_optimizers(name):
     """A group with a factor moves, decay included, as with an optimizer of that rate; the first match counts."""
@@ -387,7 +387,7 @@ def test_a_multiplier_without_a_weight_is_refused_with_examples():
         make_optimizer(config, WORDS, 4)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("adamw-2",))
 @pytest.mark.parametrize("name, moments", [("adamw", 2), ("lion", 1), ("muon", 1)])
 def test_moments_in_half_precision_are_rounded_and_nothing_else_is(name, moments):
     """Two steps from the rounded moments are two steps in float32 with a rounding between; half of the bytes."""
@@ -414,7 +414,7 @@ def test_moments_in_half_precision_are_rounded_and_nothing_else_is(name, moments
     assert all(one.dtype == other.dtype and np.array_equal(one, other) for one, other in others)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_weights_in_half_precision_get_updates_in_float32(name):
     """Those of the same weights in float32, from moments in float32."""

@@ -56,7 +56,7 @@ def test_data_splits_what_the_batch_splits_or_the_first_dimension_that_it_divide
     assert ed.Layout().state_spec("embed mlp", (8, 16)) == P(None, None)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
@@ -106,7 +106,7 @@ def test_all_optimizers_may_be_split(name):
     assert_close(found[1].model, found[0].model, units=256)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_split", [False, True])
 def test_a_checkpoint_is_restored_with_it_or_without(tmp_path, saved_split):
     model = filled(BARE).place(ed.Layout.create(data=4, fsdp=2))

@@ -76,14 +76,14 @@ def test_a_new_machine_goes_on_with_what_is_beside_the_checkpoints(first, elsewh
     assert parse(["--run-dir", str(tmp_path / "new")]).checkpoint_dir == elsewhere  # from now on it needs no flag
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_start_that_fails_on_a_new_machine_leaves_nothing(first, elsewhere, tmp_path):
     _, err = train(tmp_path / "new", checkpoint_dir=elsewhere, seed=1, code=2)
     assert "seed=1, but" in err and "was begun with 0" in err
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_run_that_was_started_last_has_the_directory(elsewhere, corpus, tmp_path, monkeypatch):
     """A machine that was believed to be lost stops at its next save, before it writes anything."""
     place, report = f"{elsewhere}-two", MetricsReporter.report
@@ -128,7 +128,7 @@ def test_checkpoints_that_are_gone_are_not_begun_anew(corpus, tmp_path):
     assert "resumed at step 2" in err
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("disk",))
 def test_checkpoints_that_are_moved_must_be_there_and_the_run_s_own(elsewhere, tmp_path):
     """A run that finds none would begin anew; one that finds another's would go on with those."""
     run, place = tmp_path / "run", f"{elsewhere}-moved"

@@ -26,7 +26,7 @@ def settings(tmp_path):
     return build
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_conversations_are_shown_with_their_targets(settings, tmp_path):
     text = describe_data(settings(init_from=FIXTURE))
     shown = "<|begin|><|user|>hello<|end|>\n\n<|assistant|>⟦she sells\ufffd[2J<|end|>\n\n⟧"

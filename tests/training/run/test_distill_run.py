@@ -208,7 +208,7 @@ def test_every_setting_and_any_mesh(folder):
     assert steps_of(folder / "adapted")[-1]["divergence"] < steps_of(folder / "adapted")[0]["divergence"]
 
 
-@pytest.mark.medium(
+@pytest.mark.slow(
     fast=("changes5-2-needs --distill.top", "changes6-2---distill.top=1000000 must be below the vocabulary")
 )
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def other(folder):
     return Trained(folder / "other", "--no-pack", devices=8, data=folder / "short.jsonl", **options)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @shows("TrainConfig.run_dir", "TrainConfig.model", "TrainConfig.steps", "TrainConfig.checkpoint_every")
 @shows("TrainConfig.eval_every", "TrainConfig.sample_tokens", "TrainConfig.prompt", "TrainConfig.tokenizer")
 @shows("DataConfig.path", "DataConfig.batch_size", "DataConfig.seq_len", "DataConfig.held_out_fraction")
@@ -180,7 +180,7 @@ def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
     assert re.search(r"sample:\nthe.", base.out)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @shows("MeshConfig.fsdp", "MeshConfig.tensor", "TrainConfig.remat", "TrainConfig.layer_stats")
 @shows("StepConfig.gradient_accumulation_steps", "StepConfig.fused_loss", "TrainConfig.max_checkpoints")
 @shows("TrainConfig.eval_batches", "TrainConfig.trackers")
@@ -243,7 +243,7 @@ def test_optimizers_move_the_weights_as_asked(base, folder):
     assert abs(heavy[1] - clipped[1]) > 1e-3
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_too_little_memory_is_met_with_the_sizes_and_what_to_turn(folder):
     """The state of the last checkpoint is there, so that it can go on with a smaller batch."""
 
@@ -365,7 +365,7 @@ def test_a_checkpoint_of_an_earlier_start_that_was_stuck_says_nothing_of_those_b
         reporter.read(12)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_steps_that_were_begun_before_it_was_known_end_too(folder):
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
     run = Trained(folder / "skipped", data=folder / "texts", code=1, **options, checkpoint_every=9, eval_every=0)
@@ -374,7 +374,7 @@ def test_steps_that_were_begun_before_it_was_known_end_too(folder):
     assert Checkpoints(run.dir / "checkpoints").latest is None
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
     """Evaluations and samples at step 4 and in the end, and the drawing. Two steps are not finite: the checkpoint of
     the first is made at the next one, and that of the last takes the place of no other. No process is given up for
@@ -510,7 +510,7 @@ def test_the_devices_do_not_wait_for_the_host(folder):
     assert seen == [*("step", "step", "step", 1, "step", 2, 3, 4, "save"), *("step", "step", 5, 6, "save")]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_waiting_for_data_is_the_time_in_which_the_devices_have_nothing_to_do(folder):
     """A slow reader: most of a step's time, in the row of the step within which it was; before the first, too."""
     real = Batches.__next__
@@ -528,7 +528,7 @@ def test_waiting_for_data_is_the_time_in_which_the_devices_have_nothing_to_do(fo
     assert sum(waits) > 0.5 * sum(row["step_seconds"] for row in rows), waits
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_error_of_the_data_comes_after_the_checkpoint_that_is_due(folder):
     real = Batches.__next__
 
@@ -544,7 +544,7 @@ def test_an_error_of_the_data_comes_after_the_checkpoint_that_is_due(folder):
     assert [row["step"] for row in steps_of(folder / "torn")] == [1, 2, 3, 4]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_tells_where_its_time_goes(folder):
     """Of both starts; what was computed twice counts once."""
     options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
@@ -629,7 +629,7 @@ def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     assert "changed" not in err and load_settings(begun.dir / "settings.json").optimizer.weight_decay == 0.03
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("{'--data': 'no/where'}-3-new",))
 @pytest.mark.parametrize("there", [pytest.param((), marks=pytest.mark.slow), ("notes.txt",)], ids=["new", "there"])
 @pytest.mark.parametrize(
     "options, code",
@@ -654,7 +654,7 @@ def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, cod
     assert [path.name for path in run.iterdir()] == list(there) if there else not run.exists()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, says",
     [
@@ -676,7 +676,7 @@ def test_a_model_that_cannot_be_exported_is_found_before_its_data_are_read(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_what_writes_exports_must_be_installed_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     words = flags(OPTIONS | QUICK | {"--data": "no/where", "--run-dir": tmp_path / "run", "--model": "tiny"})
@@ -716,7 +716,7 @@ def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
         resumed(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @shows("MeshConfig.fsdp_transpose", "MeshConfig.tensor_sequence", "MeshConfig.expert", "TrainConfig.describe")
 def test_describe_prints_the_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
@@ -764,7 +764,7 @@ def test_models_are_listed():
     assert {"tiny", "tiny-moe", "llama3-8b"} <= set(call("train", "--list-models")[0].split())
 
 
-@pytest.mark.medium(fast=("()-model.json", "('--describe',)-model.json"))
+@pytest.mark.slow(fast=("()-model.json", "('--describe',)-model.json"))
 @pytest.mark.parametrize("foreign", ["model.json", "metrics.jsonl", "settings.json", "data/tokens.bin", "tokenizer/a"])
 @pytest.mark.parametrize("how", [(), ("--describe-data",), ("--describe",)], ids=str)
 def test_a_directory_with_files_of_others_is_left_alone(folder, tmp_path, foreign, how):
@@ -786,7 +786,7 @@ def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {".lock"}
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("options0-Did you mean 'tiny'",))
 @pytest.mark.parametrize(
     "options, sentence",
     [

@@ -95,7 +95,7 @@ def batches(folder):
     made.close()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_batches_have_the_images_of_their_documents(batches):
     """In their order, packed, also where a document has two or none; the answers alone are targets."""
     seen = 0
@@ -195,7 +195,7 @@ def test_microbatches_step_alike(model):
         stepped(model, example(1), gradient_accumulation_steps=2)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_encoder_can_be_frozen(model):
     optimizer = OptimizerConfig(learning_rate=1e-2, trainable=("segments.*", "vision.projector.*"))
     trainer = Trainer.create(optimizer, model, steps=4, config=StepConfig())

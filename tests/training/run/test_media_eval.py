@@ -64,7 +64,7 @@ def placeholders_of(store) -> list[int]:
     return [int((store[document] == IMAGE).sum()) for document in range(len(store))]
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("files",))
 @pytest.mark.parametrize("form", ["files", "directory", "pattern"])
 def test_images_are_looked_for_beside_the_file_that_names_them(model, tmp_path, form):
     """Files of the same content and names of images, in directories with dots and behind links: each has its own."""
@@ -99,7 +99,7 @@ def test_relative_paths_in_sources_that_are_elsewhere_are_refused(model, tmp_pat
     assert reader.locate(given, None, "x") == tuple(given)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_are_shared_by_processors_of_the_same_content(model, tmp_path):
     """Wherever they are; with other settings they are made anew."""
     save_image(tmp_path / "1.png", 8, 8)
@@ -120,7 +120,7 @@ def test_tokens_are_shared_by_processors_of_the_same_content(model, tmp_path):
             next(batches)
 
 
-@pytest.mark.medium(fast=("nothing learned",))
+@pytest.mark.slow(fast=("nothing learned",))
 @pytest.mark.parametrize("kind", ["images", "parts", "nothing learned"])
 def test_few_documents_have_a_held_out_part(model, tmp_path, kind):
     """That with the smallest draw, whatever is written in place of its images, and whichever others are left out."""

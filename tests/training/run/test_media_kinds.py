@@ -164,7 +164,7 @@ def test_a_file_that_has_changed_is_noticed(folder):
     assert reader.pixels(reference("video", str(folder / "0.mkv"))) is None
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_other_numbers_and_kinds_are_refused(folder):
     assert parse_reference(reference("video", "a:b")) == ("video", "a:b", "") and parse_reference("x.png") == (
         "image",

@@ -93,7 +93,7 @@ def test_sources_of_equal_sizes_have_orders_of_their_own(make, folder):
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0].tolist() != orders[1].tolist()
 
 
-@pytest.mark.medium(fast=("share0",))
+@pytest.mark.slow(fast=("share0",))
 @pytest.mark.parametrize("share", [[1], [3, 0]])
 def test_a_mixture_resumes_anywhere_with_any_batches_and_processes(make, share):
     straight = rows(take(make(0.5, 0.3, 0.2, batch_size=1), 60))
@@ -109,7 +109,7 @@ def test_a_mixture_resumes_anywhere_with_any_batches_and_processes(make, share):
                     assert_array_equal(getattr(batch, name)[place], want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_with_other_weights_each_source_goes_on_where_it_was(make):
     first, other = make(0.5, 0.3, 0.2), make(0.1, 0.2, 0.7)
     before = rows(take(first, 10))
@@ -214,7 +214,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(rows_module, "WINDOW", 20)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("pack", [True, False])
 def test_batches_of_many_blocks(make, small_blocks, folder, pack):
     """All tokens in an epoch, exact resuming, the rows of each process; and the file that says how many there are."""
@@ -302,7 +302,7 @@ def test_the_number_of_epochs_waits_for_no_plan(make):
     assert found == [(0.0, {"a": 0.0, "b": 0.0})]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weights_of_many_digits_resume_as_they_were(make):
     weights = ("0.123456789", "0.876543211", "1e-12")
     first, other = make(*weights), make(1, 1, 1)

@@ -14,7 +14,6 @@ def row(step, loss: object = 2.5):
     return {"step": step, "loss": loss, "tokens": 1024, "step_seconds": 0.5}
 
 
-@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize("steps", [1, 300])
 def test_an_image_is_drawn(tmp_path, steps):
     pytest.importorskip("matplotlib")

@@ -85,7 +85,7 @@ def adapted(folder):
     return folder
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_a_coin(adapted):
     """The reference is the model: log 2 to the last bits; then chosen answers are told from rejected ones."""
     rows = steps_of(adapted / "adapted")

@@ -84,7 +84,7 @@ def test_scores_on_a_mesh():
     assert_close(reward_scores(model.place(layout).replace(context_order="zigzag"), rows), want)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("<lambda>-generate\\\\(\\\\) needs a model with logits",))
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
@@ -103,7 +103,7 @@ def test_a_model_with_scores_writes_nothing(use, sentence):
 # --- files ---
 
 
-@pytest.mark.medium(fast=("llama_rope-LlamaForSequenceClassification",))
+@pytest.mark.slow(fast=("llama_rope-LlamaForSequenceClassification",))
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [
@@ -211,7 +211,7 @@ def test_pairs_of_matrices_margins_and_meshes(folder):
     assert_allclose(figures(folder, "mesh"), figures(folder, "adapted"), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.medium(fast=("changes3-3-margin='wide' must be a number",))
+@pytest.mark.slow(fast=("changes3-3-margin='wide' must be a number",))
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [

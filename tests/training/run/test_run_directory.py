@@ -31,7 +31,7 @@ from tests.training.run.starts import resumed, run_at
 BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_only_some_weights_are_taken(tmp_path):
     settings = TrainConfig(init_from=str(BASE), init_weights=("embedding.*", "*.mlp.*"))
     model, base = named_leaves(new_model(run_at(settings, tmp_path))), named_leaves(ed.load_hf(BASE))
@@ -54,7 +54,7 @@ def test_the_source_of_a_run_is_kept_as_it_was_read(tmp_path):
     assert abstract_run(run_at(settings, tmp_path)).config == model.config
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
     begun = TrainConfig(dataset=DataConfig(seed=3))
     assert resumed(begun, tmp_path) == (begun, {})  # nothing there yet
@@ -78,7 +78,7 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
             resumed(dataclasses.replace(begun, **change, allow_changes=True), tmp_path)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_running_means_begin_and_end_with_a_change(tmp_path):
     """A checkpoint without them begins them at its weights, and one that has them loses them."""
     model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
@@ -126,7 +126,7 @@ def assert_kept(found, before, names):
     assert names and all(np.array_equal(found[name], before[name]) for name in names if name != "key")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_another_optimizer_begins_anew_at_the_same_place_of_its_schedule(trained):
     """Weights and running means go on; two buffers are never one, or a step could not be donated."""
     before = trained[2]
@@ -148,7 +148,7 @@ def test_another_optimizer_begins_anew_at_the_same_place_of_its_schedule(trained
         ]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_other_weights_to_train(trained):
     """Of fewer the state is kept, of more it is new; means are those of the weights that are trained."""
     before = trained[2]
@@ -192,7 +192,7 @@ def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
         assert trained_weights(arrays, model) == other.trainable, options
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_same_optimizer_goes_on_as_it_is(trained):
     _, _, found, said = adopted(trained, ema_decay=0.5, learning_rate=1e-2)
     assert said == []
@@ -220,7 +220,7 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
     assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
     """Although another one is saved while they are read."""
     settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))

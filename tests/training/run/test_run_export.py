@@ -93,7 +93,7 @@ def eos_ids(folder: Path, name: str) -> set[int]:
     return set(value if isinstance(value, list) else [value])
 
 
-@pytest.mark.medium(fast=("none", "all"))
+@pytest.mark.slow(fast=("none", "all"))
 @pytest.mark.parametrize("place", PLACES)
 def test_exports_stop_at_the_end_of_turns_and_have_one_template(place, tmp_path):
     base = base_model(tmp_path / "base", place)

@@ -107,7 +107,7 @@ def test_a_signal_ends_an_evaluation():
     assert shown.lines == shown.rows == []
 
 
-@pytest.mark.medium(fast=("none.py:letters-must be a Python file with the task 'letters'",))
+@pytest.mark.slow(fast=("none.py:letters-must be a Python file with the task 'letters'",))
 @pytest.mark.parametrize(
     "task, says",
     [

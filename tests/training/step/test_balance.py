@@ -109,7 +109,7 @@ def stepped(trainer, model):
     return advanced(trainer, model, batch_of())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
     """And by that alone: neither weight decay nor the optimizer reaches them."""
     state, metrics = stepped
@@ -137,7 +137,7 @@ def test_microbatches_add_their_counts_up_before_the_sign_is_taken(model, steppe
     assert np.any(np.sign(first + second) != both)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_moves_no_bias(trainer, model):
     table = model.embedding.table.at[POISONED].set(jnp.nan)
     poisoned = eqx.tree_at(lambda m: m.embedding.table, model, table)
@@ -147,7 +147,7 @@ def test_a_step_that_is_not_finite_moves_no_bias(trainer, model):
         assert_array_equal(leaf, biases(model)[name])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_sharded_steps_report_and_move_as_one_device_does(model, stepped):
     """Losses and counts are those of the global batch, not of one device's rows."""
     placed = model.place(ed.Layout.create(data=4, fsdp=2))
@@ -155,7 +155,7 @@ def test_sharded_steps_report_and_move_as_one_device_does(model, stepped):
     close_to(state, metrics, stepped)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_layers_of_what_their_routers_ask_for(model):
     loss, metrics = eqx.filter_jit(next_token_loss)(model, batch_of())
     stats = metrics.stats.routing
@@ -168,7 +168,7 @@ def test_the_loss_is_the_mean_over_layers_of_what_their_routers_ask_for(model):
     assert float(loss) == pytest.approx(nll + want / 4, rel=1e-5) and want / 4 > 0.1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_rate_of_ones_own_and_statistics_of_an_output():
     model = filled(MIXED, experts="dense")
     out = eqx.filter_jit(lambda model, tokens: model(tokens).stats)(model, jnp.asarray(batch_of().tokens))
@@ -184,7 +184,7 @@ def test_a_rate_of_ones_own_and_statistics_of_an_output():
         update_router_bias(model, dataclasses.replace(out, routing=None))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_report_is_that_of_numpy(model):
     out = eqx.filter_jit(lambda model, tokens: model(tokens).stats)(
         model.replace(experts="auto"), jnp.asarray(batch_of().tokens)

@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("tied, soft cap, z-loss, packed",))
 @pytest.mark.parametrize("case", CASES)
 def test_fused_equals_plain(case):
     changes, z_loss, parts = CASES[case]
@@ -83,7 +83,7 @@ def test_fused_equals_plain(case):
     assert (float(metrics.loss) > float(metrics.nll) + 1e-3) == (z_loss > 0)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_no_targets_give_zeros_and_no_nan():
     model = filled(one_block())
     batch = batch_of(segment_ids=None, loss_mask=np.zeros((ROWS, LENGTH), bool))
@@ -94,7 +94,7 @@ def test_no_targets_give_zeros_and_no_nan():
             assert_array_equal(leaf, np.zeros_like(leaf))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_packed_row_is_the_sum_of_its_documents():
     """Sums of a packed batch are those of its documents, each alone in a row; and those of NumPy on the logits."""
     model, batch = filled(rich_decoder(2)), batch_of()
@@ -121,7 +121,7 @@ def test_a_packed_row_is_the_sum_of_its_documents():
     assert together.stats is None
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("tokens",))
 @pytest.mark.parametrize("part", ["tokens", "segments", "positions", "mask", "all", "weights", "one token"])
 def test_next_tokens_equals_a_loop(part):
     tokens, segments = (np.asarray(x) for x in packed(ROWS, LENGTH))
@@ -155,7 +155,7 @@ def test_next_tokens_equals_a_loop(part):
                 assert int(targets[row, here]) == int(parts["tokens"][row, following])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_evaluate_adds_up_batches_of_any_fill():
     """One pass over batches is the sum over all target tokens, not the mean of the batches' means."""
     model, batch = filled(one_block()), batch_of(positions=None)
@@ -173,7 +173,7 @@ def test_evaluate_adds_up_batches_of_any_fill():
     assert len(asked) == 1 and early.tokens == int(next_tokens(batch)[1].sum())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_mean_is_that_of_its_weights_whatever_they_add_up_to():
     """Loss, what further depths add, gradients and evaluation; of no weights at all they are 0."""
     config = dataclasses.replace(one_block(), blocks=(BlockConfig(mixer=None, mlp=None),))

@@ -45,7 +45,7 @@ def run(layout, optimizer, config=DEEP, remat="full", poison=False, **step):
     return state, rows
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "offload", "optimizer", "remat"),
     [

@@ -123,7 +123,7 @@ def test_largest_scores_may_be_negative():
     assert_close(eqx.filter_jit(trainer._gradient)(model, Batch(tokens=tokens), None)[1].stats.max_scores, largest)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_layers_of_multi_token_prediction_are_clipped():
     config = with_mtp(dataclasses.replace(decoder(), blocks=decoder().blocks[:1]), 2)
     model = filled(config)
@@ -135,7 +135,7 @@ def test_layers_of_multi_token_prediction_are_clipped():
     assert_array_equal(without.mtp.depth.block.mixer.kv_up, model.mtp.depth.block.mixer.kv_up)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_models_and_statistics_that_lack_something_are_refused():
     model = filled(decoder())
     with pytest.raises(ed.ConfigError, match="qk_clip needs largest scores"):

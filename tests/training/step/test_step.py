@@ -125,7 +125,7 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_step_returns_before_it_is_computed(case):
     """The batch depends on something that takes a while; the step is given to the devices all the same."""
     slow = jax.jit(lambda tokens, x: tokens + (jax.lax.fori_loop(0, 30, lambda _, x: x @ x, x)[0, 0] > 1).astype(int))
@@ -137,7 +137,7 @@ def test_a_step_returns_before_it_is_computed(case):
     assert not metrics.loss.is_ready() and jax.device_get(metrics.loss) > 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_steps_are_clipped_adamw_on_the_plain_loss(case):
     """Literally: gradient of the mean loss, clipped by its global norm, through AdamW in NumPy."""
     gradient_of = eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))
@@ -195,7 +195,7 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
             assert_allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_step_is_that_of_the_mean_whatever_the_weights_add_up_to(case):
     """Also one whose weights add up to less than 1, in microbatches and as a whole."""
     batch = batch_of()
@@ -306,7 +306,7 @@ def test_the_same_seed_gives_the_same_bits(case):
     assert same_bits(state, want) and same_bits(rows, others)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("count", [1, 2])
 def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compilations, count):
     """Of packed documents, with microbatches, too."""
@@ -341,7 +341,7 @@ def test_the_optimizer_is_born_with_the_shardings_of_its_weights():
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in moments.values()) < whole / 4
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("adamw-None",))
 @pytest.mark.parametrize("mesh", [pytest.param(None, marks=SLOW), dict(fsdp=4, tensor=2)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "lion" else ()) for name in OPTIMIZERS])
 def test_abstract_is_init_without_the_memory(name, mesh):
@@ -360,7 +360,7 @@ def test_abstract_is_init_without_the_memory(name, mesh):
         assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim), path
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("adamw-float32",))
 @pytest.mark.parametrize("params", [pytest.param(jnp.float32, marks=SLOW), jnp.bfloat16])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "lion" else ()) for name in OPTIMIZERS])
 def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
@@ -376,7 +376,7 @@ def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
         assert metrics.loss.dtype == metrics.grad_norm.dtype == jnp.float32
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config"),
     [("muon", CONFIG)] + [pytest.param(name, RICH, marks=pytest.mark.slow) for name in OPTIMIZERS],
@@ -417,7 +417,7 @@ def in_dtype(config, params) -> ed.Decoder:
     return model.replace(precision=ed.Precision(params=params))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [pytest.param(jnp.float32, marks=SLOW), jnp.bfloat16])
 def test_running_means_are_the_formula_over_a_loop(params):
     """Of the trained weights alone, sharded like them, in float32; a step that is not finite leaves them alone."""
@@ -450,7 +450,7 @@ def test_running_means_are_the_formula_over_a_loop(params):
     assert not trainer_of(model).init(model, key=jax.random.key(0)).ema
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_state_in_half_precision_is_restored_bit_for_bit_and_goes_on(tmp_path):
     model = in_dtype(BARE, jnp.bfloat16)
     trainer = trainer_of(model, dataclasses.replace(PLAIN, moments_dtype="bfloat16", ema_decay=0.5))
@@ -465,7 +465,7 @@ def test_a_state_in_half_precision_is_restored_bit_for_bit_and_goes_on(tmp_path)
     assert same_bits(one, other)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_half_precision_halves_the_memory_of_weights_and_moments():
     """As XLA measures what the step is given, of 4,096 x 64 weights twice."""
     config = dataclasses.replace(BARE, vocab_size=4096, embed_dim=64)
@@ -500,7 +500,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_whatever_draws_gets_a_key_and_nothing_else_does():
     """Each kind of dropout and random routing alone: the step's program has random bits then, and only then."""
 
@@ -515,7 +515,7 @@ def test_whatever_draws_gets_a_key_and_nothing_else_does():
         assert draws(dataclasses.replace(BARE, **changes)), name
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_microbatches_draw_dropout_each_for_themselves():
     """With one key for both, of a row each, it would not matter which comes first."""
     model = filled(dataclasses.replace(BARE, dropout=0.5))
@@ -560,7 +560,7 @@ def test_dropout_draws_anew_each_step_and_in_each_microbatch():
     assert_allclose(step(2, 0), (want, norm), rtol=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_every_setting_of_a_step_reaches_it(monkeypatch):
     """All fields of `StepConfig` (of QK-clip in test_qk_clip.py), and the norm of `OptimizerConfig`; for its other
     fields see test_optimizer.py."""

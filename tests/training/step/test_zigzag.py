@@ -53,7 +53,7 @@ def rich(latent: bool) -> ed.Decoder:
     return filled(config, attention="chunked", attention_maxima=True)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("latent", "sizes"),
     [
@@ -108,7 +108,7 @@ def test_no_device_has_the_streams_of_a_row(order):
     assert moved and not [shape for shape in moved if {"64", str(EMBED)} <= set(shape.split(","))], moved
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_further_on_in_another_order():
     order, x = zigzag(24, 3), jnp.arange(1, 25)[None, :, None]
     for count in (0, 1, 5, 30):
@@ -116,7 +116,7 @@ def test_tokens_further_on_in_another_order():
         assert_array_equal(shift_left(x[:, order], count, order), wanted)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
     """Each device has tokens of the front and of the end, with their targets; the keys that it gathers are in order."""
     layout = ed.Layout.create(context=4, data=2)
@@ -143,7 +143,7 @@ def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
     assert_array_equal(out[0], 1.0)
 
 
-@pytest.mark.medium(fast=("zigzag",))
+@pytest.mark.slow(fast=("zigzag",))
 @pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.slow), "zigzag"])
 def test_largest_scores_are_found_in_the_order_that_is_said(monkeypatch, order):
     aligned = []
@@ -170,7 +170,7 @@ ENGRAM = EngramConfig(
 )
 
 
-@pytest.mark.medium(fast=("recurrence", "further tokens"))
+@pytest.mark.slow(fast=("recurrence", "further tokens"))
 @pytest.mark.parametrize(
     ("config", "named"),
     [

@@ -155,7 +155,7 @@ def test_fp8_with_one_scale_per_matrix_or_row(number, block, end, tmp_path):
         assert same(found["one.weight"], stack[1].astype(np.float32) * scale.reshape(-1, 1))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gpt_oss_mxfp4",))
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_on_devices_are_those_of_the_whole(name):
     model = ed.load_hf(FIXTURES / name)
@@ -165,7 +165,7 @@ def test_parts_on_devices_are_those_of_the_whole(name):
         assert np.array_equal(one, other), path
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_dtype_is_the_callers_choice():
     exact = named_leaves(ed.load_hf(FIXTURES / NAMES[0]))
     for dtype in ("bfloat16", None):  # the numbers of MXFP4 are numbers of bfloat16
@@ -174,7 +174,7 @@ def test_the_dtype_is_the_callers_choice():
             assert np.array_equal(leaf.astype(jnp.float32), exact[path]), path
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gpt_oss_mxfp4",))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_is_not_quantised(name, tmp_path):
     model = ed.load_hf(FIXTURES / name)
@@ -192,7 +192,7 @@ def test_an_export_is_not_quantised(name, tmp_path):
     assert compare_directories(FIXTURES / name, tmp_path / "new") == ([], [])
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gpt_oss_mxfp4",))
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_read_is_compared_with_what_the_file_means(name):
     count, different = compare_tensors(FIXTURES / name)
@@ -274,7 +274,22 @@ BROKEN = {
 }
 
 
-@pytest.mark.medium(fast=12)
+@pytest.mark.slow(
+    fast=(
+        "hqq",
+        "aqlm",
+        "no method",
+        "a list",
+        "unknown key",
+        "no list",
+        "no scheme",
+        "e5m2",
+        "fp4 experts",
+        "scale format",
+        "no block",
+        "null block",
+    )
+)
 @pytest.mark.parametrize("name", BROKEN)
 def test_refused_before_a_weight_is_read(name, tmp_path, monkeypatch):
     fixture, breaks, settings, sentence = BROKEN[name]
@@ -319,7 +334,7 @@ def test_odd_settings_are_read_or_refused(scheme):
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gpt_oss_mxfp4",))
 @pytest.mark.parametrize("name", [*NAMES, "gpt_oss_yarn"])
 def test_a_large_tensor_is_read_in_pieces(name, monkeypatch):
     """No part that is expanded at once is larger than the limit allows, and the pieces make the same weights."""

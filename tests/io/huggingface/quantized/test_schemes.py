@@ -221,7 +221,7 @@ def assert_same(one, other) -> None:
         assert np.asarray(leaf).tobytes() == np.asarray(want[path]).tobytes(), path
 
 
-@pytest.mark.medium(fast=("pack in another order", "awq"))
+@pytest.mark.slow(fast=("awq", "pack in another order"))
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_are_those_of_the_definition(name, tmp_path):
     """Expanded, and kept and then expanded: to the last bit. What can't be kept is expanded."""
@@ -435,7 +435,7 @@ def few_bits(name: str) -> ed.Decoder:
     return ed.quantize(ed.load_hf(FIXTURES / fixture), modes, group_size=4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_written_is_read_again(name, tmp_path):
     """Bit by bit; and the config names the module of every weight, and of no other."""
@@ -493,7 +493,7 @@ def test_how_it_is_described(tmp_path):
     assert stored["model.layers.0.self_attn.k_proj.weight_scale"].shape == (1, 1)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("gpt_oss_yarn-int8-experts.gate_up_proj, which is no linear module",))
 @pytest.mark.parametrize(
     ("fixture", "modes", "sentence"),
     [

@@ -50,7 +50,7 @@ def results(qkv, places, **options):
     return out, grads
 
 
-@pytest.mark.medium(fast=("mask1-places1-promises1",))
+@pytest.mark.slow(fast=("mask1-places1-promises1",))
 @pytest.mark.parametrize(
     ("mask", "places", "promises"),
     [
@@ -79,7 +79,7 @@ def test_arguments_say_the_mask(by_xla, mask, places, promises):
     same(found, results(qkv, places, mask=mask, kernel="dot"))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_of_nothing_comes_nothing(by_xla):
     places = {"query_positions": plain(4), "key_positions": plain(6, start=4)}
     out, lse = attend(*make(4, 6), mask=Causal(), **places, kernel="cudnn", needs_lse=False)
@@ -232,7 +232,7 @@ def test_refusals():
 # --- what layers promise ---
 
 
-@pytest.mark.medium(fast=("sinks",))
+@pytest.mark.slow(fast=("sinks",))
 @pytest.mark.parametrize("mixer", ["attention", "sinks", "latent"])
 def test_what_layers_say_of_their_calls(monkeypatch, mixer):
     """Positions are dense where nobody gave positions; lse is read where there is a past, or a sink."""

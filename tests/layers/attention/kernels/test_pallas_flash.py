@@ -82,7 +82,7 @@ def layouts(length):
     yield empty
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "mask", "soft_cap"),
     [
@@ -101,7 +101,7 @@ def test_flash_is_dot(kernel, mask, soft_cap):
         same(*both(kernel, qkv, places, mask=mask, soft_cap=soft_cap))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "spans"),
     [
@@ -143,7 +143,7 @@ def near_selection(kind, length, heads):
     return Selection(pack_groups(jnp.asarray(chosen)), jnp.asarray(groups, jnp.int32))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "heads", "fits"),
     [
@@ -199,7 +199,7 @@ def listed(places, chosen, *, keys_held):
     return found.swapaxes(2, 3) if keys_held else found, seen, jnp.max(numbers) < streamed
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("keys-1-False",))
 @pytest.mark.parametrize("keys_held", [False, True])
 @pytest.mark.parametrize(("kind", "heads"), [("keys", 1), ("groups", 6)])
 def test_tiles_that_nobody_chose_are_not_listed(kind, heads, keys_held):
@@ -267,7 +267,7 @@ ROWS = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["interval", pytest.param("triton", marks=slow)])
 def test_blocks_that_nobody_sees_are_not_touched(kernel):
     """NaN in them changes no bit, whatever keeps them from being seen."""
@@ -327,7 +327,7 @@ def first_run(whole):
     return run
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [

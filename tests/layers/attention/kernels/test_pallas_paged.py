@@ -78,7 +78,7 @@ def next_tokens(lengths, count=1):
 LENGTHS = (13, 0, 16, 1, 40)
 
 
-@pytest.mark.medium(fast=("triton-int8-6-2-True-SlidingWindow(size=9)-3.0",))
+@pytest.mark.slow(fast=("triton-int8-6-2-True-SlidingWindow(size=9)-3.0",))
 @pytest.mark.parametrize(
     "dtype, heads, kv_heads, values, mask, soft_cap",
     [
@@ -128,7 +128,7 @@ def test_scales_over_all_heads_spans_and_16_bits(kernel):
     assert_close(jax.tree.map(lambda x: x.astype(jnp.float32), near), exact, dtype=jnp.bfloat16, units=4)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, sizes, heads, kv_heads",
     [

@@ -79,7 +79,7 @@ def all_of(qkv, weights, places, **options):
     return results, grads
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("1-4-float32",))
 @pytest.mark.parametrize(("length", "heads", "dtype"), [(1, 4, "float32"), (3, 6, "float32"), (1, 6, "bfloat16")])
 def test_values_of_a_past_stay_as_they_are_on_cpu(length, heads, dtype):
     """The form that reads them in a cache's order is that of other platforms, in values and gradients; odd sizes."""
@@ -110,7 +110,7 @@ def both(qkv, places, **options):
     return chunked, all_of(qkv, weights, places, kernel="dot", **{**options, "aligned": False})
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("Causal()-None",))
 @pytest.mark.parametrize(
     ("mask", "soft_cap"),
     [
@@ -128,7 +128,7 @@ def test_packed_chunked_is_dot(mask, soft_cap):
     same(*both(make(301, value_dim=5), places, mask=mask, soft_cap=soft_cap, alibi=alibi, aligned=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_loops_over_blocks_are_dot():
     """Two and three blocks of queries and keys, with a remainder, in the form for long sequences; wide values."""
     positions, segments = packed(561)
@@ -139,7 +139,7 @@ def test_loops_over_blocks_are_dot():
         same(*both(qkv, places, mask=mask, soft_cap=None, alibi=Alibi(max_exponent=4.0), aligned=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 def test_half_precision_stays_near(kernel, dtype):
@@ -155,7 +155,7 @@ def test_half_precision_stays_near(kernel, dtype):
     same(as_f32, exact, tolerance=2e-2)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "platform"),
     [
@@ -174,7 +174,7 @@ def test_queries_need_not_be_the_keys(lengths, platform):
     same(*both(qkv, places, mask=Causal(), soft_cap=3.0, alibi=Alibi(rounded=True), platform=platform))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("<class 'jax.numpy.float32'>-dot",))
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=str)
 def test_rows_that_see_nothing(kernel, dtype):
@@ -197,7 +197,7 @@ def test_no_keys_at_all():
         assert not out.any() and (lse == EMPTY).all()
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("Causal()-dot",))
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 @pytest.mark.parametrize("mask", [Causal(), Chunked(9)], ids=str)
 def test_documents_do_not_touch(kernel, mask):
@@ -248,7 +248,7 @@ def whole_and_merged(qkv, sink, weight):
     return losses, whole, merged
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_merged_parts_are_the_whole():
     qkv, sink = make(6, 15, value_dim=5), jnp.asarray([0.3, -1.0, 2.0, 0.0])
     weight = weights_for(qkv)[0]
@@ -307,7 +307,7 @@ def layers(remat):
     return loss
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_context_saves_the_recomputation():
     """Saving "context" under remat leaves the backward pass's five products, and not the forward's two once more."""
     qkv, positions = make(24), plain(24)
@@ -327,7 +327,7 @@ def test_context_saves_the_recomputation():
     same(grads["nothing"], grads["plain"])
 
 
-@pytest.mark.medium(fast=("40",))
+@pytest.mark.slow(fast=("40",))
 @pytest.mark.parametrize("length", [40, 550])
 def test_sharded_is_single_device(length):
     """Batch over `data`, heads over `tensor`: the same numbers, and no array is gathered or moved."""
@@ -344,7 +344,7 @@ def test_sharded_is_single_device(length):
     same(program(*args[0], args[1]), all_of(qkv, weights, place, **options))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_memory_grows_with_the_length_alone():
     def bytes_at(length):
         shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
@@ -417,7 +417,7 @@ def test_refusals(monkeypatch):
             call(**{"kernel": "limited", **options})
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("SlidingWindow(size=50)",))
 @pytest.mark.parametrize("mask", [SlidingWindow(50), Chunked(64)], ids=str)
 def test_padding_inside_a_document_hides_nothing(mask):
     positions = np.full((1, 600), -1, np.int32)
@@ -442,7 +442,7 @@ def oracle(qkv, seen, soft_cap=None):
     return out, lse.transpose(0, 2, 1), np.where(seen, scores, EMPTY).max((2, 3))
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.slow(fast=("301-Causal()",))
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20), Chunked(100), Bidirectional()], ids=str)
 @pytest.mark.parametrize("length", [301, pytest.param(561, marks=pytest.mark.slow)])
 def test_spans(mask, length):
@@ -480,7 +480,7 @@ def selection(length, kv_length, heads, seed=3):
     return jnp.asarray(chosen)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "heads", "length", "soft_cap"),
     [
@@ -555,7 +555,7 @@ def reach_of(mask, block, kv_block, places):
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_packed_documents_are_not_compared():
     """A block of queries takes no block of keys from before its documents: the second half of a row costs no more."""
     positions, segments = (jnp.asarray(x, jnp.int32) for x in ([list(range(512)) * 2], [[1] * 512 + [2] * 512]))
@@ -571,7 +571,7 @@ def test_packed_documents_are_not_compared():
     assert reach_of(SlidingWindow(50), 128, 128, places) == ranges
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_queries_apart_from_their_keys_reach_few_blocks():
     """Some of the queries and keys in any order: a window looks at what is near, and padding at nothing."""
     places = {"query_positions": plain(256, 1, start=512).at[0, 128:].add(128), "key_positions": plain(1024, 1)}

@@ -39,7 +39,7 @@ def layouts(length):
     }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "soft_cap"),
     [

@@ -51,7 +51,7 @@ def test_carried_states_are_those_of_tokens(length, kind, options, resets):
     same(results(carried, args, (starts,)), want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_chunks_are_looked_at_together_up_to_a_bound(monkeypatch):
     """A remainder of chunks too."""
     monkeypatch.setattr(chunked_scan, "TOKENS_AT_ONCE", 6 * 2 * 16)

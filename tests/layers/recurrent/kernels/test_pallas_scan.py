@@ -75,7 +75,7 @@ def test_keys_that_are_alike_and_decays_down_to_nothing(kind):
     same(results(run_kernel, args, (None,), INTERPRETED), want)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_half_precision_is_read_as_it_is():
     """Values, queries and keys in bfloat16: outputs and gradients have their dtypes, sums are in f32."""
     *args, _ = inputs(20, "head", batch=1)

@@ -43,7 +43,7 @@ def same(found, want):
         assert_allclose(one, other, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.medium(fast=("maxima",))
+@pytest.mark.slow(fast=("maxima",))
 @pytest.mark.parametrize("law", [MEANS, MAXIMA], ids=["means", "maxima"])
 def test_chunks_are_single_tokens(law):
     args = inputs(law, 26)

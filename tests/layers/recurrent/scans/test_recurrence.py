@@ -72,7 +72,7 @@ def documents(length, batch=2):
     return jnp.asarray(starts)
 
 
-@pytest.mark.medium(fast=3)
+@pytest.mark.slow(fast=("13-head", "13-channel", "13-linear"))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [pytest.param(13, marks=pytest.mark.slow), 97])
 def test_chunks_are_tokens(kind, length):
@@ -80,14 +80,14 @@ def test_chunks_are_tokens(kind, length):
     same(all_of(args, resets, kind, 64), all_of(args, resets, kind, None))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_single_short_chunk_of_a_wide_layer():
     """In which XLA for CPU crashed."""
     args = make(31, "channel", key_heads=4, key_dim=64, value_dim=64)
     same(all_of(args, None, "channel", 64), all_of(args, None, "channel", None), tolerance=2e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_several_chunks_of_32_of_a_wide_layer():
     """In which it crashed, too."""
     args = make(40, "channel", key_heads=2, heads=2, key_dim=16, value_dim=16)
@@ -123,7 +123,7 @@ def test_definition():
     assert_allclose(again, expected, atol=1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MOST_GENERAL)
 def test_strong_decays(kind):
     """Neither overflow nor digits lost where some tokens or channels forget all and others nothing."""
@@ -135,7 +135,7 @@ def test_strong_decays(kind):
     same(all_of(tuple(args), None, kind, 64), all_of(tuple(args), None, kind, None))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MOST_GENERAL)
 def test_documents_do_not_touch(kind):
     """Not a bit of what a document gives depends on those beside it; nor do its gradients."""
@@ -167,7 +167,7 @@ def test_padding_is_the_identity(kind):
     assert_array_equal(results_of((*nothing, args[-1]), kind, 64)[-1], args[-1])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MOST_GENERAL)
 def test_states_are_handed_on(kind):
     args, outs = make(97, kind), []
@@ -180,7 +180,7 @@ def test_states_are_handed_on(kind):
     same([jnp.concatenate(outs, 1), state], [whole[0], whole[-1]])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_equal_keys_are_solved():
     """Keys all alike and beta 1: the powers of A reach 1e17, its inverse does not."""
     query, key, value, decay, beta, state = make(64)

@@ -37,7 +37,7 @@ def results(function, args, rest, options=()):
     return found, grads
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "kind", "options"),
     [
