@@ -13,7 +13,7 @@ from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import out_shardings, partitions
-from tests.compare import assert_allclose
+from tests.compare import assert_allclose, assert_close
 from tests.models import rich_decoder
 
 
