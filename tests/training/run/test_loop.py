@@ -1,8 +1,6 @@
 """The training program in this process: every setting has an effect, and all ways to compute give the same losses."""
 
-import ast
 import contextlib
-import dataclasses
 import json
 import re
 import shutil
@@ -20,7 +18,6 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.data.batches import Batches
-from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.errors import ConfigError, DataError, EqxDecodersError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
@@ -30,14 +27,9 @@ from eqx_decoders.io.run_lock import RunLock
 from eqx_decoders.io.status import takes_time
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.config_json import with_fields
-from eqx_decoders.sharding.offload import Offload
-from eqx_decoders.sharding.pipeline_config import PipelineConfig
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
-from eqx_decoders.training.lora_config import LoRAConfig
-from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.methods import texts
-from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run import loop as run_module, setup
 from eqx_decoders.training.run.goodput import WallTime
 from eqx_decoders.training.run.hooks import evaluation_hook, sample_hook
@@ -52,7 +44,6 @@ from eqx_decoders.training.run.trackers import Trackers
 from eqx_decoders.training.settings_file import load_settings, save_settings
 from eqx_decoders.training.step import loss as loss_module, step as step_module
 from eqx_decoders.training.step.step import Trainer
-from eqx_decoders.training.step.step_config import StepConfig
 from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
@@ -73,13 +64,6 @@ OPTIONS = {
     "--held-out-fraction": 0.2,
 }
 QUICK = {"--held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # nothing but steps is compiled
-SHOWN: set[str] = set()
-
-
-def shows(*fields: str):
-    """Marks a test that asserts the effect of each of these settings."""
-    SHOWN.update(fields)
-    return lambda test: test
 
 
 class Trained:
@@ -157,9 +141,6 @@ def other(folder):
 
 
 @pytest.mark.slow
-@shows("TrainConfig.run_dir", "TrainConfig.model", "TrainConfig.steps", "TrainConfig.checkpoint_every")
-@shows("TrainConfig.eval_every", "TrainConfig.sample_tokens", "TrainConfig.prompt", "TrainConfig.tokenizer")
-@shows("DataConfig.path", "DataConfig.batch_size", "DataConfig.seq_len", "DataConfig.held_out_fraction")
 def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
     assert all(0 < share <= 1 for share in base.column("mfu"))
     state = 52_464 * 4 * 3 / 1e9  # weights and two moments
@@ -181,9 +162,6 @@ def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
 
 
 @pytest.mark.slow
-@shows("MeshConfig.fsdp", "MeshConfig.tensor", "TrainConfig.remat", "TrainConfig.layer_stats")
-@shows("StepConfig.gradient_accumulation_steps", "StepConfig.fused_loss", "TrainConfig.max_checkpoints")
-@shows("TrainConfig.eval_batches", "TrainConfig.trackers")
 def test_every_way_to_compute_gives_the_same_losses(base, sharded):
     for name in ("loss", "grad_norm", "accuracy", "tokens", "learning_rate", "epochs"):
         assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)
@@ -198,10 +176,6 @@ def test_every_way_to_compute_gives_the_same_losses(base, sharded):
     assert sharded.held_out[4] == pytest.approx(base.held_out[4], rel=1e-5), "at the end of all"
 
 
-@shows("DataConfig.seed", "DataConfig.text_field", "DataConfig.held_out_path", "DataConfig.pack", "TrainConfig.dtype")
-@shows("StepConfig.z_loss", "MeshConfig.data", "MeshConfig.context", "OptimizerConfig.schedule")
-@shows("OptimizerConfig.warmup_steps", "OptimizerConfig.decay_fraction", "OptimizerConfig.min_lr_ratio")
-@shows("OptimizerConfig.learning_rate", "TrainConfig.context_order", "TrainConfig.context_form")
 @pytest.mark.slow
 def test_other_settings_compute_something_else(base, other):
     assert "bf16[" in other.program and "bf16[" not in base.program
@@ -217,7 +191,6 @@ def test_other_settings_compute_something_else(base, other):
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
 
 
-@shows("TrainConfig.head_bytes", "TrainConfig.exchange_bytes", "TrainConfig.batch_split")
 def test_bounds_of_memory_reach_the_model():
     execution = TrainConfig(head_bytes=5, exchange_bytes=7, batch_split=3).execution()
     assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 7, 3)
@@ -226,7 +199,6 @@ def test_bounds_of_memory_reach_the_model():
 
 
 @pytest.mark.slow
-@shows("OptimizerConfig.max_grad_norm", "OptimizerConfig.eps", "OptimizerConfig.momentum", "OptimizerConfig.name")
 def test_optimizers_move_the_weights_as_asked(base, folder):
     """With eps = 1 AdamW's step is nearly the gradient, so that its norm shows."""
 
@@ -261,7 +233,6 @@ def test_too_little_memory_is_met_with_the_sizes_and_what_to_turn(folder):
 
 
 @pytest.mark.slow
-@shows("TrainConfig.peak_tflops")
 def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
     """Of a peak that is beyond all, and of one that is too low: then the fastest step so far is taken for it."""
     for peak, shares in ((1e6, lambda share: 0 < share < 1e-3), (1e-9, lambda share: 0 < share <= 1)):
@@ -271,7 +242,6 @@ def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
 
 
 @pytest.mark.slow
-@shows("TrainConfig.final_eval_batches")
 def test_a_run_on_a_mixture_tells_of_each_source_and_goes_on_with_other_weights(folder):
     """Each has a held-out set; of how many batches of them the last loss is can be set."""
     options = dict(steps=2, eval_every=0, sample_tokens=0)
@@ -305,7 +275,6 @@ def test_a_run_on_a_mixture_tells_of_each_source_and_goes_on_with_other_weights(
 
 
 @pytest.mark.slow
-@shows("TrainConfig.params_dtype", "OptimizerConfig.moments_dtype", "OptimizerConfig.ema_decay")
 def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(folder):
     """Weights and moments are kept in bfloat16, the means in float32; they begin where that is asked for."""
     dtypes = dict(params_dtype="bfloat16", optimizer__moments_dtype="bfloat16", eval_every=0, sample_tokens=0)
@@ -331,7 +300,6 @@ def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(f
 
 
 @pytest.mark.slow
-@shows("TrainConfig.max_skipped")
 def test_a_run_that_diverges_keeps_its_good_checkpoints_however_often_it_is_started(base, folder):
     """What the last finite step made may be of no use already: one more is kept until a finite step follows it."""
     run = shutil.copytree(base.dir, folder / "diverged")
@@ -571,7 +539,6 @@ def test_a_run_tells_where_its_time_goes(folder):
 
 
 @pytest.mark.slow
-@shows("TrainConfig.mtp_depths", "TrainConfig.bpe_vocab_size")
 def test_a_run_with_experts_and_draft_tokens_reports_both(folder):
     """Each row has a figure for each layer with experts; the image and the last loads come at the end."""
     options = dict(model="tiny-moe", steps=2, sample_tokens=0, eval_every=0, mtp_depths=1)
@@ -607,7 +574,6 @@ def test_more_steps_on_a_finished_run_go_on(folder):
 
 
 @pytest.mark.slow
-@shows("TrainConfig.allow_changes", "TrainConfig.config")
 def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     """Its model, data, tokenizer and rates; a changed optimizer is asked for, and stays in the settings' history."""
     rate = dict(optimizer__learning_rate=1e-2, held_out_fraction=0, sample_tokens=0)
@@ -686,7 +652,6 @@ def test_what_writes_exports_must_be_installed_at_the_start(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@shows("TrainConfig.model_config", "TrainConfig.set")
 def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
     """From a file of Hugging Face or of `to_json`; resumed, written from and exported without these flags and files."""
     source = tmp_path / "config.json"
@@ -717,7 +682,6 @@ def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
 
 
 @pytest.mark.slow
-@shows("MeshConfig.fsdp_transpose", "MeshConfig.tensor_sequence", "MeshConfig.expert", "TrainConfig.describe")
 def test_describe_prints_the_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
     assert "embedding.table" in out and "4096 x 256" in out and "vocab embed" in out and "4,737,792 weights" in out
@@ -733,7 +697,6 @@ CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.mark.slow
-@shows("DataConfig.chat_template", "TrainConfig.describe_data")
 def test_a_run_on_conversations_with_a_template_of_its_own(folder):
     """Each has 6 + 1 + 11 + 3 bytes, of which 3 are trained on; the template is kept."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "abc"}]
@@ -759,7 +722,6 @@ def test_a_run_on_conversations_with_a_template_of_its_own(folder):
     assert "there is no chat template" in err and "--chat-template" in err
 
 
-@shows("TrainConfig.list_models")
 def test_models_are_listed():
     assert {"tiny", "tiny-moe", "llama3-8b"} <= set(call("train", "--list-models")[0].split())
 
@@ -816,104 +778,3 @@ def test_a_mesh_that_leaves_weights_whole_is_refused_at_once(folder, tmp_path, m
     _, err = call("train", *flags(given | {"--mesh.fsdp": 2, "--replicated-tolerance": 0.0}), devices=2, code=2)
     assert "--replicated-tolerance=0.0: 0." in err and "--mesh.fsdp=2" in err and "norm" in err
     assert not (tmp_path / "run" / "tokenizer").exists()
-
-
-# --- every setting ----------------------------------------------------------------------------------------------------
-
-STEP, RUN = "tests/training/step/test_step.py", "tests/training/run/test_loop.py"
-OPTIMIZER, OVER_DATA = (f"tests/training/optimizer/test_{name}.py" for name in ("optimizer", "state_over_data"))
-PIPELINE = "tests/sharding/test_pipeline.py"
-# Settings whose effect a test of another file asserts.
-ELSEWHERE = {
-    "TrainConfig.method": "tests/training/run/test_preference_run.py::test_answers_with_labels",
-    **{
-        f"TrainConfig.{name}": "tests/training/run/test_task_hook.py::test_a_run_is_measured_and_does_not_depend_on_it"
-        for name in ("eval_tasks", "eval_task_examples")
-    },
-    "TrainConfig.init_from": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
-    "TrainConfig.init_weights": "tests/training/run/test_run_directory.py::test_only_some_weights_are_taken",
-    "TrainConfig.export": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
-    "TrainConfig.export_adapter": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
-    "TrainConfig.lora_rank": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
-    "TrainConfig.lora_alpha": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
-    "TrainConfig.lora_targets": "tests/test_finetuning.py::test_an_imported_directory_can_be_trained",
-    **{
-        f"TrainConfig.{name}": "tests/training/test_config.py::test_options_of_pairs_are_settings"
-        for name in ("lora_rank_pattern", "lora_alpha_pattern", "lora_rank_stabilized", "lora_dora", "lora_init")
-    },
-    "TrainConfig.remat_save": "tests/test_remat.py::test_custom_lists_reach_the_model",
-    "TrainConfig.remat_offload": "tests/test_remat.py::test_custom_lists_reach_the_model",
-    "TrainConfig.replicated_tolerance": f"{RUN}::test_a_mesh_that_leaves_weights_whole_is_refused_at_once",
-    "TrainConfig.axis_types": "tests/sharding/test_explicit.py::test_settings_say_so",
-    "OptimizerConfig.shard_over_data": f"{OVER_DATA}::test_three_steps_are_the_same_in_fewer_bytes",
-    "Offload.weights": "tests/training/step/test_offload.py::test_steps_are_the_same",
-    "Offload.optimizer": "tests/training/step/test_offload.py::test_steps_are_the_same",
-    "TrainConfig.xla_flags": "tests/cli/test_plan.py::test_train_sets_them_before_jax_starts",
-    **{
-        f"TrainConfig.{name}": "tests/training/test_config.py::test_options_of_an_execution_are_settings"
-        for name in ("attention", "experts", "expert_exchange", "lookup", "scan")
-    },
-    # in a process of its own: the profiler writes down every program that a process holds
-    "TrainConfig.profile": "tests/test_scripts.py::test_train_trains",
-    "TrainConfig.checkpoint_dir": (
-        "tests/training/run/test_checkpoint_dir.py::test_a_new_machine_goes_on_with_what_is_beside_the_checkpoints"
-    ),
-    "TrainConfig.distributed_timeout": "tests/data/test_host_rows.py::test_processes_that_do_not_come_are_named",
-    "DataConfig.special_tokens_in_content": "tests/io/text/test_special_names.py::test_the_setting_of_training",
-    "DataConfig.special_tokens_in_text": ("tests/data/test_prompt_prefix.py::test_special_tokens_in_rendered_chats"),
-    "DataConfig.cache_dir": "tests/data/store/test_token_store.py::test_where_the_cache_is",
-    "TrainConfig.distributed": "tests/data/test_host_rows.py::test_a_run_of_two_processes_is_that_of_one",
-    **{
-        f"OptimizerConfig.{name}": f"{OPTIMIZER}::test_adamw_equals_numpy_and_decays_by_path"
-        for name in ("weight_decay", "no_decay", "beta1", "beta2")
-    },
-    "StepConfig.qk_clip_threshold": "tests/training/step/test_qk_clip.py::test_a_step_clips_after_the_optimizer",
-    "OptimizerConfig.lr_multipliers": (
-        "tests/training/optimizer/test_optimizer.py::test_multiplied_rates_are_those_of_two_optimizers"
-    ),
-    "OptimizerConfig.trainable": f"{STEP}::test_frozen_weights_keep_their_bits_and_have_no_optimizer_state",
-    "MeshConfig.stage": "tests/sharding/test_pipeline.py::test_settings_of_a_run_say_how_layers_are_piped",
-    **{
-        f"PipelineConfig.{field.name}": f"{PIPELINE}::test_settings_of_a_run_say_how_layers_are_piped"
-        for field in dataclasses.fields(PipelineConfig)
-    },
-    **{
-        f"LoRAConfig.{field.name}": "tests/training/test_lora.py::test_every_setting_is_read"
-        for field in dataclasses.fields(LoRAConfig)
-    },
-}
-# their fields stand for them
-GROUPS = {
-    f"TrainConfig.{name}"
-    for name in (
-        "preference",
-        "kto",
-        "distill",
-        "reward",
-        "rl",
-        "sampler",
-        "dataset",
-        "mesh",
-        "pipeline",
-        "low_precision",
-        "offload",
-        "optimizer",
-        "step",
-    )
-}
-
-
-def test_every_setting_has_an_effect_in_some_test():
-    configs = (TrainConfig, DataConfig, MeshConfig, PipelineConfig, Offload, StepConfig, OptimizerConfig, LoRAConfig)
-    fields = {f"{config.__name__}.{field.name}" for config in configs for field in dataclasses.fields(config)}
-    assert fields - SHOWN - ELSEWHERE.keys() == GROUPS
-    assert SHOWN | ELSEWHERE.keys() <= fields and not SHOWN & ELSEWHERE.keys()
-
-
-@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
-def test_the_tests_elsewhere_exist(test):
-    file, name = test.split("::")
-    source = (ROOT / file).read_text()
-    assert name in {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
-    for field in (field.split(".")[1] for field, where in ELSEWHERE.items() if where == test):
-        assert field in source or field.replace("_", "-") in source or "fields(LoRAConfig)" in source, field
