@@ -29,7 +29,6 @@ ENVIRONMENT = {
     **{name: os.environ[name] for name in os.environ if name.startswith(KEPT) or name[:3] not in ("JAX", "XLA", "EQX")},
     "COLUMNS": "120",
 }
-AS_USERS_RUN = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # compiled as JAX does it
 TEXT = "the quick brown fox jumps over a lazy dog while many small birds sing in old green trees"
 
 

@@ -98,7 +98,7 @@ def test_what_cudnn_is_asked_for(by_xla, monkeypatch, places):
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     dense_positions = places is ORDERED
     options = dict(mask=SlidingWindow(7), kernel="cudnn", **HOPPER, aligned=True, needs_lse=False)
-    attend(*make(40, dtype=jnp.bfloat16), **places, **options, dense_positions=dense_positions)
+    attend(*make(40), **places, **options, dense_positions=dense_positions)
     (call,) = asked
     assert call["is_causal"] and call["scale"] == 1.0
     assert call["local_window_size"] == ((6, 0) if dense_positions else None)
