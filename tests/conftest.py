@@ -4,6 +4,7 @@ JAX, jaxtyping, NumPy and pytest run unmodified; only documented options are set
 """
 
 import os
+import secrets
 import shutil
 import tempfile
 
@@ -20,6 +21,8 @@ if OWN_CACHE is not None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{OWN_CACHE}/programs")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # also programs that compile quickly
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Slow tests also draw new cases in each run. A test that fails prints the seed, and FRESH_SEED=… draws them again.
+os.environ.setdefault("FRESH_SEED", str(secrets.randbelow(1_000_000)))
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
