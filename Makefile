@@ -60,7 +60,7 @@ test: $(STAMP)  ## the fast tests, on eight CPU devices: each invariant once or 
 	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(CLIENTS)  ## all other tests: more cases and families, kills, clients of servers, compilation for TPU topologies
-	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
+	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal --hypothesis-profile=fresh $(ARGS)
 
 test-accelerator: $(STAMP)  ## where a GPU is: its kernels against the plain forms
 	JAX_PLATFORMS=cuda,cpu XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)

@@ -47,8 +47,10 @@ from tests.programs import drop_compiled_programs  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")  # a forgotten axis is an error, not a broadcast
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # so is a float32 array that meets a bfloat16 one
 
-hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile("fresh", deadline=None, print_blob=True)
+# no limits of time for an example: the first one compiles
+UNTIMED = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.register_profile("fixed", derandomize=True, **UNTIMED)
+hypothesis.settings.register_profile("fresh", print_blob=True, **UNTIMED)
 hypothesis.settings.load_profile("fixed")
 
 

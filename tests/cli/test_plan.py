@@ -109,7 +109,7 @@ def test_products_in_8_bits_are_planned_as_asked(here):
 def test_copies_of_weights_are_refused_as_a_run_refuses_them(here):
     """`replicated_tolerance`."""
     here("llama3-8b", "--mesh", "tensor=8", "--batch-size", 8)
-    with pytest.raises(ed.ConfigError, match=r"replicated_tolerance=0.0: 0.0% of the weights .* Layout.tensor=8"):
+    with pytest.raises(ed.ConfigError, match=r"replicated_tolerance=0.0.*Layout.tensor=8"):
         program.plan(parse(["llama3-8b", "--mesh", "tensor=8", "--batch-size", "8", "--replicated-tolerance", "0"]))
 
 

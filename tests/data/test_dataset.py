@@ -258,7 +258,7 @@ def test_wrong_settings(make, settings, sentence):
 def test_an_empty_split_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
     config = DataConfig(path=str(tmp_path / "one.txt"))
-    with pytest.raises(DataError, match=r"split 'held_out' of the data is empty: .* or --held-out"):
+    with pytest.raises(DataError, match=r"'held_out'.*--held-out"):
         make_dataset(config, ByteTokenizer(), folder=tmp_path / "cache", split="held_out")
     with make_dataset(config, ByteTokenizer(), folder=tmp_path / "cache") as batches:
         row = next(batches)

@@ -261,9 +261,9 @@ def test_what_does_not_fit_is_refused_with_counts(model, given, message):
 
 
 def test_unknown_arrays_are_refused_with_the_nearest_name(model):
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'pixel_value'\. Did you mean 'pixel_values'\?"):
+    with pytest.raises(TypeError, match=r"'pixel_value'.*'pixel_values'"):
         ed.Media.create(model.config, TOKENS, pixel_value=patches(GRIDS))
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'\.$"):
+    with pytest.raises(TypeError, match="'zzz'"):
         ed.Media.create(model.config, TOKENS, zzz=None)
 
 

@@ -304,11 +304,11 @@ def test_tasks_of_all_kinds(tmp_path, monkeypatch):
     assert wrote.figures()["exact_match"] == pytest.approx(4 / 12)
     limited = run_tasks(lm, ["chosen"], HarnessSettings(include_path=str(tmp_path), limit=3, num_fewshot=0, chat=True))
     assert limited[0].metrics["acc"].prompts == 3
-    with pytest.raises(ConfigError, match=r"lm-eval has no task 'choosen'. Did you mean 'chosen'\? `lm-eval ls"):
+    with pytest.raises(ConfigError, match=r"'choosen'.*'chosen'"):
         run_tasks(lm, ["choosen"], settings)
     write_task(
         tmp_path, "broken", [dict(text="a")], output_type="generate_until", doc_to_text="{{text}}", doc_to_target="x"
     )
     (tmp_path / "broken.jsonl").unlink()
-    with pytest.raises(DataError, match=r"lm-eval can't run broken: \w+Error: .*broken.jsonl"):
+    with pytest.raises(DataError, match=r"broken.jsonl"):
         run_tasks(lm, ["broken"], settings)

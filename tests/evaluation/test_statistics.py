@@ -36,7 +36,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(count, right, k):
 def test_pass_at_k_needs_k_answers():
     with pytest.raises(ConfigError, match="pass@4 needs at least 4 answers to a prompt, and there are 3: draw more"):
         pass_at_k(3, 1, 4)
-    with pytest.raises(ConfigError, match="right=4 must be at least 0 and at most count=3"):
+    with pytest.raises(ConfigError, match=r"right=4.*count=3"):
         pass_at_k(3, 4, 1)
 
 

@@ -144,7 +144,7 @@ def test_grades_that_fail_leave_their_answers_unjudged(tmp_path):
     assert text.error.startswith("it returned 'yes'")
     with pytest.raises(ConfigError, match=r"failed for all 2 answers: \['ValueError: of x"):
         grade_answers(grader, [({"do": "raise"}, "x")] * 2)
-    with pytest.raises(ConfigError, match=r"grade of task='.*:nothing' cannot be imported"):
+    with pytest.raises(ConfigError, match=r"task='.*:nothing'"):
         grade_answers(f"{tmp_path}/grades.py:nothing", [({}, "x")], flag="grade of task")
     assert grade_answers("nowhere.py:f", []) == []
 
@@ -239,7 +239,7 @@ def test_prompts_are_messages_where_the_model_has_a_template(file):
     assert raw[1].prompt == tuple(text.encode("the lazy fox"))
     without = dataclasses.replace(text, chat=None)
     assert [each.prompt for each in answer_requests(without, short, AnswerSettings())] == [each.prompt for each in raw]
-    with pytest.raises(ConfigError, match="'chats' has examples with messages, and this model has no chat template"):
+    with pytest.raises(ConfigError, match="'chats'"):
         answer_requests(without, load_task(f"{file}:chats"), AnswerSettings())
 
 
@@ -278,7 +278,7 @@ def test_a_model_is_evaluated(file, tmp_path):
     assert len(lines) == 9 and lines[4]["example"] == 1 and lines[4]["sample"] == 1
     assert lines[4]["answer"] == short.answers[1][1].text and lines[4]["example.answer"] == "lazy"
     long = dataclasses.replace(tasks[0], examples=({"prompt": "fox " * 80},))
-    with pytest.raises(ConfigError, match=r"'short', example 1: its prompt has .* more than max_length=64. Raise it"):
+    with pytest.raises(ConfigError, match=r"'short'.*max_length=64"):
         evaluate_task(text, engine, long, settings)
 
 

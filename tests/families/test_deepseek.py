@@ -45,5 +45,5 @@ def test_another_scale_is_not_exported():
     config = decode(SAMPLES["deepseek2_groups/config"])
     first, *others = config.blocks
     scaled = dataclasses.replace(first, mixer=dataclasses.replace(first.mixer, query_scale=0.1))
-    with pytest.raises(ed.ConversionError, match=r"blocks\[0\]\.mixer\.query_scale=0\.1 would have to be None"):
+    with pytest.raises(ed.ConversionError, match=r"blocks\[0\]\.mixer\.query_scale=0\.1"):
         FAMILIES["deepseek_v2"].encode(dataclasses.replace(config, blocks=(scaled, *others)))

@@ -28,5 +28,5 @@ def test_numbers_of_layers_on_a_mesh():
 
 def test_odd_key_heads_are_refused():
     content = sample("diffllama") | dict(num_attention_heads=3, num_key_value_heads=3)
-    with pytest.raises(ed.ConversionError, match=r"num_key_value_heads=3 must be even"):
+    with pytest.raises(ed.ConversionError, match="num_key_value_heads=3"):
         decode(content)

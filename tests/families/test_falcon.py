@@ -56,10 +56,10 @@ def test_linear_biases_are_scaled_and_rounded_and_nothing_is_rotated():
 
 
 def test_two_norms_of_parallel_layers_with_biases_are_refused():
-    with pytest.raises(ed.ConversionError, match="bias=true with two norms of parallel layers is not implemented"):
+    with pytest.raises(ed.ConversionError, match="bias=true"):
         decode(sample("falcon", *NEW_KEYS, new_decoder_architecture=True, bias=True))
 
 
 def test_two_norms_need_the_new_form():
-    with pytest.raises(ed.ConversionError, match="num_ln_in_parallel_attn=2 needs new_decoder_architecture=true"):
+    with pytest.raises(ed.ConversionError, match=r"num_ln_in_parallel_attn=2.*new_decoder_architecture=true"):
         form(num_ln_in_parallel_attn=2)

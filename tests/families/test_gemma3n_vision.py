@@ -300,5 +300,5 @@ def test_images_of_a_planned_step_are_whole():
     config = decode(CONTENT)
     media = abstract_media(config, ed.Layout(), 2, 10, images=2, side=40)
     assert media.images.patches.shape == (4, 4, 3 * 16 * 16) and media.index.shape == (2, 10)
-    with pytest.raises(ed.ConfigError, match="images=3 of 40 x 40 pixels are 12 tokens: seq_len=10 must be above"):
+    with pytest.raises(ed.ConfigError, match=r"images=3.*seq_len=10"):
         abstract_media(config, ed.Layout(), 2, 10, images=3, side=40)

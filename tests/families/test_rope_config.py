@@ -159,7 +159,7 @@ def test_bad_partial_rotations_are_refused(keys, sentence):
 def test_dimensions_that_a_family_does_not_have_are_refused():
     with pytest.raises(ed.ConversionError, match=r"Unknown keys: .*mrope_interleaved"):
         rope_config.read_rope(Fields(dict(rope_parameters=MROPE)), fraction=0.25)
-    with pytest.raises(ed.ConversionError, match=r"partial_rotary_factor=0\.5 is not supported"):
+    with pytest.raises(ed.ConversionError, match=r"partial_rotary_factor=0\.5"):
         decode(sample("llama", partial_rotary_factor=0.5))
 
 
@@ -196,5 +196,5 @@ def test_a_zero_in_yarn_settings_means_the_default(kind, keys, same):
 
 def test_other_extrapolation_factors_are_refused():
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, extrapolation_factor=2.0)
-    with pytest.raises(ed.ConversionError, match=r"extrapolation_factor=2\.0 is not supported"):
+    with pytest.raises(ed.ConversionError, match=r"extrapolation_factor=2\.0"):
         decode(sample("llama", *ROPE_KEYS) | dict(rope_scaling=yarn))

@@ -192,7 +192,7 @@ def test_what_was_published_with_a_model_is_used_unless_overruled(model):
     draw = ed.Sample(temperature=2.0, top_k=5)
     want = ed.generate(model, prompt, max_new_tokens=9, sampler=draw, key=key, stop_ids=(3,))
     assert_array_equal(ed.generate(published, prompt, max_new_tokens=9, key=key), want)
-    with pytest.raises(ed.ConfigError, match=r"draws at random: pass key=.*or sampler=Greedy"):
+    with pytest.raises(ed.ConfigError, match=r"key=.*or.*sampler=Greedy"):
         ed.generate(published, prompt, max_new_tokens=9)
     greedy = ed.generate(published, prompt, max_new_tokens=9, sampler=ed.Greedy(), stop_ids=())
     assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
@@ -250,7 +250,7 @@ def test_rows_draw_alone_whatever_kind_of_key_draws(model):
 
 
 def test_an_unknown_option_is_an_error(model):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stop_id'"):
+    with pytest.raises(TypeError, match="'stop_id'"):
         ed.generate(model, some_tokens(1, 2), max_new_tokens=2, stop_id=(3,))
 
 
@@ -279,5 +279,5 @@ def test_drafts_of_a_smaller_model_are_those_of_generate(model):
 
 def test_blocks_of_scales_that_do_not_fit_are_refused_at_once(model):
     wrong = ed.CacheFormat(dtype="int8", scale_block=3)
-    with pytest.raises(ed.ConfigError, match="scale_block=3 must divide"):
+    with pytest.raises(ed.ConfigError, match="scale_block=3"):
         ed.stream(model, some_tokens(1, 2), max_new_tokens=2, cache_dtype=wrong)

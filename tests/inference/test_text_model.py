@@ -126,7 +126,7 @@ def test_what_cannot_be_written_about(shapes):
     text = load_text_model(CHAT)
     without = load_tokenizer(CHAT)
     without.start_ids = ()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="prompt='' is empty"):
+    with pytest.raises(ConfigError, match="prompt=''"):
         write(dataclasses.replace(text, tokenizer=without), "")
     with pytest.raises(ConversionError, match="Roles must alternate"):
         write(text, HELLO * 2)
@@ -135,7 +135,7 @@ def test_what_cannot_be_written_about(shapes):
 def test_ids_that_are_none_are_told(shapes):
     text = learned(32)
     origin = Provenance(family="llama", settings='{"eos_token_id": "x"}')
-    with pytest.raises(ConversionError, match=r"config.json: eos_token_id=x must be a token id"):
+    with pytest.raises(ConversionError, match=r"config.json.*eos_token_id=x"):
         write(dataclasses.replace(text, model=dataclasses.replace(text.model, origin=origin)), "x")
 
 

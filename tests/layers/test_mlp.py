@@ -61,7 +61,7 @@ def test_a_cut_gate_has_few_features_and_a_finite_gradient():
     assert np.mean(cut_gate(gate, 0.95) > 0) == pytest.approx(0.05, abs=0.02)
     slopes = jax.grad(lambda x: cut_gate(x, 0.95).sum())(jnp.zeros((1, 1, 4)))  # whose deviation is 0
     assert np.all(np.isfinite(slopes))
-    with pytest.raises(ed.ConfigError, match=r"gate_sparsity=0.5 needs gated=True"):
+    with pytest.raises(ed.ConfigError, match=r"gate_sparsity=0.5.*gated=True"):
         MLPConfig(mlp_dim=4, gated=False, gate_sparsity=0.5)
 
 

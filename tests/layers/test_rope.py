@@ -189,9 +189,7 @@ def test_equal_dimensions_are_one():
 def test_positions_must_have_the_dimensions_of_the_sections():
     x, positions = jnp.zeros((1, 2, 1, 8)), jnp.zeros((1, 2, 3), jnp.int32)
     for sections in ((), (2, 2)):
-        with pytest.raises(
-            ed.ConfigError, match=r"Rope\.sections=\(.*\) must have a number for each of the 3 dimensions"
-        ):
+        with pytest.raises(ed.ConfigError, match=r"Rope\.sections=\(.*\)"):
             rotate(x, positions, Rope(sections=sections))
 
 

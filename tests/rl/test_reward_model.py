@@ -85,15 +85,15 @@ def test_a_score_is_that_of_the_answer_alone(folder):
     scorer._model = replaced(scorer._model, {"head.kernel": named_leaves(scorer._model)["head.kernel"] * np.nan})
     (broken, _), *_ = scorer.scored(groups[:1])
     assert math.isnan(broken.reward) and broken.columns == {} and broken.error == "the score of rl.reward_model is nan"
-    with pytest.raises(DataError, match=r"rl\.reward gives a number 'reward_model', the name of the reward model's"):
+    with pytest.raises(DataError, match="'reward_model'"):
         scorer.scored([[answer([1], rollout(2))._replace(columns={"reward_model": 1.0})]])
 
 
 def test_models_that_give_no_score_are_refused(folder):
     execution = TrainConfig().execution(jax.devices()[:1])
-    with pytest.raises(ConfigError, match=r"rl\.reward_model='.*judge' has another vocabulary: .* take a reward"):
+    with pytest.raises(ConfigError, match=r"rl\.reward_model='.*judge'"):
         load_reward_model(str(folder / "judge"), ByteTokenizer(), execution)
-    with pytest.raises(ConfigError, match=r"has DecoderConfig\.scores=None, and not one score: take a model"):
+    with pytest.raises(ConfigError, match=r"DecoderConfig\.scores=None"):
         load_reward_model(str(BASE), load_tokenizer(BASE), execution)
 
 

@@ -228,19 +228,19 @@ def test_a_reward_model_is_where_answers_are_drawn(folder, base):  # noqa: F811
 
 
 def test_bad_devices_are_refused(folder, monkeypatch):  # noqa: F811
-    with pytest.raises(ConfigError, match=r"kv_heads=1 must be a multiple of sampler\.tensor=2"):
+    with pytest.raises(ConfigError, match=r"kv_heads=1.*sampler\.tensor=2"):
         SamplerConfig(tensor=2).layout(jax.devices()[:2], ed.load_hf(BASE))
-    with pytest.raises(ConfigError, match=r"sampler\.tensor=3 needs 3 devices"):
+    with pytest.raises(ConfigError, match=r"sampler\.tensor=3"):
         SamplerConfig(tensor=3).layout(jax.devices()[:4], None)
-    with pytest.raises(ConfigError, match=r"sampler\.devices=-1 must be an integer of at least 0"):
+    with pytest.raises(ConfigError, match=r"sampler\.devices=-1"):
         SamplerConfig(devices=-1)
     _, err = train(folder, "refused", "--sampler.devices", 99, code=2)
     assert "--sampler.devices=99 of 8 devices leave none to train: give fewer." in err
     with monkeypatch.context() as patched:
         patched.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(ConfigError, match=r"sampler\.devices=2: a run whose devices are divided has one process"):
+        with pytest.raises(ConfigError, match=r"sampler\.devices=2"):
             split_devices(2)
-    with pytest.raises(ConfigError, match=r"sampler\.fsdp=2 is not read with method='sft'"):
+    with pytest.raises(ConfigError, match=r"sampler\.fsdp=2.*method='sft'"):
         TrainConfig(sampler=SamplerConfig(fsdp=2))
     with pytest.raises(ConfigError, match=r"sampler\.devices and other settings of draws are read with distill.on_pol"):
         TrainConfig(

@@ -194,9 +194,9 @@ def test_a_thread_that_is_not_needed_any_more_ends(tmp_path):
 
 
 def test_bad_staleness_is_refused_and_corrected_for():
-    with pytest.raises(ConfigError, match=r"rl\.max_staleness=1 needs sampler\.devices"):
+    with pytest.raises(ConfigError, match=r"rl\.max_staleness=1"):
         TrainConfig(**RUN, rl=RLConfig(reward="r.py:f", max_staleness=1))
-    with pytest.raises(ConfigError, match=r"rl\.max_staleness=2 must be"):
+    with pytest.raises(ConfigError, match=r"rl\.max_staleness=2"):
         RLConfig(max_staleness=2)
     found = TrainConfig(**RUN, rl=RLConfig(reward="r.py:f", max_staleness=1), sampler=SamplerConfig(devices=1)).rl
     assert found.policy.correction == Correction(kind="tis", cap=2.0) and RLConfig().policy.correction == Correction()

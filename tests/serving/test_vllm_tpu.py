@@ -385,7 +385,7 @@ def test_axes_of_a_mesh_that_split_otherwise_are_refused():
     names = ("data", "attn_dp", "model")
     layout = engine_layout(Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), names))
     assert layout.sizes == {"data": 1, "tensor": 1}
-    with pytest.raises(ed.ConfigError, match="attn_dp=2 must have one device"):
+    with pytest.raises(ed.ConfigError, match="attn_dp=2"):
         engine_layout(Mesh(np.asarray([jax.devices()[0]] * 2).reshape(1, 2, 1), names))
 
 

@@ -186,7 +186,7 @@ def test_an_abstract_mesh_has_the_shapes_of_a_real_one_and_any_size():
 
 
 def test_too_few_devices_of_a_cpu_are_met_with_how_to_get_more():
-    with pytest.raises(ed.ConfigError, match=r"needs 16 devices.*8 are given.*JAX_NUM_CPU_DEVICES=16"):
+    with pytest.raises(ed.ConfigError, match="JAX_NUM_CPU_DEVICES=16"):
         ed.Layout.create(data=-1, fsdp=16)
     with pytest.raises(ed.ConfigError) as caught:
         ed.Layout.create(data=2, fsdp=2)
@@ -267,7 +267,7 @@ def test_between_slices_there_are_only_copies_or_stages():
         outer = np.moveaxis(layout.mesh.devices, layout.mesh.axis_names.index(name), 0)
         of_slice = np.vectorize(lambda device: device.slice_index)(outer.reshape(sizes[name], -1))
         assert (of_slice == of_slice[:, :1]).all() and set(of_slice[:, 0].tolist()) == {0, 1}
-    with pytest.raises(ed.ConfigError, match=r"fsdp=32 does not fit on 32 devices \(2 slices, .*: data=2 x fsdp=16 or"):
+    with pytest.raises(ed.ConfigError, match=r"fsdp=32.*data=2.*fsdp=16"):
         ed.Layout.create(fsdp=32, devices=devices)
 
 

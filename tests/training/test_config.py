@@ -91,15 +91,15 @@ def test_bad_values_are_refused_by_name(field, value, rule):
 
 
 def test_settings_that_do_not_fit_together_are_refused():
-    with pytest.raises(ConfigError, match=r"trackers\[1\]='tensorbord' is not known. Did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"trackers\[1\]='tensorbord'.*'tensorboard'"):
         unchecked("trackers", ("wandb", "tensorbord")).__post_init__()
-    with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.gradient_accumulation_steps=3"):
+    with pytest.raises(ConfigError, match=r"batch_size=16.*step\.gradient_accumulation_steps=3"):
         TrainConfig(dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
-    with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600 must be below the run's 600 steps"):
+    with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600"):
         TrainConfig(steps=600, optimizer=OptimizerConfig(warmup_steps=600))
-    with pytest.raises(ConfigError, match=r"remat='full' has its own lists: .*remat='custom'"):
+    with pytest.raises(ConfigError, match=r"remat='full'.*remat='custom'"):
         TrainConfig(remat="full", remat_save=("out_proj",))
-    with pytest.raises(ConfigError, match=r"Remat\.save\[0\]='out_proj_'.*Did you mean 'out_proj'"):
+    with pytest.raises(ConfigError, match=r"Remat\.save\[0\]='out_proj_'.*'out_proj'"):
         TrainConfig(remat="custom", remat_save=("out_proj_",))
     with pytest.raises(ConfigError, match=r"out_proj can't be both saved and offloaded"):
         TrainConfig(remat="custom", remat_save=("out_proj",), remat_offload=("out_proj",))
@@ -107,19 +107,17 @@ def test_settings_that_do_not_fit_together_are_refused():
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
-    with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along mesh.data"):
+    with pytest.raises(ConfigError, match="batch_size=12"):
         TrainConfig(dataset=DataConfig(batch_size=12)).execution()
     with pytest.raises(
         ConfigError,
-        match=r"batch_size=16 / gradient_accumulation_steps=4 must be a multiple of 8.*mesh\.data x mesh\.fsdp",
+        match=r"batch_size=16.*gradient_accumulation_steps=4",
     ):
         TrainConfig(
             dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)
         ).execution()
     TrainConfig(dataset=DataConfig(batch_size=4), mesh=MeshConfig(fsdp=4, tensor=2)).execution()
-    with pytest.raises(
-        ConfigError, match=r"Layout\.tensor=3 needs 3 devices or a multiple of it for Layout\.data=-1, but 8"
-    ):
+    with pytest.raises(ConfigError, match=r"Layout\.tensor=3.*Layout\.data=-1"):
         TrainConfig(dataset=SIXTEEN, mesh=MeshConfig(tensor=3)).execution()
     with pytest.raises(ConfigError, match=r"only one mesh axis can be -1"):
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
@@ -177,7 +175,7 @@ def test_one_path_is_a_text_and_several_are_a_tuple(tmp_path):
     save_settings(several, tmp_path / "settings.json")
     assert load_settings(tmp_path / "settings.json") == several
     assert json.loads((tmp_path / "settings.json").read_text())["dataset"]["path"] == ["a", "b"]
-    with pytest.raises(ConfigError, match=r"DataConfig\.path=\(\) must have at least one path"):
+    with pytest.raises(ConfigError, match=r"DataConfig\.path=\(\)"):
         DataConfig(path=())
 
 
@@ -199,7 +197,7 @@ def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
     assert found.checkpoint_dir == "a"  # of a file that is not a run's
     assert found.export == "no/where" and found.optimizer.max_grad_norm is None and found.max_checkpoints == 9
     (tmp_path / "run.yaml").write_text("config: other.yaml")
-    with pytest.raises(ConfigError, match=r"run\.yaml: config='other\.yaml' can't be read from there"):
+    with pytest.raises(ConfigError, match=r"run\.yaml.*config='other\.yaml'"):
         with_file(start, tmp_path / "run.yaml")
 
 
@@ -255,7 +253,7 @@ def test_every_flag_is_named():
 
 def test_what_is_no_run_directory_is_refused(tmp_path):
     path = tmp_path / "settings.json"
-    with pytest.raises(ConfigError, match=r"settings\.json is not there: .* is no run directory"):
+    with pytest.raises(ConfigError, match=r"settings\.json"):
         load_settings(path)
     for text in ('{"steps": 3', "", "[1, 2]", "\x00"):
         path.write_text(text)
@@ -281,7 +279,7 @@ def test_files_may_have_the_names_of_flags(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(flat))
     assert load_settings(tmp_path / "settings.json") == FULL
     (tmp_path / "settings.json").write_text('{"mesh": 3, "step": [1], "accumulate": 2}')
-    with pytest.raises(ConfigError, match=r"settings\.json: 'mesh' is no setting"):
+    with pytest.raises(ConfigError, match=r"settings\.json.*'mesh'"):
         load_settings(tmp_path / "settings.json")
 
 
@@ -302,7 +300,7 @@ def test_a_tilde_is_the_user_s_directory_in_every_path(monkeypatch):
     )
     lora = TrainConfig(lora_rank=1, export_adapter="~/x", model_config="~/m.json")
     assert (lora.export_adapter, lora.model_config) == ("/home/me/x", "/home/me/m.json")
-    with pytest.raises(ConfigError, match=r"/home/me/x/settings\.json is not there"):
+    with pytest.raises(ConfigError, match=r"/home/me/x/settings\.json"):
         RunDirectory.open("~/x")
 
 

@@ -148,10 +148,10 @@ def test_what_is_wrong_in_json_is_named(tmp_path, text, sentence):
 
 
 def test_a_file_that_is_not_there_and_a_package_that_is_missing(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
         read_mapping(tmp_path / "none.yaml")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(MissingPackage, match=r"'pyyaml': pip install 'eqx_decoders\[train\]'"):
+    with pytest.raises(MissingPackage, match=r"'pyyaml'.*eqx_decoders\[train\]"):
         read("count: 3", tmp_path)
     assert read('{"count": 3}', tmp_path, "run.json") == {"count": 3}
 

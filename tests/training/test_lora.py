@@ -130,7 +130,7 @@ def test_merging_is_done_in_f32():
 
 def test_shapes_that_do_not_fit_are_refused():
     node = LowRank(base=jnp.zeros((8, 6)), lora_a=jnp.zeros((8, 2)), lora_b=jnp.zeros((3, 6)), scale=1.0)
-    with pytest.raises(ConfigError, match=r"rank=2 in x \(5, 2\) must be rank=3 of the weight"):
+    with pytest.raises(ConfigError, match=r"rank=2.*rank=3"):
         einsum("l embed, embed mlp -> l mlp", jnp.zeros((5, 8)), node)
 
 
@@ -412,7 +412,7 @@ def test_a_wide_pattern_takes_the_matrices_alone():
 def test_patterns_that_match_nothing_and_second_pairs_are_refused(plain, adapted):
     with pytest.raises(ConfigError, match=r"LoRAConfig\.targets: no weight matches '\*\.q_proj'"):
         add_lora(plain, LoRAConfig(targets=("*.query", "*.q_proj")), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"has pairs already, beside \['segments\.0\.unit\.0\.mixer\.key'\]"):
+    with pytest.raises(ConfigError, match=r"'segments\.0\.unit\.0\.mixer\.key'"):
         add_lora(adapted, LoRAConfig(targets=("*.unit.0.mixer.out",)), key=jax.random.key(0))
 
 

@@ -204,5 +204,5 @@ def test_errors(field, value, sentence):
 
 
 def test_too_many_permutations():
-    with pytest.raises(ed.ConfigError, match="streams=7 has 7! permutations"):
+    with pytest.raises(ed.ConfigError, match="streams=7"):
         HyperConnections(streams=7, mixing="permutations")

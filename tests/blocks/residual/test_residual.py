@@ -38,7 +38,7 @@ def test_each_branch_is_added_to_what_is_kept(normed):
 
 
 def test_a_number_for_each_branch():
-    with pytest.raises(ed.ConfigError, match=r"Weighted.keep=\(0.5,\) must have a number for each of the block's 2"):
+    with pytest.raises(ed.ConfigError, match=r"Weighted.keep=\(0.5,\)"):
         Weighted(keep=(0.5,)).build(4, branches=2, inner_dim=4, key=jax.random.key(0))
 
 

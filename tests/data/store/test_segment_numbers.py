@@ -50,7 +50,7 @@ def test_what_was_written_in_part_is_cut_off(tmp_path, file):
 
 def test_numbers_of_another_maker_are_refused(tmp_path):
     SegmentNumbers(tmp_path, COLUMNS, MAKER)
-    with pytest.raises(DataError, match="made by weights='a1', and now 'b2': give another directory"):
+    with pytest.raises(DataError, match=r"weights='a1'.*'b2'"):
         SegmentNumbers(tmp_path, COLUMNS, {"weights": "b2"})
     with pytest.raises(DataError, match="made by columns="):
         SegmentNumbers(tmp_path, {"one": Column("<f2")}, MAKER)

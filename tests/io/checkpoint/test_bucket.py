@@ -82,7 +82,7 @@ def test_what_others_write_is_seen(directory):
 
 def test_a_bucket_that_is_not_there_is_named_before_anything_is_lost():
     bucket()
-    with pytest.raises(CheckpointError, match="directory=gs://nobody/run cannot be made or written"):
+    with pytest.raises(CheckpointError, match="directory=gs://nobody/run"):
         Checkpoints("gs://nobody/run").save(1, make_state(), data_state={}, config={})
 
 

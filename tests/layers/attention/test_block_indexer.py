@@ -218,10 +218,10 @@ def test_what_does_not_fit_is_refused(options, sentence):
 
 
 def test_keys_of_an_indexer_are_not_lent():
-    with pytest.raises(ed.ConfigError, match="excludes kv_shared_from='it'"):
+    with pytest.raises(ed.ConfigError, match="kv_shared_from='it'"):
         dataclasses.replace(CONFIG, kv_shared_from="it")
     config = decoder()
-    with pytest.raises(ed.ConfigError, match=r"shares_kv_as='it' needs .* without an indexer"):
+    with pytest.raises(ed.ConfigError, match="shares_kv_as='it'"):
         dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], shares_kv_as="it"),))
 
 

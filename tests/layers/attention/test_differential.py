@@ -121,7 +121,7 @@ def test_options_of_single_heads_are_refused(field, value):
 
 
 def test_odd_heads_and_norms_over_all_heads_are_refused():
-    with pytest.raises(ed.ConfigError, match=r"num_kv_heads=1: two make one"):
+    with pytest.raises(ed.ConfigError, match="num_kv_heads=1"):
         differential(num_kv_heads=1)
-    with pytest.raises(ed.ConfigError, match=r"qk_norm\.over='heads', which must be 'head'"):
+    with pytest.raises(ed.ConfigError, match=r"qk_norm\.over='heads'.*'head'"):
         differential(qk_norm=QKNorm(over="heads"))

@@ -138,7 +138,7 @@ def test_a_layer_attends_to_what_an_earlier_one_chooses():
     out, _ = apply(taker, jnp.asarray(X), dataclasses.replace(ctx, shared={"it": choice}))
     chosen = chosen_by_hand(scores_by_hand(giver, wide(other), POSITIONS, SEGMENTS), 2)
     assert_close(out, shares_by_hand(taker, wide(X), POSITIONS, chosen)[1], units=128)
-    with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.shared_from='it' is not known"):
+    with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.shared_from='it'"):
         taker(jnp.asarray(X), ctx)
 
 
@@ -367,7 +367,7 @@ def test_what_does_not_fit_is_refused(options, sentence):
         LatentAttentionConfig(**SIZES | dict(indexer=INDEXER) | options)
     with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.top_k=0"):
         IndexerConfig(top_k=0)
-    with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.shares_as='it' needs shared_from=None"):
+    with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.shares_as='it'.*shared_from=None"):
         IndexerConfig(shares_as="it", shared_from="it")
 
 
@@ -380,9 +380,9 @@ def test_what_no_layer_shares_is_refused():
             config.blocks[0], mixer=dataclasses.replace(mixer, indexer=dataclasses.replace(mixer.indexer, **changes))
         )
 
-    with pytest.raises(ed.ConfigError, match=r"blocks\[1\]\.mixer\.indexer\.shared_from='it' is not known"):
+    with pytest.raises(ed.ConfigError, match=r"blocks\[1\]\.mixer\.indexer\.shared_from='it'"):
         dataclasses.replace(config, blocks=(block(), block(shared_from="it")))
-    with pytest.raises(ed.ConfigError, match=r"blocks\[1\]\.mixer\.indexer\.shared_from='it' has .* alike"):
+    with pytest.raises(ed.ConfigError, match=r"blocks\[1\]\.mixer\.indexer\.shared_from='it'"):
         dataclasses.replace(config, blocks=(block(shares_as="it"), block(shared_from="it", top_k=4)))
     with pytest.raises(ed.ConfigError, match=r"mtp\.block can't use what another layer shares"):
         dataclasses.replace(config, mtp=ed.MTPConfig(num_depths=1, block=block(shared_from="it"), norm=RMSNormConfig()))

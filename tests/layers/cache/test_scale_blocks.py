@@ -48,9 +48,9 @@ def test_formats_say_what_shares_a_scale():
     with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=0"):
         CacheFormat(dtype="int8", scale_block=0)
     for options in (dict(scale_over="heads_and_head_dim", dtype="int8"), dict(dtype="bfloat16")):
-        with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=4 needs scale_over='head_dim' and a dtype of"):
+        with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=4.*scale_over='head_dim'"):
             CacheFormat(scale_block=4, **options)
-    with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=3 must divide heads of 8 features"):
+    with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=3"):
         ed.abstract_cache(decoder("keys"), 1, 8, dtype=CacheFormat(dtype="int8", scale_block=3))
 
 

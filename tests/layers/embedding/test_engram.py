@@ -294,7 +294,7 @@ def test_negative_classes():
 
 
 def test_another_width():
-    with pytest.raises(ed.ConfigError, match=r"EngramConfig.embed_dim=6 must be the residual stream's, 7"):
+    with pytest.raises(ed.ConfigError, match=r"EngramConfig.embed_dim=6"):
         SMALL.build(7, key=jax.random.key(0))
 
 

@@ -69,7 +69,7 @@ def test_rows_that_are_split_are_those_of_one_device(mesh):
 def test_only_rows_and_features_are_split():
     layout = ed.Layout.create(fsdp=4, tensor=2, weights=WEIGHTS | {"per_layer": ("tensor",)})
     table = jnp.zeros((300, 8, 8))
-    with pytest.raises(ed.ConfigError, match=r"Layout\.weights splits 'per_layer' of a table that is looked up"):
+    with pytest.raises(ed.ConfigError, match="'per_layer'"):
         found(layout, drawn(8, 4), table)
 
 

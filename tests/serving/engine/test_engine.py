@@ -569,7 +569,7 @@ def test_images_beside_texts_change_nothing_for_either():
         tuple(known),
         alone(engine, read),
     ]
-    with pytest.raises(ed.ConfigError, match="adapter='a': adapters answer texts alone"):
+    with pytest.raises(ed.ConfigError, match="adapter='a'"):
         engine.submit(dataclasses.replace(seen, adapter="a"))
     with pytest.raises(ed.ConfigError, match="prompt_logprobs are not given"):
         engine.submit(dataclasses.replace(seen, prompt_logprobs=1))
@@ -661,16 +661,14 @@ def test_log_probs_of_draws(engine, options):
 
 
 def test_greedy_answers_are_not_drawn():
-    with pytest.raises(ed.ConfigError, match="logprobs_of='draws' needs logprobs, and a temperature above 0"):
+    with pytest.raises(ed.ConfigError, match="logprobs_of='draws'"):
         Request(prompt=(1,), max_new_tokens=1, logprobs=0, logprobs_of="draws")
 
 
 def test_adapters_need_whole_batches():
     config = EngineConfig(max_adapters=1, max_adapter_rank=2, adapter_targets=("*.query",))
     halves = ed.abstract(ed.get_config("tiny"), batch_split=2)
-    with pytest.raises(
-        ed.ConfigError, match=r"EngineConfig\.max_adapters=1 needs whole batches: leave out .*batch_split"
-    ):
+    with pytest.raises(ed.ConfigError, match=r"EngineConfig\.max_adapters=1"):
         config.check_model(halves)
     EngineConfig().check_model(halves)
 
@@ -713,5 +711,5 @@ def test_the_experts_of_every_token_are_those_of_a_whole_forward_pass(fixture, c
 
 
 def test_experts_that_can_not_be_reported_are_refused():
-    with pytest.raises(ed.ConfigError, match="expert_choices=True needs a model with experts"):
+    with pytest.raises(ed.ConfigError, match="expert_choices=True"):
         engine_for("llama_rope", expert_choices=True)

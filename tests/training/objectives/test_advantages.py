@@ -88,9 +88,9 @@ def test_nearly_equal_rewards():
 
 
 def test_scales_without_meaning_are_refused():
-    with pytest.raises(ConfigError, match="scale='group' needs a baseline"):
+    with pytest.raises(ConfigError, match="scale='group'"):
         group_advantages(REWARDS, GROUPS, baseline="none", scale="group")
-    with pytest.raises(ConfigError, match=r"rewards with -1.0 must be at least 0 with scale='mean'"):
+    with pytest.raises(ConfigError, match="scale='mean'"):
         group_advantages(-REWARDS, GROUPS, scale="mean")
 
 
@@ -129,7 +129,7 @@ def test_divergence_in_the_reward():
 
 def test_overlong_penalty():
     same(overlong_penalty(np.array([5, 6, 7, 9, 10, 11]), 10, 4), [0, 0, -0.25, -0.75, -1, -1])
-    with pytest.raises(ConfigError, match="buffer=11 must be an integer of at least 1 and at most 10"):
+    with pytest.raises(ConfigError, match="buffer=11"):
         overlong_penalty(np.array([5]), 10, 11)
 
 
@@ -137,5 +137,5 @@ def test_pass_at_k():
     for k, want in ((1, 0.25), (2, 0.464286), (4, 0.785714)):
         same(pass_at_k(np.array([2, 0, 8]), np.array([8, 8, 8]), k), [want, 0, 1])
     same(pass_at_k(np.array([3]), np.array([4]), 2), [1])  # fewer wrong ones than k
-    with pytest.raises(ConfigError, match="k=4 must be at most the number of samples, 3"):
+    with pytest.raises(ConfigError, match="k=4"):
         pass_at_k(np.array([1]), np.array([3]), 4)

@@ -220,7 +220,7 @@ def test_layers_that_are_compared(models):
     assert hidden.pairs(many, few) == ((0, 0), (1, 0), (2, 0))
     with pytest.raises(ConfigError, match=f"0:{counts[0]}: the student has {counts[0]} layers"):
         HiddenStates(weight=1.0, layers=(f"0:{counts[0]}",)).pairs(few, few)
-    with pytest.raises(ConfigError, match=r"projection=False needs a teacher of the student's width 16, not 32: give"):
+    with pytest.raises(ConfigError, match="projection=False"):
         hidden.pairs(few, ed.abstract(dataclasses.replace(rich_decoder(1), embed_dim=32)))
     with pytest.raises(ConfigError, match="must be two numbers of layers"):
         HiddenStates(weight=1.0, layers=("3",))

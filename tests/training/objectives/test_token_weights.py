@@ -37,11 +37,11 @@ def test_nothing_to_weigh(aggregation):
 
 
 def test_options_of_other_aggregations_are_refused():
-    with pytest.raises(ConfigError, match="groups go with 'prompt'"):
+    with pytest.raises(ConfigError, match="'prompt'"):
         token_weights(LENGTHS, "row", groups=GROUPS)
-    with pytest.raises(ConfigError, match="groups go with 'prompt'"):
+    with pytest.raises(ConfigError, match="'prompt'"):
         token_weights(LENGTHS, "prompt")
-    with pytest.raises(ConfigError, match="a limit, with 'constant'"):
+    with pytest.raises(ConfigError, match="'constant'"):
         token_weights(LENGTHS, "constant")
-    with pytest.raises(ConfigError, match="limit=0 must be an integer of at least 1"):
+    with pytest.raises(ConfigError, match="limit=0"):
         token_weights(LENGTHS, "constant", limit=0)

@@ -81,7 +81,7 @@ def test_the_shortest_runs_have_a_schedule():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_a_warmup_as_long_as_the_run_is_refused(schedule):
-    with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=50 must be below the run's 50 steps"):
+    with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=50"):
         make_schedule(OptimizerConfig(schedule=schedule, warmup_steps=50), 50)
 
 

@@ -153,16 +153,14 @@ def test_checkpoints_that_are_moved_must_be_there_and_the_run_s_own(elsewhere, t
 
 
 def test_a_run_directory_is_no_bucket():
-    with pytest.raises(
-        ConfigError, match=r"run_dir='gs://bucket/run' .* and checkpoint_dir='gs://bucket/run' beside it"
-    ):
+    with pytest.raises(ConfigError, match=r"run_dir='gs://bucket/run'.*checkpoint_dir='gs://bucket/run'"):
         TrainConfig(run_dir="gs://bucket/run")
 
 
 def test_what_cannot_be_copied_is_told_at_the_start(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "settings.json").touch()
-    with pytest.raises(CheckpointError, match=r"checkpoint_dir='.*/file/there' \(.*: check its name"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_dir='.*/file/there'"):
         RunBackup(tmp_path, str(tmp_path / "file/there")).save()
     options = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": str(tmp_path / "file/there")}
     with pytest.raises(CheckpointError, match="that you may write and delete there"):
@@ -176,7 +174,7 @@ def test_files_of_others_beside_checkpoints_are_left_alone(tmp_path):
     (place / "probe").write_text("mine")
     RunBackup(tmp_path / "new", str(tmp_path / "there")).check_writable()
     (place / "metrics.jsonl").write_text("mine")
-    with pytest.raises(ConfigError, match=r"checkpoint_dir='.*there' has metrics.jsonl in .*run, but not from a run"):
+    with pytest.raises(ConfigError, match=r"checkpoint_dir='.*there'.*metrics.jsonl"):
         RunBackup(tmp_path / "new", str(tmp_path / "there")).check_writable()
     assert {path.name: path.read_text() for path in place.iterdir()} == {"probe": "mine", "metrics.jsonl": "mine"}
 

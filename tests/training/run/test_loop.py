@@ -447,7 +447,7 @@ def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_
     setup.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
     config = TrainConfig()
-    with pytest.raises(ConfigError, match=r"source is there, but init_from=None: of a start or an import that did not"):
+    with pytest.raises(ConfigError, match="init_from=None"):
         setup.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
 
@@ -677,7 +677,7 @@ def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
     run = load_settings(tmp_path / "run" / "settings.json")
     same = replace(run, model_config=str(saved), set=())
     assert run.set == own[3::2] and resumed(same, run.run_dir)[0] == run
-    with pytest.raises(ConfigError, match=r"set=\('mlp_dim=24',\), but .*run was begun with"):
+    with pytest.raises(ConfigError, match=r"set=\('mlp_dim=24',\)"):
         resumed(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
 
 

@@ -93,7 +93,7 @@ def test_images_are_looked_for_beside_the_file_that_names_them(model, tmp_path, 
 def test_relative_paths_in_sources_that_are_elsewhere_are_refused(model, tmp_path):
     assert folder_of(RemoteFile("gs://bucket/x.jsonl")) is None and folder_of(tmp_path) == tmp_path.resolve()
     reader = ProcessorReader(str(model), IMAGE)
-    with pytest.raises(DataError, match=r"x.jsonl:3 names the image '1.png' by a relative path.*absolute paths"):
+    with pytest.raises(DataError, match=r"x.jsonl:3.*'1.png'"):
         reader.locate(["1.png"], None, "x.jsonl:3")
     given = [str(tmp_path / "1.png"), "https://x.org/1.png"]
     assert reader.locate(given, None, "x") == tuple(given)

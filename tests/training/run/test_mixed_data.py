@@ -187,12 +187,12 @@ def test_no_held_out_data(make, folder):
 
 
 def test_missing_data_are_named_by_their_flag(make, folder):
-    with pytest.raises(DataError, match=r"--held-out \(DataConfig.held_out_path\) 'no/where' does not exist"):
+    with pytest.raises(DataError, match=r"--held-out.*'no/where'"):
         make(1, 1, sets=True, held_out_path=["x=no/where"], cache="none")
-    with pytest.raises(DataError, match=r"--data \(DataConfig.path\) 'no/where' does not exist"):
+    with pytest.raises(DataError, match=r"--data.*'no/where'"):
         make(path=["no/where=1", f"{folder / 'a.jsonl'}=1"], cache="none")
     (folder / "one.jsonl").write_text('{"text": "1 2"}')
-    with pytest.raises(DataError, match=r"the split 'held_out' of the data 'one' is empty"):
+    with pytest.raises(DataError, match=r"'held_out'.*'one'"):
         make(sets=True, path=[f"{folder / 'one.jsonl'}=1", f"{folder / 'a.jsonl'}=1"], cache="empty")
 
 
@@ -265,7 +265,7 @@ def test_the_sources_of_held_out_parts_are_asked_once(make, monkeypatch):
         patch.setattr(store_module, "describe_sources", None)
         sets = make(0.7, 0.3, **options | {"sets": True})
     assert [one.store for one in sets.values()] == [part.store for part in train.parts]
-    with pytest.raises(DataError, match=r"held out was --held-out-fraction 0\.3 and is --held-out-fraction 0\.2"):
+    with pytest.raises(DataError, match=r"--held-out-fraction.*--held-out-fraction"):
         make(0.7, 0.3, **options | {"sets": True, "held_out_fraction": 0.2})
 
 
@@ -276,7 +276,7 @@ def test_sets_of_their_own_are_kept_in_the_given_cache_and_held_out(make, folder
     counts = batches.parts[0].counts
     assert counts.documents == 5 and counts.gzip_nats_per_byte > 0 and counts.gzip_bytes == counts.bytes
     assert batches.store.counts("train").documents == 0
-    with pytest.raises(DataError, match=r"--held-out \(DataConfig.held_out_path\) .*empty\.jsonl'.* holds no text"):
+    with pytest.raises(DataError, match=r"--held-out.*empty\.jsonl"):
         (folder / "empty.jsonl").write_text("")
         make(path=str(folder / "a.jsonl"), sets=True, held_out_path=[f"x={folder / 'empty.jsonl'}"], cache="empty set")
 

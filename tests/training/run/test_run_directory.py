@@ -214,7 +214,7 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
     for part in ("batch_size=16, but", "was trained with 8; optimizer.learning_rate=0.01", "give allow_changes"):
         assert part in str(caught.value)
     half = TrainConfig(optimizer=OptimizerConfig(moments_dtype="bfloat16"), allow_changes=True)
-    with pytest.raises(ed.ConfigError, match=r"moments_dtype='bfloat16', but .*was begun with 'float32'"):
+    with pytest.raises(ed.ConfigError, match=r"moments_dtype='bfloat16'.*'float32'"):
         resumed(half, tmp_path)
     _, changes = resumed(dataclasses.replace(other, allow_changes=True), tmp_path)
     assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
@@ -260,7 +260,7 @@ def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tm
     (tmp_path / "metrics.jsonl").touch()
     assert resumed(other, tmp_path) == (other, {})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ed.ConfigError, match=r"init_from=.*was begun with"):
+    with pytest.raises(ed.ConfigError, match=r"init_from=.*was"):
         resumed(other, tmp_path)
 
 

@@ -311,7 +311,7 @@ def test_eight_bits_need_a_scheme(tmp_path):
     (directory / "config.json").write_text(json.dumps(content | {"quantization_config": None}))
     with pytest.raises(ed.ConversionError, match="dtype F8_E4M3, and quantization_config says nothing of it"):
         ed.load_hf(directory)
-    with pytest.raises(ed.ConversionError, match=r"quantization_config=\[\] must be an object"):
+    with pytest.raises(ed.ConversionError, match=r"quantization_config=\[\]"):
         read_scheme({"quantization_config": []})
 
 
