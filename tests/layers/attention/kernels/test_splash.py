@@ -13,6 +13,7 @@ from eqx_decoders.layers.attention.kernels import splash
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow
 from tests.compare import assert_array_equal
+from tests.errors import refused
 from tests.layers.attention.kernels.test_cudnn import results
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same
 from tests.programs import tpu_devices
@@ -92,6 +93,8 @@ def test_refusals(interpreted):
         with pytest.raises(ConfigError, match=f"kernel='splash' cannot do {sentence}"):
             call(**options)
     low, options = make(6, dtype=jnp.bfloat16), dict(mask=Causal(), kernel="splash", aligned=True, needs_lse=False)
+    with refused(ConfigError, "kernel='splash'", "float16"):
+        attend(*make(6, dtype=jnp.float16), **places, **options)
     with jax.default_matmul_precision("highest"), pytest.raises(ConfigError, match="precision='highest'"):
         attend(*low, **places, **options)
 
