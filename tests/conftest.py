@@ -59,6 +59,7 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`slow(fast=("some id", "another id"))`: the named cases of a parametrized test are not slow."""
     unseen: dict[str, set[str]] = {}

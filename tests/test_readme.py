@@ -31,8 +31,7 @@ def run_example(text: str, folder: Path = ROOT, devices: int = 1) -> tuple[list[
     (example,) = [example for example in EXAMPLES if text in example]
     expected = [line[4:] for line in example.splitlines() if line.startswith("# > ")]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    program = example
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", example], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [line.rstrip() for line in done.stdout.splitlines()], [line.rstrip() for line in expected]
 

@@ -129,9 +129,9 @@ def test_dropout_is_drawn_for_each_part():
 
 def test_errors_say_what_to_change():
     model = filled(decoder(DENSE), batch_split=2)
-    with pytest.raises(ed.ConfigError, match=r"Execution.batch_split=2"):
+    with pytest.raises(ed.ConfigError, match=r"3 rows.*Execution.batch_split=2"):
         model(some_tokens(3, 4))
-    with pytest.raises(ed.ConfigError, match=r"Execution.batch_split=2"):
+    with pytest.raises(ed.ConfigError, match=r"8 rows.*Execution.batch_split=2"):
         model.place(ed.Layout.create(data=8))(some_tokens(8, 4))
     with pytest.raises(ed.ConfigError, match="batch_split=0"):
         ed.Execution(batch_split=0)

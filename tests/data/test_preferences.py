@@ -192,10 +192,10 @@ def test_more_bad_input_is_named(tmp_path):
     with pytest.raises(DataError, match=r"a\.txt.*\.jsonl"):
         read_pairs(str(tmp_path / "a.txt"), BYTES, seq_len=64)
     chat = write(tmp_path / "c.jsonl", {"prompt": [USER], "chosen": GOOD, "rejected": BAD})
-    with pytest.raises(DataError, match=r"c\.jsonl:1"):
+    with pytest.raises(DataError, match=r"c\.jsonl:1.*chat template"):
         read_pairs(chat, BYTES, seq_len=64)
     source = CHATML.replace("m.content", "(m.content if loop.last else 'gone')")
-    with pytest.raises(DataError, match=r"c\.jsonl:1"):
+    with pytest.raises(DataError, match=r"c\.jsonl:1.*x\.jinja"):
         read_pairs(chat, BYTES, seq_len=64, template=ChatTemplate(source=source, where="x.jinja"))
 
 

@@ -310,5 +310,5 @@ def test_tasks_of_all_kinds(tmp_path, monkeypatch):
         tmp_path, "broken", [dict(text="a")], output_type="generate_until", doc_to_text="{{text}}", doc_to_target="x"
     )
     (tmp_path / "broken.jsonl").unlink()
-    with pytest.raises(DataError, match=r"broken.jsonl"):
+    with pytest.raises(DataError, match=r"broken.*broken.jsonl"):
         run_tasks(lm, ["broken"], settings)

@@ -278,7 +278,7 @@ def test_a_model_is_evaluated(file, tmp_path):
     assert len(lines) == 9 and lines[4]["example"] == 1 and lines[4]["sample"] == 1
     assert lines[4]["answer"] == short.answers[1][1].text and lines[4]["example.answer"] == "lazy"
     long = dataclasses.replace(tasks[0], examples=({"prompt": "fox " * 80},))
-    with pytest.raises(ConfigError, match=r"'short'.*max_length=64"):
+    with pytest.raises(ConfigError, match=r"'short', example 1.*max_length=64"):
         evaluate_task(text, engine, long, settings)
 
 

@@ -13,7 +13,7 @@ def test_a_quarter_of_a_head_is_rotated_by_default():
     config = decode(sample("gpt_neox", "rope_parameters", "rotary_pct", "rotary_emb_base", hidden_size=32))
     assert (mixers(config)[0].rope.fraction, mixers(config)[0].rope.theta) == (0.25, 10_000.0)
     both = dict(rotary_pct=0.25, partial_rotary_factor=0.5)
-    with pytest.raises(ed.ConversionError, match=r"rotary_pct=.*.*partial_rotary_factor=.*"):
+    with pytest.raises(ed.ConversionError, match=r"rotary_pct=.*partial_rotary_factor="):
         decode(sample("gpt_neox", "rope_parameters", **both))
 
 

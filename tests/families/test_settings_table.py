@@ -45,7 +45,7 @@ def test_rows_are_read_and_written():
     assert values == dict(mlp_dim=6, activation="gelu", bias=False, dropout=0.0)
     fields.finish()
     assert write_all(ROWS, MLP) == {"width": 6, "act": "smooth", "use_bias": False, "drop": 0.0}
-    with pytest.raises(ed.ConversionError, match=r"config\.json"):
+    with pytest.raises(ed.ConversionError, match=r"config\.json.*width"):
         read_all(ROWS, Fields({}))
 
 
@@ -83,7 +83,7 @@ def test_twins_are_the_same_key():
 def test_keys_that_may_have_one_value():
     rows = (Integer("a", "mlp_dim", 2), Only("b", lambda values: values["mlp_dim"], written=False), Only("c", 1.5, 2))
     assert read_all(rows, Fields({"a": 3, "b": 3, "c": 2})) == dict(mlp_dim=3)
-    with pytest.raises(ed.ConversionError, match="b=2"):
+    with pytest.raises(ed.ConversionError, match=r"b=2.*3"):
         read_all(rows, Fields({"a": 3, "b": 2}))
     assert Only("c", 1.5, 2, written=True).write(MLP) == {"c": 1.5}
     assert Only("d", written=True).write(MLP) == {"d": None}
@@ -115,7 +115,7 @@ def test_groups_are_one_value():
     assert read_all((first, group), Fields({})) == dict(_gated=None, mlp=None)
     assert group.write(TINY)["width"] == 704
     assert dataclasses.replace(group, layer="experts").write(TINY) == {}
-    with pytest.raises(ed.ConversionError, match=r"config\.json"):
+    with pytest.raises(ed.ConversionError, match=r"config\.json.*MLPConfig\.activation"):
         made = dataclasses.replace(group, make=lambda **values: MLPConfig(mlp_dim=1, activation="none"))
         read_all((first, made), Fields({"gated": True, "width": 6}))
     with pytest.raises(ed.ConversionError, match=r"DecoderConfig\.media=None"):
@@ -131,7 +131,7 @@ def test_tables_are_nested():
     assert table.write(TINY)["mlp_config"]["model_type"] == "plain"
     with pytest.raises(ed.ConversionError, match=r"mlp_config is missing: it describes the MLP\."):
         read_all((table,), Fields({}))
-    with pytest.raises(ed.ConversionError, match=r"config\.json"):
+    with pytest.raises(ed.ConversionError, match=r"config\.json.*mlp_config.*size"):
         read_all((table,), Fields({"mlp_config": {"width": 6, "size": 1}}))
     optional = dataclasses.replace(table, what="", settings=(dataclasses.replace(group, path="media"),))
     assert read_all((optional,), Fields({})) == dict(mlp=None)

@@ -469,5 +469,5 @@ def test_spans_and_positions_of_several_dimensions_reach_every_layer():
 
 def test_inputs_by_layer_must_be_as_many_as_take_them():
     model = filled(rich_decoder(2))
-    with pytest.raises(ed.ConfigError, match="'nobody'"):
+    with pytest.raises(ed.ConfigError, match=r"by_layer\['nobody'\].*\(2, 1, 3, 4\)"):
         model(some_tokens(1, 3), inputs=ed.Inputs(by_layer={"nobody": jnp.zeros((2, 1, 3, 4))}))

@@ -85,7 +85,7 @@ def test_a_score_is_that_of_the_answer_alone(folder):
     scorer._model = replaced(scorer._model, {"head.kernel": named_leaves(scorer._model)["head.kernel"] * np.nan})
     (broken, _), *_ = scorer.scored(groups[:1])
     assert math.isnan(broken.reward) and broken.columns == {} and broken.error == "the score of rl.reward_model is nan"
-    with pytest.raises(DataError, match="'reward_model'"):
+    with pytest.raises(DataError, match=r"rl\.reward.*'reward_model'"):
         scorer.scored([[answer([1], rollout(2))._replace(columns={"reward_model": 1.0})]])
 
 

@@ -303,7 +303,7 @@ def test_errors_say_what_to_change():
         return model.replace(pipeline=ed.Pipeline(**options)).place(layout)(tokens)
 
     model = filled(decoder(*(DENSE,) * 4))
-    with pytest.raises(ed.ConfigError, match=r"Pipeline.microbatches=4"):
+    with pytest.raises(ed.ConfigError, match=r"6 rows.*Pipeline.microbatches=4"):
         run(model, microbatches=4)
     with pytest.raises(ed.ConfigError, match=r"Pipeline.microbatches=1.*Layout.stage=2"):
         run(model, microbatches=1)

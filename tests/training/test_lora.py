@@ -412,7 +412,7 @@ def test_a_wide_pattern_takes_the_matrices_alone():
 def test_patterns_that_match_nothing_and_second_pairs_are_refused(plain, adapted):
     with pytest.raises(ConfigError, match=r"LoRAConfig\.targets: no weight matches '\*\.q_proj'"):
         add_lora(plain, LoRAConfig(targets=("*.query", "*.q_proj")), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"'segments\.0\.unit\.0\.mixer\.key'"):
+    with pytest.raises(ConfigError, match=r"pairs.*'segments\.0\.unit\.0\.mixer\.key'"):
         add_lora(adapted, LoRAConfig(targets=("*.unit.0.mixer.out",)), key=jax.random.key(0))
 
 

@@ -169,7 +169,7 @@ def test_what_is_found(memory):
     assert find_remote(root + "d/*.txt", "--data") == (None, [RemoteFile(root + f"/d/{name}.txt") for name in "ab"])
     assert find_remote(root + "f.txt", "--data") == (None, [RemoteFile(root + "f.txt")])
     assert find_remote(root + "nowhere", "--data") == (None, [])
-    with pytest.raises(DataError, match=r"--data.*\.txt"):
+    with pytest.raises(DataError, match=r"--data.*h\.org/\*\.txt'"):
         find_remote("https://h.org/*.txt", "--data")
     assert find_remote("https://h.org/a.txt?x=1", "--data") == (None, [RemoteFile("https://h.org/a.txt?x=1")])
 
@@ -233,7 +233,7 @@ def test_all_frames_of_zstandard_are_read(tmp_path):
         assert b"".join([next(stream), stream.read()]) == LINES
     for broken in (compress(LINES)[:-200], compress(LINES) + b"x" * 50, b"no frame of any kind"):
         file.write_bytes(broken)
-        with pytest.raises(DataError, match=r"a\.jsonl"), open_stream(file) as stream:
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst"), open_stream(file) as stream:
             stream.read()
 
 
@@ -272,5 +272,5 @@ def test_the_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"")
     for module in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"), open_stream(tmp_path / "a.zst"):
+    with pytest.raises(ImportError, match=r"backports.zstd.*eqx_decoders\[train\]"), open_stream(tmp_path / "a.zst"):
         pass

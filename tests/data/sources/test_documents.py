@@ -75,7 +75,7 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
     with pytest.raises(DataError, match=r"list\.json:2"):
         read_file(tmp_path / "list.json", "text")
     (tmp_path / "list.json").write_text('[{"text": "a"}, {"body": "b"}]')
-    with pytest.raises(DataError, match=r"list\.json.*'text'"):
+    with pytest.raises(DataError, match=r"list\.json, record 2.*'text'"):
         read_file(tmp_path / "list.json", "text")
     (tmp_path / "list.json").write_text('[{"text": "a"},')
     with pytest.raises(DataError, match=r"list\.json"):

@@ -539,9 +539,9 @@ def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):
             checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
         checkpoints.wait()
         assert checkpoints.steps == (3, 4) and checkpoints.latest == 4
-        with pytest.raises(CheckpointError, match="step=3"):
+        with pytest.raises(CheckpointError, match=r"step=3.*step 4"):
             checkpoints.save(3, {"x": jnp.ones(2)}, data_state={}, config={})
-        with pytest.raises(CheckpointError, match="step=2"):
+        with pytest.raises(CheckpointError, match=r"step=2.*\[3, 4\]"):
             checkpoints.restore({"x": jnp.ones(2)}, step=2)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3", "4"]
 

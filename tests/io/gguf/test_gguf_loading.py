@@ -282,7 +282,7 @@ def test_what_a_file_says_is_understood_or_refused(metadata, tensors, says, tmp_
 @pytest.mark.parametrize("pattern", ["abc", float("nan"), 0])
 def test_a_pattern_of_masks_is_a_whole_number(pattern):
     found = Found(Fields({PATTERN: pattern}, "x"), (), {})
-    with pytest.raises(ed.ConversionError, match=r"sliding_window_pattern=.*"):
+    with pytest.raises(ed.ConversionError, match="sliding_window_pattern="):
         read_masks(found, {"num_hidden_layers": 2}, 2)
 
 

@@ -398,7 +398,7 @@ def test_error_names_an_unexpected_prefix_of_all_tensors(tmp_path, prefix):
 def test_error_names_a_missing_index(tmp_path):
     directory = copy_of("llama_rope", tmp_path)
     (directory / "model.safetensors.index.json").unlink()
-    with pytest.raises(ed.ConversionError, match=r"model\.safetensors\.index\.json"):
+    with pytest.raises(ed.ConversionError, match=r"model\.safetensors\.index\.json.*model-00001-of-"):
         ed.load_hf(directory)
 
 
@@ -463,7 +463,7 @@ def small(**changes):
 
 def test_a_model_of_no_family_is_refused_with_the_difference():
     config = small(logit_soft_cap=3.0)
-    with pytest.raises(ed.ConversionError, match=r"DecoderConfig.logit_soft_cap=3.0"):
+    with pytest.raises(ed.ConversionError, match=r"LlamaForCausalLM.*DecoderConfig.logit_soft_cap=3.0"):
         ed.save_hf(ed.abstract(config), "nowhere")
     with pytest.raises(ed.ConversionError, match=r"family='lama'.*'llama'"):
         ed.save_hf(ed.abstract(config), "nowhere", family="lama")

@@ -59,7 +59,7 @@ def test_audio_that_are_refused():
     with pytest.raises(DataError, match="audio 0 has 160 samples: an audio clip must have more than half a window"):
         made(RULES, [np.zeros(160, np.float32)])
     assert made(RULES, [np.zeros(161, np.float32)])[1] == ["<|audio><|audio|><audio|>"]
-    with pytest.raises(DataError, match=r"MediaLimits.max_seconds=1.5"):
+    with pytest.raises(DataError, match=r"audio 1.*2.0 s.*MediaLimits.max_seconds=1.5"):
         made(RULES, [audio(1.0)] * 2, MediaLimits(max_seconds=1.5))
 
 

@@ -55,7 +55,7 @@ def test_conversations_are_rendered_and_encoded_as_transformers_does(recorded, t
 
 
 def test_what_the_template_refuses_is_told(recorded, template):
-    with pytest.raises(ConversionError, match=r"tokenizer_config.json"):
+    with pytest.raises(ConversionError, match=r"tokenizer_config.json.*TemplateError: Roles"):
         template.render(recorded["refused"])
 
 
@@ -323,7 +323,7 @@ def test_a_file_is_taken_with_the_tokens_of_the_directory(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ eos_token }}")
     found = load_chat_template(FIXTURE, file=tmp_path / "t.jinja")
     assert found is not None and found.render(HELLO) == "<|end|>"
-    with pytest.raises(ConfigError, match="--chat-template"):
+    with pytest.raises(ConfigError, match=r"--chat-template.*none\.jinja'"):
         load_chat_template(FIXTURE, file=tmp_path / "none.jinja")
 
 
@@ -433,7 +433,7 @@ def test_omits_tool_calls_if_there_are_none(calls):
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"eqx_decoders\[hf\]"):
+    with pytest.raises(ImportError, match=r"jinja2.*eqx_decoders\[hf\]"):
         ChatTemplate(source="hi").render(HELLO)
 
 
@@ -492,7 +492,7 @@ def test_one_of_several_is_chosen_by_name(tmp_path):
     with pytest.raises(ConversionError, match=r"'tool_us'.*'tool_use'"):
         load_chat_template(tmp_path, "tool_us")
     written(tmp_path, tokenizer_config__json={"chat_template": rows[1:]})
-    with pytest.raises(ConversionError, match="'default'"):
+    with pytest.raises(ConversionError, match=r"'default'.*tool_use"):
         load_chat_template(tmp_path)
 
 

@@ -250,7 +250,7 @@ def test_within_a_token_the_better_expert_finds_room_first():
 
 def test_a_capacity_needs_its_factor():
     layer, (x, positions) = drawn(dataclasses.replace(PLAIN, capacity_factor=None)), tokens((1, 2))
-    with pytest.raises(ed.ConfigError, match=r"Execution.experts='capacity'"):
+    with pytest.raises(ed.ConfigError, match=r"Execution.experts='capacity'.*capacity_factor"):
         run(layer, jnp.asarray(x), jnp.asarray(positions), "capacity")
 
 

@@ -186,14 +186,14 @@ def test_preempted_answers_keep_their_adapters(adapted, engine):
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused(base, adapted, engine):
     large = noisy(add_lora(base, LoRAConfig(rank=5, targets=("*.query",)), key=jax.random.key(0)))
-    with pytest.raises(ConfigError, match="max_adapter_rank=4"):
+    with pytest.raises(ConfigError, match=r"mixer\.query.*5.*max_adapter_rank=4"):
         engine.load_adapter("large", large)
     with pytest.raises(ConfigError, match="has no low-rank pairs"):
         engine.load_adapter("none", base)
     engine.load_adapter("dora", adapted["dora"])
-    with pytest.raises(ConfigError, match="'dora'"):
+    with pytest.raises(ConfigError, match=r"'dora'.*loaded"):
         engine.load_adapter("dora", adapted["dora"])
-    with pytest.raises(ConfigError, match="'dora'"):
+    with pytest.raises(ConfigError, match=r"'dora'.*columns"):
         engine.load(base)
     few = Engine(base, dataclasses.replace(CONFIG, adapter_targets=("*.query",)))
     with pytest.raises(ConfigError, match=r"has no place: see EngineConfig\.adapter_targets"):

@@ -41,7 +41,7 @@ def test_what_nobody_has_is_refused(call):
     assert pool.references(0) == 1
     with pytest.raises(ConfigError, match="page=2"):
         pool.references(2)
-    with pytest.raises(ConfigError, match="page=0"):
+    with pytest.raises(ConfigError, match=r"page=0.*1 references.*2"):
         pool.free([0, 0])
 
 
@@ -176,7 +176,7 @@ def test_rows_that_are_not_empty_or_too_short_are_refused():
     tables.reserve(0, 0, 5)
     with pytest.raises(ConfigError, match="row=0"):
         tables.adopt(0, tables.table[1].tolist())
-    with pytest.raises(ConfigError, match="row=1"):
+    with pytest.raises(ConfigError, match=r"row=1.*4 pages"):
         tables.adopt(1, [0, 1, 0, 1])
     with pytest.raises(ConfigError, match="5 to 13 must be within 0 to 12"):
         tables.reserve(0, 5, 13)

@@ -90,7 +90,7 @@ def test_nearly_equal_rewards():
 def test_scales_without_meaning_are_refused():
     with pytest.raises(ConfigError, match="scale='group'"):
         group_advantages(REWARDS, GROUPS, baseline="none", scale="group")
-    with pytest.raises(ConfigError, match="scale='mean'"):
+    with pytest.raises(ConfigError, match=r"-1.0.*scale='mean'"):
         group_advantages(-REWARDS, GROUPS, scale="mean")
 
 
@@ -137,5 +137,5 @@ def test_pass_at_k():
     for k, want in ((1, 0.25), (2, 0.464286), (4, 0.785714)):
         same(pass_at_k(np.array([2, 0, 8]), np.array([8, 8, 8]), k), [want, 0, 1])
     same(pass_at_k(np.array([3]), np.array([4]), 2), [1])  # fewer wrong ones than k
-    with pytest.raises(ConfigError, match="k=4"):
+    with pytest.raises(ConfigError, match=r"k=4.*3"):
         pass_at_k(np.array([1]), np.array([3]), 4)

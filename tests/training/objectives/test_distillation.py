@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,7 +221,7 @@ def test_layers_that_are_compared(models):
     assert hidden.pairs(many, few) == ((0, 0), (1, 0), (2, 0))
     with pytest.raises(ConfigError, match=f"0:{counts[0]}: the student has {counts[0]} layers"):
         HiddenStates(weight=1.0, layers=(f"0:{counts[0]}",)).pairs(few, few)
-    with pytest.raises(ConfigError, match="projection=False"):
+    with pytest.raises(ConfigError, match=r"projection=False.*16.*32"):
         hidden.pairs(few, ed.abstract(dataclasses.replace(rich_decoder(1), embed_dim=32)))
     with pytest.raises(ConfigError, match="must be two numbers of layers"):
         HiddenStates(weight=1.0, layers=("3",))
@@ -311,3 +312,20 @@ def test_too_many_tokens_and_none_are_refused(models):
     with pytest.raises(ConfigError, match=r"Batch\.signals needs top_ids, top_log_probs"):
         batch = batch_of()
         jax.eval_shape(lambda s: DistillObjective()(s, batch, key=None, full_batch=batch), student)
+
+
+def test_both_terms_see_the_dropout_of_the_key():
+    student = filled(dataclasses.replace(rich_decoder(1), dropout=0.5))
+    teacher, batch, key = filled(rich_decoder(1), 1), batch_of(), jax.random.key(2)
+    divergence = Divergence("forward")
+    objective = DistillObjective(teacher, divergence, temperature=T, alpha=ALPHA)
+    found, _ = eqx.filter_jit(objective)(student, batch, key=key, full_batch=batch)
+
+    def dropped(tokens, positions, segments):
+        return student(tokens, positions, segments, key=key)
+
+    def whole(tokens, positions, segments):
+        return teacher(tokens, positions, segments)
+
+    want = expected(dropped, whole, batch, divergence)
+    assert_close(found, want * float(targets_of(batch).sum()))

@@ -265,7 +265,7 @@ def test_the_sources_of_held_out_parts_are_asked_once(make, monkeypatch):
         patch.setattr(store_module, "describe_sources", None)
         sets = make(0.7, 0.3, **options | {"sets": True})
     assert [one.store for one in sets.values()] == [part.store for part in train.parts]
-    with pytest.raises(DataError, match=r"--held-out-fraction.*--held-out-fraction"):
+    with pytest.raises(DataError, match=r"--held-out-fraction 0\.3.*--held-out-fraction 0\.2"):
         make(0.7, 0.3, **options | {"sets": True, "held_out_fraction": 0.2})
 
 

@@ -260,7 +260,7 @@ def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tm
     (tmp_path / "metrics.jsonl").touch()
     assert resumed(other, tmp_path) == (other, {})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ed.ConfigError, match=r"init_from=.*was"):
+    with pytest.raises(ed.ConfigError, match="init_from="):
         resumed(other, tmp_path)
 
 

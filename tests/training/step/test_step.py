@@ -213,7 +213,7 @@ def test_a_step_is_that_of_the_mean_whatever_the_weights_add_up_to(case):
 def test_a_batch_that_cannot_be_cut_is_refused(case):
     trainer = trainer_of(case.model, gradient_accumulation_steps=3)
     state = TrainState(model=case.model, optimizer=None, step=jnp.int32(0), skipped=jnp.int32(0), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"StepConfig\.gradient_accumulation_steps=3"):
+    with pytest.raises(ConfigError, match=r"8 sequences.*StepConfig\.gradient_accumulation_steps=3"):
         trainer.step(state, batch_of())
 
 

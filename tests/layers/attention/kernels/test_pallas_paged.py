@@ -273,5 +273,5 @@ def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
 
 def test_tables_that_scalar_memory_cannot_hold_are_refused(monkeypatch):
     monkeypatch.setattr(pallas_paged, "_SCALAR_BYTES", 256)
-    with pytest.raises(ConfigError, match=r"PageConfig\.page_size=4"):
+    with pytest.raises(ConfigError, match=r"5 rows of 11 pages.*PageConfig\.page_size=4"):
         both(paged(LENGTHS), next_tokens(LENGTHS), 4, mask=Causal())

@@ -236,7 +236,7 @@ def test_sharded_is_single_device(kind):
 
 def test_refusals():
     for platform in ("cpu", "tpu"):
-        with pytest.raises(ConfigError, match=r"heads=4.*heads=3"):
+        with pytest.raises(ConfigError, match=r"value heads=4.*key heads=3"):
             delta_rule(*make(128, key_heads=3, key_dim=128, value_dim=128, batch=1), platform=platform)
     with pytest.raises(ConfigError, match="chunk=48"):
         delta_rule(*make(4), chunk=48)
