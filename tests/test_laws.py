@@ -29,41 +29,36 @@ from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_
 from tests.programs import drop_compiled_programs
 
 
-# How many cases there are. The first test that asks finds them: it takes seconds, and every worker reads this file.
-COVERING, OF_FORMS, FRESH = 289, 225, 24
-
-
-@functools.cache
-def of_forms():
-    return array_of_forms(covering_array())
+CASES = covering_array()
+CASES_OF_FORMS = array_of_forms(CASES)
+FRESH = 24
 
 
 @functools.cache
 def quick_cases():
     """Cheap cases, and one with a state, which is in no cheap one."""
-    few = representative(covering_array())
+    few = representative(CASES)
     state = few[0] | dict(mixer="delta net", mesh="fsdp x tensor", length=13, packing="packed", cache="pieces")
     return {"plain": few[0], "mesh": few[3] | dict(length=13, dtype="float32", mtp=0), "state": state}
 
 
 def test_every_legal_pair_of_options_is_in_a_case():
-    want, have = legal_pairs(), set().union(*map(pairs, covering_array()))
-    assert have == want
-    assert len(want) > 3_500 and len(covering_array()) == COVERING
+    want, have = legal_pairs(), set().union(*map(pairs, CASES))
+    assert have == want and len(want) > 3_500
 
 
 def test_every_form_meets_every_option():
-    have = {(case["mesh"], name, value) for case in of_forms() for name, value in case.items()}
+    have = {(case["mesh"], name, value) for case in CASES_OF_FORMS for name, value in case.items()}
     single = [(name, value) for name, values in FACTORS.items() if name != "mesh" for value in values]
     want = {(form, name, value) for form in FORMS for name, value in single if legal({"mesh": form, name: value})}
-    assert want <= have and len(of_forms()) == OF_FORMS
+    assert want <= have
 
 
 def test_the_quick_cases_have_many_options():
-    covering, quick = covering_array(), quick_cases()
+    quick = quick_cases()
     everything, few, found = (
         {item for c in cases for item in c.items()}
-        for cases in (covering, representative(covering), (quick["plain"], quick["mesh"]))
+        for cases in (CASES, representative(CASES), (quick["plain"], quick["mesh"]))
     )
     assert few == everything and len(found) > 0.3 * len(everything)
 
@@ -77,18 +72,18 @@ def test_the_fast_form_of_a_quick_case_equals_the_plain_one(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(COVERING))
-def test_the_fast_form_of_a_case_equals_the_plain_one(number, record_property):
+@pytest.mark.parametrize("case", CASES, ids=itertools.count())
+def test_the_fast_form_of_a_case_equals_the_plain_one(case, record_property):
     drop_compiled_programs()
-    check(covering_array()[number])
+    check(case)
     record_property("compared cases of the covering array", 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(OF_FORMS))
-def test_every_form_on_a_mesh_equals_the_plain_one(number, record_property):
+@pytest.mark.parametrize("case", CASES_OF_FORMS, ids=itertools.count())
+def test_every_form_on_a_mesh_equals_the_plain_one(case, record_property):
     drop_compiled_programs()
-    check(of_forms()[number])
+    check(case)
     record_property("compared cases of forms on meshes", 1)
 
 

@@ -133,9 +133,7 @@ def with_adapters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "make", [*(pytest.param(make, marks=pytest.mark.slow) for make in (from_init, from_a_checkpoint)), with_adapters]
-)
+@pytest.mark.parametrize("make", [from_init, from_a_checkpoint, with_adapters])
 def test_the_step_of_a_loop_of_ones_own_is_compiled_once(make):
     """What comes out of a step is placed as what went in: weights and what optax makes for them."""
     with compilations() as first:

@@ -46,9 +46,7 @@ def close(one, other, tolerance=2e-5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_features_of_an_image_alone_are_those_among_others(model, media, number):
     together, counts = np.asarray(model.encode(media).features), [rows * columns // 4 for _, rows, columns in GRIDS]
     begin, count = sum(counts[:number]), counts[number]
@@ -86,8 +84,8 @@ def test_merging_is_the_loop():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(dict(scan=False), marks=pytest.mark.slow),
-        pytest.param(dict(remat="full"), marks=pytest.mark.slow),
+        dict(scan=False),
+        dict(remat="full"),
         dict(attention="chunked"),
     ],
     ids=str,
@@ -97,7 +95,7 @@ def test_every_way_to_run_gives_the_same(model, media, whole, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [5, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (4, 9))])
+@pytest.mark.parametrize("cut", [5, 4, 9])
 def test_a_cache_gives_what_the_whole_gives(model, whole, cut):
     """Images before, behind and across the border of a call, which an image itself may not cross."""
     cache = ed.init_cache(model.config, 2, 16, dtype=jnp.float32)
@@ -196,7 +194,7 @@ def test_groups_of_rows_have_images_of_their_own(model, media, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("groups", [1, 4])
 def test_a_mesh_gives_the_same(whole, groups):
     layout = ed.Layout.create(data=2, fsdp=2, context=2)
     model = filled(media_decoder(), 1, attention="dot").place(layout)
@@ -331,7 +329,7 @@ def test_fixed_images_are_cut_into_the_same_patches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [pytest.param(None, marks=pytest.mark.slow), MEDIA.positions])
+@pytest.mark.parametrize("positions", [None, MEDIA.positions])
 def test_depths_of_multi_token_prediction_read_features_too(positions):
     """They are those of a text whose embeddings the features are, at the same rotary positions."""
     vision = dataclasses.replace(MEDIA.vision, deepstack=(), deepstack_projector=None)

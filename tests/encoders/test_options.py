@@ -83,21 +83,7 @@ def test_every_option_of_an_encoder_is_read(kind, field):
     assert ((kind, field) in UNREAD) == bool(np.allclose(before, after, atol=1e-4))
 
 
-@pytest.mark.slow(
-    fast=(
-        "AxialRope-theta",
-        "AxialRope-fraction",
-        "AxialRope-pairing",
-        "AxialRope-sections",
-        "AxialRope-staggered",
-        "AxialRope-interleaved_sections",
-    )
-)
-@pytest.mark.parametrize(
-    "kind, field",
-    [pytest.param(*case, marks=pytest.mark.slow if number % 3 else ()) for number, case in enumerate(CASES)],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+@pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_every_option_of_an_encoder_comes_back_from_json(kind, field):
     base, place, values = ENCODER_OPTIONS[kind]
     base = dataclasses.replace(base, **ENCODER_NEEDS.get((kind, field), {}))

@@ -48,7 +48,7 @@ def test_greedy_equals_recomputation_for_ragged_prompts(model):
 @pytest.mark.parametrize(
     "sampler",
     [
-        pytest.param(ed.Greedy(), marks=pytest.mark.slow),
+        ed.Greedy(),
         ed.Sample(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01),
     ],
 )
@@ -95,7 +95,7 @@ def test_the_same_key_gives_the_same_tokens(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
-    [ed.generate, pytest.param(lambda *args, **options: list(ed.stream(*args, **options)), marks=pytest.mark.slow)],
+    [ed.generate, lambda *args, **options: list(ed.stream(*args, **options))],
 )
 def test_prompts_and_budgets_of_many_lengths_share_few_programs(model, call):
     """And so do stop ids, keys and the numbers of a sampler, as long as its filters are the same."""

@@ -15,17 +15,15 @@ from tests.cases import covering_array, decoder_config
 from tests.models import rich_decoder
 
 
-@pytest.mark.slow(fast=("afm-4.5b",))
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if number % 48 else ()) for number, name in enumerate(ed.list_models())],
-)
+@pytest.mark.slow(fast=("deepseek3-671b", "gemma3n-e2b", "llama3-8b", "qwen3-next-80b", "qwen3-vl-2b"))
+@pytest.mark.parametrize("name", ed.list_models())
 def test_every_model_comes_back(name):
     config = ed.get_config(name)
     assert ed.DecoderConfig.from_json(config.to_json()) == config
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
+@pytest.mark.slow(fast=("0",))
+@pytest.mark.parametrize("part", range(6))
 def test_drawn_configurations_come_back(part):
     for case in covering_array()[part::6]:
         config = decoder_config(case)

@@ -44,8 +44,8 @@ def packed_arguments():
 # --- what comes back ---
 
 
-@pytest.mark.slow(fast=("True-float32",))
-@pytest.mark.parametrize("compute", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("scan", [True, False])
 def test_shapes_and_dtypes(compute, scan):
     model = ed.abstract(rich_decoder(), precision=ed.Precision(compute=compute), scan=scan, layer_stats=True)
@@ -149,7 +149,7 @@ def test_tied_head_equals_an_untied_one_with_the_transposed_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("tied", [False, True])
 def test_bias_of_the_head_comes_after_the_divisor_and_before_the_cap(tied):
     """`cap(x / divisor)` of the products with the bias, in every product of the head."""
     biased = filled(rich_decoder(2, tied=tied, head_bias=True, logit_divisor=2.0, logit_soft_cap=1.5))

@@ -111,7 +111,7 @@ LIKE_QWEN: Any = dict(block=GATED, final_norm=None, joint_norm=True, model_norm=
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [*(pytest.param(some, marks=pytest.mark.slow) for some in ({}, NORMED)), dict(block=STREAMS)],
+    [{}, NORMED, dict(block=STREAMS)],
     ids=["as they are", "normed", "all streams"],
 )
 def test_depths_are_the_formula_and_know_their_own_document_only(changes):
@@ -186,8 +186,8 @@ def loss_of(model, batch):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(dict(), id="own head", marks=pytest.mark.slow),
-        pytest.param(dict(block=STREAMS), id="all streams", marks=pytest.mark.slow),
+        pytest.param(dict(), id="own head"),
+        pytest.param(dict(block=STREAMS), id="all streams"),
         pytest.param(dict(tied=True, head_bias=True, logit_soft_cap=3.0, normed_stream=True), id="tied"),
     ],
 )
@@ -333,9 +333,7 @@ def speculated(model, prompt, lengths, new, depths, stops=(), pad=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "window" else pytest.param(name, marks=pytest.mark.slow) for name in SPECULATIVE]
-)
+@pytest.mark.parametrize("name", SPECULATIVE)
 def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
     """For prompts of all lengths, some shorter than the depths, with a stop in the midst of what is accepted."""
     config, seed = SPECULATIVE[name]

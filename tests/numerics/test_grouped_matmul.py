@@ -45,7 +45,7 @@ def products_and_gradients(x, weights, counts, outward, form):
 
 
 @pytest.mark.slow(fast=("(3, 1, 2, 2)-GroupedForm(kind='ragged_dot', block=0, interpret=False)",))
-@pytest.mark.parametrize("form", [*FORMS, pytest.param(GroupedForm("blocks", 64), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("form", [*FORMS, GroupedForm("blocks", 64)], ids=str)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_values_and_gradients_are_those_of_a_loop(counts, form):
     """Of two weights at once; what stands beyond the groups, NaN too, reaches neither weights nor other rows."""
@@ -122,9 +122,7 @@ def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
 
 
 @pytest.mark.slow(fast=("GroupedForm(kind='ragged_dot', block=0, interpret=False)",))
-@pytest.mark.parametrize(
-    "form", [*FORMS[:2], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[2:])], ids=str
-)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_weight_in_parts_is_that_of_its_merged_one(form):
     counts, x = jnp.asarray((3, 1, 2, 2)), jnp.asarray(draws(8 + form.block, INNER))
     pair = LowRank(

@@ -107,7 +107,7 @@ def test_products_are_those_of_the_array(kind, flatten):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param(RAGGED_DOT, marks=pytest.mark.slow), GroupedForm("blocks", 8)], ids=str)
+@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=str)
 def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     """Below a low-rank pair, too; one expert's weight is a row of the array."""
     counts, x = jnp.asarray((9, 0, 4, 3)), draw(1, 24, 16)

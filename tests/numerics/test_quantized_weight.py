@@ -103,7 +103,7 @@ ERRORS = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2**-4, "fp8_block": 2**-4}
 
 
 @pytest.mark.slow(fast=("int8",))
-@pytest.mark.parametrize("mode", ["int8", "int4", pytest.param("fp8", marks=pytest.mark.slow), "fp8_block"])
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8", "fp8_block"])
 def test_numbers_are_the_nearest_ones(mode):
     """Values times scales are within half a step of the weight, in every block; and rounded again they don't change."""
 
@@ -170,7 +170,7 @@ PRODUCTS = {  # pattern, shapes of both, and dimensions that the weight contract
 @pytest.mark.slow(fast=("back",))
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.slow if kind in ("query", "fewer") else ()) for kind in PRODUCTS],
+    PRODUCTS,
 )
 def test_products_are_those_of_the_array(kind):
     """And their gradients, plain and flattened, in f32 and bf16, for every kind of scales."""
@@ -219,7 +219,7 @@ def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["int4", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("int8", "fp8"))])
+@pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])
 def test_grouped_products_are_those_of_the_arrays(mode):
     """Of sorted rows with experts, in all forms, with gradients of the rows; also below a low-rank pair."""
     counts, rows = jnp.asarray((9, 0, 4, 3)), 24
@@ -246,7 +246,7 @@ def test_grouped_products_are_those_of_the_arrays(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_that_of_its_arrays(name, models):
     """One pass, and one token after the other with a cache (latent attention then uses weights in another way)."""
     mode = {"llama_rope": "int4", "mixtral_window": "int8", "deepseek3_groups": "fp8"}[name]

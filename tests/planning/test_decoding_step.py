@@ -93,7 +93,7 @@ def test_experts_are_read_as_far_as_rows_choose_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [None, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page_size", [None, 16])
 def test_a_plan_adds_up(page_size):
     """Weights and cache are those of a device; the cache stays in place."""
     layout = ed.Layout.create(tensor=2, devices=jax.devices()[:2])

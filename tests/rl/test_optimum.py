@@ -51,7 +51,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=2e-2, schedule="constant", warmup_step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_optimum_is_reached(model, where):
     """Every answer is in the batch, with its probability as its weight: steps have the expected gradient."""
     reference = policy(model)

@@ -279,12 +279,18 @@ def check_same(fixture, found, sequences, atol=2e-4):
         assert_allclose(logits, alone[row, : len(text)], atol=atol)
 
 
-QUICK = ["llama_rope"]
-SLOW = ["gemma2_odd", "gpt_oss_yarn", "gemma4_small", "qwen3_moe_mixed", "mistral_window"]
+FIXTURES_OF_SEQUENCES = [
+    "llama_rope",
+    "gemma2_odd",
+    "gpt_oss_yarn",
+    "gemma4_small",
+    "qwen3_moe_mixed",
+    "mistral_window",
+]
 
 
 @pytest.mark.slow(fast=("llama_rope",))
-@pytest.mark.parametrize("fixture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("fixture", FIXTURES_OF_SEQUENCES)
 def test_pieces_of_several_sequences_have_the_logits_of_each_alone(package, fixture):
     sequences = texts(fixture)
     check_same(fixture, play(fixture, sequences, CUTS), sequences)

@@ -29,7 +29,6 @@ from tests.steps import ATTENTION, DENSE, NORM, ROUTED, SPARSE, decoder, results
 
 
 SHAPES = [(2, 2, 1, False), (2, 4, 2, False), (4, 4, 1, False), (2, 3, 2, False), (4, 5, 2, False), (2, 4, 2, True)]
-GATHERS = ["iteration", pytest.param("repeat", marks=pytest.mark.slow), pytest.param("once", marks=pytest.mark.slow)]
 # repeats of one, of fewer than stages, of a number without a common divisor, of more
 ORDERS = [*SHAPES, (4, 8, 3, False), (4, 8, 6, True), (8, 9, 2, False), (2, 5, 1, True)]
 
@@ -72,9 +71,7 @@ def test_the_share_of_bubbles():
 
 @pytest.mark.slow(fast=("2-4-2-False-False",))
 @pytest.mark.parametrize(
-    "stages, count, repeats, delay, contiguous",
-    [pytest.param(*order, True, marks=pytest.mark.slow if number % 2 else ()) for number, order in enumerate(ORDERS)]
-    + [(2, 4, 2, False, False)],
+    "stages, count, repeats, delay, contiguous", [*((*order, True) for order in ORDERS), (2, 4, 2, False, False)]
 )
 def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguous):
     """Each stage writes a digit of its layer's number: in the end rows say in which order they passed which layers."""
@@ -102,11 +99,9 @@ def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguo
     assert_array_equal(told, jnp.stack([each, each, each, own], axis=-1))
 
 
-@pytest.mark.parametrize("gather", GATHERS)
-@pytest.mark.parametrize(
-    "stages, count, repeats, delay",
-    [pytest.param(*shape, marks=() if number == 4 else pytest.mark.slow) for number, shape in enumerate(SHAPES)],
-)
+@pytest.mark.slow(fast=("4-5-2-False-iteration",))
+@pytest.mark.parametrize("gather", ["iteration", "repeat", "once"])
+@pytest.mark.parametrize("stages, count, repeats, delay", SHAPES)
 def test_gradients_equal_those_of_a_scan(stages, count, repeats, delay, gather):
     """Of layers that have no gradient for zeros: none are read in bubbles."""
     layout = ed.Layout.create(stage=stages, fsdp=8 // stages).with_batch_over_stage()

@@ -249,9 +249,7 @@ def test_steps_move_pairs_and_lengths_alone_and_are_resumed(plain, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8_block", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["nf4", "int8", "fp8_block"])
 def test_pairs_beside_weights_in_few_bits(plain, mode):
     """Lengths are those of the widened sum. What remains of a weight is in the same bits, and loses less so."""
     options = dict(group_size=8) if mode == "nf4" else {}

@@ -67,13 +67,8 @@ UPDATES = {
 }
 
 
-QUICK = ("gate_up", "transposed", "batched")
-
-
-@pytest.mark.slow(fast=("query", "out"))
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow(fast=("gate_up", "transposed", "batched"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_product_is_that_of_the_merged_weight(kind):
     """Values, and gradients with respect to x and both factors, plain and flattened, in f32 and bf16."""
     pattern, *sizes = KINDS[kind]

@@ -163,7 +163,7 @@ def test_what_a_process_is_told_is_what_was_meant():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, number, monkeypatch):
     with child(corpus) as process:
         wait_until(lambda: len(shards(corpus)) >= 2)

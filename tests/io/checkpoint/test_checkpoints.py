@@ -269,7 +269,7 @@ def data_file(step: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [6, 200])
 def test_flipped_bits_are_found_or_harmless(saved, tmp_path, mode, trials):
     """By `restore`, which falls back to the step before, and by `load_weights` of that very step, which raises."""
     pick, template, by_fingerprint, by_digest = random.Random(0), make_state(), 0, 0
@@ -684,7 +684,7 @@ with writing, Checkpoints(sys.argv[1], max_checkpoints=2) as checkpoints:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", [1, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [1, 25])
 def test_sigkill_while_saving_leaves_a_loadable_step(tmp_path, mode, trials):
     pick, template = random.Random(1), {"x": jnp.zeros(1 << 20), "n": jnp.int32(0)}
     before = 0

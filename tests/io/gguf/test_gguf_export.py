@@ -32,7 +32,6 @@ from tests.io.gguf.models import CASES, build, settings
 
 CONVERTED = json.loads((FIXTURES / "converted.json").read_text())
 KEY = jax.random.key(0)
-QUICK = ("llama", "gpt2")  # 8 bits and rows in pairs; turned matrices
 # Largest relative error of a matrix; in 8 bits half a step of its largest number, and what float16 does to the scale.
 ERROR = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}
 
@@ -61,8 +60,13 @@ def test_every_architecture_is_tried():
     assert set(CONVERTED) == set(CASES)
 
 
-@pytest.mark.slow(fast=("llama", "gpt2"))
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.slow(
+    fast=(
+        "gpt2",
+        "llama",
+    )
+)
+@pytest.mark.parametrize("name", CASES)
 def test_files_are_those_of_llama_cpp(name, tmp_path):
     kind, family, _ = CASES[name]
     model, file = build(name), tmp_path / "model.gguf"

@@ -107,7 +107,7 @@ def pooled_by_hand(layer, x, positions, local):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("local", [1, 2])
 def test_blocks_of_the_best_means_are_those_of_the_loop(local):
     """Also where the context does not say that positions are contiguous."""
     config = dataclasses.replace(POOLED, selection=dataclasses.replace(POOLED.selection, local_blocks=local))
@@ -143,7 +143,7 @@ def test_fast_is_plain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("largest", marks=pytest.mark.slow), "means"])
+@pytest.mark.parametrize("kind", ["largest", "means"])
 def test_tokens_and_chunks_decode_as_the_whole(kind):
     means = PooledIndexerConfig(size=3, top_k=1, num_heads=8, head_dim=8)
     config = decoder() if kind == "largest" else decoder(selection=means)

@@ -110,9 +110,7 @@ def decoder(form: str) -> ed.DecoderConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=() if form == "chosen" else pytest.mark.slow) for form in FORMS]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_tokens_and_chunks_decode_as_the_whole(form):
     check_ragged_pieces(filled(decoder(form)), ed.Layout.create(data=2, fsdp=2, tensor=2))
 

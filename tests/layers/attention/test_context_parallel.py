@@ -66,11 +66,11 @@ def selection(heads, length, kv_length):
 @pytest.mark.parametrize(
     ("sizes", "kernel", "options"),
     [
-        pytest.param(ALL, "chunked", dict(mask=Causal()), marks=pytest.mark.slow),
+        (ALL, "chunked", dict(mask=Causal())),
         (LONG, "dot", dict(mask=SlidingWindow(7), soft_cap=2.0, alibi=ALIBI)),
-        pytest.param(CONTEXT, "chunked", dict(mask=Bidirectional()), marks=pytest.mark.slow),
-        pytest.param(SEQUENCE, "chunked", dict(mask=Chunked(9)), marks=pytest.mark.slow),
-        pytest.param(HEADS, "dot", dict(mask=Causal()), marks=pytest.mark.slow),
+        (CONTEXT, "chunked", dict(mask=Bidirectional())),
+        (SEQUENCE, "chunked", dict(mask=Chunked(9))),
+        (HEADS, "dot", dict(mask=Causal())),
     ],
     ids=str,
 )
@@ -80,8 +80,8 @@ def test_packed_rows_with_spans(sizes, kernel, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [pytest.param(Causal(), marks=pytest.mark.slow), SlidingWindow(200)], ids=str)
-@pytest.mark.parametrize("order", ["plain", pytest.param("zigzag", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(200)], ids=str)
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_loops_over_blocks(mask, order):
     """Blocks of queries of one device against blocks of all keys, by positions."""
     length = 1072
@@ -96,13 +96,13 @@ def test_loops_over_blocks(mask, order):
 @pytest.mark.parametrize(
     ("sizes", "heads", "kv_heads"),
     [
-        pytest.param(ALL, 4, 1, marks=pytest.mark.slow),
+        (ALL, 4, 1),
         (HEADS, 12, 3),
-        pytest.param(HEADS, 8, 2, marks=pytest.mark.slow),
-        pytest.param(HEADS, 12, 6, marks=pytest.mark.slow),
-        pytest.param(HEADS, 6, 3, marks=pytest.mark.slow),
-        pytest.param(dict(tensor=4, tensor_sequence=2), 8, 2, marks=pytest.mark.slow),
-        pytest.param(dict(tensor=2, tensor_sequence=2, context=2), 4, 2, marks=pytest.mark.slow),
+        (HEADS, 8, 2),
+        (HEADS, 12, 6),
+        (HEADS, 6, 3),
+        (dict(tensor=4, tensor_sequence=2), 8, 2),
+        (dict(tensor=2, tensor_sequence=2, context=2), 4, 2),
     ],
     ids=str,
 )
@@ -112,8 +112,8 @@ def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [ALL, pytest.param(CONTEXT, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("sizes", [ALL, CONTEXT], ids=str)
+@pytest.mark.parametrize("heads", [1, 4])
 def test_selected_keys(sizes, heads):
     places = packed_places(32) | {"selected": selection(heads, 32, 32)}
     check(sizes, make(32, value_dim=3), places, mask=Causal())
@@ -122,7 +122,7 @@ def test_selected_keys(sizes, heads):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "batch", "length"),
-    [(ALL, 3, 13), pytest.param(LONG, 1, 16, marks=pytest.mark.slow), pytest.param(LONG, 4, 1, marks=pytest.mark.slow)],
+    [(ALL, 3, 13), (LONG, 1, 16), (LONG, 4, 1)],
     ids=str,
 )
 def test_what_the_mesh_does_not_divide_stays_whole(sizes, batch, length):
@@ -185,7 +185,7 @@ def test_slots_stay_where_they_are():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [16, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [16, 12])
 def test_rows_need_not_stand_in_the_order_that_is_said(length):
     """Positions decide. Twelve tokens are in no zig-zag over four devices."""
     check(LONG, make(length), packed_places(length), mask=Causal(), order="zigzag", aligned=False, kernel="dot")
@@ -205,10 +205,10 @@ def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads
     ("sizes", "heads", "kv_heads", "options"),
     [
         (ALL, 8, 4, dict(mask=Causal(), soft_cap=2.0)),
-        pytest.param(dict(context=2, tensor=4), 12, 3, dict(mask=SlidingWindow(9)), marks=pytest.mark.slow),
-        pytest.param(dict(context=2, data=4), 4, 2, dict(mask=Bidirectional(), order="zigzag"), marks=pytest.mark.slow),
-        pytest.param(ALL, 4, 1, dict(mask=Causal()), marks=pytest.mark.slow),
-        pytest.param(CONTEXT, 8, 8, dict(mask=Chunked(9)), marks=pytest.mark.slow),
+        (dict(context=2, tensor=4), 12, 3, dict(mask=SlidingWindow(9))),
+        (dict(context=2, data=4), 4, 2, dict(mask=Bidirectional(), order="zigzag")),
+        (ALL, 4, 1, dict(mask=Causal())),
+        (CONTEXT, 8, 8, dict(mask=Chunked(9))),
     ],
     ids=str,
 )

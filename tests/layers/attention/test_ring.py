@@ -154,9 +154,7 @@ def test_a_ring_in_bfloat16():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kernel", ["chunked", *(pytest.param(name, marks=slow) for name in ("dot", "interval", "triton"))]
-)
+@pytest.mark.parametrize("kernel", ["chunked", "dot", "interval", "triton"])
 def test_gradients_of_parts_of_the_keys(kernel, interpreted):
     """Given lse of all keys, gradients of queries add up, and those of keys are those of the whole, a sink and all."""
     places, sink = packed_places(160), jnp.array([0.5, -1.0, 0.0, 2.0])
@@ -236,9 +234,9 @@ def ring_text(form, mask, counts=(8, 4), **options):
     ("form", "mask", "count"),
     [
         ("ring", SlidingWindow(17), 4),  # one device before
-        pytest.param("ring", SlidingWindow(18), 8, marks=slow),  # two
-        pytest.param("ring", Causal(), 12, marks=slow),  # three
-        pytest.param("ring_all_to_all", Causal(), 4, marks=slow),
+        ("ring", SlidingWindow(18), 8),  # two
+        ("ring", Causal(), 12),  # three
+        ("ring_all_to_all", Causal(), 4),
     ],
 )
 def test_what_travels(form, mask, count):

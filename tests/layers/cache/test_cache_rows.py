@@ -26,15 +26,11 @@ def with_pages(cache):
 
 
 KINDS = (*MIXERS, "states", "pages")
-QUICK = ("keys", "pages")  # blocks and chunks are of keys, an indexer's keys beside latents
-CASES = [
-    *(pytest.param(kind, [3, 0], marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS),
-    *(pytest.param(kind, [2], marks=[] if kind == "states" else pytest.mark.slow) for kind in KINDS),
-]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "some"), CASES)
+@pytest.mark.slow(fast=("keys-[3, 0]",))
+@pytest.mark.parametrize("some", [[3, 0], [2]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
     """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""
     monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.LEAST_REACH", 2)

@@ -44,7 +44,7 @@ def test_slots_of_keys_and_values(mask, max_length, slots, ring):
 
 
 @pytest.mark.slow(fast=("4-11",))
-@pytest.mark.parametrize("length", [1, pytest.param(4, marks=pytest.mark.slow), 11])
+@pytest.mark.parametrize("length", [1, 4, 11])
 @pytest.mark.parametrize("decays", [1, 4])
 def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
     decay = -np.abs(normal(LAYERS, BATCH, length, 2, decays))
@@ -123,7 +123,7 @@ def test_rows_are_reset_and_copied_alone(shape):
 
 
 @pytest.mark.slow(fast=("12-False",))
-@pytest.mark.parametrize("slots, ring", [(3, True), (12, False), pytest.param(5, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slots, ring", [(3, True), (12, False), (5, True)])
 def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
     by_slot = dict(kv_heads=2, head_dim=3, ring=False, values=False, by_slot=True)
     single = KVShape(slots=8, **by_slot).build(LAYERS, 1, jnp.float32)

@@ -18,19 +18,14 @@ from tests.models import extend, filled, rich_decoder, some_tokens
 
 
 FORMATS = tuple(BOUNDS)
-QUICK_FORMATS = ("int8", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:]))
 LOST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 1 / 16}  # of the largest number at most
-
-
-def slow(*values):
-    return [pytest.param(*each, marks=pytest.mark.slow) for each in values]
 
 
 # --- the format ---
 
 
 @pytest.mark.slow(fast=("1-int8",))
-@pytest.mark.parametrize("dtype", QUICK_FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale_heads", [1, 3])
 def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
     x = jnp.asarray(normal(50, 3, 16) * np.exp(4 * normal(50, 3, 1, seed=2)))
@@ -47,7 +42,7 @@ def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", QUICK_FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
 def test_zeros_stay_zeros_tiny_numbers_vanish_and_nan_is_seen(dtype):
     rows = jnp.asarray([[0.0, 0, 0], [1e-42, 0, -1e-42], [np.nan, 1, 2], [3e38, -3e38, 1]])[:, None]
     got = decode(*encode(rows, dtype, 1), jnp.float32)[:, 0]
@@ -94,8 +89,8 @@ def stored_past(dtype, scale_heads, values=True, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", QUICK_FORMATS)
-@pytest.mark.parametrize("scale_heads, values", [(2, True), pytest.param(1, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("scale_heads, values", [(2, True), (1, False)])
 def test_scales_of_scores_and_weights_are_those_of_keys_and_values(dtype, scale_heads, values):
     query = jnp.asarray(normal(2, 3, 4, 8, seed=5))
     options = dict(mask=SlidingWindow(9), soft_cap=3.0, query_positions=jnp.asarray([[11, 12, 13], [4, -1, -1]]))
@@ -178,16 +173,14 @@ def check_pieces(model, cache, pieces, bound):
     "kind, given, bound",
     [
         ("keys", "int8", 0.03),
-        *slow(
-            ("indexed", "int8", 0.06),
-            ("keys", "int4", 0.5),
-            ("keys", "float8_e4m3fn", 0.2),
-            ("keys", CacheFormat(dtype="int8", scale_over="heads_and_head_dim"), 0.03),
-            ("chunks", "int8", 0.03),
-            ("blocks", "int8", 0.03),
-            ("latents", "int8", 0.05),
-            ("latents", "float8_e4m3fn", 0.3),
-        ),
+        ("indexed", "int8", 0.06),
+        ("keys", "int4", 0.5),
+        ("keys", "float8_e4m3fn", 0.2),
+        ("keys", CacheFormat(dtype="int8", scale_over="heads_and_head_dim"), 0.03),
+        ("chunks", "int8", 0.03),
+        ("blocks", "int8", 0.03),
+        ("latents", "int8", 0.05),
+        ("latents", "float8_e4m3fn", 0.3),
     ],
     ids=str,
 )

@@ -25,7 +25,6 @@ from tests.serving.engines import SMALL, engine_for
 
 
 BLOCKS = CacheFormat(dtype="float8_e4m3fn", scale_block=2)
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.slow(fast=("float8_e4m3fn",))
@@ -71,7 +70,7 @@ def test_what_is_read_is_what_is_stored():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bound"),
-    [("keys", 0.2), *(pytest.param(k, 0.3, marks=SLOW) for k in ("indexed", "latents", "chunks", "blocks"))],
+    [("keys", 0.2), *((kind, 0.3) for kind in ("indexed", "latents", "chunks", "blocks"))],
 )
 def test_pieces_are_one_call(kind, bound):
     model = filled(decoder(kind))
@@ -115,7 +114,7 @@ def test_many_devices_read_and_write_what_one_does(kind, block, sizes):
     assert max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in pairs) < 0.02
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [pytest.param(None, id="slots"), pytest.param(PageConfig(page_size=8), id="pages")])
 def test_engines_write_what_generate_writes(pages):
     engine = engine_for("llama_rope", cache_dtype=BLOCKS, pages=pages)

@@ -13,8 +13,8 @@ from tests.models import filled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["keys", *(pytest.param(k, marks=pytest.mark.slow) for k in list(MIXERS)[1:])])
-@pytest.mark.parametrize("piece", [4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize("piece", [4, 5])
 def test_pieces_and_tokens_are_one_call(kind, piece):
     """Pieces that the mesh divides and that it does not; rows at different places, rings that have turned."""
     layout = ed.Layout.create(context=4, data=2)

@@ -182,8 +182,8 @@ def test_one_stream_is_that_of_a_plain_model():
     assert_close(run(layer, jnp.asarray(X[:, :, :1]), context(TOKENS))[0][:, :, 0], plain)
 
 
-@pytest.mark.slow(fast=("True-(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1)",))
-@pytest.mark.parametrize("pieces", [pytest.param((1,) * LENGTH, marks=pytest.mark.slow), (4, 1, 6)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 6)], ids=str)
 @pytest.mark.parametrize("accept_all", [True, False])
 def test_pieces_equal_the_whole(layer, pieces, accept_all):
     whole, _ = run(layer, jnp.asarray(X), context(TOKENS))

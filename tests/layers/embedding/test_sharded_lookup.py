@@ -35,7 +35,7 @@ MESHES = {
 
 @pytest.mark.slow(fast=("(8, 4, 2)-fsdp",))
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("shape", [(8, 4, 2), pytest.param((8, 4), marks=pytest.mark.slow), (1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 4, 2), (8, 4), (1, 3)], ids=str)
 def test_rows_and_gradients_are_those_of_one_device(mesh, shape):
     """Also for a batch that the mesh does not divide."""
     rows, layout = drawn(*shape), ed.Layout.create(**MESHES[mesh])

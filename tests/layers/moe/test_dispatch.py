@@ -65,9 +65,6 @@ CASES = {
 }
 
 
-COMPILED = [pytest.param(name, marks=pytest.mark.slow if name == "fsdp" else ()) for name in CASES]  # and looked at
-
-
 @functools.cache
 def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
     """Every weight drawn by NumPy; with pairs, low-rank ones with magnitudes for two of the projections."""
@@ -149,10 +146,8 @@ def compiled(name: str):
     return layout, run.lower(placed(layer(config, pairs), x, layout), positions).compile()
 
 
-@pytest.mark.slow(fast=("ring",))
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ring", "fsdp") else ()) for name in CASES]
-)
+@pytest.mark.slow(fast=("pieces",))
+@pytest.mark.parametrize("name", CASES)
 def test_a_mesh_equals_one_device(name):
     config, pairs, *_ = CASES[name]
     layout, run = compiled(name)
@@ -185,7 +180,7 @@ def test_gradients_added_up_in_rings_are_those_of_one_device(rings):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, some",
-    [pytest.param(dict(fsdp=4, expert=2), {}, marks=pytest.mark.slow), (dict(fsdp=8), dict(exchange_bytes=192))],
+    [(dict(fsdp=4, expert=2), {}), (dict(fsdp=8), dict(exchange_bytes=192))],
 )
 def test_devices_that_multiply_unequally_often_have_no_ring(rings, mesh, some):
     """Split experts take as many pieces as they have rows; rounds would each send a gradient. Nothing is compiled."""
@@ -219,7 +214,7 @@ def test_half_precision_on_a_mesh_is_that_of_one_device(exchange):
 
 
 @pytest.mark.slow(fast=("gather-rich",))
-@pytest.mark.parametrize("config", [RICH, pytest.param(SCALED, marks=pytest.mark.slow)], ids=["rich", "scaled"])
+@pytest.mark.parametrize("config", [RICH, SCALED], ids=["rich", "scaled"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_half_precision_comes_out_as_it_went_in(config, exchange):
     """Tokens in bf16 and weights in f32: so are the output and the gradients. Nothing is compiled."""
@@ -235,7 +230,7 @@ def test_half_precision_comes_out_as_it_went_in(config, exchange):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, length", [pytest.param(1, 1, marks=pytest.mark.slow), (3, 4)])
+@pytest.mark.parametrize("rows, length", [(1, 1), (3, 4)])
 def test_a_batch_that_the_mesh_does_not_divide(rows, length):
     """Decoding: tokens stay where they are, devices that can't share them all do the same."""
     layout = ed.Layout.create(fsdp=2, expert=4)
@@ -380,14 +375,14 @@ def test_rows_travel_and_weights_stay():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", CASES)
 def test_no_device_chooses_for_all_tokens(name):
     """XLA gathers what a partitioned `lax.top_k` reads: logits of all tokens and experts, here 8 x 6 x 8."""
     assert (8, 6, 8) not in shapes(name, "all-gather")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", CASES)
 def test_every_device_sorts_its_own_tokens(name):
     """No token of a device that does not share experts with it."""
     most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, pieces=48 * 3)[name]

@@ -119,13 +119,7 @@ def run(layer, x, positions, form):
 
 
 @pytest.mark.slow(fast=("gpt_oss",))
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("gpt_oss", "longcat, with a bias") else pytest.mark.slow)
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
     config, shape = CASES[name]
     layer, (x, positions) = drawn(config), tokens(shape)
@@ -186,7 +180,7 @@ def test_gradients_are_finite_differences_in_double_precision():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["dropless", "capacity"])
 def test_half_precision_stays_near_single(form):
     layer, (x, positions) = drawn(CASES["gpt_oss"][0]), tokens((3, 5))
     x = jnp.asarray(x, jnp.bfloat16)
@@ -280,7 +274,7 @@ def test_experts_are_so_many_matrices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.slow), "dropless"])
+@pytest.mark.parametrize("form", ["dense", "dropless"])
 def test_low_rank_pairs_of_experts_are_their_merged_weights(form):
     layer, (x, positions) = drawn(PLAIN), tokens((2, 4))
     draws = np.random.default_rng(4)
@@ -423,7 +417,7 @@ FULL = ExpertsConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.slow), "capacity"])
+@pytest.mark.parametrize("form", ["dense", "capacity"])
 def test_gradients_are_finite_differences(form):
     """Where tokens are dropped, too."""
     check_differences(FULL, form, 3)

@@ -111,10 +111,10 @@ def test_chunks_are_single_tokens(chunk):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [dict(context=2, tensor=2, data=2), pytest.param(dict(context=4, tensor=2), marks=pytest.mark.slow)],
+    [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)],
     ids=str,
 )
-@pytest.mark.parametrize("stateless", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("stateless", [True, False])
 def test_pieces_of_a_row(sizes, stateless):
     *args, state, starts = inputs(80)
     args = [*args, None if stateless else state]

@@ -80,7 +80,9 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
     "fixture",
     [
         "llama_rope",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_window", "qwen3_next", "deepseek2_groups")),
+        "mistral_window",
+        "qwen3_next",
+        "deepseek2_groups",
     ],
 )
 def test_steps_of_some_slots_and_short_ones_are_the_same(fixture, monkeypatch):

@@ -47,12 +47,12 @@ def answers(engine, wanted):
     ("fixture", "options", "mesh"),
     [
         ("llama_rope", {}, {}),
-        pytest.param("llama_rope", dict(pages=PageConfig(page_size=4)), {}, marks=pytest.mark.slow),
-        pytest.param("llama_rope", dict(cache_dtype="int8"), dict(tensor=2, data=2, fsdp=2), marks=pytest.mark.slow),
-        pytest.param("gemma3_pattern", dict(pages=PageConfig(page_size=4)), {}, marks=pytest.mark.slow),
-        pytest.param("falcon_mamba", {}, {}, marks=pytest.mark.slow),
-        pytest.param("falcon_mamba", {}, dict(data=4, tensor=2), marks=pytest.mark.slow),
-        pytest.param("qwen3_next", dict(expert_choices=True), {}, marks=pytest.mark.slow),
+        ("llama_rope", dict(pages=PageConfig(page_size=4)), {}),
+        ("llama_rope", dict(cache_dtype="int8"), dict(tensor=2, data=2, fsdp=2)),
+        ("gemma3_pattern", dict(pages=PageConfig(page_size=4)), {}),
+        ("falcon_mamba", {}, {}),
+        ("falcon_mamba", {}, dict(data=4, tensor=2)),
+        ("qwen3_next", dict(expert_choices=True), {}),
     ],
 )
 def test_answers_to_a_prompt_that_begin_together_are_those_of_each_alone(fixture, options, mesh, monkeypatch):

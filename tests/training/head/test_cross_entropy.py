@@ -68,13 +68,13 @@ def expected_of(arguments, **options):
 ALL = {"soft_cap": 3.0, "z_loss": 0.05}
 
 
-@pytest.mark.slow(fast=("False-False-options0",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "biased", "options"),
     [
-        pytest.param(False, False, {}, marks=pytest.mark.slow),
+        (False, False, {}),
         (False, True, ALL),
-        pytest.param(True, False, ALL, marks=pytest.mark.slow),
+        (True, False, ALL),
         (True, True, {}),
     ],
 )
@@ -246,9 +246,7 @@ REST = [(mesh, tied) for mesh in MESHES for tied in (False, True) if (mesh, tied
 
 
 @pytest.mark.slow(fast=("{'fsdp': 4, 'tensor': 2}-False",))
-@pytest.mark.parametrize(
-    ("mesh", "tied"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=str
-)
+@pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST], ids=str)
 def test_on_a_mesh(mesh, tied, monkeypatch):
     """Kernel, bias and gradients at once and in parts, gradients summed by XLA or (tied) in rings: losses, gradients
     and predictions of one device."""

@@ -52,8 +52,8 @@ ALL = {"soft_cap": 3.0, "temperature": 0.7}
     ("tied", "biased", "several", "options"),
     [
         (False, True, False, ALL),
-        pytest.param(True, False, True, ALL, marks=pytest.mark.slow),
-        pytest.param(True, True, False, {}, marks=pytest.mark.slow),
+        (True, False, True, ALL),
+        (True, True, False, {}),
         (False, False, True, {}),
     ],
 )
@@ -83,9 +83,7 @@ def test_fused_is_plain(tied, biased, several, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "tied"), [*FEW[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in (*FEW[1:], *REST))], ids=str
-)
+@pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST], ids=str)
 def test_on_a_mesh(mesh, tied):
     """Log-probs of one and of several targets, and divergences, at once and in parts of the vocabulary."""
     draws = np.random.default_rng(0)

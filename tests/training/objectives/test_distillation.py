@@ -93,7 +93,7 @@ def test_a_step_is_that_of_the_formula(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distance", ["cosine", pytest.param("mse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("distance", ["cosine", "mse"])
 def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
     """What a step adds to the loss is the formula on the streams behind the named layers of both."""
     student, teacher = deeper

@@ -53,9 +53,9 @@ def test_data_splits_what_the_batch_splits_or_the_first_dimension_that_it_divide
     ("sizes", "parts"),
     [
         (dict(data=2, fsdp=4), 1),
-        pytest.param(dict(data=8), 1, marks=pytest.mark.slow),
-        pytest.param(dict(data=4, tensor=2), 1, marks=pytest.mark.slow),
-        pytest.param(dict(data=4, tensor=2), 2, marks=pytest.mark.slow),
+        (dict(data=8), 1),
+        (dict(data=4, tensor=2), 1),
+        (dict(data=4, tensor=2), 2),
     ],
     ids=str,
 )

@@ -595,8 +595,8 @@ def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     assert "changed" not in err and load_settings(begun.dir / "settings.json").optimizer.weight_decay == 0.03
 
 
-@pytest.mark.slow(fast=("{'--data': 'no/where'}-3-new",))
-@pytest.mark.parametrize("there", [pytest.param((), marks=pytest.mark.slow), ("notes.txt",)], ids=["new", "there"])
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [(), ("notes.txt",)], ids=["new", "there"])
 @pytest.mark.parametrize(
     "options, code",
     [

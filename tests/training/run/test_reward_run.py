@@ -108,11 +108,11 @@ def test_a_model_with_scores_writes_nothing(use, sentence):
     ("name", "architecture"),
     [
         ("llama_rope", "LlamaForSequenceClassification"),
-        pytest.param("qwen2_mixed", "Qwen2ForSequenceClassification", marks=pytest.mark.slow),
-        pytest.param("qwen3_f16", "Qwen3ForSequenceClassification", marks=pytest.mark.slow),
-        pytest.param("gemma2_odd", "Gemma2ForSequenceClassification", marks=pytest.mark.slow),
+        ("qwen2_mixed", "Qwen2ForSequenceClassification"),
+        ("qwen3_f16", "Qwen3ForSequenceClassification"),
+        ("gemma2_odd", "Gemma2ForSequenceClassification"),
         ("gemma3_pattern", "Gemma3TextForSequenceClassification"),
-        pytest.param("gpt2", "GPT2ForSequenceClassification", marks=pytest.mark.slow),
+        ("gpt2", "GPT2ForSequenceClassification"),
     ],
 )
 def test_a_directory_has_the_bits_that_were_written(name, architecture, tmp_path):

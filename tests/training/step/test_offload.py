@@ -44,10 +44,10 @@ def run(layout, optimizer, config=DEEP, remat="full", poison=False, **step):
     ("sizes", "offload", "optimizer", "remat"),
     [
         (dict(data=2, fsdp=4), ALL, dict(ema_decay=0.5, shard_over_data=True), "full"),
-        pytest.param(None, ALL, dict(ema_decay=0.5), "full", marks=pytest.mark.slow),
-        pytest.param(None, Offload(weights=("*",)), {}, "none", marks=pytest.mark.slow),
-        pytest.param(None, Offload(optimizer=("*",)), dict(name="lion"), "minimal", marks=pytest.mark.slow),
-        pytest.param(dict(fsdp=4, tensor=2), ALL, dict(moments_dtype="bfloat16"), "full", marks=pytest.mark.slow),
+        (None, ALL, dict(ema_decay=0.5), "full"),
+        (None, Offload(weights=("*",)), {}, "none"),
+        (None, Offload(optimizer=("*",)), dict(name="lion"), "minimal"),
+        (dict(fsdp=4, tensor=2), ALL, dict(moments_dtype="bfloat16"), "full"),
     ],
     ids=str,
 )

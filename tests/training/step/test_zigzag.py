@@ -58,8 +58,8 @@ def rich(latent: bool) -> ed.Decoder:
     ("latent", "sizes"),
     [
         (False, dict(context=4, tensor=2)),
-        pytest.param(True, dict(context=2, data=4), marks=pytest.mark.slow),
-        pytest.param(False, dict(context=2, tensor_sequence=2, data=2), marks=pytest.mark.slow),
+        (True, dict(context=2, data=4)),
+        (False, dict(context=2, tensor_sequence=2, data=2)),
     ],
 )
 def test_zigzag_equals_plain(latent, sizes):
@@ -144,7 +144,7 @@ def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
 
 
 @pytest.mark.slow(fast=("zigzag",))
-@pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.slow), "zigzag"])
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_largest_scores_are_found_in_the_order_that_is_said(monkeypatch, order):
     aligned = []
 

@@ -88,9 +88,9 @@ def layouts(length):
     [
         ("interval", SlidingWindow(70), 2.0),
         ("triton", SlidingWindow(70), 2.0),
-        *(pytest.param(kernel, Causal(), None, marks=slow) for kernel in ("interval", "triton")),
-        *(pytest.param(kernel, Chunked(100), None, marks=slow) for kernel in ("interval", "triton")),
-        *(pytest.param(kernel, Bidirectional(), 2.0, marks=slow) for kernel in ("interval", "triton")),
+        *((kernel, Causal(), None) for kernel in ("interval", "triton")),
+        *((kernel, Chunked(100), None) for kernel in ("interval", "triton")),
+        *((kernel, Bidirectional(), 2.0) for kernel in ("interval", "triton")),
     ],
     ids=str,
 )
@@ -106,7 +106,9 @@ def test_flash_is_dot(kernel, mask, soft_cap):
     ("kernel", "spans"),
     [
         ("interval", True),
-        *(pytest.param(*case, marks=slow) for case in (("interval", False), ("triton", True), ("triton", False))),
+        ("interval", False),
+        ("triton", True),
+        ("triton", False),
     ],
 )
 def test_keys_are_not_the_queries(kernel, spans):
@@ -148,10 +150,10 @@ def near_selection(kind, length, heads):
     ("kind", "heads", "fits"),
     [
         ("groups", 6, False),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in (("keys", 1, True), ("keys", 6, False), ("groups", 1, True), ("groups", 6, True))
-        ),
+        ("keys", 1, True),
+        ("keys", 6, False),
+        ("groups", 1, True),
+        ("groups", 6, True),
     ],
 )
 def test_selections(kind, heads, fits, monkeypatch):
@@ -268,7 +270,7 @@ ROWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["interval", pytest.param("triton", marks=slow)])
+@pytest.mark.parametrize("kernel", ["interval", "triton"])
 def test_blocks_that_nobody_sees_are_not_touched(kernel):
     """NaN in them changes no bit, whatever keeps them from being seen."""
     parts = zip(*ROWS.values(), strict=True)
@@ -332,9 +334,9 @@ def first_run(whole):
     "mask",
     [
         Causal(),
-        pytest.param(SlidingWindow(40), marks=slow),
+        SlidingWindow(40),
         Chunked(32),
-        pytest.param(Bidirectional(), marks=slow),
+        Bidirectional(),
         Bidirectional(48),
     ],
     ids=str,

@@ -113,10 +113,7 @@ def both(qkv, places, **options):
 @pytest.mark.slow(fast=("Causal()-None",))
 @pytest.mark.parametrize(
     ("mask", "soft_cap"),
-    [
-        pytest.param(mask, cap, marks=[] if number in (1, 3, 5) else pytest.mark.slow)
-        for number, (mask, cap) in enumerate(zip(MASKS, CAPS, strict=True))
-    ],
+    list(zip(MASKS, CAPS, strict=True)),
     ids=str,
 )
 def test_packed_chunked_is_dot(mask, soft_cap):
@@ -140,7 +137,7 @@ def test_loops_over_blocks_are_dot():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 def test_half_precision_stays_near(kernel, dtype):
     positions, segments = packed(270)
@@ -160,7 +157,8 @@ def test_half_precision_stays_near(kernel, dtype):
     ("lengths", "platform"),
     [
         *(((1, 530), "cpu"), ((33, 70), "tpu"), ((530, 3), "tpu")),
-        *(pytest.param(lengths, "cpu", marks=pytest.mark.slow) for lengths in ((1, 1), (140, 17))),
+        ((1, 1), "cpu"),
+        ((140, 17), "cpu"),
     ],
     ids=str,
 )
@@ -444,7 +442,7 @@ def oracle(qkv, seen, soft_cap=None):
 
 @pytest.mark.slow(fast=("301-Causal()",))
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20), Chunked(100), Bidirectional()], ids=str)
-@pytest.mark.parametrize("length", [301, pytest.param(561, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [301, 561])
 def test_spans(mask, length):
     """Tokens see those behind them in their span, and documents stay apart; blocks ahead are not skipped."""
     qkv, places = make(length, heads=2, kv_heads=1), packed_places(length, spans=True)
@@ -486,7 +484,7 @@ def selection(length, kv_length, heads, seed=3):
     [
         ("mask", 4, 301, 2.0),
         ("groups", 4, 561, None),
-        pytest.param("keys", 1, 301, None, marks=pytest.mark.slow),
+        ("keys", 1, 301, None),
     ],
 )
 def test_selected_keys(kind, heads, length, soft_cap):

@@ -45,9 +45,9 @@ def layouts(length):
     ("mask", "soft_cap"),
     [
         (Chunked(70), 2.0),
-        pytest.param(Causal(), None, marks=pytest.mark.slow),
-        pytest.param(Bidirectional(), None, marks=pytest.mark.slow),
-        pytest.param(Bidirectional(60), None, marks=pytest.mark.slow),
+        (Causal(), None),
+        (Bidirectional(), None),
+        (Bidirectional(60), None),
     ],
     ids=str,
 )

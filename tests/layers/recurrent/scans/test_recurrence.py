@@ -14,8 +14,6 @@ from tests.compare import assert_allclose, assert_array_equal
 
 
 KINDS = ["head", "channel", "linear"]  # decay by head or by channel, and no delta rule
-# where the path through chunks says it already for all of them
-MOST_GENERAL = [pytest.param(kind, marks=() if kind == "channel" else pytest.mark.slow) for kind in KINDS]
 
 
 def make(length, kind="head", *, batch=2, key_heads=2, heads=4, key_dim=8, value_dim=6, seed=0):
@@ -124,7 +122,7 @@ def test_definition():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MOST_GENERAL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_strong_decays(kind):
     """Neither overflow nor digits lost where some tokens or channels forget all and others nothing."""
     args = list(make(130, kind))
@@ -135,8 +133,8 @@ def test_strong_decays(kind):
     same(all_of(tuple(args), None, kind, 64), all_of(tuple(args), None, kind, None))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", MOST_GENERAL)
+@pytest.mark.slow(fast=("channel",))
+@pytest.mark.parametrize("kind", KINDS)
 def test_documents_do_not_touch(kind):
     """Not a bit of what a document gives depends on those beside it; nor do its gradients."""
     args, length = make(90, kind), 90
@@ -155,7 +153,8 @@ def test_documents_do_not_touch(kind):
     same(out[:, 21:70], all_of(alone, None, kind, 64)[0][0])
 
 
-@pytest.mark.parametrize("kind", MOST_GENERAL)
+@pytest.mark.slow(fast=("channel",))
+@pytest.mark.parametrize("kind", KINDS)
 def test_padding_is_the_identity(kind):
     """Anywhere in a row, and exactly where a state has nothing but padding."""
     args, length = make(60, kind), 97
@@ -168,7 +167,7 @@ def test_padding_is_the_identity(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MOST_GENERAL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_states_are_handed_on(kind):
     args, outs = make(97, kind), []
     state = args[-1]

@@ -42,19 +42,19 @@ def results(function, args, rest, options=()):
     ("sizes", "kind", "options"),
     [
         (TWO, "head", {}),
-        pytest.param(FOUR, "linear", dict(stateless=True), marks=slow),
-        pytest.param(FOUR, "channel", {}, marks=slow),
-        pytest.param(EIGHT, "head", {}, marks=slow),
-        pytest.param(EIGHT, "channel", dict(key_heads=4), marks=slow),
-        pytest.param(EIGHT, "linear", dict(batch=3), marks=slow),
-        pytest.param(FOUR, "head", dict(key_heads=1), marks=slow),
-        pytest.param(FOUR, "linear", dict(key_heads=3, heads=6), marks=slow),
-        pytest.param(dict(context=2, tensor=4), "linear", dict(key_heads=2, heads=8), marks=slow),
-        pytest.param(dict(context=2, tensor=4), "head", dict(key_heads=2, heads=4), marks=slow),
+        (FOUR, "linear", dict(stateless=True)),
+        (FOUR, "channel", {}),
+        (EIGHT, "head", {}),
+        (EIGHT, "channel", dict(key_heads=4)),
+        (EIGHT, "linear", dict(batch=3)),
+        (FOUR, "head", dict(key_heads=1)),
+        (FOUR, "linear", dict(key_heads=3, heads=6)),
+        (dict(context=2, tensor=4), "linear", dict(key_heads=2, heads=8)),
+        (dict(context=2, tensor=4), "head", dict(key_heads=2, heads=4)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("resets", [True, False])
 def test_pieces_of_a_recurrence(sizes, kind, options, resets):
     """From a state or zeros on, with documents that end or begin in a piece; what is written and the last state."""
     stateless = options.get("stateless", False)
@@ -137,9 +137,7 @@ MIXERS = ("delta net", "mamba2", "mamba", "kimi delta", "gated unit", "time mix"
 
 # on context=2, data=2, tensor=2 XLA for CPU (jax 0.10) crashes in the decay by channel of one chunk of 32 tokens
 @slow
-@pytest.mark.parametrize(
-    "sizes", [FOUR, pytest.param(EIGHT, marks=slow), pytest.param(dict(context=2, data=4), marks=slow)], ids=str
-)
+@pytest.mark.parametrize("sizes", [FOUR, EIGHT, dict(context=2, data=4)], ids=str)
 @pytest.mark.parametrize("name", [*MIXERS, "lightning", "mamba2 and attention"])
 def test_layers(name, sizes):
     """Packed rows with padding: outputs, and gradients of weights and inputs."""
