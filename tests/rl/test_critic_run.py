@@ -123,7 +123,6 @@ def test_settings_change_what_is_learned(folder, flags):
     assert len(steps_of(folder / name)) == 4
 
 
-@pytest.mark.slow
 def test_a_value_is_read_before_its_token(folder):
     """Of a critic that begins with a reward model; and all answers were cut, so that the last value goes on."""
     scorer = add_score_head(ed.load_hf(BASE), key=jax.random.key(1))

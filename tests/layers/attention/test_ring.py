@@ -153,7 +153,7 @@ def test_a_ring_in_bfloat16():
     assert all(each < 1.5 * errors["gather"] < 0.03 for each in errors.values()), errors
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("triton",))
 @pytest.mark.parametrize("kernel", ["chunked", "dot", "interval", "triton"])
 def test_gradients_of_parts_of_the_keys(kernel, interpreted):
     """Given lse of all keys, gradients of queries add up, and those of keys are those of the whole, a sink and all."""
