@@ -24,6 +24,7 @@ from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.compare import assert_allclose
+from tests.errors import refused
 
 
 BASE = Path(__file__).parents[2] / "fixtures" / "peft_dora"
@@ -129,7 +130,7 @@ def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_
     engine.load_adapter("one", parts["lora"])
     engine.load_adapter("two", parts["pissa"])
     want = [answer for (answer,) in ([each] for each in answers(engine, [ask("one"), ask("two")]))]
-    with pytest.raises(ConfigError, match=r"max_adapters=2.*'one'.*'two'"):
+    with refused(ConfigError, "'three'", "max_adapters=2", "'one'", "'two'"):
         engine.load_adapter("three", parts["dora"])
     late, tokens = engine.submit(ask("one", max_new_tokens=20)), ()
     tokens += sum((output.tokens for output in engine.step()), ())
@@ -137,9 +138,9 @@ def test_loading_and_dropping_compiles_nothing_and_places_are_free_when_answers_
     engine.drop_adapter("one")
     assert engine.adapters == ("two",)
     for request in (ask("one"), ask("never")):
-        with pytest.raises(ConfigError, match=f"adapter={request.adapter!r} is not loaded: 'two' is"):
+        with refused(ConfigError, f"adapter={request.adapter!r}", "'two'"):
             engine.submit(request)
-    with pytest.raises(ConfigError, match=r"'one'.*'two'"):
+    with refused(ConfigError, "max_adapters=2", "'one'", "'two'"):
         engine.load_adapter("one", parts["dora"])
     while engine.has_work:
         tokens += sum((output.tokens for output in engine.step() if output.request_id == late), ())
@@ -186,21 +187,21 @@ def test_preempted_answers_keep_their_adapters(adapted, engine):
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused(base, adapted, engine):
     large = noisy(add_lora(base, LoRAConfig(rank=5, targets=("*.query",)), key=jax.random.key(0)))
-    with pytest.raises(ConfigError, match=r"mixer\.query.*5.*max_adapter_rank=4"):
+    with refused(ConfigError, "'large'", "mixer.query", "rank 5", "max_adapter_rank=4"):
         engine.load_adapter("large", large)
-    with pytest.raises(ConfigError, match="has no low-rank pairs"):
+    with refused(ConfigError, "Engine.load_adapter", "load_peft"):
         engine.load_adapter("none", base)
     engine.load_adapter("dora", adapted["dora"])
-    with pytest.raises(ConfigError, match=r"'dora'.*loaded"):
+    with refused(ConfigError, "Engine.load_adapter", "'dora'"):
         engine.load_adapter("dora", adapted["dora"])
-    with pytest.raises(ConfigError, match=r"'dora'.*columns"):
+    with refused(ConfigError, "Engine.load", "'dora'", "DoRA"):
         engine.load(base)
     few = Engine(base, dataclasses.replace(CONFIG, adapter_targets=("*.query",)))
-    with pytest.raises(ConfigError, match=r"has no place: see EngineConfig\.adapter_targets"):
+    with refused(ConfigError, "'lora'", "mixer.key", "EngineConfig.adapter_targets"):
         few.load_adapter("lora", adapted["lora"])
-    with pytest.raises(ConfigError, match=r"no places for adapters: give EngineConfig\.max_adapters"):
+    with refused(ConfigError, "'lora'", "EngineConfig.max_adapters"):
         Engine(base, dataclasses.replace(CONFIG, max_adapters=0)).load_adapter("lora", adapted["lora"])
-    with pytest.raises(ConfigError, match="adapter_targets: no weight matches"):
+    with refused(ConfigError, "EngineConfig.adapter_targets", "'*.nothing'", "mixer.query"):
         Engine(base, dataclasses.replace(CONFIG, adapter_targets=("*.nothing",)))
 
 

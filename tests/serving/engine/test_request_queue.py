@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import pytest
-
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.engine.request_queue import RequestQueue
+from tests.errors import refused
 
 
 @dataclasses.dataclass
@@ -53,13 +52,13 @@ def test_being_away_earns_nothing():
     assert waiting.first().request_id == 1
 
 
-def test_a_full_list_says_so():
+def test_full_queue_refuses_requests():
     waiting = waiting_list(entry(0, length=60), requests=2)
-    with pytest.raises(QueueFull, match="60 tokens"):
+    with refused(QueueFull, "60 tokens"):
         waiting.check_room(entry(1, length=41).request)
     waiting.check_room(entry(1, length=40).request)
     waiting.add(entry(1, length=1), set())
-    with pytest.raises(QueueFull, match="2 requests with 61 tokens"):
+    with refused(QueueFull, "2 requests", "61 tokens"):
         waiting.check_room(entry(2).request)
     waiting.remove(0)
     waiting.remove(0)  # again: nothing happens

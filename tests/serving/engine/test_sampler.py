@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.core.sampling import choose_tokens, min_logits
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.serving.engine.sampler import (
     SAMPLING_FORMS,
     BatchSamplingParams,
@@ -19,6 +20,7 @@ from eqx_decoders.serving.engine.sampler import (
     score_tokens,
 )
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 
 
 VOCAB = 700
@@ -163,19 +165,17 @@ def test_scores_are_log_probabilities_of_the_model_itself():
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(temperature=-1.0), "temperature=-1"),
-        (dict(top_p=0.0), "top_p=0"),
-        (dict(top_p=2.0), "at most 1"),
-        (dict(repetition_penalty=0.0), "above 0"),
-        (dict(logit_bias=((3, 1.0), (3, 2.0))), "twice"),
-        (dict(seed=2**64), "64 bits"),
-    ],
+    "field, value",
+    [("temperature", -1.0), ("top_p", 0.0), ("top_p", 2.0), ("repetition_penalty", 0.0), ("seed", 2**64)],
 )
-def test_wrong_numbers_are_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        SamplingParams(**wrong)
+def test_wrong_numbers_are_refused(field, value):
+    with refused(ConfigError, f"SamplingParams.{field}={value}"):
+        SamplingParams(**{field: value})
+
+
+def test_two_biases_of_a_token_are_refused():
+    with refused(ConfigError, "SamplingParams.logit_bias"):
+        SamplingParams(logit_bias=((3, 1.0), (3, 2.0)))
 
 
 @pytest.mark.slow
