@@ -25,6 +25,7 @@ from eqx_decoders.serving.frontend.answer_grammar import (
 )
 from eqx_decoders.serving.frontend.schema_reader import SchemaReader
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, reserved_tokens
+from tests.errors import refused
 
 
 SPECIAL = ("<|end|>", "<|user|>", "<s>", "<|im_end|>", "<b>", "▁x")
@@ -378,7 +379,7 @@ def test_schemas_of_tools_are_checked_only_if_a_call_is_required():
     tools = [{"type": "function", "function": {"name": "f", "parameters": odd}}]
     for name in ("hermes", "qwen3_coder", "lfm2", "gemma4"):
         prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tools, required=False, max_calls=1)))
-        with pytest.raises(ConfigError, match="uniqueItems"):
+        with refused(ConfigError, '"f"', "`$.properties.a`", "uniqueItems"):
             prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tools, required=True)))
 
 
@@ -554,14 +555,14 @@ def test_errors_about_parameters_name_the_tool(inner, name):
         pytest.skip("this format does not constrain the pattern of a string")
     tools = [*TOOLS, *tool({"properties": {"a": inner}, "required": ["a"]})]
     for form in (None, ANSWER):
-        with pytest.raises(ConfigError, match='Parameters of the function "f": '):
+        with refused(ConfigError, '"f"', "a"):
             prepare(PLAIN_COMPILER, AnswerGrammar(form, call_grammar(name, tools, required=True)))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gemma4"])
 def test_prefix_items_are_refused_in_formats_that_cannot_express_them(name):
     parameters = {"properties": {"a": {"type": "array", "prefixItems": [{"type": "integer"}]}}}
-    with pytest.raises(ConfigError, match="prefixItems"):
+    with refused(ConfigError, '"f"', "prefixItems", name, "`items`"):
         prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
@@ -581,9 +582,9 @@ def test_lark_grammars_in_json_may_contain_special_tokens():
     grammar = Grammar("grammar", json.dumps({"grammars": grammars}))
     assert accepts(compiler, grammar, names(compiler)["<|user|>"], "x")
     grammars = [{"lark_grammar": 'start: <|unknown|> "x"'}]
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, "<|unknown|>") as error:
         prepare(compiler, Grammar("grammar", json.dumps({"grammars": grammars})))
-    assert "unknown" in str(error.value) and str(error.value).isascii()
+    assert str(error.value).isascii()
 
 
 def test_types_of_schemas():

@@ -2,10 +2,9 @@
 
 import asyncio
 
-import pytest
-
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
+from tests.errors import refused
 
 
 async def settle() -> None:
@@ -92,7 +91,7 @@ def test_too_many_are_told_to_come_again():
         work.ask("a", "1")
         await settle()
         assert work.begun == []
-        with pytest.raises(ApiError, match="2 requests wait for images") as error:
+        with refused(ApiError, "2 requests", "images") as error:
             async with work.turns.acquire("a"):
                 pass
         assert error.value.status == 429 and error.value.retry_after
@@ -116,7 +115,7 @@ def test_where_no_more_may_wait_the_client_with_most_of_them_is_refused():
         work.ask("c", "c0")
         await settle()
         for name in ("a3", "a4"):  # its last ones
-            with pytest.raises(ApiError, match="4 requests wait for x") as error:
+            with refused(ApiError, "4 requests", "x") as error:
                 await work.tasks[name]
             assert error.value.status == 429
         work.ask("b", "b1")  # nobody has so many more that this would be fair

@@ -12,6 +12,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend.json_schemas import UNSUPPORTED, prepare_schema
 from eqx_decoders.serving.frontend.structured_output import Grammar, GrammarCompiler
+from tests.errors import refused
 
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -159,7 +160,7 @@ def test_pattern_properties_take_bounded_time():
     start = time.process_time()
     for name, pattern in (("a" * 60 + "!", "^(a+)+$"), ("a" * 60, "(a|a)*b"), ("x" * 60, "(x+x+)+y")):
         prepare_schema({"properties": {name: {}}, "patternProperties": {pattern: {}}})
-    with pytest.raises(ConfigError, match="patterns"):
+    with refused(ConfigError, "2000", "`patternProperties`", "100"):
         prepare_schema({"properties": {"a": {}}, "patternProperties": {f"^x{index}$": {} for index in range(2000)}})
     assert time.process_time() - start < 5
 
@@ -167,16 +168,26 @@ def test_pattern_properties_take_bounded_time():
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"required": True}, "required"), ({"properties": ["a"]}, "properties"), ({"allOf": 5}, "allOf"),
-        ({"type": "string", "format": "date", "pattern": "a", "allOf": 5}, "allOf"), ({"minItems": None}, "minItems"),
-        ({"properties": {"a": 5}}, "$.properties.a"), ({"items": None}, "$.items"), ({"anyOf": [[]]}, "$.anyOf[0]"),
-        ({"maximum": 10**5000}, "maximum"), ({"minLength": -1}, "minLength"), ({"enum": "x"}, "enum"),
+        ({"required": True}, "`required=true`"),
+        ({"properties": ["a"]}, '`properties=["a"]`'),
+        ({"allOf": 5}, "`allOf=5`"),
+        ({"type": "string", "format": "date", "pattern": "a", "allOf": 5}, "`allOf=5`"),
+        ({"minItems": None}, "`minItems=null`"),
+        ({"properties": {"a": 5}}, "`$.properties.p.properties.a`"),
+        ({"items": None}, "`$.properties.p.items`"),
+        ({"anyOf": [[]]}, "`$.properties.p.anyOf[0]`"),
+        ({"maximum": 10**5000}, "9007199254740992"),
+        ({"minLength": -1}, "`minLength=-1`"),
+        ({"enum": "x"}, '`enum="x"`'),
     ],
-)  # fmt: skip
+    ids=[
+        *("required", "properties", "allOf", "allOf with pattern", "minItems", "property", "items", "anyOf"),
+        *("maximum", "minLength", "enum"),
+    ],
+)
 def test_keywords_with_values_of_a_wrong_type_are_refused(schema, named):
-    with pytest.raises(ConfigError) as error:
-        prepare_schema({"properties": {"p": schema}} if named[0] != "$" else schema)
-    assert named in str(error.value) or named == "maximum"
+    with refused(ConfigError, "`$.properties.p", named) as error:
+        prepare_schema({"properties": {"p": schema}})
     assert len(str(error.value)) < 300
 
 
@@ -188,11 +199,11 @@ def test_boolean_schemas():
         constraint_of(False)
 
 
-# Schemas that cannot be enforced, and a text of the error message.
+# Schemas that cannot be enforced, and what the error message names.
 REFUSED = {
     "uniqueItems": ({"type": "array", "items": NUMBER, "uniqueItems": True}, "uniqueItems"),
     "contains": ({"type": "array", "items": NUMBER, "contains": {"const": 3}, "minContains": 2}, "contains"),
-    "not": (record({"a": {**NUMBER, "not": {"const": 1}}}), "`$.properties.a` has `not"),
+    "not": (record({"a": {**NUMBER, "not": {"const": 1}}}), "`$.properties.a`"),
     "if": (record({"a": NUMBER}, **{"if": {"properties": {"a": {"const": 1}}}, "then": False}), "if"),
     "else": (record({"a": NUMBER}, **{"if": {"properties": {"a": {"const": 1}}}, "else": False}), "if"),
     "dependentRequired": (record({"a": NUMBER}, dependentRequired={"a": ["b"]}), "dependentRequired"),
@@ -214,7 +225,7 @@ REFUSED = {
     "pattern of a property elsewhere": (
         {"allOf": [record({"s": NUMBER}) | {"additionalProperties": True}, {"patternProperties": {"^s$": NUMBER}}]},
         '"s"'),
-    "patterns that overlap": ({"type": "object", "patternProperties": {"^a": NUMBER, "b$": WORD}}, "disjoint"),
+    "patterns that overlap": ({"type": "object", "patternProperties": {"^a": NUMBER, "b$": WORD}}, "b$"),
     "minProperties": (
         {"type": "object", "minProperties": 2, "patternProperties": {"^x[0-9]$": NUMBER}}, "minProperties=2"),
     "large integers": (record({"a": {"const": 2**53 + 1}}), str(2**53 + 1)),
@@ -224,8 +235,8 @@ REFUSED = {
     "no number": (record({"a": {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6}}), ""),
     "no text": (record({"a": {"type": "string", "pattern": "^[a-z]{5}$", "maxLength": 3}}), ""),
     "no constant": (record({"a": {"const": "abc", "maxLength": 2}}), ""),
-    "look-ahead": (record({"a": {"type": "string", "pattern": "^(?!\\.)[a-z.]*$"}}), "`$.properties.a` has `pattern="),
-    "look-behind": (record({"a": {"type": "string", "pattern": "a(?<=a)b"}}), "with look-around"),
+    "look-ahead": (record({"a": {"type": "string", "pattern": "^(?!\\.)[a-z.]*$"}}), '`pattern="^(?!'),
+    "look-behind": (record({"a": {"type": "string", "pattern": "a(?<=a)b"}}), '`pattern="a(?<=a)b"`'),
     "a list": ([], "[]"), "a number": (5, "5"),
 }  # fmt: skip
 
@@ -233,9 +244,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_schemas_are_refused(name):
     schema, named = REFUSED[name]
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, named) as error:
         constraint_of(schema)
-    assert named in str(error.value) and len(str(error.value)) < 500
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("keyword", sorted(UNSUPPORTED - {"then", "else", "maxContains", "minContains"}))
@@ -248,6 +259,6 @@ def test_unsupported_keywords_are_refused_by_name_at_any_depth(keyword):
         {"items": {"anyOf": [NUMBER, inner]}},
         {"$defs": {"d": {"patternProperties": {"^p": inner}}}},
     ):
-        with pytest.raises(ConfigError, match=rf"has `{keyword.replace('$', '.')}="):
+        with refused(ConfigError, f"`{keyword}="):
             prepare_schema(schema)
         prepare_schema({"properties": {keyword: NUMBER}, "enum": [inner], "default": inner})  # no keyword here

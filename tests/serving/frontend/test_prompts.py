@@ -18,6 +18,7 @@ from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, longest_token
 from tests.compare import assert_array_equal
 from tests.encoders.directories import vision_directory
+from tests.errors import assert_names, refused
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend, serving
 
@@ -91,7 +92,7 @@ def test_refuses_messages_that_the_template_leaves_out(role):
     first, user, late = ({"role": role, "content": text} for text in ("Be kind.", "Hi", "Speak French."))
     user["role"] = "user"
     for messages, index in (([first, late, user], 1), ([first, user, late], 2), ([user, late], 1)):
-        with pytest.raises(ApiError, match="is left out by this model's chat template") as error:
+        with refused(ApiError, f'messages[{index}].content="Speak French."', "'system'") as error:
             chat_messages(messages)
         assert error.value.param == f"messages[{index}].content"
 
@@ -171,30 +172,32 @@ def test_a_conversation_without_images_has_no_media(server):
     assert server.engine.seen[-1].media is None
 
 
-@pytest.mark.slow(
-    fast=("urls0-fetches no files", "urls1-has no bytes", "urls2-is no base64", "urls5-more than 2 files")
-)
-@pytest.mark.parametrize(
-    "urls, says",
-    [
-        (["https://example.org/a.png"], "fetches no files"),
-        (["data:image/png;base64,"], "has no bytes"),
-        (["data:image/png;base64,§"], "is no base64"),
-        (["data:image/png;base64,AAAA"], "is no image of a known format"),
-        (["data:image/svg+xml;base64,PHN2Zy8+"], "is no image of a known format"),
-        (["data:image/png;base64,AAAA"] * 3, "more than 2 files"),
-    ],
-)
-def test_images_that_are_none(server, urls, says):
+URL = "messages[0].content[0].image_url.url"
+INVALID_IMAGES = {
+    "remote": (["https://example.org/a.png"], [f'{URL}="https://example.org/a.png"', "data:", "base64"]),
+    "empty": (["data:image/png;base64,"], [URL, "bytes"]),
+    "no base64": (["data:image/png;base64,§"], [URL, "base64"]),
+    "no PNG": (["data:image/png;base64,AAAA"], ["image 1", "PNG", "JPEG"]),
+    "SVG": (["data:image/svg+xml;base64,PHN2Zy8+"], ["image 1", "PNG", "JPEG"]),
+    "many": (["data:image/png;base64,AAAA"] * 3, ["messages", "2 files"]),
+}
+
+
+@pytest.mark.slow(fast=("remote", "empty", "no base64", "many"))
+@pytest.mark.parametrize("case", INVALID_IMAGES)
+def test_invalid_images_are_refused(server, case):
+    urls, names = INVALID_IMAGES[case]
     message = ask(server, *urls, code=400)["error"]["message"]
-    assert says in message and str(CHAT) not in message
+    assert_names(message, *names)
+    assert str(CHAT) not in message
 
 
 def test_more_parts_than_tokens_are_refused_before_they_are_looked_at(server):
     """Where others would be refused for their form."""
     for content in ([{"type": "text", "text": ""}] * 513, [5] * 513):
-        message = server.json("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}, code=400)
-        assert "more parts than the model takes tokens" in message["error"]["message"]
+        body = {"messages": [{"role": "user", "content": content}]}
+        error = server.json("/v1/chat/completions", body, code=400)["error"]
+        assert error["param"] == "messages" and error["code"] == "context_length_exceeded"
 
 
 def test_images_that_are_too_large(server):
@@ -202,7 +205,8 @@ def test_images_that_are_too_large(server):
 
     file = io.BytesIO()
     Image.new("1", (7000, 7000)).save(file, "PNG")  # 49 million pixels in 6 kB
-    assert "7,000 x 7,000 pixels" in ask(server, url_of(file.getvalue()), code=400)["error"]["message"]
+    message = ask(server, url_of(file.getvalue()), code=400)["error"]["message"]
+    assert_names(message, "image 1", "7,000", "MediaLimits.max_pixels=")
 
 
 def test_a_process_waits_for_the_next_conversation():

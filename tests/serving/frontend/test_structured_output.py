@@ -14,6 +14,7 @@ from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.serving.frontend import structured_output
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, MAX_CACHED, Grammar, GrammarCompiler
+from tests.errors import assert_names, refused
 from tests.serving.servers import CHAT
 
 
@@ -126,41 +127,41 @@ def test_of_costly_forms_few_are_kept(monkeypatch):
 
 DEEP = "[" * 100_000
 BAD = {
-    "not an object": (Grammar("json", "5"), "got 5"),
-    "not JSON": (Grammar("json", "{bad"), "JSON Schema is not valid JSON"),
-    "no type": (Grammar("json", '{"type": "nope"}'), "nope"),
-    "look-ahead": (Grammar("json", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
-    "elsewhere": (Grammar("json", '{"$ref": "http://127.0.0.1:1/x"}'), "JSON Schema is not supported"),
-    "no value": (Grammar("json", '{"enum": []}'), "Unsatisfiable"),
-    "itself": (Grammar("json", '{"$ref": "#"}'), "JSON Schema is not supported"),
-    "deep": (Grammar("json", DEEP), "recursion"),
-    "open class": (Grammar("regex", "(["), "unclosed character class"),
-    "deep regex": (Grammar("regex", "(" * 100_000), "regular expression is not supported"),
-    "no rule": (Grammar("grammar", "start: x"), "unknown name"),
-    "no start": (Grammar("grammar", ""), "grammar is not supported"),
-    "endless": (Grammar("grammar", 'start: start "a"'), "grammar is not supported"),
-    "large": (Grammar("regex", "a" * 600_000), "600,000 characters"),
+    "not an object": (Grammar("json", "5"), ["JSON Schema", "5"]),
+    "not JSON": (Grammar("json", "{bad"), ["JSON Schema", "line 1 column 2"]),
+    "no type": (Grammar("json", '{"type": "nope"}'), ["JSON Schema", '`type="nope"`', "integer"]),
+    "look-ahead": (Grammar("json", '{"type": "string", "pattern": "(?=a)b"}'), ["JSON Schema", '`pattern="(?=a)b"`']),
+    "elsewhere": (Grammar("json", '{"$ref": "http://127.0.0.1:1/x"}'), ["JSON Schema", "http://127.0.0.1:1/x"]),
+    "no value": (Grammar("json", '{"enum": []}'), ["JSON Schema"]),
+    "itself": (Grammar("json", '{"$ref": "#"}'), ["JSON Schema"]),
+    "deep": (Grammar("json", DEEP), ["JSON Schema", "recursion"]),
+    "open class": (Grammar("regex", "(["), ["regular expression"]),
+    "deep regex": (Grammar("regex", "(" * 100_000), ["regular expression"]),
+    "no rule": (Grammar("grammar", "start: x"), ["grammar", '"x"']),
+    "no start": (Grammar("grammar", ""), ["grammar"]),
+    "endless": (Grammar("grammar", 'start: start "a"'), ["grammar"]),
+    "large": (Grammar("regex", "a" * 600_000), ["regular expression", "600,000", "100,000"]),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_forms_that_are_none(forms, name):
-    form, says = BAD[name]
-    with pytest.raises(ConfigError) as error:
+def test_invalid_grammars_are_refused(forms, name):
+    form, names = BAD[name]
+    with refused(ConfigError, *names) as error:
         one_of(forms, form)
-    assert says in str(error.value) and len(str(error.value)) < 500
+    assert len(str(error.value)) < 500
 
 
 def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
     form = Grammar("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
     assert allowed(one_of(forms, form))
     monkeypatch.setattr(structured_output, "MAX_SYMBOLS", 5)
-    with pytest.raises(ConfigError, match=r"grammar is not supported: .*too big"):
+    with refused(ConfigError, "grammar", "symbols", "5"):
         one_of(forms, form._replace(content=f"{form.content}\n"))
 
 
 def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
-    with pytest.raises(ConfigError, match="needs a model with a token that ends"):
+    with refused(ConfigError, "JSON Schema", "token"):
         one_of(GrammarCompiler(ByteTokenizer(), 300, []), ANY_OBJECT)
 
 
@@ -175,7 +176,7 @@ def test_texts_with_letters_that_the_library_wants_escaped(forms):
 
 def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
     kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
-    with pytest.raises(ConfigError, match=r"oneOf.* Use `anyOf`"):
+    with refused(ConfigError, "`oneOf`", "`anyOf`"):
         one_of(forms, Grammar("json", json.dumps({"oneOf": kinds})))
 
 
@@ -222,8 +223,9 @@ def test_a_form_is_compiled_once_and_what_is_none_is_remembered(gated):
         found = await asyncio.gather(*work, return_exceptions=True)
         assert [len(one) for one in found[:2]] == [2, 2]
         for error in (found[2], found[3]):
-            assert isinstance(error, ConfigError) and "unclosed" in str(error)
-        with pytest.raises(ConfigError, match="unclosed"):
+            assert isinstance(error, ConfigError)
+            assert_names(str(error), "regular expression")
+        with refused(ConfigError, "regular expression"):
             await gated.prepare(bad, 1)
         assert sorted(gated.compiled) == ["([", "ab"] and gated._compiling == {}
 
@@ -269,7 +271,7 @@ def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monk
     monkeypatch.setattr(structured_output, "SECONDS", 0.01)
 
     async def run():
-        with pytest.raises(ApiError, match=r"within 0\.01 s") as error:
+        with refused(ApiError, "0.01 s") as error:
             await gated.prepare(Grammar("regex", "a"), 1)
         assert error.value.status == 429
         gated.gate.set()
@@ -290,8 +292,9 @@ def test_who_asks_for_many_forms_is_refused_before_others(gated, monkeypatch):
         shared = asyncio.ensure_future(gated.prepare(Grammar("regex", "a4"), 1, "two"))
         other = asyncio.ensure_future(gated.prepare(Grammar("regex", "b"), 1, "three"))
         await settle()
-        with pytest.raises(ApiError, match="wait for their forms"):
+        with refused(ApiError, "3 requests") as error:
             await many[4]
+        assert error.value.status == 429
         gated.gate.set()
         assert await shared and await other
         assert isinstance((await asyncio.gather(*many, return_exceptions=True))[3], ApiError)
