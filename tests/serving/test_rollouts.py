@@ -15,6 +15,7 @@ from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.rollouts import answer_seed, rollout
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.serving.engines import FIXTURES, SMALL, engine_for
 
 
@@ -68,7 +69,7 @@ def test_answers_end_where_the_engine_has_no_room(engine):
     long = (3, 4) * 31
     ((answer,),) = drawn(engine, [long], samples=1)
     assert len(answer.tokens) == 2 and answer.finish_reason == "length"
-    with pytest.raises(ConfigError, match="prompt 1 of 64 tokens leaves no room"):
+    with refused(ConfigError, "prompt 1", "64 tokens", "max_length=64"):
         drawn(engine, [(1,), (1,) * 64])
 
 

@@ -17,6 +17,7 @@ from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.serving.scoring_engine import ScoringEngine
 from tests.compare import assert_allclose
+from tests.errors import assert_names, refused
 from tests.models import VOCAB, filled, rich_decoder
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend
@@ -48,15 +49,15 @@ def test_scores_are_those_of_each_text_alone(model):
 
 def test_what_does_not_fit_is_refused(model):
     engine = ScoringEngine(model, LIMITS)
-    with pytest.raises(ConfigError, match="max_length=24"):
+    with refused(ConfigError, "max_length=24"):
         engine.submit(Request(prompt=(1,) * 25, max_new_tokens=1))
-    with pytest.raises(ConfigError, match="max_waiting=4"):
+    with refused(ConfigError, "max_waiting=4"):
         engine.check_together([Request(prompt=(1,), max_new_tokens=1)] * 5)
     for _ in range(4):
         engine.submit(Request(prompt=(1,), max_new_tokens=1))
     with pytest.raises(QueueFull):
         engine.submit(Request(prompt=(1,), max_new_tokens=1))
-    with pytest.raises(ConfigError, match=r"DecoderConfig\.scores=None"):
+    with refused(ConfigError, "DecoderConfig.scores=None"):
         ScoringEngine(filled(rich_decoder(1)), LIMITS)
 
 
@@ -82,7 +83,7 @@ def test_classify_is_what_vllm_offers():
             ids.pop()
         (judged,) = server.json("/classify", {"messages": messages, "use_activation": False})["data"]
         assert judged["probs"] == [pytest.approx(score(ids))]
-        assert "ask /classify" in server.json("/v1/completions", {"prompt": "a"}, code=400)["error"]["message"]
+        assert_names(server.json("/v1/completions", {"prompt": "a"}, code=400)["error"]["message"], "/classify")
         for wrong in ({}, {"input": "a", "messages": messages}, {"input": []}, {"input": [[1] * 200]}):
             assert server.json("/classify", wrong, code=400)["error"]["message"]
     finally:

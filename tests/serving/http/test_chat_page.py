@@ -75,7 +75,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(visit):
 
 
 @pytest.mark.slow
-def test_text_is_shown_as_text_and_errors_as_sentences(visit):
+def test_text_and_errors_are_shown_as_text(visit):
     said = "<img src=x onerror=alert(1)>&amp;"
     ids = tuple(chat_frontend().encode(said, special=False))
     with serving(FakeEngine(script=ids)) as server:

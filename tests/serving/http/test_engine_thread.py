@@ -8,6 +8,7 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
+from tests.errors import refused
 from tests.serving.fake_engine import FakeEngine
 
 
@@ -55,7 +56,7 @@ def test_answers_come_in_their_order_whoever_else_asks():
 
 def test_several_requests_are_taken_together_or_not_at_all():
     async def test(worker, engine):
-        with pytest.raises(ConfigError, match="max_waiting=2"):  # more than it ever takes
+        with refused(ConfigError, "max_waiting=2"):  # more than it ever takes
             await worker.submit([request()] * 7)
         engine.gate.clear()
         first = await worker.submit([request()])
@@ -64,7 +65,7 @@ def test_several_requests_are_taken_together_or_not_at_all():
         with pytest.raises(QueueFull):
             await full
         first.close()
-        with pytest.raises(ConfigError, match="does not fit"):
+        with refused(ConfigError, "max_new_tokens=1000"):
             await worker.submit([request(), request(new=1000)])
         await until(lambda: not engine.order)
         return await collected(await worker.submit([request()]))
@@ -122,7 +123,7 @@ def test_an_engine_that_fails_ends_all_requests_with_the_error():
         engine.gate.set()
         found = [(number, update.finish_reason, update.error) async for number, update in answers]
         answers.close()
-        with pytest.raises(NotServing, match="engine has failed"):
+        with refused(NotServing, "RuntimeError"):
             await worker.submit([request()])
         return found, worker.state
 
@@ -178,14 +179,14 @@ def test_a_step_that_hangs_is_left_alone():
     with_worker(test)
 
 
-def test_a_step_that_takes_too_long_is_told_and_nothing_more_is_taken():
+def test_no_request_is_accepted_while_a_step_hangs():
     async def test(worker, engine):
         worker._step_timeout = 0.01
         engine.gate.clear()
         assert not worker.hangs
         answers = await worker.submit([request()])
         await until(lambda: worker.hangs)
-        with pytest.raises(NotServing, match="its device may hang"):
+        with refused(NotServing, "0.01 s"):
             await worker.submit([request()])
         engine.gate.set()
         found = await collected(answers)
