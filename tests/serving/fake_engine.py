@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -123,10 +124,8 @@ class FakeEngine:
 
     def _next(self, request: Request, answer: list[int]) -> int:
         if request.constraint is not None:
-            words = np.zeros((self.vocab_size + 31) // 32, np.int32)
-            request.constraint.fill(words)
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-            return int(allowed[(len(answer) * 7 + request.sampling.seed) % len(allowed)])
+            allowed = allowed_tokens(request.constraint, self.vocab_size)
+            return allowed[(len(answer) * 7 + request.sampling.seed) % len(allowed)]
         if len(answer) < len(self.script):
             return self.script[len(answer)]
         last = (request.prompt[-1:] + tuple(answer))[-1]
@@ -139,6 +138,13 @@ class FakeEngine:
     def counts(self) -> EngineStats:
         running = min(len(self.order), self.slots)
         return dataclasses.replace(self.done, running=running, waiting=len(self.order) - running)
+
+
+def allowed_tokens(constraint: Any, vocab_size: int = 320) -> list[int]:
+    """The ids that may be next."""
+    words = np.full((vocab_size + 31) // 32, -1, np.int32)
+    constraint.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def score(token: int, count: int) -> TokenScore:

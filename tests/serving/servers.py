@@ -15,6 +15,7 @@ from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, bind, run_in_thread
+from tests.errors import assert_names
 from tests.serving.fake_engine import FakeEngine
 
 
@@ -62,6 +63,12 @@ class Running:
         status, _, content = self.call(path, body, **options)
         assert code in (status, None), (status, content[:500])
         return json.loads(content)
+
+    def error(self, path: str, body: Any = None, *names: object, code: int = 400, **options: Any) -> dict[str, Any]:
+        """The error of a request that is refused with `code`; its message has each of `names`."""
+        error = self.json(path, body, code=code, **options)["error"]
+        assert_names(error["message"], *names)
+        return error
 
     def connect(self) -> socket.socket:
         """A bare connection."""

@@ -17,7 +17,7 @@ from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.serving.scoring_engine import ScoringEngine
 from tests.compare import assert_allclose
-from tests.errors import assert_names, refused
+from tests.errors import refused
 from tests.models import VOCAB, filled, rich_decoder
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend
@@ -83,8 +83,8 @@ def test_classify_is_what_vllm_offers():
             ids.pop()
         (judged,) = server.json("/classify", {"messages": messages, "use_activation": False})["data"]
         assert judged["probs"] == [pytest.approx(score(ids))]
-        assert_names(server.json("/v1/completions", {"prompt": "a"}, code=400)["error"]["message"], "/classify")
+        server.error("/v1/completions", {"prompt": "a"}, "/classify")
         for wrong in ({}, {"input": "a", "messages": messages}, {"input": []}, {"input": [[1] * 200]}):
-            assert server.json("/classify", wrong, code=400)["error"]["message"]
+            assert server.error("/classify", wrong)["message"]
     finally:
         stop()

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
 
@@ -17,16 +16,12 @@ from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import QueueFull, Request
-from eqx_decoders.serving.engine.sampler import (
-    BatchSamplingParams,
-    SamplingParams,
-    TokenHistory,
-    adjust_logits,
-)
+from eqx_decoders.serving.engine.sampler import BatchSamplingParams, SamplingParams, TokenHistory, adjust_logits
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.samples import media_decoder, patches, text
 from tests.errors import refused
 from tests.models import filled
+from tests.programs import compilations
 from tests.serving.engines import SMALL, alone, engine_for, generated, request_pool
 
 
@@ -56,9 +51,6 @@ def test_greedy_answers_are_those_of_generate(engine, pool):
 
 
 def test_nothing_is_compiled_after_the_start(engine, pool):
-    compiled = []
-    listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listener)
     mixed = [
         Request(prompt=(5,) * length, max_new_tokens=3, sampling=sampling, logprobs=logprobs, prompt_logprobs=prompt)
         for length, sampling, logprobs, prompt in (
@@ -67,24 +59,17 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
             (33, SamplingParams(logit_bias=((3, 1.0),)), None, 4),
         )
     ]
-    for request in [*mixed, *pool]:
-        engine.run([request])
-    for number in range(3):
-        engine.submit(dataclasses.replace(mixed[number], priority=number))
-    finish(engine)
+    with compilations() as compiled:
+        for request in [*mixed, *pool]:
+            engine.run([request])
+        for number in range(3):
+            engine.submit(dataclasses.replace(mixed[number], priority=number))
+        finish(engine)
     assert not compiled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fixture",
-    [
-        "llama_rope",
-        "mistral_window",
-        "qwen3_next",
-        "deepseek2_groups",
-    ],
-)
+@pytest.mark.parametrize("fixture", ["llama_rope", "mistral_window", "qwen3_next", "deepseek2_groups"])
 def test_steps_of_some_slots_and_short_ones_are_the_same(fixture, monkeypatch):
     """One, two, four or all of six slots, wherever these are, reading no more than there is; greedy and drawn."""
     monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.LEAST_REACH", 16)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import pytest
 
@@ -13,6 +12,7 @@ from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.sharding.axes import named_leaves
 from tests.errors import refused
+from tests.programs import compilations
 from tests.serving.engines import alone, engine_for
 
 
@@ -46,23 +46,21 @@ def test_new_weights_answer_as_in_an_engine_of_their_own(engine, fresh, other):
     first, model = alone(engine, request()), engine.model
     expected = alone(fresh, request())
     assert expected != first
-    compiled = []
-    listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    engine.load(other)
-    assert alone(engine, request()) == expected  # also: nothing of the prefix cache is found again
-    engine.release()
-    with refused(ConfigError, "Engine.release", "Engine.load"):
-        alone(engine, request())
-    for open_request in engine._slot_manager.sequences.copy().values():
-        engine.cancel(open_request.request_id)
-    while engine.has_work:
-        engine.step()
-    engine.load(model, version=7)
-    engine.submit(request())
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
+    with compilations() as compiled:
+        engine.load(other)
+        assert alone(engine, request()) == expected  # also: nothing of the prefix cache is found again
+        engine.release()
+        with refused(ConfigError, "Engine.release", "Engine.load"):
+            alone(engine, request())
+        for open_request in engine._slot_manager.sequences.copy().values():
+            engine.cancel(open_request.request_id)
+        while engine.has_work:
+            engine.step()
+        engine.load(model, version=7)
+        engine.submit(request())
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
     assert tuple(token for output in outputs for token in output.tokens) == first
     assert {output.version for output in outputs} == {7}
     assert not compiled

@@ -6,7 +6,6 @@ import random
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
@@ -26,6 +25,7 @@ from eqx_decoders.serving.frontend.answer_grammar import (
 from eqx_decoders.serving.frontend.schema_reader import SchemaReader
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, reserved_tokens
 from tests.errors import refused
+from tests.serving.fake_engine import allowed_tokens
 
 
 SPECIAL = ("<|end|>", "<|user|>", "<s>", "<|im_end|>", "<b>", "▁x")
@@ -67,12 +67,6 @@ def names(compiler: GrammarCompiler) -> dict[str, int]:
     return {token["content"]: token["id"] for token in inner["added_tokens"]}
 
 
-def allowed(compiler: GrammarCompiler, constraint) -> list[int]:
-    words = np.full((compiler._vocab_size + 31) // 32, -1, np.int32)
-    constraint.fill(words)
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
-
-
 def prepare(compiler: GrammarCompiler, grammar, max_tokens: int | None = None):
     (constraint,) = asyncio.run(compiler.prepare(grammar, 1, max_tokens=max_tokens))
     return constraint
@@ -82,7 +76,7 @@ def sample(compiler: GrammarCompiler, grammar, seed: int, *, length: int = 300, 
     """Sample allowed tokens. Returns their ids without the stop id, and whether the answer has ended."""
     constraint, pick, ids = prepare(compiler, grammar, max_tokens), random.Random(seed), list[int]()
     for _ in range(length):
-        tokens = allowed(compiler, constraint)
+        tokens = allowed_tokens(constraint, compiler._vocab_size)
         assert tokens and not constraint.error
         stops = [token for token in tokens if token in compiler._stop_ids]
         token = pick.choice(stops or tokens)
@@ -102,10 +96,10 @@ def accepts(compiler: GrammarCompiler, grammar, *pieces: str | int) -> bool:
     constraint = prepare(compiler, grammar)
     for piece in pieces:
         for token in [piece] if isinstance(piece, int) else compiler._vocabulary.tokenize_str(piece):
-            if token not in allowed(compiler, constraint) or token in compiler._stop_ids:
+            if token not in allowed_tokens(constraint, compiler._vocab_size) or token in compiler._stop_ids:
                 return False
             constraint.accept(token)
-    return set(compiler._stop_ids) <= set(allowed(compiler, constraint))
+    return set(compiler._stop_ids) <= set(allowed_tokens(constraint, compiler._vocab_size))
 
 
 # --- literals with the names of special tokens ------------------------------------------------------------------------
@@ -156,7 +150,7 @@ def test_stop_ids_are_allowed_only_at_the_end_of_a_literal(kind):
     for form, (grammar, _) in forms("a<|end|>b<|im_end|>c").items():
         constraint = prepare(compiler, grammar)
         count = 0
-        while not set(tokens := allowed(compiler, constraint)) & set(compiler._stop_ids):
+        while not set(tokens := allowed_tokens(constraint, compiler._vocab_size)) & set(compiler._stop_ids):
             constraint.accept(tokens[-1])
             count += 1
         assert count > 12 and set(tokens) == set(compiler._stop_ids), form

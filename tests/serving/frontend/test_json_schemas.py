@@ -5,7 +5,6 @@ import json
 import random
 import time
 
-import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
@@ -13,6 +12,7 @@ from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend.json_schemas import UNSUPPORTED, prepare_schema
 from eqx_decoders.serving.frontend.structured_output import Grammar, GrammarCompiler
 from tests.errors import refused
+from tests.serving.fake_engine import allowed_tokens
 
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -20,12 +20,6 @@ jsonschema = pytest.importorskip("jsonschema")
 STOP = 257
 CLOSE_AFTER = 100  # tokens after which a sample is ended as soon as possible
 COMPILER = GrammarCompiler(ByteTokenizer(), 320, [STOP])
-
-
-def allowed(constraint) -> list[int]:
-    words = np.full(10, -1, np.int32)
-    constraint.fill(words)
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def constraint_of(schema):
@@ -37,7 +31,7 @@ def sample(schema, seed: int, max_tokens: int = 300) -> str | None:
     """Sample JSON from the allowed tokens. Returns None if the text is not complete after `max_tokens`."""
     constraint, pick, ids = constraint_of(schema), random.Random(seed), []
     for _ in range(max_tokens):
-        tokens = allowed(constraint)
+        tokens = allowed_tokens(constraint)
         assert tokens, "no token is allowed"
         closing = [token for token in tokens if chr(token) in '"]}'] if len(ids) > CLOSE_AFTER else []
         token = pick.choice(closing or tokens)
@@ -194,7 +188,7 @@ def test_keywords_with_values_of_a_wrong_type_are_refused(schema, named):
 def test_boolean_schemas():
     assert prepare_schema(True) == {} and prepare_schema(False) is False
     assert prepare_schema({"properties": {"a": {"not": {}}}})["properties"] == {"a": False}
-    assert allowed(constraint_of(True))
+    assert allowed_tokens(constraint_of(True))
     with pytest.raises(ConfigError):
         constraint_of(False)
 

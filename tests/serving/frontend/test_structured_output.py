@@ -6,7 +6,6 @@ import random
 import re
 import threading
 
-import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
@@ -15,6 +14,8 @@ from eqx_decoders.serving.frontend import structured_output
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, MAX_CACHED, Grammar, GrammarCompiler
 from tests.errors import assert_names, refused
+from tests.serving.fake_engine import allowed_tokens
+from tests.serving.frontend.test_fair_semaphore import settle
 from tests.serving.servers import CHAT
 
 
@@ -42,17 +43,11 @@ def one_of(forms: GrammarCompiler, form: Grammar):
     return found
 
 
-def allowed(constraint) -> list[int]:
-    words = np.full(10, -1, np.int32)
-    constraint.fill(words)
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
-
-
 def drawn(forms: GrammarCompiler, form: Grammar, seed: int, most: int = 400) -> tuple[str, bool]:
     """A text of tokens that were allowed, and whether it ended by itself."""
     constraint, ids, pick = one_of(forms, form), [], random.Random(seed)
     for _ in range(most):
-        token = pick.choice(allowed(constraint))
+        token = pick.choice(allowed_tokens(constraint))
         if token in (257, 258):
             return forms._tokenizer.decode(ids), True
         constraint.accept(token)
@@ -77,32 +72,32 @@ def test_blanks_in_json_are_limited():
     for blanks in (b" ", b"\n" + 20 * b" ", b"\r\n\t\t"):
         constraint = one_of(GrammarCompiler(ByteTokenizer(), 320, [257]), ANY_OBJECT)
         for token in b"{" + blanks:
-            assert token in allowed(constraint)
+            assert token in allowed_tokens(constraint)
             constraint.accept(token)
-        assert b'"'[0] in allowed(constraint)
+        assert b'"'[0] in allowed_tokens(constraint)
         for token in (b"\t\t" + 20 * b" ") if blanks[0] != 32 else b"":
-            if token in allowed(constraint):
+            if token in allowed_tokens(constraint):
                 constraint.accept(token)
-        assert not set(b" \t\r\n") & set(allowed(constraint))
+        assert not set(b" \t\r\n") & set(allowed_tokens(constraint))
 
 
 def test_a_complete_form_allows_all_stop_ids_and_nothing_else(forms):
     constraint = one_of(forms, Grammar("choice", ("a",)))
-    constraint.accept(allowed(constraint)[0])
-    assert allowed(constraint) == [257, 258] and constraint.error == ""
+    constraint.accept(allowed_tokens(constraint)[0])
+    assert allowed_tokens(constraint) == [257, 258] and constraint.error == ""
 
 
 def test_a_token_against_the_form_leaves_the_stop_ids(forms):
     constraint = one_of(forms, Grammar("choice", ("a",)))
     constraint.accept(5)
-    assert allowed(constraint) == [257, 258] and "satisfy" in constraint.error
+    assert allowed_tokens(constraint) == [257, 258] and "satisfy" in constraint.error
 
 
 def test_answers_of_one_form_do_not_share_their_place(forms):
     one, other = (one_of(forms, Grammar("regex", "ab")) for _ in range(2))
-    before = allowed(other)
+    before = allowed_tokens(other)
     one.accept(before[0])
-    assert allowed(other) == before != allowed(one)
+    assert allowed_tokens(other) == before != allowed_tokens(one)
     one_of(forms, ANY_OBJECT)
     for number in range(MAX_CACHED + 3):
         one_of(forms, Grammar("regex", f"a{number}"))
@@ -154,7 +149,7 @@ def test_invalid_grammars_are_refused(forms, name):
 
 def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
     form = Grammar("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
-    assert allowed(one_of(forms, form))
+    assert allowed_tokens(one_of(forms, form))
     monkeypatch.setattr(structured_output, "MAX_SYMBOLS", 5)
     with refused(ConfigError, "grammar", "symbols", "5"):
         one_of(forms, form._replace(content=f"{form.content}\n"))
@@ -169,9 +164,9 @@ def test_texts_with_letters_that_the_library_wants_escaped(forms):
     text = "".join(map(chr, range(1, 128))) + "\x80\u2028"
     constraint = one_of(forms, Grammar("choice", (text,)))
     for token in forms._tokenizer.encode(text).tolist():
-        assert token in allowed(constraint)
+        assert token in allowed_tokens(constraint)
         constraint.accept(token)
-    assert allowed(constraint) == [257, 258]
+    assert allowed_tokens(constraint) == [257, 258]
 
 
 def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
@@ -199,11 +194,6 @@ class Gated(GrammarCompiler):
             self.compiled.append(form.content)
             assert self.gate.wait(30)
         return super()._compile(form)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture

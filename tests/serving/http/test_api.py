@@ -243,9 +243,8 @@ def test_the_rest_is_passed_on(server, given, field, value):
 
 def test_priorities_are_for_servers_that_allow_them(server):
     """Each one that takes a place makes the engine keep what was in it."""
-    error = server.json(COMPLETIONS, {"prompt": "a", "priority": -3}, code=400)["error"]
+    error = server.error(COMPLETIONS, {"prompt": "a", "priority": -3}, "priority=-3")
     assert error["param"] == "priority" and error["code"] == "unsupported_parameter"
-    assert_names(error["message"], "priority=-3")
     assert asked_of(server, priority=0).priority == 0
     with serving(frontend=LETTERS, allow_priority=True) as allowing:
         assert asked_of(allowing, priority=3).priority == -3
@@ -421,9 +420,7 @@ INVALID_FORMATS = {
 @pytest.mark.parametrize("case", INVALID_FORMATS)
 def test_invalid_formats_of_answers_are_refused(server, case):
     options, field, name = INVALID_FORMATS[case]
-    error = server.json(COMPLETIONS, dict(prompt="a", **options), code=400)["error"]
-    assert error["param"] == field
-    assert_names(error["message"], name)
+    assert server.error(COMPLETIONS, dict(prompt="a", **options), name)["param"] == field
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------
@@ -450,7 +447,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 @pytest.mark.slow
 def test_tools_go_to_a_template_that_knows_them(chats):
     body = dict(messages=[{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1)
-    assert chats.json(CHAT, body, code=400)["error"]["param"] == "tools"
+    assert chats.error(CHAT, body)["param"] == "tools"
     chats.json(CHAT, body | {"tool_choice": "none"})
     frontend = chat_frontend(chat=ChatTemplate(source="{{ messages[0].content }}{{ tools[0].function.name }}"))
     with serving(frontend=frontend) as server:
@@ -536,9 +533,7 @@ def test_a_real_template_is_rendered_also_for_many_at_once():
     with serving() as server:
         assert prompt_of(server, [{"role": "user", "content": "hi"}]) == "<|begin|><|user|>hi<|end|>\n\n<|assistant|>"
         wrong = [{"role": "assistant", "content": "hi"}]
-        error = server.json(CHAT, dict(messages=wrong), code=400)["error"]
-        assert error["param"] == "messages"
-        assert_names(error["message"], "Roles must alternate")  # the template's own error
+        assert server.error(CHAT, dict(messages=wrong), "Roles must alternate")["param"] == "messages"
         found = server.json("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
         assert found["tokens"] == list(server.engine.seen[-1].prompt)
 
@@ -590,17 +585,14 @@ INVALID_MESSAGES = {
 @pytest.mark.parametrize("case", INVALID_MESSAGES)
 def test_invalid_messages_are_refused(chats, case):
     message, field, name = INVALID_MESSAGES[case]
-    error = chats.json(CHAT, {"messages": [message]}, code=400)["error"]
-    assert error["param"] == f"messages[0]{field}"
-    assert_names(error["message"], error["param"], name)
+    field = f"messages[0]{field}"
+    assert chats.error(CHAT, {"messages": [message]}, field, name)["param"] == field
 
 
 @pytest.mark.parametrize("name", ["images", "videos", "audio", "prompt", "messages", "add_generation_prompt"])
 def test_variables_of_a_template_reach_no_files(chats, name):
     body = dict(messages=[{"role": "user", "content": "a"}], chat_template_kwargs={name: ["/etc/passwd"]})
-    error = chats.json(CHAT, body, code=400)["error"]
-    assert error["param"] == "chat_template_kwargs"
-    assert_names(error["message"], f"'{name}'")
+    assert chats.error(CHAT, body, f"'{name}'")["param"] == "chat_template_kwargs"
 
 
 def rendered_variables(chats, **options) -> dict[str, Any]:
@@ -627,14 +619,13 @@ def test_reasoning_effort_none_turns_reasoning_off(chats):
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/responses", "/v1/v1/chat/completions"])
 def test_unknown_paths_are_answered_with_known_paths(server, path):
-    error = server.json(path, {}, code=404)["error"]
+    error = server.error(path, {}, path, CHAT, "/openapi.json", "base_url", code=404)
     assert error["type"] == "not_found_error"
-    assert_names(error["message"], path, CHAT, "/openapi.json", "base_url")
 
 
 def test_errors_of_lengths_name_the_fields_of_the_request(server, chats):
     def refused_field(running, path, **body):
-        error = running.json(path, body, code=400)["error"]
+        error = running.error(path, body)
         assert error["code"] == "context_length_exceeded"
         return error["param"]
 
@@ -648,9 +639,8 @@ def test_errors_of_lengths_name_the_fields_of_the_request(server, chats):
 
 
 def test_a_model_without_a_template_only_continues_texts(server):
-    error = server.json(CHAT, {"messages": [{"role": "user", "content": "a"}]}, code=400)["error"]
-    assert error["param"] == "messages"
-    assert_names(error["message"], "/v1/completions")
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    assert server.error(CHAT, body, "/v1/completions")["param"] == "messages"
 
 
 # --- around it --------------------------------------------------------------------------------------------------------
@@ -775,11 +765,9 @@ def test_failure_of_the_engine_is_reported(stream):
                 list(answer)
         else:
             engine.fails = True
-            error = server.json(COMPLETIONS, {"prompt": "a"}, code=500)["error"]
-            assert error["type"] == "server_error"
-            assert_names(error["message"], "RuntimeError")
+            assert server.error(COMPLETIONS, {"prompt": "a"}, "RuntimeError", code=500)["type"] == "server_error"
         assert server.json("/health", code=503) == {"status": "failed"}
-        assert server.json(COMPLETIONS, {"prompt": "a"}, code=503)["error"]["type"] == "service_unavailable_error"
+        assert server.error(COMPLETIONS, {"prompt": "a"}, code=503)["type"] == "service_unavailable_error"
 
 
 @pytest.mark.slow
@@ -808,7 +796,7 @@ def test_what_is_open_when_the_server_stops_may_end():
         while server.json("/health", code=None) == {"status": "ok"}:
             time.sleep(0.01)
         assert server.json("/health", code=503) == {"status": "stopping"}
-        error = server.json(COMPLETIONS, {"prompt": "a"}, code=503)["error"]
+        error = server.error(COMPLETIONS, {"prompt": "a"}, code=503)
         assert error["type"] == "service_unavailable_error"
         assert [chunk.choices[0].finish_reason for chunk in found][-1] == "length"
         stopping.join(10)

@@ -20,7 +20,6 @@ from eqx_decoders.training.lora import merge_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import trained
 from tests.compare import assert_array_equal
-from tests.errors import assert_names
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, serving
 
@@ -57,9 +56,8 @@ def test_requests_name_the_adapter_that_answers(server):
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "model": "first"}
     assert server.json("/v1/chat/completions", chat)["model"] == "first"
     assert server.engine.seen[-1].adapter == "first"
-    error = complete(server, "never", 404)["error"]
+    error = server.error("/v1/completions", {"prompt": [1], "model": "never"}, "'fake'", "'first'", code=404)
     assert error["code"] == "model_not_found"
-    assert_names(error["message"], "'fake'", "'first'")
 
 
 def test_adapters_are_loaded_and_dropped(server):
@@ -75,7 +73,7 @@ def test_adapters_are_loaded_and_dropped(server):
         ({"lora_name": "third", "lora_path": "too large"}, "third"),
         ({"lora_name": "third"}, "lora_path"),
     ):
-        assert_names(server.json(load, body, code=400)["error"]["message"], name)
+        server.error(load, body, name)
     assert server.call(load, {"lora_name": "second", "lora_path": "there", "load_inplace": True})[0] == 200
     assert server.engine.loaded["second"] == "there" and len(names(server)) == 3
     assert server.call(unload, {"lora_name": "second"})[0] == 200
@@ -87,8 +85,7 @@ def test_adapters_are_loaded_and_dropped(server):
 def test_a_server_that_does_not_allow_it_loads_nothing():
     with serving() as server:
         for path, body in (("load", {"lora_name": "a", "lora_path": "b"}), ("unload", {"lora_name": "a"})):
-            error = server.json(f"/v1/{path}_lora_adapter", body, code=404)["error"]
-            assert_names(error["message"], "--allow-adapter-loading")
+            server.error(f"/v1/{path}_lora_adapter", body, "--allow-adapter-loading", code=404)
         assert server.engine.loaded == {}
 
 
