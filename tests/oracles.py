@@ -13,6 +13,14 @@ def wide(x) -> np.ndarray | None:
     return None if x is None else np.asarray(x, np.float64)
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
 def norm_by_hand(layer, x):
     """RMSNorm or LayerNorm of one vector."""
     config, scale = layer.config, wide(layer.scale)

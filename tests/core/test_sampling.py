@@ -8,6 +8,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.core.sampling import DrawSettings, choose_tokens, is_stop, min_logits
 from tests.compare import assert_allclose
+from tests.errors import refused
 
 
 def passing(sampler, logits):
@@ -104,18 +105,9 @@ def test_stops_are_the_listed_ids():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (dict(temperature=0.0), ["temperature=0.0", "above 0"]),
-        (dict(top_k=0), ["top_k=0"]),
-        (dict(top_p=1.5), ["top_p=1.5", "at most 1"]),
-        (dict(top_p=0.0), ["top_p=0.0", "above 0"]),
-        (dict(min_p=float("nan")), ["min_p=nan"]),
-        (dict(min_p=1.1), ["min_p=1.1", "at most 1"]),
-    ],
+    ("field", "value"),
+    [("temperature", 0.0), ("top_k", 0), ("top_p", 1.5), ("top_p", 0.0), ("min_p", float("nan")), ("min_p", 1.1)],
 )
-def test_bad_settings_are_refused(settings, words):
-    with pytest.raises(ed.ConfigError) as caught:
-        ed.Sample(**settings)
-    for word in words:
-        assert word in str(caught.value)
+def test_bad_settings_are_refused(field, value):
+    with refused(ed.ConfigError, f"Sample.{field}={value}"):
+        ed.Sample(**{field: value})

@@ -33,6 +33,11 @@ def context(positions, segments=None, **execution) -> ed.Context:
     return ed.Context(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
 
 
+@eqx.filter_jit
+def apply(layer, x, ctx, past=None):
+    return layer(x, ctx, past)
+
+
 def attend_on_mesh(query, key, value, *, execution, key_axis="length", contiguous=False, **keywords):
     """`context_parallel.attend_on_mesh` with the keywords of `attend`."""
     inputs, options = group_arguments(query, key, value, **keywords)

@@ -7,6 +7,7 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, interval, spans_of, visible
 from tests.compare import assert_array_equal
+from tests.errors import refused
 
 
 def by_hand(mask, q, k):
@@ -24,8 +25,7 @@ def by_hand(mask, q, k):
 
 @pytest.mark.slow(fast=("mask0",))
 @pytest.mark.parametrize(
-    "mask",
-    [Causal(), SlidingWindow(1), SlidingWindow(3), Chunked(1), Chunked(4), Bidirectional(), Bidirectional(4)],
+    "mask", [Causal(), SlidingWindow(1), SlidingWindow(3), Chunked(1), Chunked(4), Bidirectional(), Bidirectional(4)]
 )
 def test_every_mask_is_the_loop(mask):
     queries = np.array([[0, 1, 2, 7, -1, 3], [-1, 5, 6, 11, 12, 0]])
@@ -42,19 +42,16 @@ def test_every_mask_is_the_loop(mask):
 
 @pytest.mark.parametrize("size", [0, -1, True])
 def test_sizes_are_whole_numbers(size):
-    with pytest.raises(ConfigError, match=r"SlidingWindow.size="):
-        SlidingWindow(size)
-    with pytest.raises(ConfigError, match=r"Chunked.size="):
-        Chunked(size)
-    with pytest.raises(ConfigError, match=r"Bidirectional.size="):
-        Bidirectional(size)
+    for mask in (SlidingWindow, Chunked, Bidirectional):
+        with refused(ConfigError, f"{mask.__name__}.size={size}"):
+            mask(size)
 
 
 def test_segments_come_in_pairs():
     places = jnp.zeros((1, 3), jnp.int32)
-    with pytest.raises(ConfigError, match="key_segments is given alone"):
+    with refused(ConfigError, "key_segments"):
         visible(Causal(), places, places, None, places)
-    with pytest.raises(ConfigError, match="query_segments is given alone"):
+    with refused(ConfigError, "query_segments"):
         visible(Causal(), places, places, places)
 
 

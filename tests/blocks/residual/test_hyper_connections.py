@@ -14,7 +14,8 @@ from eqx_decoders.blocks.residual.base import BranchFunction
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.norm import RMSNormConfig
 from tests.compare import assert_allclose, assert_array_equal, assert_close
-from tests.oracles import wide
+from tests.errors import refused
+from tests.oracles import sigmoid, wide
 
 
 EMBED, STREAMS = 6, 3
@@ -47,10 +48,6 @@ def test_streams_are_summed_with_weights_of_the_token():
     weights = sigmoid(u @ wide(layer.kernel) * wide(layer.scale) + wide(layer.bias)) + 0.01
     assert_close(layer.reduce(jnp.asarray(X), CTX), np.einsum("bln,blne->ble", weights, wide(X)), units=32)
     assert SINKHORN.build_maps(EMBED, key=jax.random.key(0)) is None
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def softmax(x):
@@ -86,11 +83,7 @@ def token_by_hand(config, connection, x, branch):
 @pytest.mark.slow(fast=("once",))
 @pytest.mark.parametrize(
     "config",
-    [
-        SINKHORN,
-        PERMUTATIONS,
-        dataclasses.replace(SINKHORN, iterations=1, norm=RMSNormConfig(scale=False, eps=1e-2)),
-    ],
+    [SINKHORN, PERMUTATIONS, dataclasses.replace(SINKHORN, iterations=1, norm=RMSNormConfig(scale=False, eps=1e-2))],
     ids=["sinkhorn", "permutations", "once"],
 )
 def test_equals_sums_by_hand(config):
@@ -191,18 +184,13 @@ def test_streams_keep_their_dtype():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "sentence"),
-    [
-        ("streams", 0, "HyperConnections.streams=0 must be an integer of at least 1"),
-        ("iterations", 0, "HyperConnections.iterations=0"),
-        ("eps", 0.0, "HyperConnections.eps=0.0"),
-    ],
+    ("field", "value"), [("streams", 0), ("iterations", 0), ("eps", 0.0)], ids=["streams", "iterations", "eps"]
 )
-def test_errors(field, value, sentence):
-    with pytest.raises(ed.ConfigError, match=sentence):
+def test_wrong_settings_are_refused(field, value):
+    with refused(ed.ConfigError, f"HyperConnections.{field}={value}"):
         HyperConnections(**{field: value})
 
 
 def test_too_many_permutations():
-    with pytest.raises(ed.ConfigError, match="streams=7"):
+    with refused(ed.ConfigError, "streams=7"):
         HyperConnections(streams=7, mixing="permutations")

@@ -16,6 +16,7 @@ from eqx_decoders.layers.cache.compressed_keys import CompressedShape, NewWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_array_equal, assert_close
+from tests.errors import refused
 from tests.laws import check_documents, check_execution, check_pieces, check_ragged_pieces, check_rejection
 from tests.layers.common import context, drawn, normal
 from tests.models import EMBED, VOCAB, filled
@@ -142,19 +143,23 @@ def test_the_choice_has_no_gradient():
     assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in jax.tree.leaves(found.compressor))
 
 
-@pytest.mark.parametrize("options, sentence", [
-    (dict(num_heads=3), "num_heads=3 must be a multiple of out_groups=2"),
-    (dict(rope_dim=3), "rope_dim=3 must be even"),
-    (dict(indexer=CompressedIndexerConfig(head_dim=2)), "rope_dim=4 must be even and at most 2"),
-    (dict(indexer=CompressedIndexerConfig()), "indexer needs a compression"),
-])  # fmt: skip
-def test_what_does_not_fit_is_refused(options, sentence):
-    with pytest.raises(ed.ConfigError, match=sentence):
+@pytest.mark.parametrize(
+    "options, names",
+    [
+        (dict(num_heads=3), ["num_heads=3", "out_groups=2"]),
+        (dict(rope_dim=3), ["rope_dim=3"]),
+        (dict(indexer=CompressedIndexerConfig(head_dim=2)), ["rope_dim=4", "2"]),
+        (dict(indexer=CompressedIndexerConfig()), ["CompressedAttentionConfig.indexer", "compression"]),
+    ],
+    ids=["num_heads", "rope_dim", "indexer.head_dim", "indexer"],
+)
+def test_configurations_that_do_not_fit_are_refused(options, names):
+    with refused(ed.ConfigError, *names):
         CompressedAttentionConfig(**SIZES | options)
 
 
 def test_a_window_has_several_tokens():
-    with pytest.raises(ed.ConfigError, match=r"CompressionConfig\.size=1"):
+    with refused(ed.ConfigError, "CompressionConfig.size=1"):
         CompressionConfig(size=1)
 
 

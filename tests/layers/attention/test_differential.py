@@ -2,7 +2,6 @@
 
 import math
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,8 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.init import computed_buffers
 from eqx_decoders.sharding.axes import computed, frozen, named_leaves
 from tests.compare import assert_array_equal, assert_close
-from tests.layers.common import BF16, context, drawn, normal
+from tests.errors import refused
+from tests.layers.common import BF16, apply, context, drawn, normal
 from tests.oracles import norm_by_hand, ready_by_hand, sees, wide
 
 
@@ -63,11 +63,6 @@ def differential_by_hand(layer, x, positions, segments):
     normed = np.apply_along_axis(lambda vector: norm_by_hand(layer.norm, vector), -1, difference)
     out = np.einsum("bthd,hde->bte", (1 - first) * normed, wide(layer.out))
     return out if layer.out_bias is None else out + wide(layer.out_bias)
-
-
-@eqx.filter_jit
-def apply(layer, x, ctx):
-    return layer(x, ctx)
 
 
 @pytest.mark.slow(fast=("dot-{'qkv_bias': True, 'out_bias': True}",))
@@ -116,12 +111,12 @@ def test_layers_know_their_number():
 
 @pytest.mark.parametrize("field, value", [("sinks", True), ("fused_qkv", True), ("value_dim", 3)])
 def test_options_of_single_heads_are_refused(field, value):
-    with pytest.raises(ed.ConfigError, match=rf"attention has {field}=.*: differential heads have none"):
+    with refused(ed.ConfigError, f"attention has {field}="):
         differential(**{field: value})
 
 
 def test_odd_heads_and_norms_over_all_heads_are_refused():
-    with pytest.raises(ed.ConfigError, match="num_kv_heads=1"):
+    with refused(ed.ConfigError, "num_kv_heads=1"):
         differential(num_kv_heads=1)
-    with pytest.raises(ed.ConfigError, match=r"qk_norm\.over='heads'.*'head'"):
+    with refused(ed.ConfigError, "qk_norm.over='heads'", "'head'"):
         differential(qk_norm=QKNorm(over="heads"))

@@ -16,8 +16,9 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.laws import check_pieces, check_rejection
-from tests.layers.common import context, drawn, normal
+from tests.layers.common import apply, context, drawn, normal
 from tests.models import filled
 from tests.oracles import ready_by_hand, sees, wide
 
@@ -60,11 +61,6 @@ def masked_by_hand(layer, x, positions, segments):
     return np.einsum("bthd,hde->bte", mixed, wide(layer.out))
 
 
-@eqx.filter_jit
-def apply(layer, x, ctx):
-    return layer(x, ctx)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")], ids=str)
 def test_it_is_the_loop(options, kernel):
@@ -104,10 +100,10 @@ def test_a_cache_chooses_as_whole_rows_do():
 
 @pytest.mark.parametrize("field, value", [("value_dim", 3), ("spans", True), ("kv_shared_from", "it")])
 def test_options_of_other_choices_are_refused(field, value):
-    with pytest.raises(ed.ConfigError, match=rf"attention has {field}=.*: keys are chosen of what came before"):
+    with refused(ed.ConfigError, f"attention has {field}="):
         masked(**{field: value})
 
 
 def test_windows_are_refused():
-    with pytest.raises(ed.ConfigError, match=r"mask=SlidingWindow\(size=3\)"):
+    with refused(ed.ConfigError, "mask=SlidingWindow(size=3)"):
         masked(mask=SlidingWindow(3))

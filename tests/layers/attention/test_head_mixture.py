@@ -17,7 +17,8 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.compare import assert_close
-from tests.layers.common import BF16, context, drawn, normal
+from tests.errors import refused
+from tests.layers.common import BF16, apply, context, drawn, normal
 from tests.models import filled, some_tokens
 from tests.oracles import ready_by_hand, route_by_hand, sees, wide
 
@@ -55,11 +56,6 @@ def mixture_by_hand(layer, x, positions, segments):
                 out[b, t] += weight * mixed @ wide(layer.out)[e, h]
         out[b, t] += wide(layer.out_bias) if c.out_bias else 0.0
     return out
-
-
-@eqx.filter_jit
-def apply(layer, x, ctx):
-    return layer(x, ctx)
 
 
 @pytest.mark.slow(fast=("dense-{'out_bias': True}",))
@@ -106,14 +102,14 @@ def test_bfloat16_chooses_the_same_heads(experts):
 
 @pytest.mark.parametrize("field, value", [("sinks", True), ("qkv_bias", True), ("fused_qkv", True), ("out_dim", 3)])
 def test_options_of_single_heads_are_refused(field, value):
-    with pytest.raises(ed.ConfigError, match=rf"attention has {field}=.*: which heads a token has is not fixed"):
+    with refused(ed.ConfigError, f"attention has {field}="):
         mixture(**{field: value})
 
 
 def test_norms_over_all_heads_and_too_many_experts_are_refused():
-    with pytest.raises(ed.ConfigError, match=r"qk_norm\.over='heads', not 'head'"):
+    with refused(ed.ConfigError, "qk_norm.over='heads'", "'head'"):
         mixture(qk_norm=QKNorm(over="heads"))
-    with pytest.raises(ed.ConfigError, match=r"3 experts.*num_experts=2"):
+    with refused(ed.ConfigError, "3 experts", "num_experts=2"):
         dataclasses.replace(mixture(), num_experts=2)
 
 

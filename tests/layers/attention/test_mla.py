@@ -27,7 +27,9 @@ from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.compare import assert_array_equal, assert_close
+from tests.errors import refused
 from tests.laws import check_ragged_pieces
+from tests.layers.common import apply
 from tests.models import EMBED, VOCAB, filled, packed, run, some_tokens
 from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by_hand
 from tests.programs import tpu_devices
@@ -66,11 +68,6 @@ def weights_of(layer):
 def context(positions=POSITIONS, segments=SEGMENTS, **execution) -> ed.Context:
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
     return ed.Context(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
-
-
-@eqx.filter_jit
-def apply(layer, x, ctx, past=None):
-    return layer(x, ctx, past)
 
 
 # --- the formula ---
@@ -328,7 +325,7 @@ def test_the_cache_is_one_short_vector_a_token():
     assert (full.key.shape, full.ring) == ((2, 4, 1, 16, 12), False)
     assert local.value is None and full.value is None
     assert full.key.sharding.spec == P(None, ("data",), None, None, None)
-    with pytest.raises(ed.ConfigError, match="bidirectional attention layer has no cache"):
+    with refused(ed.ConfigError, "bidirectional", "cache"):
         LatentAttentionConfig(**SIZES | dict(mask=Bidirectional())).cache_shape(4)
 
 

@@ -16,6 +16,7 @@ from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.serving.engine.request import Request
 from tests.compare import assert_array_equal, assert_close
+from tests.errors import refused
 from tests.layers.cache.test_paged import check_paged
 from tests.layers.cache.test_quantized_cache import LOST, check_pieces, share
 from tests.layers.cached_mixers import decoder
@@ -44,12 +45,12 @@ def test_each_block_has_the_formats_error(dtype):
 
 def test_formats_say_what_shares_a_scale():
     assert [BLOCKS.scale_heads(2, size) for size in (1, 2, 4, 64)] == [2, 2, 4, 64]
-    with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=0"):
+    with refused(ConfigError, "CacheFormat.scale_block=0"):
         CacheFormat(dtype="int8", scale_block=0)
     for options in (dict(scale_over="heads_and_head_dim", dtype="int8"), dict(dtype="bfloat16")):
-        with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=4.*scale_over='head_dim'"):
+        with refused(ConfigError, "CacheFormat.scale_block=4", "scale_over='head_dim'"):
             CacheFormat(scale_block=4, **options)
-    with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=3"):
+    with refused(ConfigError, "CacheFormat.scale_block=3"):
         ed.abstract_cache(decoder("keys"), 1, 8, dtype=CacheFormat(dtype="int8", scale_block=3))
 
 

@@ -14,8 +14,10 @@ from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngram_rows
 from eqx_decoders.layers.mlp import LinearConfig
 from tests.compare import assert_array_equal, assert_close
+from tests.errors import refused
+from tests.layers.common import apply
 from tests.models import filled
-from tests.oracles import wide
+from tests.oracles import sigmoid, wide
 
 
 EMBED, VOCAB, LENGTH = 6, 40, 11
@@ -40,11 +42,6 @@ def layer():
     layer = SMALL.build(EMBED, key=jax.random.key(0))
     generator = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.3, 0.6, leaf.shape), leaf.dtype), layer)
-
-
-@eqx.filter_jit
-def run(layer, x, ctx, past=None):
-    return layer(x, ctx, past)
 
 
 # --- hashes ---
@@ -138,10 +135,6 @@ def test_classes_come_back():
 # --- the layer ---
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
 def normed(x, scale):
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * wide(scale)
 
@@ -170,30 +163,30 @@ def test_equals_its_formula(layer):
     ctx = context(TOKENS)
     rows = np.asarray(ngram_rows(SMALL, ctx.tokens, jnp.full((2, 2), -1, jnp.int32), ctx.positions))
     want = np.stack([layer_by_hand(layer, x, row) for x, row in zip(wide(X), rows, strict=True)])
-    assert_close(run(layer, jnp.asarray(X), ctx)[0], want.astype(np.float32))
+    assert_close(apply(layer, jnp.asarray(X), ctx)[0], want.astype(np.float32))
 
 
 @pytest.mark.slow
 def test_one_stream_is_that_of_a_plain_model():
     config = dataclasses.replace(SMALL, streams=1)
     layer = config.build(EMBED, key=jax.random.key(1))
-    plain, _ = run(layer, jnp.asarray(X[:, :, 0]), context(TOKENS))
+    plain, _ = apply(layer, jnp.asarray(X[:, :, 0]), context(TOKENS))
     assert plain.shape == (2, LENGTH, EMBED)
-    assert_close(run(layer, jnp.asarray(X[:, :, :1]), context(TOKENS))[0][:, :, 0], plain)
+    assert_close(apply(layer, jnp.asarray(X[:, :, :1]), context(TOKENS))[0][:, :, 0], plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 6)], ids=str)
 @pytest.mark.parametrize("accept_all", [True, False])
 def test_pieces_equal_the_whole(layer, pieces, accept_all):
-    whole, _ = run(layer, jnp.asarray(X), context(TOKENS))
+    whole, _ = apply(layer, jnp.asarray(X), context(TOKENS))
     shapes, begin, outs = SMALL.cache_shape(LENGTH), 0, []
     memory = {name: shape.build(1, 2, jnp.float32) for name, shape in shapes.items()}
     for piece in pieces:
         here = slice(begin, begin + piece)
         positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), TOKENS.shape)[:, here]
         ctx = context(TOKENS[:, here], positions, accept_all=accept_all)
-        out, entries = run(layer, jnp.asarray(X[:, here]), ctx, {name: each.tail[0] for name, each in memory.items()})
+        out, entries = apply(layer, jnp.asarray(X[:, here]), ctx, {name: each.tail[0] for name, each in memory.items()})
         stacked = jax.tree.map(lambda leaf: leaf[None], entries)
         memory = {name: each.commit(stacked[name], ctx.positions) for name, each in memory.items()}
         outs.append(out)
@@ -206,9 +199,9 @@ def test_packed_documents_are_alone(layer):
     """Two documents and padding in a row: each as if it were by itself, and nothing of it known to the next."""
     segment_ids = np.array([[1] * 5 + [2] * 4 + [0] * 2] * 2, np.int32)
     positions = np.array([[*range(5), *range(4), -1, -1]] * 2, np.int32)
-    packed, _ = run(layer, jnp.asarray(X), context(TOKENS, positions, segment_ids))
+    packed, _ = apply(layer, jnp.asarray(X), context(TOKENS, positions, segment_ids))
     for here in (slice(0, 5), slice(5, 9)):
-        alone, _ = run(layer, jnp.asarray(X[:, here]), context(TOKENS[:, here]))
+        alone, _ = apply(layer, jnp.asarray(X[:, here]), context(TOKENS[:, here]))
         assert_close(packed[:, here], alone)
 
 
@@ -219,8 +212,8 @@ def test_padding_changes_nothing(layer, places):
     real = np.ones(LENGTH, bool)
     real[list(places)] = False
     positions = np.broadcast_to(np.where(real, np.cumsum(real) - 1, -1).astype(np.int32), TOKENS.shape)
-    out, entries = run(layer, jnp.asarray(X), context(TOKENS, positions))
-    alone, short = run(layer, jnp.asarray(X[:, real]), context(TOKENS[:, real]))
+    out, entries = apply(layer, jnp.asarray(X), context(TOKENS, positions))
+    alone, short = apply(layer, jnp.asarray(X[:, real]), context(TOKENS[:, real]))
     assert_close(out[:, real], alone)
     for name, taps in (("tokens", 2), ("values", 6)):
         tail = jnp.zeros((2, taps, entries[name].inputs.shape[-1]), entries[name].inputs.dtype)
@@ -264,40 +257,43 @@ def test_every_weight_has_a_gradient(layer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "names"),
     [
-        ({"layer": 1}, r"EngramConfig.layer=1 must be one of layers=\(0, 2\)"),
-        ({"layers": (2, 2)}, "must differ from each other"),
-        ({"vocab_bases": ()}, r"EngramConfig.vocab_bases=\(\) must have at least one number: one for each order"),
-        ({"vocab_bases": (11, 1)}, r"EngramConfig.vocab_bases\[1\]=1 must be an integer of at least 2"),
-        ({"pad_token": 40}, "EngramConfig.pad_token=40 must be below vocab_size=40"),
-        ({"vocab_size": 41}, "token_classes has 40 ids, but vocab_size=41"),
-        ({"table_parts": 7}, r"EngramConfig.table_parts=7 must divide the rows of the table, \d+: set row_multiple"),
-        ({"taps": 1}, "EngramConfig.taps=1 must be an integer of at least 2"),
-        ({"eps": 0.0}, "EngramConfig.eps=0.0"),
+        ({"layer": 1}, ["layer=1", "layers=(0, 2)"]),
+        ({"layers": (2, 2)}, ["layers=(2, 2)"]),
+        ({"vocab_bases": ()}, ["vocab_bases=()"]),
+        ({"vocab_bases": (11, 1)}, ["vocab_bases[1]=1"]),
+        ({"pad_token": 40}, ["pad_token=40", "vocab_size=40"]),
+        ({"vocab_size": 41}, ["token_classes", "40", "vocab_size=41"]),
+        ({"table_parts": 7}, ["table_parts=7", str(SMALL.rows), "row_multiple"]),
+        ({"taps": 1}, ["taps=1"]),
+        ({"eps": 0.0}, ["eps=0.0"]),
     ],
+    ids=["layer", "layers", "no bases", "base", "pad_token", "vocab_size", "table_parts", "taps", "eps"],
 )
-def test_configurations_that_describe_nothing(changes, sentence):
-    with pytest.raises(ed.ConfigError, match=sentence):
+def test_wrong_configurations_are_refused(changes, names):
+    with refused(ed.ConfigError, "EngramConfig.", *names):
         dataclasses.replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize("packed", ["no base64!", "AAAA", TokenClasses.of([0, 1]).packed[:-8]])
+@pytest.mark.parametrize(
+    "packed", ["no base64!", "AAAA", TokenClasses.of([0, 1]).packed[:-8]], ids=["no base64", "short", "cut off"]
+)
 def test_malformed_classes(packed):
-    with pytest.raises(ed.ConfigError, match=r"must be what TokenClasses.of makes"):
+    with refused(ed.ConfigError, "TokenClasses.packed", "TokenClasses.of"):
         TokenClasses(packed)
 
 
 def test_negative_classes():
-    with pytest.raises(ed.ConfigError, match="a class of at least 0"):
+    with refused(ed.ConfigError, "TokenClasses"):
         TokenClasses.of([0, -1])
 
 
 def test_another_width():
-    with pytest.raises(ed.ConfigError, match=r"EngramConfig.embed_dim=6.*7"):
+    with refused(ed.ConfigError, "EngramConfig.embed_dim=6", "7"):
         SMALL.build(7, key=jax.random.key(0))
 
 
 def test_without_tokens(layer):
-    with pytest.raises(ed.ConfigError, match="Engram hashes token ids"):
+    with refused(ed.ConfigError, "Engram", "tokens"):
         layer(jnp.asarray(X), ed.Context(positions=jnp.zeros((2, LENGTH), jnp.int32)))

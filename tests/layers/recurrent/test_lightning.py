@@ -11,14 +11,10 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
-from tests.oracles import wide
+from tests.oracles import sigmoid, wide
 
 
 CONFIG = LightningAttentionConfig(num_heads=4, head_dim=3, norm=RMSNormConfig(eps=0.1), rate_layers=3)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def by_hand(layer, x, positions, segments):

@@ -16,11 +16,7 @@ from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh, selective_scan
 from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
-from tests.oracles import wide
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
+from tests.oracles import silu, wide
 
 
 def part(leaf) -> Any:

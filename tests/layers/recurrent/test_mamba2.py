@@ -8,11 +8,7 @@ import pytest
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from tests.compare import assert_close
 from tests.layers.common import context, drawn, normal
-from tests.oracles import wide
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
+from tests.oracles import silu, wide
 
 
 def by_hand(layer, x, positions, segments):

@@ -10,15 +10,11 @@ import numpy as np
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig, _bounded_root
 from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
-from tests.oracles import wide
+from tests.oracles import sigmoid, wide
 
 
 def part(leaf) -> Any:
     return wide(leaf)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def by_hand(layer, x, positions, segments):

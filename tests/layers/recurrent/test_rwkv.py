@@ -10,8 +10,9 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.layers.common import context, drawn, normal
-from tests.oracles import wide
+from tests.oracles import sigmoid, wide
 
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0]])
@@ -20,10 +21,6 @@ POSITIONS = np.array([[0, 1, -1, 2, 0, 1, 2, 3, 4], [3, 4, 0, 1, 2, 3, 7, 8, -1]
 
 def part(leaf) -> Any:
     return wide(leaf)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 def documents(x):
@@ -85,5 +82,5 @@ def test_it_is_the_loop(config, by_hand):
 
 @pytest.mark.parametrize("config", [TimeMixConfig(embed_dim=8, channels=4), ChannelMixConfig(embed_dim=8, mlp_dim=4)])
 def test_the_stream_is_the_config_s(config):
-    with pytest.raises(ed.ConfigError, match=r"MixConfig.embed_dim=8.*6"):
+    with refused(ed.ConfigError, "MixConfig.embed_dim=8", "6"):
         drawn(lambda key: config.build(6, key=key))

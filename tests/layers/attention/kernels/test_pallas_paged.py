@@ -19,6 +19,7 @@ from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import device_bytes
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.layers.cache.test_paged import check_paged
 from tests.layers.common import attend_past, normal
 from tests.programs import tpu_devices
@@ -273,5 +274,5 @@ def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
 
 def test_tables_that_scalar_memory_cannot_hold_are_refused(monkeypatch):
     monkeypatch.setattr(pallas_paged, "_SCALAR_BYTES", 256)
-    with pytest.raises(ConfigError, match=r"5 rows of 11 pages.*PageConfig\.page_size=4"):
+    with refused(ConfigError, "5 rows", "11 pages", "PageConfig.page_size=4"):
         both(paged(LENGTHS), next_tokens(LENGTHS), 4, mask=Causal())

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule, linear_recurrence
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 
 
 KINDS = ["head", "channel", "linear"]  # decay by head or by channel, and no delta rule
@@ -235,7 +236,7 @@ def test_sharded_is_single_device(kind):
 
 def test_refusals():
     for platform in ("cpu", "tpu"):
-        with pytest.raises(ConfigError, match=r"value heads=4.*key heads=3"):
+        with refused(ConfigError, "value heads=4", "key heads=3"):
             delta_rule(*make(128, key_heads=3, key_dim=128, value_dim=128, batch=1), platform=platform)
-    with pytest.raises(ConfigError, match="chunk=48"):
+    with refused(ConfigError, "chunk=48"):
         delta_rule(*make(4), chunk=48)
