@@ -1,11 +1,13 @@
 """Small decoders with drawn weights, and batches for them."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
@@ -77,6 +79,11 @@ def filled(config: DecoderConfig, seed: int = 0, **execution) -> Decoder:
 
 def some_tokens(rows: int, length: int, seed: int = 3) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), jnp.int32)
+
+
+def draw(seed: int, shape: Sequence[int], dtype: DTypeLike = "float32") -> jax.Array:
+    """Numbers of a normal distribution, drawn by NumPy: nothing is compiled."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def packed(rows: int = 4, length: int = 13) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ from eqx_decoders.inference.generation import bucket
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.provenance import Provenance
 from tests.compare import assert_array_equal
+from tests.errors import refused
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 
@@ -192,7 +193,7 @@ def test_what_was_published_with_a_model_is_used_unless_overruled(model):
     draw = ed.Sample(temperature=2.0, top_k=5)
     want = ed.generate(model, prompt, max_new_tokens=9, sampler=draw, key=key, stop_ids=(3,))
     assert_array_equal(ed.generate(published, prompt, max_new_tokens=9, key=key), want)
-    with pytest.raises(ed.ConfigError, match=r"key=.*sampler=Greedy"):
+    with refused(ed.ConfigError, "key=", "sampler=Greedy"):
         ed.generate(published, prompt, max_new_tokens=9)
     greedy = ed.generate(published, prompt, max_new_tokens=9, sampler=ed.Greedy(), stop_ids=())
     assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
@@ -202,7 +203,7 @@ def test_what_was_published_with_a_model_is_used_unless_overruled(model):
 def test_beyond_the_trained_positions_there_is_a_warning(model):
     published = dataclasses.replace(model, origin=Provenance(family="llama", settings='{"max_position_embeddings": 8}'))
     assert published.trained_positions == 8 and model.trained_positions is None
-    with pytest.warns(UserWarning, match=r"prompt of 6 \+ max_new_tokens=3 are more than the 8 positions"):
+    with pytest.warns(UserWarning, match=r"6 .*max_new_tokens=3 .*8 positions"):
         ed.generate(published, some_tokens(1, 6), max_new_tokens=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,29 +211,25 @@ def test_beyond_the_trained_positions_there_is_a_warning(model):
 
 
 @pytest.mark.parametrize(
-    "call, words",
+    "prompt, options, names",
     [
-        (lambda m: ed.generate(m, some_tokens(1, 3), max_new_tokens=0), ["max_new_tokens=0", "at least 1"]),
-        (lambda m: ed.generate(m, some_tokens(1, 0), max_new_tokens=2), ["length 0", "bos_id"]),
-        (lambda m: ed.generate(m, jnp.asarray([[32]]), max_new_tokens=2), ["32", "0 to 31"]),
-        (lambda m: ed.generate(m, jnp.asarray([[-1]]), max_new_tokens=2), ["-1", "0 to 31"]),
-        (lambda m: ed.generate(m, some_tokens(1, 3), max_new_tokens=2, sampler=ed.Sample()), ["key="]),
-        (
-            lambda m: ed.generate(m, some_tokens(1, 3), max_new_tokens=2, prompt_lengths=np.asarray([4])),
-            ["prompt_lengths=[4]", "1 to 3"],
-        ),
+        (some_tokens(1, 3), dict(max_new_tokens=0), ["max_new_tokens=0"]),
+        (some_tokens(1, 0), {}, ["length 0", "bos_id"]),
+        (np.asarray([[32]]), {}, ["32", "31"]),
+        (np.asarray([[-1]]), {}, ["-1", "31"]),
+        (some_tokens(1, 3), dict(sampler=ed.Sample()), ["key="]),
+        (some_tokens(1, 3), dict(prompt_lengths=np.asarray([4])), ["prompt_lengths=[4]", "3"]),
     ],
+    ids=["max_new_tokens", "empty", "large id", "negative id", "key", "prompt_lengths"],
 )
-def test_refusals(model, call, words):
-    with pytest.raises(ed.ConfigError) as caught:
-        call(model)
-    for word in words:
-        assert word in str(caught.value)
+def test_wrong_arguments_are_refused(model, prompt, options, names):
+    with refused(ed.ConfigError, *names):
+        ed.generate(model, prompt, **{"max_new_tokens": 2} | options)
 
 
 def test_learned_positions_bound_the_length():
     config = dataclasses.replace(rich_decoder(1), positions=LearnedPositions(max_positions=8))
-    with pytest.raises(ed.ConfigError, match="8 learned positions"):
+    with refused(ed.ConfigError, "8 learned positions"):
         ed.generate(filled(config), some_tokens(1, 4), max_new_tokens=5)
 
 
@@ -250,7 +247,7 @@ def test_rows_draw_alone_whatever_kind_of_key_draws(model):
 
 
 def test_an_unknown_option_is_an_error(model):
-    with pytest.raises(TypeError, match="'stop_id'"):
+    with refused(TypeError, "'stop_id'"):
         ed.generate(model, some_tokens(1, 2), max_new_tokens=2, stop_id=(3,))
 
 
@@ -271,13 +268,13 @@ def test_drafts_of_a_smaller_model_are_those_of_generate(model):
     streamed = np.stack(list(ed.stream(model, prompt, **own)), axis=1)
     whole = np.asarray(ed.generate(model, prompt, **own))
     assert_array_equal(streamed, whole[:, : streamed.shape[1]])
-    with pytest.raises(ed.ConfigError, match="exclude each other"):
+    with refused(ed.ConfigError, "num_draft_tokens=1", "drafts"):
         ed.generate(model, prompt, drafts=drafts, num_draft_tokens=1, **options)
-    with pytest.raises(ed.ConfigError, match="must draft on the device"):
+    with refused(ed.ConfigError, "drafts=PromptLookup", "DraftModel"):
         ed.generate(model, prompt, drafts=ed.serving.PromptLookup(), **options)
 
 
 def test_blocks_of_scales_that_do_not_fit_are_refused_at_once(model):
     wrong = ed.CacheFormat(dtype="int8", scale_block=3)
-    with pytest.raises(ed.ConfigError, match="scale_block=3"):
+    with refused(ed.ConfigError, "scale_block=3"):
         ed.stream(model, some_tokens(1, 2), max_new_tokens=2, cache_dtype=wrong)

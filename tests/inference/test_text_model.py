@@ -25,6 +25,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract
 from eqx_decoders.model.provenance import Provenance
+from tests.errors import refused
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -116,26 +117,26 @@ def test_learned_positions_bound_prompt_and_answer(shapes, room, length, new, le
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused(shapes):
-    with pytest.raises(ConfigError, match="The prompt has 32 tokens, but the model has 32 learned positions"):
+    with refused(ConfigError, "32 tokens", "32 learned positions"):
         write(learned(32), "x" * 31)
 
 
-def test_what_cannot_be_written_about(shapes):
-    with pytest.raises(ConfigError, match="has no chat template: give a text"):
+def test_prompts_that_cannot_be_encoded_are_refused(shapes):
+    with refused(ConfigError, "chat template"):
         write(learned(32), HELLO)
     text = load_text_model(CHAT)
     without = load_tokenizer(CHAT)
     without.start_ids = ()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="prompt=''"):
+    with refused(ConfigError, "prompt=''"):
         write(dataclasses.replace(text, tokenizer=without), "")
-    with pytest.raises(ConversionError, match="Roles must alternate"):
+    with refused(ConversionError, "Roles must alternate"):
         write(text, HELLO * 2)
 
 
 def test_ids_that_are_none_are_told(shapes):
     text = learned(32)
     origin = Provenance(family="llama", settings='{"eos_token_id": "x"}')
-    with pytest.raises(ConversionError, match=r"config.json.*eos_token_id=x"):
+    with refused(ConversionError, "config.json", "eos_token_id=x"):
         write(dataclasses.replace(text, model=dataclasses.replace(text.model, origin=origin)), "x")
 
 

@@ -12,6 +12,7 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.model.config_json import FORMER_CLASSES, FORMER_FIELDS, present_name, with_fields
 from tests.cases import covering_array, decoder_config
+from tests.errors import refused
 from tests.models import rich_decoder
 
 
@@ -50,31 +51,33 @@ def in_block(**fields) -> str:
     return json.dumps(plain)
 
 
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ("{", "must be JSON"),
-        ("[" * 100_000, "must be JSON"),
-        ("[]", "must be a JSON object"),
-        (changed(blocks=3), "with a list of blocks"),
-        (changed(blocks=[]), r"blocks=\(\) must have at least one BlockConfig"),
-        (changed(blocks=[{"repeat": 0, "blocks": []}]), "repeat=0"),
-        (changed(blocks=[3]), r"DecoderConfig.blocks\[0\]=3 must be BlockConfig"),
-        (changed(vocab_siz=3), "field of DecoderConfig='vocab_siz' is not known. Did you mean 'vocab_size'"),
-        (changed(**{"class": "Decoder"}), "class='Decoder' is not known. Did you mean 'DecoderConfig'"),
-        (changed(vocab_size="3"), "DecoderConfig.vocab_size='3' must be an integer."),
-        (changed(vocab_size=True), "vocab_size=True must be an integer."),
-        (changed(vocab_size=3.0), "vocab_size=3.0 must be an integer."),
-        (changed(tied=1), "tied=1 must be true or false."),
-        (changed(logit_soft_cap="x"), "logit_soft_cap='x' must be a number or null."),
-        (changed(final_norm=[]), "final_norm must be RMSNormConfig or LayerNormConfig or null, not a list"),
-        (in_block(**{"class": "MLP"}), r"blocks\[0\].mlp: class='MLP' is not known. Did you mean 'MLPConfig'"),
-        (in_block(mlp_dim=-1), "MLPConfig.mlp_dim=-1"),
-        (json.dumps({"class": "DecoderConfig", "blocks": []}), "needs embed_dim, final_norm, vocab_size"),
-    ],
-)
-def test_what_is_no_configuration_is_refused(text, sentence):
-    with pytest.raises(ed.ConfigError, match=sentence):
+# Texts that are no configurations, and what their errors name.
+WRONG_TEXTS = {
+    "no JSON": ("{", ["JSON", "line 1"]),
+    "deep": ("[" * 100_000, ["JSON", "recursion"]),
+    "list": ("[]", ["JSON object", "blocks"]),
+    "no blocks": (changed(blocks=3), ["JSON object", "blocks"]),
+    "empty blocks": (changed(blocks=[]), ["blocks=()", "BlockConfig"]),
+    "repeat": (changed(blocks=[{"repeat": 0, "blocks": []}]), ["repeat=0"]),
+    "number as block": (changed(blocks=[3]), ["DecoderConfig.blocks[0]=3", "BlockConfig"]),
+    "field": (changed(vocab_siz=3), ["DecoderConfig", "'vocab_siz'", "'vocab_size'"]),
+    "class": (changed(**{"class": "Decoder"}), ["class='Decoder'", "'DecoderConfig'"]),
+    "integer as text": (changed(vocab_size="3"), ["DecoderConfig.vocab_size='3'"]),
+    "integer as bool": (changed(vocab_size=True), ["DecoderConfig.vocab_size=True"]),
+    "integer as float": (changed(vocab_size=3.0), ["DecoderConfig.vocab_size=3.0"]),
+    "bool": (changed(tied=1), ["DecoderConfig.tied=1"]),
+    "number": (changed(logit_soft_cap="x"), ["DecoderConfig.logit_soft_cap='x'"]),
+    "norm": (changed(final_norm=[]), ["DecoderConfig.final_norm", "RMSNormConfig", "LayerNormConfig"]),
+    "class of a block": (in_block(**{"class": "MLP"}), ["blocks[0].mlp", "class='MLP'", "'MLPConfig'"]),
+    "value of a block": (in_block(mlp_dim=-1), ["MLPConfig.mlp_dim=-1"]),
+    "no fields": (json.dumps({"class": "DecoderConfig", "blocks": []}), ["embed_dim", "final_norm", "vocab_size"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TEXTS)
+def test_wrong_configurations_are_refused(case):
+    text, names = WRONG_TEXTS[case]
+    with refused(ed.ConfigError, *names):
         ed.DecoderConfig.from_json(text)
 
 
@@ -126,26 +129,29 @@ def test_the_pattern_of_layers_is_cut_or_continued(layers, want):
 
 
 @pytest.mark.parametrize(
-    "pair, sentence",
+    "pair, names",
     [
-        ("num_layers", "must be a field and its value"),
-        ("=3", "must be a field and its value"),
-        ("num_head=3", "set='num_head' is not known. Did you mean 'num_heads'"),
-        ("vocab_siz=3", "Did you mean 'vocab_size'"),
-        ("num_layers=0", "num_layers=0 must be an integer of at least 1"),
-        ("num_layers=2.5", "num_layers=2.5 must be an integer"),
-        ("num_kv_heads=3", "num_heads=4 must be a multiple of num_kv_heads=3"),
-        ("num_heads=many", "AttentionConfig.num_heads='many' must be an integer"),
-        ("mixer.rope.thetta=3", "set='mixer.rope.thetta': no layer has that field"),
-        ("kv_rank=3", "is not known"),
-        ("blocks=3", "is not known"),
-        ("dropout=2", "of at least 0 and below 1"),
+        ("num_layers", ["set='num_layers'"]),
+        ("=3", ["set='=3'"]),
+        ("num_head=3", ["set='num_head'", "'num_heads'"]),
+        ("vocab_siz=3", ["set='vocab_siz'", "'vocab_size'"]),
+        ("num_layers=0", ["num_layers=0"]),
+        ("num_layers=2.5", ["num_layers=2.5"]),
+        ("num_kv_heads=3", ["num_heads=4", "num_kv_heads=3"]),
+        ("num_heads=many", ["AttentionConfig.num_heads='many'"]),
+        ("mixer.rope.thetta=3", ["set='mixer.rope.thetta'"]),
+        ("kv_rank=3", ["set='kv_rank'"]),
+        ("blocks=3", ["set='blocks'"]),
+        ("dropout=2", ["dropout=2"]),
     ],
 )
-def test_fields_that_cannot_be_changed_are_refused(pair, sentence):
-    with pytest.raises(ed.ConfigError, match=sentence):
+def test_fields_that_cannot_be_changed_are_refused(pair, names):
+    with refused(ed.ConfigError, *names):
         with_fields(rich_decoder(2), (pair,))
-    with pytest.raises(ed.ConfigError, match=r"write mixer\.bias or mlp\.bias"):
+
+
+def test_ambiguous_fields_are_refused():
+    with refused(ed.ConfigError, "set='bias'", "mixer.bias", "mlp.bias"):
         with_fields(ed.get_config("deepseek2-16b"), ("bias=true",))
 
 

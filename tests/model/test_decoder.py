@@ -18,6 +18,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.initializers import fan_in, normal, shapes_alone
 from eqx_decoders.sharding.axes import named_leaves
 from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import refused
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
 
 
@@ -191,7 +192,7 @@ def test_replace_keeps_the_weights(model):
     assert not other.execution.scan
     assert all(one is two for one, two in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
     assert model.execution == ed.Execution()
-    with pytest.raises(TypeError, match="scanned"):
+    with refused(TypeError, "scanned"):
         model.replace(scanned=True)
 
 
@@ -360,7 +361,7 @@ def test_bidirectional_layers_have_no_cache():
         mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, mask=Bidirectional()), mlp=None
     )
     config = rich_decoder(2, blocks=(rich_decoder(1).blocks[0], block))
-    with pytest.raises(ed.ConfigError, match="bidirectional attention layer has no cache"):
+    with refused(ed.ConfigError, "bidirectional", "cache"):
         ed.init_cache(config, 1, 8)
 
 
@@ -469,5 +470,5 @@ def test_spans_and_positions_of_several_dimensions_reach_every_layer():
 
 def test_inputs_by_layer_must_be_as_many_as_take_them():
     model = filled(rich_decoder(2))
-    with pytest.raises(ed.ConfigError, match=r"by_layer\['nobody'\].*\(2, 1, 3, 4\)"):
+    with refused(ed.ConfigError, "by_layer['nobody']", "(2, 1, 3, 4)"):
         model(some_tokens(1, 3), inputs=ed.Inputs(by_layer={"nobody": jnp.zeros((2, 1, 3, 4))}))

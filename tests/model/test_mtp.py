@@ -32,6 +32,7 @@ from eqx_decoders.training.step.loss import mtp_targets, next_token_loss, next_t
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.models import filled, packed
 
 
@@ -220,7 +221,7 @@ def test_logits_do_not_depend_on_the_depths():
     run = eqx.filter_jit(lambda model, tokens: model(tokens).logits)
     assert_array_equal(run(model, tokens), run(model.without_mtp(), tokens))
     assert model.without_mtp().config.mtp is None
-    with pytest.raises(ed.ConfigError, match="multi-token prediction"):
+    with refused(ed.ConfigError, "predict_mtp"):
         model.without_mtp().predict_mtp(jnp.zeros((4, 13, 16)), tokens)
 
 
@@ -418,14 +419,14 @@ def test_guesses_on_a_mesh_are_those_of_one_device():
 @pytest.mark.slow
 def test_guesses_are_refused_where_they_can_not_be_made():
     model, prompt = filled(small(1)), jnp.zeros((1, 2), jnp.int32)
-    for options, words in (
-        (dict(num_draft_tokens=2), "at most 1"),
-        (dict(num_draft_tokens=-1), "at least 0"),
-        (dict(num_draft_tokens=1, sampler=ed.Sample()), "pass key="),
+    for options, name in (
+        (dict(num_draft_tokens=2), "num_draft_tokens=2"),
+        (dict(num_draft_tokens=-1), "num_draft_tokens=-1"),
+        (dict(num_draft_tokens=1, sampler=ed.Sample()), "key="),
     ):
-        with pytest.raises(ed.ConfigError, match=words):
+        with refused(ed.ConfigError, name):
             ed.generate(model, prompt, max_new_tokens=2, **options)
-    with pytest.raises(ed.ConfigError, match="at most 0"):
+    with refused(ed.ConfigError, "num_draft_tokens=1"):
         ed.generate(model.without_mtp(), prompt, max_new_tokens=2, num_draft_tokens=1)
     want, _ = speculated(model, prompt, jnp.asarray([2]), 3, 1)
     assert_array_equal(ed.generate(model, prompt, max_new_tokens=3, num_draft_tokens=1), want)
@@ -434,10 +435,10 @@ def test_guesses_are_refused_where_they_can_not_be_made():
     assert ed.generate(model, prompt, max_new_tokens=1, num_draft_tokens=1).shape == (1, 1)
 
 
-@pytest.mark.parametrize("changes", [dict(num_depths=0), dict(loss_weight=-0.1)], ids=["depths", "weight"])
-def test_bad_configurations_are_refused(changes):
-    with pytest.raises(ed.ConfigError, match=f"MTPConfig.{next(iter(changes))}"):
-        dataclasses.replace(small(1).mtp, **changes)
+@pytest.mark.parametrize("field, value", [("num_depths", 0), ("loss_weight", -0.1)])
+def test_bad_configurations_are_refused(field, value):
+    with refused(ed.ConfigError, f"MTPConfig.{field}={value}"):
+        dataclasses.replace(small(1).mtp, **{field: value})
 
 
 @pytest.mark.slow
@@ -451,7 +452,7 @@ def test_depths_are_added_to_a_model_and_leave_it_as_it_is():
     got, want = jax.tree.leaves(more.mtp), jax.tree.leaves(shapes)
     assert [(x.shape, x.dtype, x.sharding) for x in got] == [(x.shape, x.dtype, x.sharding) for x in want]
     assert not np.allclose(more.mtp.depth.stream_kernel[0], more.mtp.depth.stream_kernel[1])
-    with pytest.raises(ed.ConfigError, match="already"):
+    with refused(ed.ConfigError, "add_mtp"):
         ed.add_mtp(more, 1, key=jax.random.key(0))
 
 
@@ -467,7 +468,7 @@ def test_depths_do_not_find_experts_by_token_ids():
     """The block is refused, and those that are added are like an earlier one."""
     experts = dataclasses.replace(EXPERTS, router=RouterConfig(hashed_tokens=8))
     hashed = dataclasses.replace(BLOCK, mlp=experts)
-    with pytest.raises(ed.ConfigError, match=r"mtp\.block .* find experts by token ids"):
+    with refused(ed.ConfigError, "DecoderConfig.mtp.block", "token ids"):
         small(1, block=hashed)
     config = dataclasses.replace(small(1), mtp=None, blocks=(BLOCK, hashed))
     assert with_mtp(config, 1).mtp.block == BLOCK

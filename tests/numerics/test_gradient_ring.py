@@ -21,6 +21,7 @@ from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.product_plan import product_plan
 from eqx_decoders.sharding.chips import chip_of
 from tests.compare import assert_array_equal, assert_close
+from tests.models import draw
 
 
 PRODUCTS = {
@@ -31,10 +32,6 @@ PRODUCTS = {
 IN, OUT, HEADS = PRODUCTS
 MESHES = (dict(fsdp=8), dict(fsdp=2, tensor=4), dict(data=2, fsdp=4), dict(fsdp=2, context=2, expert=2))
 FORM = GroupedForm("ragged_dot")
-
-
-def draw(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def ring_of(pattern, layout, shapes=None):
@@ -53,21 +50,23 @@ def gradients(product, *argnums):
     return jax.grad(loss, argnums=argnums, has_aux=True)
 
 
-@pytest.mark.slow(
-    fast=(
-        "batch length mlp, mlp embed -> batch length embed-{'fsdp': 8}-{'levels': (2, 4), 'parts': 4, 'turned': True}",
-    )
-)
-@pytest.mark.parametrize(
-    "pattern, sizes, changes",
-    [(OUT, MESHES[0], dict(levels=levels, parts=4, turned=True)) for levels in ((2, 4), (4, 2), (2, 2, 2))]
-    + [(IN, sizes, {}) for sizes in MESHES]
-    + [(OUT, MESHES[0], dict(turned=False)), (HEADS, MESHES[1], {})]
-    + [(HEADS, MESHES[0], dict(cut=cut, parts=parts)) for cut, parts in ((0, 4), (1, 2))],
-    ids=str,
-)
-def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes, changes):
+RINGS = {
+    "2x4": (OUT, MESHES[0], dict(levels=(2, 4), parts=4, turned=True)),
+    "4x2": (OUT, MESHES[0], dict(levels=(4, 2), parts=4, turned=True)),
+    "2x2x2": (OUT, MESHES[0], dict(levels=(2, 2, 2), parts=4, turned=True)),
+    **{"-".join(sizes): (IN, sizes, {}) for sizes in MESHES},
+    "not turned": (OUT, MESHES[0], dict(turned=False)),
+    "heads": (HEADS, MESHES[1], {}),
+    "heads in 4": (HEADS, MESHES[0], dict(cut=0, parts=4)),
+    "heads in 2": (HEADS, MESHES[0], dict(cut=1, parts=2)),
+}
+
+
+@pytest.mark.slow(fast=("2x4",))
+@pytest.mark.parametrize("case", RINGS)
+def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, case):
     """Eight devices are two rings of four, whose terms are products, and four of two; the other way round; a cube."""
+    pattern, sizes, changes = RINGS[case]
     monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 8)
     layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
     plan, ring = product_plan(pattern), ring_of(pattern, layout)

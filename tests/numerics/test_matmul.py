@@ -17,6 +17,8 @@ from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import Layout
 from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import refused
+from tests.models import draw
 
 
 PATTERNS = {
@@ -35,10 +37,6 @@ PATTERNS = {
     "b l, d -> b l d": ((2, 5), (8,)),
 }
 MLP = "batch length embed, embed mlp -> batch length mlp"
-
-
-def draw(seed, shape, dtype):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)  # unlike jax.random, not compiled
 
 
 def operands(pattern, dtype, weight_dtype, seed=0):
@@ -232,33 +230,33 @@ def test_nothing_and_one_token(dtype):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "named"),
     [
-        ("b d, d f", "words of x"),
-        ("b d -> b", "words of x"),
-        ("b d, d f, f g -> b g", "words of x"),
-        ("b d, d f -> b f -> b", "words of x"),
-        ("b d d, d f -> b f", "twice"),
+        ("b d, d f", "->"),
+        ("b d -> b", "->"),
+        ("b d, d f, f g -> b g", "->"),
+        ("b d, d f -> b f -> b", "->"),
+        ("b d d, d f -> b f", "'b d d'"),
         ("b d, d f -> b g", "'g'"),
         ("b d, d f -> b", "'f'"),
         ("b d, d f -> f", "'b'"),
         ("b 3d, d f -> b f", "'3d'"),
-        ("b d, ... d f -> b f", r"'\.\.\.'"),
-        ("... d, d f -> f", r"'\.\.\.'"),
+        ("b d, ... d f -> b f", "'...'"),
+        ("... d, d f -> f", "'...'"),
     ],
 )
-def test_malformed_patterns(pattern, said):
-    with pytest.raises(ConfigError, match=said):
+def test_malformed_patterns(pattern, named):
+    with refused(ConfigError, repr(pattern), named):
         einsum(pattern, jnp.ones((2, 3)), jnp.ones((3, 4)))
 
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_shapes_that_do_not_fit(flatten):
-    with pytest.raises(ConfigError, match="h=2 in x"):  # the flattened sizes alone would fit
+    with refused(ConfigError, "h=2", "h=3"):  # the flattened sizes alone would fit
         einsum("b h k, h k d -> b d", jnp.ones((1, 2, 3)), jnp.ones((3, 2, 5)), flatten=flatten)
-    with pytest.raises(ConfigError, match="x of shape"):
+    with refused(ConfigError, "x ", "(1, 2, 3)"):
         einsum("b d, d f -> b f", jnp.ones((1, 2, 3)), jnp.ones((3, 4)), flatten=flatten)
-    with pytest.raises(ConfigError, match="weight of shape"):
+    with refused(ConfigError, "weight", "(3,)"):
         einsum("... d, d f -> ... f", jnp.ones((3,)), jnp.ones((3,)), flatten=flatten)
 
 
@@ -267,9 +265,9 @@ def test_precision():
     assert precision.params == precision.compute == jnp.bfloat16
     assert hash(precision) == hash(Precision(params=jnp.dtype("bfloat16"), compute=jnp.bfloat16))
     assert Precision() == Precision(params=jnp.float32, compute="float32")
-    with pytest.raises(ConfigError, match=r"Precision\.compute"):
+    with refused(ConfigError, "Precision.compute"):
         Precision(compute=jnp.int8)
-    with pytest.raises(ConfigError, match="no_dtype"):
+    with refused(ConfigError, "no_dtype"):
         Precision(params="no_dtype")
 
 
@@ -283,13 +281,13 @@ def test_fan_in_has_the_variance(distribution, getkey):
 
 def test_initializers_draw_in_f32(getkey):
     key = getkey()
-    for draw in (lambda dtype: normal(key, (64,), dtype, 0.02), lambda dtype: fan_in(key, (64,), dtype, 8)):
-        assert draw(jnp.bfloat16).dtype == jnp.bfloat16
-        assert (draw(jnp.bfloat16) == draw(jnp.float32).astype(jnp.bfloat16)).all()
+    for init in (lambda dtype: normal(key, (64,), dtype, 0.02), lambda dtype: fan_in(key, (64,), dtype, 8)):
+        assert init(jnp.bfloat16).dtype == jnp.bfloat16
+        assert (init(jnp.bfloat16) == init(jnp.float32).astype(jnp.bfloat16)).all()
     assert_allclose(np.std(normal(key, (100, 1000), jnp.float32, 0.02)), 0.02, rtol=0.02)
-    with pytest.raises(ConfigError, match="truncated"):
+    with refused(ConfigError, "truncated"):
         fan_in(key, (4,), jnp.float32, 4, "truncate")
-    with pytest.raises(ConfigError, match="fan"):
+    with refused(ConfigError, "fan"):
         fan_in(key, (4,), jnp.float32, 0)
 
 

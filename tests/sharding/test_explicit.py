@@ -34,6 +34,7 @@ from eqx_decoders.training.llama_lti import llama_lti, materialize
 from eqx_decoders.training.lora import LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.step.loss import token_loss_sum
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.models import ROUTERS, filled, rich_decoder, some_tokens
 from tests.training.step.test_step import ANY, CONFIG, first_state, same_bits, trainer_of
 
@@ -44,8 +45,7 @@ SPARSE = dataclasses.replace(
     CONFIG,
     blocks=(
         dataclasses.replace(
-            CONFIG.blocks[0],
-            mlp=ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=24, router=ROUTERS[5]),
+            CONFIG.blocks[0], mlp=ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=24, router=ROUTERS[5])
         ),
     ),
 )
@@ -280,16 +280,16 @@ def test_settings_say_so():
 def test_errors(models):
     _, model = models
     other = ed.Layout.create(fsdp=8, explicit=True)
-    with jax.set_mesh(other.mesh), pytest.raises(ConfigError, match=r"'fsdp': 8.*jax\.set_mesh"):
+    with jax.set_mesh(other.mesh), refused(ConfigError, "'fsdp': 8", "jax.set_mesh"):
         model(some_tokens(8, 3))
-    with pytest.raises(ConfigError, match=r"Offload\(.*explicit=True"):
+    with refused(ConfigError, "Offload(", "explicit=True"):
         ed.Layout.create(fsdp=8, explicit=True, offload=ed.Offload(weights=("*",)))
 
     def layers_alone(model):
         ctx = Context(positions=jnp.zeros((8, 3), jnp.int32), execution=model.execution)
         return model.embedding(some_tokens(8, 3), ctx)
 
-    with pytest.raises(ConfigError, match=r"layout\.automatically"):
+    with refused(ConfigError, "layout.automatically"):
         jax.jit(layers_alone)(model)
     within = model.execution.layout.automatically(layers_alone, lambda x: P("data", None, None))
     assert spec_of(jax.jit(within)(model)) == P("data", None, None)

@@ -18,6 +18,7 @@ from eqx_decoders.sharding.links import ring_load
 from eqx_decoders.sharding.mesh import _factorizations
 from eqx_decoders.training import host_rows
 from tests.compare import assert_array_equal
+from tests.errors import refused
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import tpu_devices
 
@@ -137,13 +138,13 @@ def test_minus_one_takes_the_rest():
 
 
 @pytest.mark.parametrize(
-    "make, words",
+    "make, names",
     [
-        (lambda: ed.Layout.create(data=3), ["data=3", "needs 3 devices", "8", "-1"]),
-        (lambda: ed.Layout.create(data=-1, fsdp=-1), ["only one", "data, fsdp"]),
-        (lambda: ed.Layout.create(data=-1, fsdp=3), ["8 are given", "3"]),
-        (lambda: ed.Layout.create(data=0), ["Layout.data=0", "at least 1"]),
-        (lambda: ed.Layout(weights={"hed": "fsdp"}), ["'hed'", "did you mean 'heads'?"]),
+        (lambda: ed.Layout.create(data=3), ["data=3", "3 devices", "8", "-1"]),
+        (lambda: ed.Layout.create(data=-1, fsdp=-1), ["-1", "data, fsdp"]),
+        (lambda: ed.Layout.create(data=-1, fsdp=3), ["8", "3"]),
+        (lambda: ed.Layout.create(data=0), ["Layout.data=0"]),
+        (lambda: ed.Layout(weights={"hed": "fsdp"}), ["'hed'", "'heads'"]),
         (lambda: ed.Layout(weights={"heads": "tensr"}), ["'tensr'", "'tensor'"]),
         (lambda: ed.Layout().constrain(jnp.zeros((2, 3)), "batch lenght"), ["'lenght'", "'length'"]),
         (lambda: ed.Layout().constrain(jnp.zeros((2, 3)), "batch length embed"), ["(2, 3)", "batch length embed"]),
@@ -153,15 +154,17 @@ def test_minus_one_takes_the_rest():
         ),
         (
             lambda: ed.abstract(rich_decoder(), layout=ed.Layout.create(tensor=8)),
-            ["mixer.query", "heads=4", "tensor=8", "multiple"],
+            ["mixer.query", "heads=4", "tensor=8"],
         ),
     ],
+    ids=[
+        *("few devices", "two rests", "rest", "zero", "weight axis", "mesh axis", "activation axis", "rank"),
+        *("axis types", "heads"),
+    ],
 )
-def test_refusals_say_what_and_how(make, words):
-    with pytest.raises(ed.ConfigError) as caught:
+def test_wrong_layouts_are_refused(make, names):
+    with refused(ed.ConfigError, *names):
         make()
-    for word in words:
-        assert word.lower() in str(caught.value).lower(), str(caught.value)
 
 
 @pytest.mark.slow
@@ -186,7 +189,7 @@ def test_an_abstract_mesh_has_the_shapes_of_a_real_one_and_any_size():
 
 
 def test_too_few_devices_of_a_cpu_are_met_with_how_to_get_more():
-    with pytest.raises(ed.ConfigError, match=r"16 devices.*8.*JAX_NUM_CPU_DEVICES=16"):
+    with refused(ed.ConfigError, "16 devices", "8", "JAX_NUM_CPU_DEVICES=16"):
         ed.Layout.create(data=-1, fsdp=16)
     with pytest.raises(ed.ConfigError) as caught:
         ed.Layout.create(data=2, fsdp=2)
@@ -267,7 +270,7 @@ def test_between_slices_there_are_only_copies_or_stages():
         outer = np.moveaxis(layout.mesh.devices, layout.mesh.axis_names.index(name), 0)
         of_slice = np.vectorize(lambda device: device.slice_index)(outer.reshape(sizes[name], -1))
         assert (of_slice == of_slice[:, :1]).all() and set(of_slice[:, 0].tolist()) == {0, 1}
-    with pytest.raises(ed.ConfigError, match=r"fsdp=32.*data=2.*fsdp=16"):
+    with refused(ed.ConfigError, "fsdp=32", "data=2", "fsdp=16"):
         ed.Layout.create(fsdp=32, devices=devices)
 
 
