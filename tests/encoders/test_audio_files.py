@@ -27,6 +27,7 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from tests.commands import call
 from tests.compare import assert_array_equal
 from tests.encoders.directories import save_image
+from tests.errors import refused
 from tests.io.processors.media_files import audio, video
 
 
@@ -141,7 +142,7 @@ def test_answers_to_a_video_of_few_frames(name, tmp_path):
     save_image(tmp_path / "image.png", 16, 16)
     mixed = ("<|video_pad|><|image_pad|>", [], [str(tmp_path / "image.png"), one], "x")
     if name == "smolvlm":
-        with pytest.raises(DataError, match="has a video before an image, and this model reads both as images"):
+        with refused(DataError, "x ", "video", "image"):
             reader.expand_text(*mixed)
     else:
         assert reader.expand_text(*mixed)[0].startswith(made.text)

@@ -16,6 +16,7 @@ from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import call, outcome
 from tests.compare import assert_array_equal
 from tests.encoders.directories import save_image, vision_directory
+from tests.errors import assert_names, refused
 
 
 pytest.importorskip("PIL")
@@ -45,7 +46,7 @@ def test_a_prompt_has_as_many_placeholders_as_its_images(text, folder):
     plain, seen = text.prepare("What?", Files(images=(str(folder / "2.png"),)))
     assert (plain == image).sum() == 4 and seen.grid_positions.shape == (1, len(plain), 3)
     assert text.prepare("What?")[1] is None
-    with pytest.raises(ed.EqxDecodersError, match=r"2\.jpg"):
+    with refused(ed.EqxDecodersError, "2.jpg"):
         text.prepare("What?", Files(images=(str(folder / "2.jpg"),)))
 
 
@@ -59,7 +60,8 @@ def test_answers_depend_on_the_image(folder):
     ]
     assert found[0] != found[1]
     code, _, err = outcome(*words, "--image", folder / "none.png", "--prompt", "What is it?")
-    assert code == 3 and "none.png" in err
+    assert code == 3
+    assert_names(err, "none.png")
     assert GenerateConfig(image=("a",), video=("b",), audio=("c",)).files == Files(("a",), ("b",), ("c",))
 
 
@@ -106,7 +108,8 @@ def test_a_checkpoint_is_tuned_on_images_and_exported(folder):
     trained = ("--optimizer.trainable", "segments.*", "vision.projector.*")
     words = ("--init-from", folder / "model", "--data", chats, "--export", folder / "new", *options, *trained)
     out, _ = call("train", "--run-dir", folder / "tuning", *words)
-    assert "held-out images: " in out and (folder / "tuning" / "answers.png").exists()
+    assert (folder / "tuning" / "answers.png").exists()
+    assert_names(out, "of 12", "%")
     before, after = (ed.load_hf(folder / name) for name in ("model", "new"))
     assert_array_equal(before.vision.stem.kernel, after.vision.stem.kernel)
     assert (

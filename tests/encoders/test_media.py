@@ -14,6 +14,7 @@ from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.model.init import with_mtp
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, media_decoder, patches, text
+from tests.errors import refused
 from tests.models import filled
 
 
@@ -227,58 +228,52 @@ def test_gradients_are_finite_differences(model, media):
         assert float(jnp.sum(place(gradient) * way)) == pytest.approx(slope, rel=3e-2, abs=2e-2)
 
 
-BAD = [
-    (
+IMAGES = dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
+# Arrays that do not fit, and what their errors name.
+BAD = {
+    "few images": (
         dict(pixel_values=patches(GRIDS[:2]), image_grid_thw=np.asarray(GRIDS[:2])),
-        r"9 image placeholders, .* 2 images make 7",
+        ["9 image placeholders", "2 images", "7"],
     ),
-    (
-        dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS[:2])),
-        r"pixel_values of shape \(36, 24\) must be \[28, 24\]",
-    ),
-    (dict(pixel_values=patches([(1, 3, 4)]), image_grid_thw=np.asarray([[1, 3, 4]])), "must be multiples of 2"),
-    (dict(), "9 image placeholders, but 0 images make 0 rows"),
-    (
-        dict(pixel_values=np.zeros((1, 3, 6, 4))),
-        r"3 rows and 2 columns of patches of 2 x 2 pixels must be multiples of 2",
-    ),
-    (
-        dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), **audio([5])),
-        "0 audio placeholders, but 1 audio clip makes 2 rows",
-    ),
-    (dict(mm_token_type_ids=np.zeros((2, 11))), "mm_token_type_ids differs from where input_ids has placeholders"),
-    (dict(attention_mask=np.ones((2, 3))), "attention_mask of shape"),
-    (dict(groups=3), "groups=3 must divide the 2 rows"),
-]
+    "few grids": (IMAGES | dict(image_grid_thw=np.asarray(GRIDS[:2])), ["pixel_values", "(36, 24)", "[28, 24]"]),
+    "odd grid": (dict(pixel_values=patches([(1, 3, 4)]), image_grid_thw=np.asarray([[1, 3, 4]])), ["3", "4", "2"]),
+    "no images": (dict(), ["9 image placeholders", "0 images"]),
+    "odd pixels": (dict(pixel_values=np.zeros((1, 3, 6, 4))), ["3 rows", "2 columns", "2 x 2 pixels"]),
+    "audio": (IMAGES | audio([5]), ["0 audio placeholders", "1 audio clip", "2 rows"]),
+    "types": (dict(mm_token_type_ids=np.zeros((2, 11))), ["mm_token_type_ids", "input_ids"]),
+    "mask": (dict(attention_mask=np.ones((2, 3))), ["attention_mask", "(2, 3)"]),
+    "groups": (dict(groups=3), ["groups=3", "2 rows"]),
+}
 
 
-@pytest.mark.parametrize("given, message", BAD, ids=[message for _, message in BAD])
-def test_what_does_not_fit_is_refused_with_counts(model, given, message):
-    with pytest.raises(ed.EqxDecodersError, match=message):
-        ed.Media.create(model.config, TOKENS, **given)
+@pytest.mark.parametrize("case", BAD)
+def test_arrays_that_do_not_fit_are_refused_with_counts(model, case):
+    arrays, names = BAD[case]
+    with refused(ed.EqxDecodersError, *names):
+        ed.Media.create(model.config, TOKENS, **arrays)
 
 
 def test_unknown_arrays_are_refused_with_the_nearest_name(model):
-    with pytest.raises(TypeError, match=r"'pixel_value'.*'pixel_values'"):
+    with refused(TypeError, "'pixel_value'", "'pixel_values'"):
         ed.Media.create(model.config, TOKENS, pixel_value=patches(GRIDS))
-    with pytest.raises(TypeError, match="'zzz'"):
+    with refused(TypeError, "'zzz'"):
         ed.Media.create(model.config, TOKENS, zzz=None)
 
 
 def test_models_without_encoders_refuse(model, media):
     text_only = dataclasses.replace(media_decoder(), media=None, blocks=media_decoder(layers=4).blocks[2:])
-    with pytest.raises(ed.ConfigError, match="has no encoders"):
+    with refused(ed.ConfigError, "encoders"):
         ed.Media.create(text_only, TOKENS)
-    with pytest.raises(ed.ConfigError, match=r"media is for tokens of shape \(2, 11\), and these are \(2, 5\)"):
+    with refused(ed.ConfigError, "(2, 11)", "(2, 5)"):
         model(TOKENS[:, :5], media=media)
-    with pytest.raises(ed.ConfigError, match="deepstack has 2 layers"):
+    with refused(ed.ConfigError, "MediaConfig.vision.deepstack", "2 layers", "AddedFeaturesConfig"):
         media_decoder(blocks=media_decoder().blocks[2:])
 
 
 def test_an_indexer_of_blocks_knows_no_positions_of_three_dimensions():
     blocks, selection = media_decoder().blocks, BlockIndexerConfig(size=2, top_k=2, num_heads=2, head_dim=8)
     mixer = dataclasses.replace(blocks[-1].mixer, selection=selection, spans=False)
-    with pytest.raises(ed.ConfigError, match=r"has an indexer, which turns its keys by one position .* leave Media"):
+    with refused(ed.ConfigError, "AttentionConfig.selection", "indexer", "MediaConfig.positions"):
         media_decoder(blocks=(*blocks[:-1], dataclasses.replace(blocks[-1], mixer=mixer)))
 
 
@@ -289,7 +284,7 @@ def test_placeholders_may_be_outside_of_the_vocabulary():
     tokens = np.where(TOKENS == IMAGE, 900, TOKENS)
     given = ed.Media.create(model.config, tokens, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
     assert np.isfinite(np.asarray(model(tokens, media=given).logits)).all()
-    with pytest.raises(ed.ConfigError, match="900"):
+    with refused(ed.ConfigError, "900"):
         model(tokens)
 
 
