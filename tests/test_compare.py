@@ -38,6 +38,7 @@ def test_counts_of_a_tree_are_no_size_of_its_numbers():
         (OUT, OUT, dict(units=512, dtype="bfloat16"), "says nothing"),
         (OUT, OUT, dict(rounded=[OUT * 2]), "says nothing"),
     ],
+    ids=["no numbers", "no arrays", "NaN wanted", "infinite", "NaN", "wide", "rounded"],
 )
 def test_what_could_not_fail_is_refused(got, want, options, words):
     with pytest.raises(AssertionError, match=words):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import numpy as np
@@ -19,6 +20,7 @@ from eqx_decoders.training.run.run_loading import load_run
 from eqx_decoders.training.run.run_model import abstract_run
 from tests.commands import call, steps_of
 from tests.compare import assert_allclose
+from tests.errors import assert_names
 
 
 BASE = pathlib.Path(__file__).parent / "fixtures" / "chat_llama"
@@ -55,8 +57,14 @@ def options(folder, name, **changes) -> list[str]:
 @pytest.fixture(scope="module")
 def full(folder):
     _, err = call("train", *options(folder, "full"))
-    assert "12,360 weights on" in err
+    assert_names(err, "12,360")
     return folder
+
+
+def adapter_weights(directory: pathlib.Path) -> str:
+    """The number of weights of a run's adapters, as messages write it."""
+    leaves = named_leaves(abstract_run(RunDirectory.open(directory)))
+    return f"{sum(leaf.size for name, leaf in leaves.items() if '.lora_' in name):,}"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,7 @@ def lora(full):
     folder = full
     adapted = {"lora-rank": 4, "lora-alpha": 8, "export-adapter": folder / "adapter"}
     _, err = call("train", *options(folder, "lora", **adapted))
-    assert "of them trained" in err
+    assert_names(err, adapter_weights(folder / "lora"))
     return folder
 
 
@@ -100,7 +108,7 @@ def test_conversations_are_learned_with_the_template_of_the_checkpoint(folder):
     assert found is not None and want is not None and found.render(chats[0]) == want.render(chats[0])
     shutil.rmtree(folder / "talker")
     _, err = call("train", *options(folder, "chats", **changes | {"steps": 6, "export": folder / "chat-later"}))
-    assert "resumed at step 4" in err
+    assert_names(err, "step 4")
 
 
 @pytest.mark.slow
@@ -136,7 +144,7 @@ def test_a_run_needs_its_checkpoint_only_once(lora):
         _, err = call("train", *options(folder, "lora", **adapted))
     finally:
         (folder / "gone").rename(folder / "base")
-    assert "resumed at step 4" in err
+    assert_names(err, "step 4")
     run = RunDirectory.open(folder / "lora")
     model = load_weights(run.checkpoint_directory, abstract_run(run)).tree
     frozen = {name: leaf for name, leaf in named_leaves(model).items() if ".lora_" not in name}
@@ -151,7 +159,7 @@ def test_a_run_of_lengths_and_singular_values_is_exported_as_an_adapter_of_the_b
     changes = {"lora-rank": 4, "export": folder / "kinds-export", "export-adapter": folder / "kinds-adapter"}
     call("train", *options(folder, "kinds", **{"lora-rank": 4, "steps": 2, "export": folder / "early"}), *kinds)
     _, err = call("train", *options(folder, "kinds", **changes), *kinds)
-    assert "resumed at step 2" in err
+    assert_names(err, "step 2")
     base, merged = ed.load_hf(BASE), ed.load_hf(folder / "kinds-export")
     adapted = load_peft(base, folder / "kinds-adapter")
     assert np.max(np.abs(logits(merged) - logits(base))) > 1e-3
@@ -170,7 +178,7 @@ def test_generate_reads_a_run_with_adapters(lora):
 @pytest.mark.slow
 def test_an_export_is_refused_before_the_training(full):
     _, err = call("train", *options(full, "other", export=full / "full-export"), code=2)
-    assert "export=" in err and "is not empty: give a new directory" in err
+    assert_names(err, "export=", full / "full-export")
     assert not (full / "other" / "metrics.jsonl").exists()
 
 
@@ -181,7 +189,8 @@ def test_an_imported_directory_can_be_trained(full):
     words = [*options(full, "imported", **{"lora-rank": 2, "steps": 2}), "--lora-targets", "*.mlp.up"]
     place = words.index("--init-from")
     _, err = call("train", *words[:place], *words[place + 2 :])
-    assert "of them trained" in err and "resumed" not in err
+    assert_names(err, adapter_weights(full / "imported"))
+    assert [row["step"] for row in steps_of(full / "imported")] == [1, 2]
     assert json.loads((full / "imported" / "settings.json").read_text())["init_from"] == str(full / "base")
     here, there = (named_leaves(ed.load_hf(path)) for path in (full / "imported-export", BASE))
     moved = {name.rsplit(".", 1)[-1] for name in there if not np.array_equal(here[name], there[name])}
@@ -193,5 +202,5 @@ def test_sequences_beyond_the_trained_positions_are_warned_of(folder):
     changes = {"init-from": BASE, "data": folder / "nowhere.jsonl"}
     for length, warned in ((128, False), (129, True)):
         _, err = call("train", *options(folder, "long", **changes, **{"seq-len": length}), code=3)
-        assert ("warning: seq_len=129 is beyond the 128 positions that the model was trained on" in err) == warned
+        assert bool(re.search(r"warning: .*seq_len=129.*128", err)) == warned
     assert not (folder / "long").exists()

@@ -14,6 +14,7 @@ from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, get_remat, save
 from eqx_decoders.training.config import TrainConfig
+from tests.errors import refused
 from tests.models import filled, packed, rich_decoder
 
 
@@ -117,21 +118,20 @@ def test_custom_lists_reach_the_model():
 
 
 @pytest.mark.parametrize(
-    "make, words",
+    "make, names",
     [
         (lambda: get_remat("minimal_ofloaded"), ["'minimal_ofloaded'", "'minimal_offloaded'"]),
         (lambda: Remat(save=("quary_proj",)), ["'quary_proj'", "'query_proj'"]),
-        (lambda: Remat(save=("mlpwo",), offload=("mlpwo",)), ["mlpwo", "both"]),
+        (lambda: Remat(save=("mlpwo",), offload=("mlpwo",)), ["mlpwo"]),
         (lambda: save(jnp.zeros(()), "mlpwoo"), ["'mlpwoo'", "'mlpwo'"]),
         (lambda: TrainConfig(remat="full", remat_save=("mlpwo",)), ["custom"]),
-        (lambda: TrainConfig(remat="custom", remat_save=("mlpw",)), ["'mlpw'", "Did you mean"]),
+        (lambda: TrainConfig(remat="custom", remat_save=("mlpw",)), ["'mlpw'", "'mlpwo'"]),
     ],
+    ids=["policy", "saved", "saved and offloaded", "name", "not custom", "custom"],
 )
-def test_misspelt_names_are_refused_with_the_nearest(make, words):
-    with pytest.raises(ed.ConfigError) as caught:
+def test_misspelt_names_are_refused_with_the_nearest(make, names):
+    with refused(ed.ConfigError, *names):
         make()
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import time
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import ROOT, flags, run, start, steps_of, write_corpus
+from tests.errors import assert_names
 
 
 CHAT = ROOT / "tests" / "fixtures" / "chat_llama"
@@ -43,7 +46,9 @@ def trained(corpus, tmp_path_factory) -> tuple[Path, str, str]:
 def test_train_trains(trained):
     folder, out, err = trained
     assert [row["step"] for row in steps_of(folder)] == [1, 2, 3, 4]
-    assert "held-out loss" in out and str(folder) in out and "52,464 weights" in err
+    last = [row["eval_loss"] for row in read_metrics(folder / "metrics.jsonl") if "eval_loss" in row][-1]
+    assert_names(out, folder, f"{last:.4f}")
+    assert_names(err, "52,464")
     assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
@@ -63,7 +68,7 @@ def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(train
     assert 1 <= done < 4
 
     _, err = run("train.py", *options)
-    assert f"resumed at step {done}" in err
+    assert_names(err, f"step {done}")
     whole, again = steps_of(trained[0]), steps_of(folder)
     assert [row["step"] for row in again] == [1, 2, 3, 4]
     for name in ("loss", "grad_norm", "learning_rate", "tokens", "epochs"):
@@ -84,10 +89,8 @@ def test_ctrl_c_while_a_tokenizer_is_trained_ends_it_at_once(tmp_path):
     begun = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - begun < 3 and process.returncode == 130 and "Traceback" not in err
-    assert "training the tokenizer: 1" in err
-    assert err.endswith(
-        "stopped while training the tokenizer: nothing of it is kept, start again with the same command\n"
-    )
+    assert re.search(r"tokenizer\D*1", err)  # its progress
+    assert_names(err.splitlines()[-1], "tokenizer")
 
 
 @pytest.mark.slow
@@ -101,9 +104,10 @@ def test_generate_continues_each_line_of_its_input(trained):
 @pytest.mark.slow
 def test_convert_converts_and_mistakes_have_a_code(tmp_path):
     out, _ = run("convert.py", "import", CHAT, tmp_path / "run")
-    assert "12,360 weights" in out
+    assert_names(out, "12,360")
     _, err = run("convert.py", "import", CHAT, tmp_path / "run", code=4)
-    assert err.startswith("error: ") and "is a run directory already" in err
+    assert err.startswith("error: ")
+    assert_names(err, tmp_path / "run")
 
 
 @pytest.mark.slow
