@@ -1,4 +1,4 @@
-"""Settings: what is refused and in which words, the way to JSON and back, and that each one explains itself."""
+"""Settings: which are refused, how they are written to JSON and read again, and that each has a help text."""
 
 import dataclasses
 import json
@@ -37,6 +37,7 @@ from eqx_decoders.training.settings_file import (
 )
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.commands import call
+from tests.errors import assert_names, refused
 
 
 def unchecked(field: str, value: object):
@@ -49,81 +50,78 @@ def unchecked(field: str, value: object):
 
 
 SIXTEEN = DataConfig(batch_size=16)
-BAD = [
-    ("mtp_depths", -1, "at least 0"),
-    ("model", "tinny", "Did you mean 'tiny'"),
-    ("model", "llama3-7b", "Did you mean 'llama3-"),
-    ("steps", 0, "at least 1"),
-    ("steps", -5, "at least 1"),
-    ("steps", 1.5, "integer"),
-    ("steps", True, "integer"),
-    ("batch_size", 0, "at least 1"),
-    ("batch_size", -8, "at least 1"),
-    ("seq_len", 1, "at least 2"),
-    ("seq_len", 0, "at least 2"),
-    ("seed", -1, "at least 0"),
-    ("checkpoint_every", 0, "at least 1"),
-    ("max_checkpoints", 0, "at least 1"),
-    ("max_skipped", 0, "at least 1"),
-    ("eval_every", -1, "at least 0"),
-    ("sample_tokens", -1, "at least 0"),
-    ("bpe_vocab_size", 0, "at least 1"),
-    ("bpe_vocab_size", -3, "at least 1"),
-    ("final_eval_batches", 0, "at least 1"),
-    ("held_out_fraction", 1.0, "below 1"),
-    ("held_out_fraction", -0.1, "at least 0"),
-    ("dtype", "float23", "Did you mean 'float32'"),
-    ("remat", "ful", "Did you mean 'full'"),
-    ("attention", "chunkd", "Did you mean 'chunked'"),
-    ("profile", (5, 4), "first and a last"),
-    ("profile", (0, 4), "counted from 1"),
-    ("profile", (-1, -1), "counted from 1"),
+BAD = [  # field, value, and the bound or the name that the message gives
+    ("mtp_depths", -1, 0),
+    ("model", "tinny", "'tiny'"),
+    ("model", "llama3-7b", "'llama3-"),
+    ("steps", 0, 1),
+    ("steps", -5, 1),
+    ("steps", 1.5, 1),
+    ("steps", True, 1),
+    ("batch_size", 0, 1),
+    ("batch_size", -8, 1),
+    ("seq_len", 1, 2),
+    ("seq_len", 0, 2),
+    ("seed", -1, 0),
+    ("checkpoint_every", 0, 1),
+    ("max_checkpoints", 0, 1),
+    ("max_skipped", 0, 1),
+    ("eval_every", -1, 0),
+    ("sample_tokens", -1, 0),
+    ("bpe_vocab_size", 0, 1),
+    ("bpe_vocab_size", -3, 1),
+    ("final_eval_batches", 0, 1),
+    ("held_out_fraction", 1.0, 1),
+    ("held_out_fraction", -0.1, 0),
+    ("dtype", "float23", "'float32'"),
+    ("remat", "ful", "'full'"),
+    ("attention", "chunkd", "'chunked'"),
+    ("profile", (5, 4), "steps="),
+    ("profile", (0, 4), "steps="),
+    ("profile", (-1, -1), "steps="),
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "rule"), BAD, ids=str)
+@pytest.mark.parametrize(("field", "value", "rule"), BAD, ids=[f"{field}={value}" for field, value, _ in BAD])
 def test_bad_values_are_refused_by_name(field, value, rule):
     with pytest.raises(ConfigError) as caught:
         unchecked(field, value).__post_init__()
-    sentence = str(caught.value)
-    assert re.match(rf"(DataConfig\.)?{field}=", sentence) and rule in sentence
-    assert repr(value) in sentence
+    _, name, rest = str(caught.value).partition(f"{field}={value!r}")
+    assert name
+    assert_names(rest, rule)
 
 
 def test_settings_that_do_not_fit_together_are_refused():
-    with pytest.raises(ConfigError, match=r"trackers\[1\]='tensorbord'.*'tensorboard'"):
+    with refused(ConfigError, "trackers[1]='tensorbord'", "'tensorboard'"):
         unchecked("trackers", ("wandb", "tensorbord")).__post_init__()
-    with pytest.raises(ConfigError, match=r"batch_size=16.*step\.gradient_accumulation_steps=3"):
+    with refused(ConfigError, "batch_size=16", "step.gradient_accumulation_steps=3"):
         TrainConfig(dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
-    with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600"):
+    with refused(ConfigError, "OptimizerConfig.warmup_steps=600"):
         TrainConfig(steps=600, optimizer=OptimizerConfig(warmup_steps=600))
-    with pytest.raises(ConfigError, match=r"remat='full'.*remat='custom'"):
+    with refused(ConfigError, "remat='full'", "remat='custom'"):
         TrainConfig(remat="full", remat_save=("out_proj",))
-    with pytest.raises(ConfigError, match=r"Remat\.save\[0\]='out_proj_'.*'out_proj'"):
+    with refused(ConfigError, "Remat.save[0]='out_proj_'", "'out_proj'"):
         TrainConfig(remat="custom", remat_save=("out_proj_",))
-    with pytest.raises(ConfigError, match=r"out_proj can't be both saved and offloaded"):
+    with refused(ConfigError, "out_proj"):
         TrainConfig(remat="custom", remat_save=("out_proj",), remat_offload=("out_proj",))
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
-    with pytest.raises(ConfigError, match=r"batch_size=12.*8.*mesh.data"):
+    with refused(ConfigError, "batch_size=12", "8", "mesh.data"):
         TrainConfig(dataset=DataConfig(batch_size=12)).execution()
-    with pytest.raises(
-        ConfigError,
-        match=r"batch_size=16.*gradient_accumulation_steps=4.*mesh\.data x mesh\.fsdp",
-    ):
+    with refused(ConfigError, "batch_size=16", "gradient_accumulation_steps=4", "mesh.data", "mesh.fsdp"):
         TrainConfig(
             dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)
         ).execution()
     TrainConfig(dataset=DataConfig(batch_size=4), mesh=MeshConfig(fsdp=4, tensor=2)).execution()
-    with pytest.raises(ConfigError, match=r"Layout\.tensor=3.*Layout\.data=-1.*8"):
+    with refused(ConfigError, "Layout.tensor=3", "Layout.data=-1", "8"):
         TrainConfig(dataset=SIXTEEN, mesh=MeshConfig(tensor=3)).execution()
-    with pytest.raises(ConfigError, match=r"only one mesh axis can be -1"):
+    with refused(ConfigError, "-1"):
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
 
 
-def test_execution_carries_every_choice():
+def test_settings_reach_the_execution():
     config = TrainConfig(
         dataset=SIXTEEN,
         mesh=MeshConfig(data=2, fsdp=4),
@@ -161,26 +159,25 @@ FULL = TrainConfig(
 
 
 @pytest.mark.parametrize("config", [FULL, TrainConfig()], ids=["full", "defaults"])
-def test_settings_come_back_from_json_as_they_were(config, tmp_path):
+def test_settings_are_read_from_json_as_written(config, tmp_path):
     save_settings(config, tmp_path / "settings.json")
     assert load_settings(tmp_path / "settings.json") == config
     assert json.loads((tmp_path / "settings.json").read_text()) == settings_json(config)
 
 
-def test_one_path_is_a_text_and_several_are_a_tuple(tmp_path):
-    """As earlier versions wrote one, and as JSON gives several back."""
+def test_one_path_is_a_string_and_several_are_a_tuple(tmp_path):
     assert DataConfig(path=["a"]) == DataConfig(path=("a",)) == DataConfig(path="a")
     several = TrainConfig(dataset=DataConfig(path=["a", "b"], held_out_path=("c", "d")))
     assert several.dataset.path == ("a", "b") and hash(several.dataset)
     save_settings(several, tmp_path / "settings.json")
     assert load_settings(tmp_path / "settings.json") == several
     assert json.loads((tmp_path / "settings.json").read_text())["dataset"]["path"] == ["a", "b"]
-    with pytest.raises(ConfigError, match=r"DataConfig\.path=\(\)"):
+    with refused(ConfigError, "DataConfig.path=()"):
         DataConfig(path=())
 
 
-def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
-    """But not its directories, history, what was asked of its start, and an export that was written."""
+def test_settings_of_another_run_are_a_settings_file(tmp_path):
+    """Without its directories, its history, options of one start, and an export that was written."""
     (tmp_path / "written").mkdir()
     (tmp_path / "written" / "x").write_text("")
     other = dataclasses.replace(FULL, config="a.yaml", export=str(tmp_path / "written"), allow_changes=True)
@@ -197,12 +194,12 @@ def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
     assert found.checkpoint_dir == "a"  # of a file that is not a run's
     assert found.export == "no/where" and found.optimizer.max_grad_norm is None and found.max_checkpoints == 9
     (tmp_path / "run.yaml").write_text("config: other.yaml")
-    with pytest.raises(ConfigError, match=r"run\.yaml.*config='other\.yaml'"):
+    with refused(ConfigError, "run.yaml", "config='other.yaml'"):
         with_file(start, tmp_path / "run.yaml")
 
 
 def test_json_and_yaml_files_give_the_same_settings(tmp_path):
-    """Settings of a single start are read, too. They are left out only from the `settings.json` of a run."""
+    """Options of one start are read, except from the `settings.json` of a run."""
     values = {"run_dir": "there", "distributed": True, "distributed_timeout": 7, "describe": True, "steps": 3}
     values |= {"export": str(tmp_path), "dataset": {"seq_len": 16}, "checkpoint_dir": "c"}
     for name in ("run.json", "run.yaml"):
@@ -215,7 +212,7 @@ def test_json_and_yaml_files_give_the_same_settings(tmp_path):
     assert is_of_a_run(tmp_path / "settings.json")
 
 
-def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
+def test_history_of_changes_has_step_and_time(tmp_path):
     path = tmp_path / "settings.json"
     save_settings(TrainConfig(), path)
     longer = TrainConfig(steps=900, profile=(1, 2))
@@ -228,20 +225,18 @@ def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
     assert second["changes"]["steps"] == [900, 400] and second["time"] >= first["time"] > "2026"
 
 
-def test_what_is_of_one_start_is_no_change():
+def test_options_of_one_start_are_no_changes():
     other = TrainConfig(run_dir="x", config="y", allow_changes=True, describe=True, list_models=True)
     assert changed_settings(TrainConfig(), other) == {}
 
 
-def test_every_method_has_its_rows():
-    """The names of the flag are those of both tables, and the groups that are read are groups."""
+def test_both_tables_have_every_method():
     names = get_args(field_types(TrainConfig)["method"])
     assert tuple(KINDS) == names == tuple(METHODS)
     assert {group for kind in KINDS.values() for group in kind.groups} == set(METHOD_GROUPS)
 
 
-def test_every_flag_is_named():
-    """As the parser of the command line names it."""
+def test_flag_names_are_those_of_the_command_line():
     out, _ = call("train", "--help")
     named, flags = set(re.findall(r"--[a-z][\w.-]*", out)), flag_names(TrainConfig)
     assert flags["dataset.path"] == "--data" and flags["optimizer.eps"] == "--optimizer.eps"
@@ -251,22 +246,21 @@ def test_every_flag_is_named():
     } - {"--optimizer.no-decay"}
 
 
-def test_what_is_no_run_directory_is_refused(tmp_path):
+def test_bad_settings_files_are_refused(tmp_path):
     path = tmp_path / "settings.json"
-    with pytest.raises(ConfigError, match=r"settings\.json"):
-        load_settings(path)
-    for text in ('{"steps": 3', "", "[1, 2]", "\x00"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"settings\.json"):
+    for text in (None, '{"steps": 3', "", "[1, 2]", "\x00"):
+        if text is not None:
+            path.write_text(text)
+        with refused(ConfigError, "settings.json"):
             load_settings(path)
     for change, name in (
         ({"stepps": 3}, "'steps'"),
-        ({"mesh": {"fsdpp": 2}}, r"'mesh\.fsdp'"),
+        ({"mesh": {"fsdpp": 2}}, "'mesh.fsdp'"),
         ({"steps": -3}, "steps=-3"),
-        ({"optimizer": {"eps": "small"}}, r"settings.json: 'optimizer\.eps'='small' must be a number"),
+        ({"optimizer": {"eps": "small"}}, "settings.json: 'optimizer.eps'='small'"),
     ):
         path.write_text(json.dumps(change))
-        with pytest.raises(ConfigError, match=name):
+        with refused(ConfigError, name):
             load_settings(path)
 
 
@@ -279,12 +273,12 @@ def test_files_may_have_the_names_of_flags(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(flat))
     assert load_settings(tmp_path / "settings.json") == FULL
     (tmp_path / "settings.json").write_text('{"mesh": 3, "step": [1], "accumulate": 2}')
-    with pytest.raises(ConfigError, match=r"settings\.json.*'mesh'"):
+    with refused(ConfigError, "settings.json", "'mesh'"):
         load_settings(tmp_path / "settings.json")
 
 
-def test_a_tilde_is_the_user_s_directory_in_every_path(monkeypatch):
-    """Of one path and of several, and behind the name of a held-out set; whatever else has one is left alone."""
+def test_a_tilde_is_expanded_in_every_path(monkeypatch):
+    """Only at the start of a path, which may follow the name of a held-out set."""
     monkeypatch.setenv("HOME", "/home/me")
     paths = dict.fromkeys(("run_dir", "checkpoint_dir", "config", "init_from", "tokenizer", "export"), "~/x")
     data = DataConfig(
@@ -300,12 +294,11 @@ def test_a_tilde_is_the_user_s_directory_in_every_path(monkeypatch):
     )
     lora = TrainConfig(lora_rank=1, export_adapter="~/x", model_config="~/m.json")
     assert (lora.export_adapter, lora.model_config) == ("/home/me/x", "/home/me/m.json")
-    with pytest.raises(ConfigError, match=r"/home/me/x/settings\.json"):
+    with refused(ConfigError, "/home/me/x/settings.json"):
         RunDirectory.open("~/x")
 
 
-def test_a_tilde_in_the_directory_of_a_checkpoint(monkeypatch, tmp_path):
-    """To be read, and to be written."""
+def test_a_tilde_is_expanded_in_checkpoint_directories(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert resolve("~/model").path == Directory("~/model").path == tmp_path / "model"
@@ -315,15 +308,13 @@ def test_a_tilde_in_the_directory_of_a_checkpoint(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, PlanConfig, GenerateConfig, ServeConfig])
-def test_every_setting_explains_itself(kind):
-    """The text below a field, or its line in the list of the class, is the text of `--help`."""
+def test_every_setting_has_a_help_text(kind):
     texts = help_texts(kind)
     for name in field_types(kind):
         assert len(texts[name]) > 8 and texts[name].endswith("."), name
 
 
-def test_options_of_an_execution_are_settings():
-    """Each reaches the execution under its own name, without a word about it in any other file."""
+def test_every_option_of_the_execution_is_a_setting():
     changes: dict = dict(attention="dot", experts="dense", expert_exchange="gather", scan=False, layer_stats=True)
     changes |= dict(lookup="one_hot", head_bytes=5, exchange_bytes=6, context_order="zigzag", context_form="ring")
     changes |= dict(batch_split=2)
@@ -334,7 +325,7 @@ def test_options_of_an_execution_are_settings():
     assert all(getattr(Execution(), name) != value for name, value in changes.items())
 
 
-def test_options_of_pairs_are_settings():
+def test_every_option_of_lora_is_a_setting():
     changes = dict(
         lora_rank=4, lora_alpha=2.0, lora_targets=("*.mlp.*",), lora_rank_pattern=(("*.up", 2),),
         lora_alpha_pattern=(("*.up", 3.0),), lora_rank_stabilized=True, lora_dora=True, lora_init="pissa",
@@ -346,32 +337,38 @@ def test_options_of_pairs_are_settings():
     assert all(getattr(TrainConfig(), name) != value for name, value in changes.items())
     for name, value in changes.items():
         if name not in ("lora_rank", "lora_alpha", "lora_targets"):
-            with pytest.raises(ConfigError, match=f"{name}=.* needs lora_rank"):
+            with refused(ConfigError, f"{name}={value!r}", "lora_rank"):
                 TrainConfig(**{name: value})
 
 
 @pytest.mark.parametrize(
-    "fields, sentence",
+    "fields, names",
     [
-        (dict(model="llama3-8b", init_from="x"), "model='llama3-8b' and init_from='x' exclude each other"),
-        (dict(model="llama3-8b", model_config="x"), "model='llama3-8b' and model_config='x' exclude each other"),
-        (dict(model_config="y", init_from="x"), "model_config='y' and init_from='x' exclude each other"),
-        (dict(set=("a=1",), init_from="x"), "init_from='x' exclude each other: its weights have their sizes"),
-        (dict(init_weights=("*.mlp.*",)), "needs init_from"),
-        (dict(export_adapter="x"), "export_adapter='x' needs lora_rank"),
-        (dict(export="x", export_adapter="x", lora_rank=2), "export='x' and export_adapter='x' must not be in one"),
-        (dict(export="x", export_adapter="x/y", lora_rank=2), "export_adapter='x/y' must not be in one another"),
-        (dict(export="x/y", export_adapter="x", lora_rank=2), "export='x/y' and export_adapter='x' must not be in one"),
-        (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),
-        (dict(lora_rank=4, lora_targets=()), r"LoRAConfig.targets=\(\) must have at least one pattern"),
+        pytest.param(dict(model="llama3-8b", init_from="x"), ["model='llama3-8b'", "init_from='x'"], id="model-init"),
+        pytest.param(
+            dict(model="llama3-8b", model_config="x"), ["model='llama3-8b'", "model_config='x'"], id="model-config"
+        ),
+        pytest.param(dict(model_config="y", init_from="x"), ["model_config='y'", "init_from='x'"], id="config-init"),
+        pytest.param(dict(set=("a=1",), init_from="x"), ["set=('a=1',)", "init_from='x'"], id="set-init"),
+        pytest.param(dict(init_weights=("*.mlp.*",)), ["init_weights=('*.mlp.*',)", "init_from"], id="init_weights"),
+        pytest.param(dict(export_adapter="x"), ["export_adapter='x'", "lora_rank"], id="export_adapter"),
+        *(
+            pytest.param(
+                dict(export=model, export_adapter=adapter, lora_rank=2),
+                [f"export={model!r}", f"export_adapter={adapter!r}"],
+                id=f"{model}-{adapter}",
+            )
+            for model, adapter in (("x", "x"), ("x", "x/y"), ("x/y", "x"))
+        ),
+        pytest.param(dict(lora_rank=0), ["LoRAConfig.rank=0", "1"], id="lora_rank"),
+        pytest.param(dict(lora_rank=4, lora_targets=()), ["LoRAConfig.targets=()"], id="lora_targets"),
     ],
-    ids=str,
 )
-def test_settings_that_exclude_each_other(fields, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_settings_that_exclude_each_other(fields, names):
+    with refused(ConfigError, *names):
         TrainConfig(**fields)
 
 
-def test_patterns_of_earlier_runs_name_weights_as_they_are_called_now(tmp_path):
+def test_patterns_of_earlier_runs_get_the_present_names_of_weights(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps({"optimizer": {"trainable": ["*.wiring.scale", "*.mlp.*"]}}))
     assert load_settings(tmp_path / "settings.json").optimizer.trainable == ("*.residual.scale", "*.mlp.*")

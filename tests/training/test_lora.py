@@ -1,4 +1,4 @@
-"""Low-rank pairs: products equal those of the merged weights, training moves nothing else, and merging ends it."""
+"""LoRA: products equal those of merged weights, training changes only the factors, and merging removes them."""
 
 import dataclasses
 
@@ -27,6 +27,7 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.adapters import CONFIG, RICH, pairs, shapes, trained
 from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import refused
 from tests.models import filled, some_tokens
 
 
@@ -105,9 +106,9 @@ def test_the_product_is_that_of_the_merged_weight(kind):
 
 
 @pytest.mark.slow
-def test_merged_is_the_update_written_out():
+def test_merged_weight_equals_its_formula():
     for kind, (_, _, *sizes) in KINDS.items():
-        if kind == "transposed":  # no weight stands in a model like this
+        if kind == "transposed":  # no weight of a model is stored like this
             continue
         base, a, b = (np.random.default_rng(1).normal(size=size) for size in sizes)
         want = base + 0.5 * np.einsum(UPDATES[kind], a, b)
@@ -117,7 +118,7 @@ def test_merged_is_the_update_written_out():
             assert_allclose(np.asarray(node.array(), np.float64), want, rtol=tolerance, atol=2 * tolerance)
 
 
-def test_merging_is_done_in_f32():
+def test_merging_is_computed_in_float32():
     a = jnp.full((1, 1), 1 + 2**-10)  # 1 in bfloat16
     node = LowRank(base=-jnp.ones((1, 1), jnp.bfloat16), lora_a=a, lora_b=jnp.ones((1, 1)), scale=1.0)
     assert node.array().item() == 2**-10
@@ -125,11 +126,11 @@ def test_merging_is_done_in_f32():
 
 def test_shapes_that_do_not_fit_are_refused():
     node = LowRank(base=jnp.zeros((8, 6)), lora_a=jnp.zeros((8, 2)), lora_b=jnp.zeros((3, 6)), scale=1.0)
-    with pytest.raises(ConfigError, match=r"rank=2.*rank=3"):
+    with refused(ConfigError, "rank=2", "rank=3"):
         einsum("l embed, embed mlp -> l mlp", jnp.zeros((5, 8)), node)
 
 
-# --- birth ---
+# --- initialization ---
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def born(plain):
     return add_lora(plain, FEW_PAIRS, key=jax.random.key(0))
 
 
-def test_a_new_pair_changes_nothing(plain, born):
+def test_new_factors_change_no_logits(plain, born):
     tokens = some_tokens(4, 8)
     assert_array_equal(logits(born, tokens), logits(plain, tokens))
     kept = named_leaves(plain)
@@ -155,8 +156,8 @@ def test_a_new_pair_changes_nothing(plain, born):
         assert name in pairs(born) or leaf is kept[name.removesuffix(".base")]
 
 
-def test_factors_are_drawn_as_in_peft(born):
-    """The first uniform within 1 / sqrt(fan_in), each from a key of its own; the second zero."""
+def test_factors_are_initialized_as_in_peft(born):
+    """A is uniform within 1 / sqrt(fan_in), with a different key for each weight, and B is zero."""
     words, drawn = axes(born), {}
     fans = {"embed": 16, "heads head_dim": 32, "mlp": 24}
     for name, leaf in pairs(born).items():
@@ -169,7 +170,7 @@ def test_factors_are_drawn_as_in_peft(born):
     assert len({round(float(each[0]), 5) for each in drawn.values()}) == len(drawn)
 
 
-def test_words_of_pairs():
+def test_axis_names_of_factors():
     words = axes(shapes())
     own = {name.removeprefix("segments.0."): " ".join(here) for name, here in words.items()}
     assert own["unit.0.mixer.query.base"] == "layers embed heads head_dim"
@@ -182,7 +183,7 @@ def test_words_of_pairs():
     assert own["unit.1.mlp.down.lora_a"] == "layers mlp rank"
 
 
-def test_shapes_alone_get_pairs_of_shapes(born):
+def test_abstract_models_get_abstract_factors(born):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     placed = dict(layout=layout, precision=ed.Precision(params=jnp.bfloat16))
     model = shapes(FEW_PAIRS, SPLIT, **placed)
@@ -218,7 +219,7 @@ def test_scales():
 
 
 def test_ranks_and_alphas_by_pattern():
-    """The first pattern that matches counts, each must match a pair, and its number must be one."""
+    """The first pattern that matches counts; each must match a weight with factors."""
     lora = LoRAConfig(
         rank=8, alpha=4.0, targets=("*.query", "*.up", "*.down"), rank_stabilized=True,
         rank_pattern=(("*.mlp.down", 1), ("*.mlp.*", 2)), alpha_pattern=(("*.up", 3.0),),
@@ -226,21 +227,21 @@ def test_ranks_and_alphas_by_pattern():
     nodes = low_rank_weights(shapes(lora, SPLIT))
     kinds = {path.rpartition(".")[2]: (node.lora_a.shape[-1], node.scale) for path, node in nodes.items()}
     assert kinds == {"query": (8, 4 / 8**0.5), "up": (2, 3 / 2**0.5), "down": (1, 4.0)}
-    for changes, sentence in (
-        (dict(rank_pattern=(("*.out", 2),)), "LoRAConfig.rank_pattern: no weight matches"),
-        (dict(alpha_pattern=(("*.gate", 2.0),)), "LoRAConfig.alpha_pattern: no weight matches"),
-        (dict(rank_pattern=(("*.up", 0),)), "that of '\\*.up' must be a whole number above 0"),
-        (dict(alpha_pattern=(("*.up", -1.0),)), "must be a number above 0"),
+    for field, pattern, value in (
+        ("rank_pattern", "*.out", 2),
+        ("alpha_pattern", "*.gate", 2.0),
+        ("rank_pattern", "*.up", 0),
+        ("alpha_pattern", "*.up", -1.0),
     ):
-        with pytest.raises(ConfigError, match=sentence):
-            shapes(dataclasses.replace(lora, **changes), SPLIT)
+        with refused(ConfigError, f"LoRAConfig.{field}", f"'{pattern}'"):
+            shapes(dataclasses.replace(lora, **{field: ((pattern, value),)}), SPLIT)
 
 
-# --- laws ---
+# --- invariants ---
 
 
 def gradient_of_pairs(model, tokens):
-    """The logits, and the gradient of a function of them, by the pairs' paths."""
+    """The logits, and the gradient of a function of them, by the paths of the factors."""
 
     @jax.jit
     def run(weights, model, tokens):
@@ -260,13 +261,13 @@ def expected(adapted):
 
 
 @pytest.mark.slow
-def test_scan_is_loop_with_and_without_remat(adapted, expected):
+def test_scan_equals_loop_with_remat(adapted, expected):
     changed = gradient_of_pairs(adapted.replace(scan=False, remat="full"), some_tokens(4, 8))
     jax.tree.map(lambda a, b: assert_close(a, b, units=256), changed, expected)
 
 
 @pytest.mark.slow
-def test_sharded_is_single(plain, born, adapted, expected):
+def test_sharded_equals_single_device(plain, born, adapted, expected):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     placed = plain.place(layout)
     model = trained(placed, SPLIT_PAIRS)
@@ -281,7 +282,7 @@ def test_sharded_is_single(plain, born, adapted, expected):
         assert_allclose(leaf, whole[name], rtol=0, atol=1e-6, err_msg=name)
 
 
-def test_merging_changes_no_logit_and_leaves_no_pair(plain, adapted, expected):
+def test_merging_removes_factors_and_changes_no_logits(plain, adapted, expected):
     merged = merge_lora(adapted)
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
     assert_close(logits(merged, some_tokens(4, 8)), expected[0], units=128)
@@ -311,7 +312,7 @@ def optimizer(**changes) -> OptimizerConfig:
 
 @pytest.fixture(scope="module")
 def run():
-    """A trainer of the pairs alone, the first weights, the state after three steps and the losses."""
+    """A trainer of the factors, the first weights, the state after three steps and the losses."""
     model = add_lora(filled(FUSED), FUSED_PAIRS, key=jax.random.key(0))
     first, losses = jax.device_get(named_leaves(model)), []
     trainer = Trainer.create(optimizer(), model, steps=10, config=StepConfig(fused_loss=False))
@@ -323,9 +324,9 @@ def run():
 
 
 @pytest.mark.slow
-def test_training_moves_the_pairs_alone(run):
-    _, first, state, losses = run
-    before, after = first, named_leaves(state.model)
+def test_training_changes_only_the_factors(run):
+    _, before, state, losses = run
+    after = named_leaves(state.model)
     assert before.keys() == after.keys()
     moved = {name for name in before if np.any(before[name] != np.asarray(after[name]))}
     assert moved == set(pairs(state.model))
@@ -344,23 +345,23 @@ def test_a_base_is_never_trained(run):
     model = run[2].model
     everything = Trainer.create(optimizer(trainable=("*",)), model, steps=10).trainable
     assert everything == {name for name in axes(model) if not name.endswith(".base")}
-    with pytest.raises(ConfigError, match="no weight matches"):
+    with refused(ConfigError, "trainable", "'*.base'"):
         Trainer.create(optimizer(trainable=("*.base",)), model, steps=10)
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_the_pairs(run, tmp_path):
+def test_checkpoints_have_the_factors(run, tmp_path):
     trainer, _, state, _ = run
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, data_state={}, config={}, wait=True)
         back = checkpoints.restore(trainer.abstract(shapes(FUSED_PAIRS, FUSED), key=jax.random.key(1))).tree
         assert jax.tree.structure(back.optimizer) == jax.tree.structure(state.optimizer)
         jax.tree.map(assert_array_equal, named_leaves(back.model), named_leaves(state.model))
-        with pytest.raises(CheckpointError, match=r"qkv\.lora_a: float32\[2, 16, 4\] in the checkpoint, not in"):
+        with refused(CheckpointError, "qkv.lora_a: float32[2, 16, 4]"):
             checkpoints.restore(dataclasses.replace(back, model=ed.abstract(FUSED)))
 
 
-def test_muon_takes_pairs_as_matrices():
+def test_muon_treats_factors_as_matrices():
     words = axes(shapes())
     expected = {
         "layers embed rank": ((1,), (2,)),
@@ -380,34 +381,32 @@ def test_muon_takes_pairs_as_matrices():
 # --- refusals ---
 
 
-@pytest.mark.slow(fast=("embedding.*-embedding.table",))
+@pytest.mark.slow(fast=("embedding.table",))
 @pytest.mark.parametrize(
     "pattern, path",
     [
-        ("embedding.*", "embedding.table"),
-        ("head.kernel", "head.kernel"),
-        ("*norm*", "norm.scale"),
-        ("*.qkv_bias", "qkv_bias"),
-        ("*.sink", "sink"),
+        pytest.param("embedding.*", "embedding.table", id="embedding.table"),
+        pytest.param("head.kernel", "head.kernel", id="head.kernel"),
+        pytest.param("*norm*", "norm.scale", id="norm.scale"),
+        pytest.param("*.qkv_bias", "qkv_bias", id="qkv_bias"),
+        pytest.param("*.sink", "sink", id="sink"),
     ],
 )
-def test_only_matrices_of_blocks_get_a_pair(pattern, path):
-    with pytest.raises(ConfigError, match=r"^LoRAConfig\.targets=") as caught:
+def test_only_matrices_of_blocks_can_be_targets(pattern, path):
+    with refused(ConfigError, "LoRAConfig.targets=", repr(pattern), path):
         shapes(LoRAConfig(targets=("*.query", pattern)))
-    assert repr(pattern) in str(caught.value)
-    assert path in str(caught.value)
 
 
-def test_a_wide_pattern_takes_the_matrices_alone():
+def test_a_wide_pattern_matches_only_matrices():
     found = low_rank_weights(shapes(LoRAConfig(targets=("*",))))
     assert found.keys() == low_rank_weights(shapes(LoRAConfig(targets=("*.mixer.*", "*.mlp.*")))).keys()
     assert not any(word in name for name in found for word in ("norm", "bias", "embedding", "head.", "sink"))
 
 
-def test_patterns_that_match_nothing_and_second_pairs_are_refused(plain, adapted):
-    with pytest.raises(ConfigError, match=r"LoRAConfig\.targets: no weight matches '\*\.q_proj'"):
+def test_patterns_without_a_match_and_second_factors_are_refused(plain, adapted):
+    with refused(ConfigError, "LoRAConfig.targets", "'*.q_proj'"):
         add_lora(plain, LoRAConfig(targets=("*.query", "*.q_proj")), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"pairs.*'segments\.0\.unit\.0\.mixer\.key'"):
+    with refused(ConfigError, "'segments.0.unit.0.mixer.key'"):
         add_lora(adapted, LoRAConfig(targets=("*.unit.0.mixer.out",)), key=jax.random.key(0))
 
 
@@ -418,12 +417,12 @@ def test_patterns_that_match_nothing_and_second_pairs_are_refused(plain, adapted
 def test_bad_settings_are_refused_by_name(field, value):
     config = LoRAConfig()
     object.__setattr__(config, field, value)  # past the type checks, which users don't have
-    with pytest.raises(ConfigError, match=rf"^LoRAConfig\.{field}="):
+    with refused(ConfigError, f"LoRAConfig.{field}="):
         config.__post_init__()
 
 
 @pytest.mark.slow
-def test_what_is_a_matrix():
+def test_axes_of_matrices():
     assert product_axes(("layers", "embed", "heads", "head_dim")) == (("embed",), ("heads", "head_dim"))
     assert product_axes(("heads", "head_dim", "embed")) == (("heads", "head_dim"), ("embed",))
     assert product_axes(("ngram_features", "streams", "embed")) == (("ngram_features",), ("streams", "embed"))
@@ -431,5 +430,5 @@ def test_what_is_a_matrix():
     assert product_axes(("embed", "inputs", "mlp")) == (("embed",), ("inputs", "mlp"))
     for words in ("vocab embed", "embed vocab", "layers norm", "layers heads head_dim", "layers embed"):
         assert product_axes(tuple(words.split())) is None
-    with pytest.raises(ConfigError, match="axes 'vocab embed' is no matrix"):
+    with refused(ConfigError, "'vocab embed'"):
         pair_axes(("vocab", "embed"))

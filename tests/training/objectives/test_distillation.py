@@ -1,4 +1,4 @@
-"""A student's loss is its formula over all logits, of a teacher and of its likeliest tokens, on any mesh."""
+"""Distillation losses equal their formulas over all logits, with a teacher or its top tokens, on any mesh."""
 
 import dataclasses
 
@@ -20,12 +20,13 @@ from eqx_decoders.training.objectives.hidden_states import HiddenProjection, Hid
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
-from tests.compare import assert_allclose, assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import refused
 from tests.models import VOCAB, filled, rich_decoder
 
 
 CONFIG = dataclasses.replace(rich_decoder(1), logit_soft_cap=4.0)
-WIDER = dataclasses.replace(rich_decoder(1), vocab_size=VOCAB + 8)  # rows that no token has
+WIDER = dataclasses.replace(rich_decoder(1), vocab_size=VOCAB + 8)  # a head with rows that no token uses
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="constant", warmup_steps=0, eps=1.0)
 T, ALPHA = 2.0, 0.7
 JSD = Divergence("jsd", beta=0.3)
@@ -61,7 +62,6 @@ def logits_of(model, batch, temperature=1.0):
 
 
 def expected(student, teacher, batch, divergence):
-    """The formula, from all logits of both."""
     log_p, log_q = (logits_of(model, batch, T) for model in (student, teacher))
     found = jnp.sum(divergence.terms(log_p, log_q)[0], axis=-1)
     nll = -jnp.take_along_axis(logits_of(student, batch), jnp.asarray(batch.tokens)[:, 1:, None], axis=-1)[..., 0]
@@ -77,8 +77,8 @@ def after_a_step(objective, model, batch, **step):
 
 
 @pytest.mark.slow
-def test_a_step_is_that_of_the_formula(models):
-    """Of a teacher with more rows in its head, whose weights stay."""
+def test_a_step_equals_the_formula(models):
+    """The teacher's head has more rows, and its weights do not change."""
     student, teacher = models
     batch, objective = batch_of(), DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA)
     before = jax.tree.map(np.array, teacher)
@@ -89,7 +89,7 @@ def test_a_step_is_that_of_the_formula(models):
     norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(gradient)))
     assert_close(metrics.grad_norm, norm)
     assert max(np.abs(x).max() for x in jax.tree.leaves(moved)) > 0
-    assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, teacher)), strict=True))
+    jax.tree.map(assert_array_equal, before, teacher)
 
 
 @pytest.mark.slow
@@ -109,16 +109,16 @@ def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
     one, other = one[[0, 1, 1], :, :-1].astype(float), other[[1, 2, 0], :, :-1].astype(float)
     weights = targets_of(batch)
     products = [np.sum(x * y, -1) for x, y in ((one, other), (one, one), (other, other))]
-    each = 1 - products[0] / np.sqrt(products[1] * products[2])
-    each = np.mean((one - other) ** 2, -1) if distance == "mse" else each
-    want = np.sum(weights * each.mean(0)) / weights.sum()
+    cosine = 1 - products[0] / np.sqrt(products[1] * products[2])
+    distances = np.mean((one - other) ** 2, -1) if distance == "mse" else cosine
+    want = np.sum(weights * distances.mean(0)) / weights.sum()
     assert_close(found.objective["hidden_distance"], want)
     assert_close(found.loss, plain.loss + 0.5 * want)
     assert "hidden_distance" not in plain.objective and abs(found.grad_norm - plain.grad_norm) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_teacher_of_the_same_weights_is_at_no_distance(models):
+def test_a_teacher_with_the_student_s_weights_has_distance_zero(models):
     for distance in ("cosine", "mse"):
         hidden = HiddenStates(weight=1.0, distance=distance)
         _, metrics = after_a_step(DistillObjective(models[0], temperature=T, hidden=hidden), models[0], batch_of())
@@ -126,8 +126,8 @@ def test_a_teacher_of_the_same_weights_is_at_no_distance(models):
 
 
 @pytest.mark.parametrize("distance", ["cosine", "mse"])
-def test_a_projection_has_the_gradient_of_its_formula(distance):
-    """In float64: of x W against t, the mean over pairs."""
+def test_gradient_of_a_projection_equals_its_formula(distance):
+    """The mean over pairs of the distance from x W to t, in float64."""
     draws, hidden = np.random.default_rng(0), HiddenStates(weight=1.0, distance=distance, projection=True)
     x, t, w = draws.normal(size=(2, 1, 3, 4)), draws.normal(size=(2, 1, 3, 6)), draws.normal(size=(2, 4, 6))
 
@@ -148,12 +148,12 @@ def test_a_projection_has_the_gradient_of_its_formula(distance):
 
 @pytest.fixture(scope="module")
 def widths():
-    """A student, and a teacher with other features."""
+    """A student, and a teacher of twice its width."""
     return filled(rich_decoder(1)), filled(dataclasses.replace(rich_decoder(1), embed_dim=32), 1)
 
 
 def projected_steps(models, batch, steps=1, **step):
-    """The state after some steps with a projection, that before them, and the metrics of all."""
+    """The state after steps with a projection, the projection before them, and each step's metrics."""
     hidden = HiddenStates(weight=5.0, distance="mse", layers=("0:0",), projection=True)
     optimizer = dataclasses.replace(PLAIN, ema_decay=0.5, lr_multipliers=(("loss_weights.*", 2.0),))
     objective = DistillObjective(models[1], alpha=0.5, hidden=hidden)
@@ -168,8 +168,7 @@ def projected_steps(models, batch, steps=1, **step):
 
 
 @pytest.mark.slow
-def test_a_teacher_of_another_width(widths):
-    """A projection is trained with the student: it has moments and means, and the model is as it was made."""
+def test_projection_is_trained_with_moments_and_averages(widths):
     student, teacher = widths
     batch = batch_of()
     state, before, found = projected_steps(widths, batch, steps=3)
@@ -200,18 +199,18 @@ def test_a_teacher_of_another_width(widths):
         ({"fsdp": 4, "explicit": True}, {}),
         ({}, {"gradient_accumulation_steps": 2}),
     ],
+    ids=["fsdp-tensor", "data-context", "explicit", "microbatches"],
 )
 def test_a_projection_on_a_mesh_and_in_microbatches(widths, axes, step):
     want = projected_steps(widths, batch_of(), 2)
-    axes = dict(axes)
     layout = ed.Layout.create(**axes, devices=jax.devices()[:4]) if axes else ed.Layout()
     found = projected_steps([model.place(layout) for model in widths], batch_of(), 2, **step)
     assert_allclose(found[2], want[2], rtol=1e-4)
     assert_allclose(found[0].loss_weights.kernel, want[0].loss_weights.kernel, rtol=1e-3, atol=1e-5)
 
 
-def test_layers_that_are_compared(models):
-    """All of the student's, spread over the teacher's, unless they are named; and what is refused."""
+def test_pairs_of_layers():
+    """All of the student's layers, spread over the teacher's, unless `layers` names pairs."""
     few, many = (ed.abstract(rich_decoder(count)) for count in (1, 3))
     counts = [len(each.config.blocks) for each in (few, many)]
     hidden = HiddenStates(weight=1.0)
@@ -219,24 +218,20 @@ def test_layers_that_are_compared(models):
     pairs = hidden.pairs(few, many)
     assert pairs[-1] == (counts[0] - 1, counts[1] - 1) and len(pairs) == counts[0]
     assert hidden.pairs(many, few) == ((0, 0), (1, 0), (2, 0))
-    with pytest.raises(ConfigError, match=f"0:{counts[0]}: the student has {counts[0]} layers"):
+    with refused(ConfigError, f"0:{counts[0]}", f"{counts[0]} layers"):
         HiddenStates(weight=1.0, layers=(f"0:{counts[0]}",)).pairs(few, few)
-    with pytest.raises(ConfigError, match=r"projection=False.*16.*32"):
+    with refused(ConfigError, "projection=False", "16", "32"):
         hidden.pairs(few, ed.abstract(dataclasses.replace(rich_decoder(1), embed_dim=32)))
-    with pytest.raises(ConfigError, match="must be two numbers of layers"):
-        HiddenStates(weight=1.0, layers=("3",))
-    with pytest.raises(ConfigError, match="are read with distill"):
-        HiddenStates(distance="mse")
-    with pytest.raises(ConfigError, match="layers and projection are read with"):
-        HiddenStates(projection=True)
-    with pytest.raises(ConfigError, match="compares with all"):
-        DistillObjective(hidden=hidden)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"scan": False}, {"remat": "full"}, {"batch_split": 2}])
-def test_streams_are_those_behind_each_layer(deeper, options):
-    """The last one is the head's input before its norm; in any form of the stack."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scan": False}, {"remat": "full"}, {"batch_split": 2}],
+    ids=["plain", "loop", "remat", "batch_split"],
+)
+def test_residual_streams_after_each_layer(deeper, options):
+    """The last one is the head's input before its norm."""
     model, batch = deeper[1], batch_of()
     read = model.replace(layer_streams=True, **options)
     hidden, _, stats = read.run(batch.tokens, batch.positions, batch.segment_ids)
@@ -257,21 +252,26 @@ def test_microbatches_change_nothing(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "order": "zigzag"}])
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "order": "zigzag"}],
+    ids=["fsdp-tensor", "zigzag"],
+)
 def test_on_a_mesh(models, axes):
     student, teacher = models
     hidden = HiddenStates(weight=0.5)
     want = after_a_step(DistillObjective(teacher, temperature=T, hidden=hidden), student, batch_of())[1]
-    options = {"context_order": axes.pop("order", "plain")}
-    layout = ed.Layout.create(**axes, devices=jax.devices()[:4])
-    models = [model.place(layout).replace(**options) for model in (student, teacher)]
+    degrees = dict(axes)
+    order = degrees.pop("order", "plain")
+    layout = ed.Layout.create(**degrees, devices=jax.devices()[:4])
+    models = [model.place(layout).replace(context_order=order) for model in (student, teacher)]
     found = after_a_step(DistillObjective(models[1], temperature=T, hidden=hidden), models[0], batch_of())[1]
     assert_close((found.loss, found.grad_norm), (want.loss, want.grad_norm))
 
 
 @pytest.mark.slow
-def test_all_tokens_but_one_are_the_whole_teacher(models):
-    """With one cell for the rest the likeliest tokens are a bound, equal where a single token is left."""
+def test_top_tokens_bound_the_loss_of_the_teacher(models):
+    """The other tokens count as one class: with all tokens but one, the loss is exact."""
     _, teacher = models
     student, batch = filled(WIDER, 2), batch_of()
 
@@ -293,28 +293,38 @@ def test_all_tokens_but_one_are_the_whole_teacher(models):
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "names"),
     [
-        (lambda: DistillObjective(alpha=1.5), "DistillObjective.alpha=1.5"),
-        (lambda: DistillObjective(temperature=0.0), "DistillObjective.temperature=0.0"),
-        (lambda: DistillObjective(divergence=Divergence("jsd", beta=0.0)), "Divergence.beta=0.0"),
+        pytest.param(lambda: DistillObjective(alpha=1.5), ["DistillObjective.alpha=1.5"], id="alpha"),
+        pytest.param(lambda: DistillObjective(temperature=0.0), ["DistillObjective.temperature=0.0"], id="temperature"),
+        pytest.param(
+            lambda: DistillObjective(divergence=Divergence("jsd", beta=0.0)), ["Divergence.beta=0.0"], id="beta"
+        ),
+        pytest.param(
+            lambda: DistillObjective(hidden=HiddenStates(weight=1.0)), ["HiddenStates.weight=1.0"], id="no-teacher"
+        ),
+        pytest.param(lambda: HiddenStates(weight=1.0, layers=("3",)), ["distill.hidden.layers='3'"], id="layers"),
+        pytest.param(
+            lambda: HiddenStates(distance="mse"), ["distill.hidden.distance", "distill.hidden.weight"], id="distance"
+        ),
+        pytest.param(lambda: HiddenStates(projection=True), ["projection", "distill.hidden.weight"], id="projection"),
     ],
 )
-def test_what_is_no_objective_is_refused(make, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_bad_objectives_are_refused(make, names):
+    with refused(ConfigError, *names):
         make()
 
 
-def test_too_many_tokens_and_none_are_refused(models):
+def test_bad_numbers_of_top_tokens_are_refused(models):
     student, _ = models
-    with pytest.raises(ConfigError, match=f"top={VOCAB} must be from 1 to {VOCAB - 1}"):
-        top_tokens(student, batch_of(), top=VOCAB)
-    with pytest.raises(ConfigError, match=r"Batch\.signals needs top_ids, top_log_probs"):
-        batch = batch_of()
+    batch = batch_of()
+    with refused(ConfigError, f"top={VOCAB}", VOCAB - 1):
+        top_tokens(student, batch, top=VOCAB)
+    with refused(ConfigError, "Batch.signals", "top_ids", "top_log_probs"):
         jax.eval_shape(lambda s: DistillObjective()(s, batch, key=None, full_batch=batch), student)
 
 
-def test_both_terms_see_the_dropout_of_the_key():
+def test_both_loss_terms_have_the_dropout_of_the_key():
     student = filled(dataclasses.replace(rich_decoder(1), dropout=0.5))
     teacher, batch, key = filled(rich_decoder(1), 1), batch_of(), jax.random.key(2)
     divergence = Divergence("forward")

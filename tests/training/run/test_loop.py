@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -48,7 +49,8 @@ from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 from tests.compare import assert_allclose
-from tests.training.run.starts import resumed, run_at
+from tests.errors import assert_names, refused
+from tests.training.run.starts import first_step, resumed, run_at
 
 
 OPTIONS = {
@@ -99,6 +101,11 @@ class Trained:
         return {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
 
 
+def error_of(err: str) -> str:
+    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
+    return line
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Texts of some 200 bytes, and others of 5 in records with a field `body`."""
@@ -116,7 +123,7 @@ def base(folder):
 
 @pytest.fixture(scope="module")
 def sharded(folder):
-    """Another way to compute the same: all losses must be those of `base`."""
+    """Computes the same losses as `base` in another way."""
     writer = types.SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
     fake = types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer), __spec__="found")
     words = ("--layer-stats", "--step.no-fused-loss", "--trackers", "tensorboard")
@@ -130,7 +137,7 @@ def sharded(folder):
 
 @pytest.fixture(scope="module")
 def other(folder):
-    """Everything that changes what is computed, as far as one run can show it."""
+    """Settings that change what is computed."""
     options = dict(seed=1, dtype="bfloat16", step__z_loss=0.1, text_field="body", held_out=folder / "held_out")
     options |= dict(optimizer__schedule="wsd", optimizer__warmup_steps=1, optimizer__decay_fraction=0.5)
     options |= dict(optimizer__min_lr_ratio=0.2, optimizer__learning_rate=1e-2, mesh__data=4, mesh__context=2)
@@ -141,11 +148,11 @@ def other(folder):
 
 
 @pytest.mark.slow
-def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
+def test_run_reports_metrics_losses_and_a_sample(base):
     assert all(0 < share <= 1 for share in base.column("mfu"))
     state = 52_464 * 4 * 3 / 1e9  # weights and two moments
     assert len(set(base.column("peak_memory_gb"))) == 1 and state < base.column("peak_memory_gb")[0] < 50 * state
-    assert "52,464 weights on" in base.err and "documents" in base.err
+    assert_names(base.err, "52,464", "15", "2,958")  # weights, documents and tokens
     assert base.column("step") == [1, 2, 3, 4] and not any(base.column("skipped"))
     assert all(8 * 10 < tokens <= 8 * 15 for tokens in base.column("tokens"))
     assert base.column("loss") == base.column("nll") and base.column("loss")[-1] < base.column("loss")[0]
@@ -154,18 +161,18 @@ def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
     assert list(base.held_out) == [2, 4]
     assert load_tokenizer(base.dir / "tokenizer").vocab_size == 259
     assert (base.dir / "loss.png").read_bytes().startswith(b"\x89PNG") and str(base.dir) in base.out
-    per_token, per_byte = (float(re.search(rf"loss: ([\d.]+) nats per {of}", base.out)[1]) for of in ("token", "byte"))
-    assert per_token == pytest.approx(base.held_out[4], abs=1e-3)
-    assert per_byte == pytest.approx(per_token, rel=0.01)  # of bytes, each a token; and an end for each document
-    assert 0.5 < float(re.search(r"gzip -9 needs: ([\d.]+)", base.out)[1]) < 3
-    assert re.search(r"sample:\nthe.", base.out)
+    loss, tokens, size = base.held_out[4], 1007, 1002  # bytes are tokens; each document has an end as well
+    assert_names(base.out, f"{loss:.4f}", f"{tokens:,}", f"{loss * tokens / size:.4f}", f"{size:,}")
+    assert 0.5 < float(re.search(r"gzip -9\D+([\d.]+)", base.out)[1]) < 3
+    assert re.search(r"^the.", base.out, re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_every_way_to_compute_gives_the_same_losses(base, sharded):
+def test_sharded_run_has_the_same_losses(base, sharded):
     for name in ("loss", "grad_norm", "accuracy", "tokens", "learning_rate", "epochs"):
         assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)
-    assert "fsdp=4 x tensor=2" in sharded.err and "one device" in base.err
+    assert_names(sharded.err, "fsdp=4", "tensor=2")
+    assert "fsdp=" not in base.err
     assert "remat" in sharded.program and "remat" not in base.program
     assert "4,16,1024]" in sharded.program and "4,16,1024]" not in base.program  # half of the rows at a time
     assert sharded.plain_loss.called and not base.plain_loss.called
@@ -177,16 +184,17 @@ def test_every_way_to_compute_gives_the_same_losses(base, sharded):
 
 
 @pytest.mark.slow
-def test_other_settings_compute_something_else(base, other):
+def test_settings_change_the_computation(base, other):
     assert "bf16[" in other.program and "bf16[" not in base.program
     assert all(row["loss"] > row["nll"] + 1 for row in other.rows)  # 0.1 log(Z)^2 with Z of 1024 logits near zero
-    assert "data=4 x context=2" in other.err
+    assert_names(other.err, "data=4", "context=2")
     assert "sizes=(4, 4, 4, 4)" in other.program and "sizes=(4, 4, 4, 4)" not in base.program  # rows of sixteen tokens
     assert " all_to_all[" in other.program and " all_to_all[" not in base.program
-    assert "50 documents" in other.err and "50 sequences an epoch" in other.err  # 9 tokens each, and none together
+    assert re.search(r"\b50\b.*\b450\b.*\b50\b", other.err)  # documents, tokens and unpacked sequences
     assert set(other.column("tokens")) == {8 * 8.0}
     assert_allclose(other.column("learning_rate"), [1e-2, 1e-2, 1e-2, 6e-3], rtol=1e-6)
-    assert "of all 101 tokens" in other.out and "sample:" not in other.out
+    assert_names(other.out, "101")
+    assert not re.search(r"^the", other.out, re.MULTILINE)
     assert load_settings(other.dir / "settings.json").dataset.seed == 1
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
 
@@ -194,12 +202,12 @@ def test_other_settings_compute_something_else(base, other):
 def test_bounds_of_memory_reach_the_model():
     execution = TrainConfig(head_bytes=5, exchange_bytes=7, batch_split=3).execution()
     assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 7, 3)
-    with pytest.raises(ed.ConfigError, match="exchange_bytes=0"):
+    with refused(ConfigError, "exchange_bytes=0"):
         TrainConfig(exchange_bytes=0)
 
 
 @pytest.mark.slow
-def test_optimizers_move_the_weights_as_asked(base, folder):
+def test_optimizer_settings_take_effect(base, folder):
     """With eps = 1 AdamW's step is nearly the gradient, so that its norm shows."""
 
     def losses(name: str, **options: object) -> list[float]:
@@ -216,9 +224,7 @@ def test_optimizers_move_the_weights_as_asked(base, folder):
 
 
 @pytest.mark.slow
-def test_too_little_memory_is_met_with_the_sizes_and_what_to_turn(folder):
-    """The state of the last checkpoint is there, so that it can go on with a smaller batch."""
-
+def test_out_of_memory_error_names_sizes_and_flags(folder):
     def exhausted(kept, state):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12884901888 bytes.\n\nstack")
 
@@ -226,15 +232,13 @@ def test_too_little_memory_is_met_with_the_sizes_and_what_to_turn(folder):
     words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": folder / "exhausted"})
     with mock.patch.object(step_module, "_compiled_step", exhausted):
         _, err = call("train", *words, code=1)
-    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
-    parts = ("--batch-size=8 x --seq-len=16", "52,464 weights", "allocating 12884901888 bytes. Lower --batch-size or")
-    for part in (*parts, "--step.gradient-accumulation-steps", "--remat='full'", "--mesh.fsdp"):
-        assert part in line, part
+    settings = ("--batch-size=8", "--seq-len=16", "--step.gradient-accumulation-steps", "--remat='full'", "--mesh.fsdp")
+    assert_names(error_of(err), *settings, "52,464", "12884901888")
 
 
 @pytest.mark.slow
-def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
-    """Of a peak that is beyond all, and of one that is too low: then the fastest step so far is taken for it."""
+def test_mfu_is_at_most_one(folder):
+    """If the peak is too low, the fastest step so far counts as the peak."""
     for peak, shares in ((1e6, lambda share: 0 < share < 1e-3), (1e-9, lambda share: 0 < share <= 1)):
         run = Trained(folder / f"peak{peak}", data=folder / "texts", peak_tflops=peak, held_out_fraction=0, steps=3)
         assert all(map(shares, run.column("mfu")))
@@ -242,49 +246,49 @@ def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
 
 
 @pytest.mark.slow
-def test_a_run_on_a_mixture_tells_of_each_source_and_goes_on_with_other_weights(folder):
-    """Each has a held-out set; of how many batches of them the last loss is can be set."""
+def test_mixture_reports_each_source_and_resumes_with_other_weights(folder):
     options = dict(steps=2, eval_every=0, sample_tokens=0)
     (folder / "numbers.txt").write_text("\n".join(str(number) for number in range(90_000)))  # many documents
     words = ("--data", f"{folder / 'texts'}=0.75", f"{folder / 'numbers.txt'}=0.25")
     run = Trained(folder / "mixture", *words, final_eval_batches=1, **options)
-    for part in (r"texts: \d+ documents, .* weight 0.75, [\d.e-]+ epochs in 2 steps", "numbers: .* weight 0.25, "):
-        assert re.search(part, run.err), part
+    assert re.search(rf"texts.* 0\.75.* {run.rows[1]['epochs/texts']:.3g} ", run.err)
+    assert re.search(r"numbers.* 0\.25", run.err)
     rows = read_metrics(run.dir / "metrics.jsonl")
     (losses,) = (
         {name: row[name] for name in row if name.startswith("eval_loss")} for row in rows if "eval_loss" in row
     )
     assert list(losses) == ["eval_loss", "eval_loss/texts", "eval_loss/numbers"]
     assert min(losses.values()) < losses["eval_loss"] < max(losses.values())
-    shown = ", ".join(f"{name} {losses[f'eval_loss/{name}']:.4f}" for name in ("texts", "numbers"))
-    assert f"held-out loss {losses['eval_loss']:.4f} nats per token ({shown})" in run.err
-    assert re.search(r"held-out loss: [\d.]+ nats per token, of the first \d+ tokens", run.out)
-    assert "held-out loss of numbers:" in run.out and "per byte" not in run.out
+    printed = [f"{loss:.4f}" for loss in losses.values()]
+    assert_names(run.err, *printed)
+    assert_names(run.out, *printed, "numbers", "240", "120")  # tokens of the two batches, and of one
+    assert "gzip" not in run.out
     assert set(run.rows[0]) >= {"epochs", "epochs/texts", "epochs/numbers"}
     assert run.rows[1]["epochs/texts"] == 2 * run.rows[0]["epochs/texts"] > 0
     other = ("train", "--run-dir", run.dir, "--steps", 4, "--data", words[1], words[2].replace("0.25", "2.25"))
     _, err = call(*other, code=2)
-    assert "--data=" in err and "was trained with" in err and "give --allow-changes" in err
+    assert_names(err, "--data=", "--allow-changes")
     _, err = call(*other, "--allow-changes", "--final-eval-batches", "None")
-    assert "resumed at step 2" in err and "changed: --data" in err
-    assert run.rows[3]["epochs/numbers"] - run.rows[1]["epochs/numbers"] == pytest.approx(
-        3 * run.rows[1]["epochs/numbers"]
-    )
+    assert first_step(err) == 2
+    assert_names(err, "--data")
+    before, after = (run.rows[step]["epochs/numbers"] for step in (1, 3))
+    assert after - before == pytest.approx(3 * before)
     last = read_metrics(run.dir / "metrics.jsonl")[-1]
     assert last["step"] == 4 and abs(last["eval_loss/texts"] - losses["eval_loss/texts"]) > 1e-4
 
 
 @pytest.mark.slow
-def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(folder):
-    """Weights and moments are kept in bfloat16, the means in float32; they begin where that is asked for."""
+def test_bfloat16_run_gets_float32_weight_averages(folder):
+    """Averages that a resumed run asks for are evaluated and saved."""
     dtypes = dict(params_dtype="bfloat16", optimizer__moments_dtype="bfloat16", eval_every=0, sample_tokens=0)
     run = Trained(folder / "half", data=folder / "texts", optimizer__learning_rate=1e-2, steps=2, **dtypes)
     assert "bf16[" in run.program
     change = ("train", "--run-dir", run.dir, "--steps", 4, "--optimizer.ema-decay", 0.5)
     _, err = call(*change, code=2)
-    assert "--optimizer.ema-decay=0.5, but" in err and "was trained with None" in err and "give --allow-changes" in err
+    assert_names(err, "--optimizer.ema-decay=0.5", "None", "--allow-changes")
     _, err = call(*change, "--allow-changes")
-    assert "changed: --optimizer.ema-decay None -> 0.5" in err and run.column("step") == [1, 2, 3, 4]
+    assert_names(err, "--optimizer.ema-decay None -> 0.5")
+    assert run.column("step") == [1, 2, 3, 4]
     checkpoints = Checkpoints(run.dir / "checkpoints")
     assert not any(name.startswith("ema.") for name in checkpoints.manifest(2)["arrays"])
     arrays = {name: array["dtype"] for name, array in checkpoints.manifest()["arrays"].items() if array["shape"]}
@@ -300,24 +304,21 @@ def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(f
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_keeps_its_good_checkpoints_however_often_it_is_started(base, folder):
-    """What the last finite step made may be of no use already: one more is kept until a finite step follows it."""
+def test_diverged_run_keeps_its_good_checkpoints_at_every_start(base, folder):
+    """The checkpoint of the last finite step may be useless, so the one before it stays until a finite step follows."""
     run = shutil.copytree(base.dir, folder / "diverged")
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=12, eval_every=0)
     options |= dict(checkpoint_every=1, max_checkpoints=1, data=folder / "texts")
     for found in ([False, True, True], [True, True]):
         again = Trained(run, "--allow-changes", code=1, **options)
         assert again.column("skipped")[len(again.rows) - len(found) :] == found
-        sentence = (
-            r"error: 2 steps in a row were not finite \(loss=nan, .*\), and nothing of them is saved\. A new start "
-            r"goes on from step 5: to go back to step 4, the newest with a finite step after it, move 5 out of .*diver"
-        )
-        assert re.search(sentence, again.err), again.err
+        names = ("2 steps", "loss=nan", "step 5", "step 4", run / "checkpoints", "--optimizer.learning-rate")
+        assert_names(error_of(again.err), *names)
         assert Checkpoints(run / "checkpoints").steps == (4, 5)
 
 
-def test_a_checkpoint_of_an_earlier_start_that_was_stuck_says_nothing_of_those_before_it(tmp_path):
-    """That of the last step is saved in any case: after 8 no step was finite, in that start or in this one."""
+def test_a_checkpoint_is_good_only_if_a_finite_step_follows(tmp_path):
+    """Checkpoint 10 was saved at the end of an earlier start; no step after 8 was finite."""
     rows = [{"step": step, "skipped": step > 8} for step in range(1, 13)] + [{"step": 12, "eval_loss": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     checkpoints = mock.MagicMock(spec=Checkpoints, steps=(8, 10), directory="there")
@@ -326,27 +327,27 @@ def test_a_checkpoint_of_an_earlier_start_that_was_stuck_says_nothing_of_those_b
     shown = mock.MagicMock(spec=Trackers), mock.MagicMock(spec=Progress)
     reporter = MetricsReporter(tmp_path / "metrics.jsonl", checkpoints, 2, log, *shown)
     reporter.skipped_in_a_row = 2
-    with pytest.raises(EqxDecodersError, match=r"goes on from step 10, after which no step was finite\. Lower"):
+    with refused(EqxDecodersError, "optimizer.learning_rate") as caught:
         reporter.read(12)
+    assert re.findall(r"step (\d+)", str(caught.value)) == ["10"]  # there is none to go back to
     checkpoints.steps = (6, 8, 10)
-    with pytest.raises(EqxDecodersError, match=r"go back to step 6, the newest .*, move 8, 10 out of there"):
+    with refused(EqxDecodersError, "step 10", "step 6", "8, 10"):
         reporter.read(12)
 
 
 @pytest.mark.slow
-def test_steps_that_were_begun_before_it_was_known_end_too(folder):
+def test_in_flight_steps_of_a_diverged_run_are_reported(folder):
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
     run = Trained(folder / "skipped", data=folder / "texts", code=1, **options, checkpoint_every=9, eval_every=0)
     assert run.column("skipped") == [False, True, True, True, True]
-    assert "error: 4 steps in a row were not finite" in run.err and "There is no checkpoint yet. Lower" in run.err
+    assert_names(error_of(run.err), "4 steps", "--optimizer.learning-rate")
     assert Checkpoints(run.dir / "checkpoints").latest is None
 
 
 @pytest.mark.slow
-def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
-    """Evaluations and samples at step 4 and in the end, and the drawing. Two steps are not finite: the checkpoint of
-    the first is made at the next one, and that of the last takes the place of no other. No process is given up for
-    what it does before the first step."""
+def test_checkpoint_is_saved_before_hooks_that_fail(folder):
+    """Evaluation, sample and plot fail. Steps 2 and 5 are not finite: the checkpoint of 2 is saved at 3, and that of 5
+    replaces no other. Processes wait long for each other before the first step."""
     seen, limits = [], {}
     save, report, gather = CheckpointHook.save, MetricsReporter.report, run_module.all_gather_json
 
@@ -383,43 +384,43 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
         out, err = call("train", *flags(OPTIONS | options))
     fails = ["evaluate_sets", "sample_text"]
     assert seen == [("save", 3), ("save", 4), *fails, ("save", 5), *fails, "plot_losses"]
-    for step in (4, 5):
-        assert f"warning: the evaluation at step {step} failed, the run goes on: ValueError: no evaluate_sets" in err
-        assert f"warning: the sample at step {step} failed, the run goes on: ValueError: no sample_text" in err
-    assert "warning: drawing the losses at step 5 failed" in err and "checkpoints, metrics.jsonl" in out
-    assert "warning: the last 1 steps were not finite: weights are of step 4" in err
+    warnings = [line for line in err.splitlines() if line.startswith("warning: ")]
+    for step, name in ((4, fails[0]), (4, fails[1]), (5, fails[0]), (5, fails[1]), (5, "plot_losses")):
+        assert any(re.search(rf"step {step}\b.*ValueError: no {name}", line) for line in warnings), (step, name)
+    assert any(re.search(r"\b1 step.*step 4\b", line) for line in warnings)  # not finite; the weights' step
+    assert_names(out, "checkpoints, metrics.jsonl")
     assert Checkpoints(folder / "failing" / "checkpoints").steps == (3, 4, 5)
     assert all(limits[name] == LONG for name in ("brought back", "source", "tokens", "started"))
 
 
-def test_of_several_processes_a_failing_evaluation_ends_all(monkeypatch):
-    """The others may wait for this one in the middle of it; but not where one works alone."""
-    told = []
+def test_failing_evaluation_ends_a_run_of_several_processes(monkeypatch):
+    """The other processes may wait for this one, unless the work is local."""
+    warnings = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError), failures_as_warnings("the evaluation", 3, told.append):
+    with pytest.raises(ValueError), failures_as_warnings("the evaluation", 3, warnings.append):
         raise ValueError
-    with failures_as_warnings("drawing", 3, told.append, local=True):
+    with failures_as_warnings("drawing", 3, warnings.append, local=True):
         raise ValueError
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_means_of_the_weights_that_do_not_fit_end_no_run(monkeypatch):
+def test_averaged_weights_that_do_not_fit_end_no_run(monkeypatch):
     def fail(state):
         raise MemoryError
 
-    told = []
+    warnings = []
     monkeypatch.setattr(TrainState, "averaged", property(fail))
     run, stop, time = (mock.MagicMock(spec=kind) for kind in (PreparedRun, Stop, WallTime))
     run.writes, run.method = True, None
-    evaluation = evaluation_hook.EvaluationHook(run, mock.MagicMock(spec=Trackers), told.append, time, stop)
-    sample = sample_hook.SampleHook(run, told.append, time, stop)
+    evaluation = evaluation_hook.EvaluationHook(run, mock.MagicMock(spec=Trackers), warnings.append, time, stop)
+    sample = sample_hook.SampleHook(run, warnings.append, time, stop)
     for hook in (evaluation, sample):
         hook.finish(3, object.__new__(TrainState))
     assert (evaluation.results, sample.text) == ({}, "")
-    assert [each.count("failed, the run goes on: MemoryError") for each in told] == [1, 1]
+    assert [line.count("MemoryError") for line in warnings] == [1, 1]
 
 
-def test_a_signal_saves_no_state_that_is_stuck(capsys):
+def test_a_signal_saves_no_state_after_steps_that_were_not_finite(capsys):
     saved = []
     steps = types.SimpleNamespace(wait=lambda drop: saved.append(drop), latest=7)
     run = mock.MagicMock(spec=PreparedRun, checkpoints=steps)
@@ -428,11 +429,10 @@ def test_a_signal_saves_no_state_that_is_stuck(capsys):
     with mock.patch.object(CheckpointHook, "save", lambda self, *step: saved.append(step)):
         hook.save_and_stop(9, object.__new__(TrainState))
     assert saved == [False]
-    assert "stopped, saved at step 7: the last 2 steps were not finite, and are not saved" in capsys.readouterr().err
+    assert_names(capsys.readouterr().err, "step 7", "2 steps")
 
 
-def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_path, monkeypatch):
-    """So that other processes wait for a download of hours."""
+def test_other_processes_wait_while_the_initial_model_is_fetched(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(setup, "abstract_hf", lambda source: found.append((source, takes_time())))
     monkeypatch.setattr(setup, "write_source", lambda model, run: None)
@@ -441,20 +441,20 @@ def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_
     assert found == [("org/name", True)]
     (tmp_path / "source").mkdir()
     setup.fetch_source(run_at(config, tmp_path))
-    assert len(found) == 2, "nothing was made yet of what is there: it may be that of another start"
+    assert len(found) == 2  # the source may be that of another start as long as no run was made from it
     (tmp_path / "tokenizer").mkdir()
     save_settings(config, tmp_path / "settings.json")
     setup.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
     config = TrainConfig()
-    with pytest.raises(ConfigError, match="init_from=None"):
+    with refused(ConfigError, "init_from=None"):
         setup.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
 
 
 @pytest.mark.slow
-def test_the_devices_do_not_wait_for_the_host(folder):
-    """A step is begun before the metrics of the last two are read; all are read before a checkpoint, in order."""
+def test_steps_are_dispatched_ahead_of_their_metrics(folder):
+    """Two steps ahead; all metrics are read before a checkpoint, in order."""
     seen = []
     step, report, save = Trainer.step, MetricsReporter.report, CheckpointHook.save
 
@@ -479,8 +479,7 @@ def test_the_devices_do_not_wait_for_the_host(folder):
 
 
 @pytest.mark.slow
-def test_waiting_for_data_is_the_time_in_which_the_devices_have_nothing_to_do(folder):
-    """A slow reader: most of a step's time, in the row of the step within which it was; before the first, too."""
+def test_data_wait_is_reported_for_a_slow_reader(folder):
     real = Batches.__next__
 
     def slow(self):
@@ -497,7 +496,7 @@ def test_waiting_for_data_is_the_time_in_which_the_devices_have_nothing_to_do(fo
 
 
 @pytest.mark.slow
-def test_an_error_of_the_data_comes_after_the_checkpoint_that_is_due(folder):
+def test_checkpoint_that_is_due_is_saved_before_a_data_error(folder):
     real = Batches.__next__
 
     def torn(self):
@@ -513,8 +512,8 @@ def test_an_error_of_the_data_comes_after_the_checkpoint_that_is_due(folder):
 
 
 @pytest.mark.slow
-def test_a_run_tells_where_its_time_goes(folder):
-    """Of both starts; what was computed twice counts once."""
+def test_goodput_over_two_starts(folder):
+    """Steps that were computed twice count once."""
     options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
     run, words = folder / "time", flags(OPTIONS | options)
     save = CheckpointHook.save
@@ -530,17 +529,17 @@ def test_a_run_tells_where_its_time_goes(folder):
     _, err = call("train", "--run-dir", run, *words)
     rows = steps_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[:2] == before[:2]
-    assert rows[2]["run_seconds"] > before[3]["run_seconds"], "of both starts"
+    assert rows[2]["run_seconds"] > before[3]["run_seconds"]
     productive = sum(row["step_seconds"] * (1 - row["data_wait"]) for row in rows)
     assert rows[3]["goodput"] == pytest.approx(productive / rows[3]["run_seconds"], rel=1e-6)
     assert all(0 <= row["data_wait"] <= 1 for row in rows)
     share = round(100 * rows[3]["goodput"])
-    assert re.search(rf"time of this process: .*starting \d+%.*; goodput of the run {share}%", err), err
+    assert re.search(rf"goodput\D*{share}%", err), err
 
 
 @pytest.mark.slow
-def test_a_run_with_experts_and_draft_tokens_reports_both(folder):
-    """Each row has a figure for each layer with experts; the image and the last loads come at the end."""
+def test_expert_and_draft_token_metrics(folder):
+    """Each row has a figure for each layer with experts."""
     options = dict(model="tiny-moe", steps=2, sample_tokens=0, eval_every=0, mtp_depths=1)
     options |= dict(tokenizer="bpe", bpe_vocab_size=300)
     run = Trained(folder / "moe", data=folder / "texts", **options)
@@ -553,46 +552,46 @@ def test_a_run_with_experts_and_draft_tokens_reports_both(folder):
         assert all(0 < entropy < 1.39 for entropy in row["router_entropy"])
         assert len(row["mtp_nll"]) == 1 and row["loss"] > row["nll"] + 0.09 * row["mtp_nll"][0]
     assert (run.dir / "expert_load.png").read_bytes().startswith(b"\x89PNG")
-    assert "expert_load.png" in run.out and re.search(r"last 2 steps: (\d\.\d\d(, )?){6}", run.out)
+    assert "expert_load.png" in run.out and re.search(r"(\d\.\d\d(, )?){6}", run.out)
     rows = read_metrics(run.dir / "metrics.jsonl")
     (acceptance,) = [row["mtp_acceptance"] for row in rows if "mtp_acceptance" in row]
-    assert len(acceptance) == 1 and 0 <= acceptance[0] <= 1 and "draft tokens accepted" in run.err
+    assert len(acceptance) == 1 and 0 <= acceptance[0] <= 1
+    assert_names(run.err, f"{acceptance[0]:.1%}")
 
 
 @pytest.mark.slow
-def test_more_steps_on_a_finished_run_go_on(folder):
-    """With a constant rate a run of two steps, made longer, is the run of four."""
+def test_a_finished_run_continues_with_more_steps(folder):
     constant = dict(optimizer__schedule="constant", optimizer__warmup_steps=0, held_out_fraction=0, sample_tokens=0)
     long = Trained(folder / "long", data=folder / "texts", **constant)
     short = Trained(folder / "short", data=folder / "texts", **constant, steps=2)
     again = Trained(folder / "short", data=folder / "texts", **constant)
-    assert "resumed at step 2" in again.err and short.column("loss") == long.column("loss")
+    assert first_step(again.err) == 2 and short.column("loss") == long.column("loss")
     assert load_settings(again.dir / "settings.json").steps == 4
     words = flags(OPTIONS | QUICK | {"--steps": 1, "--data": folder / "texts"})
     _, err = call("train", "--run-dir", again.dir, *words, code=2)
-    assert "steps=1, but" in err and "has done 4 already" in err
+    assert re.search(r"--steps=1\b.*\b4\b", err)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
-    """Its model, data, tokenizer and rates; a changed optimizer is asked for, and stays in the settings' history."""
+def test_resumed_run_keeps_its_settings_and_reports_changes(folder):
     rate = dict(optimizer__learning_rate=1e-2, held_out_fraction=0, sample_tokens=0)
     begun = Trained(folder / "kept", data=folder / "texts", **rate)
     before = (begun.dir / "settings.json").read_bytes()
     (folder / "kept.yaml").write_text("steps: 6\noptimizer: {weight-decay: 3e-2}")
     changed = ("train", "--run-dir", begun.dir, "--config", folder / "kept.yaml")
     _, err = call(*changed, code=2)
-    assert "--optimizer.weight-decay 0.1 -> 0.03" not in err and "--optimizer.weight-decay=0.03, but" in err
-    assert "was trained with 0.1: leave it out to keep the run's, or give --allow-changes" in err
+    assert "--optimizer.weight-decay 0.1 -> 0.03" not in err
+    assert_names(err, "--optimizer.weight-decay=0.03", "0.1", "--allow-changes")
     assert (begun.dir / "settings.json").read_bytes() == before and len(begun.rows) == 4
     _, err = call(*changed, "--allow-changes")
-    assert "changed: --steps 4 -> 6\nchanged: --optimizer.weight-decay 0.1 -> 0.03\n" in err
-    assert "resumed at step 4" in err and begun.column("step") == [1, 2, 3, 4, 5, 6]
+    assert_names(err, "--steps 4 -> 6", "--optimizer.weight-decay 0.1 -> 0.03")
+    assert err.count(" -> ") == 2
+    assert first_step(err) == 4 and begun.column("step") == [1, 2, 3, 4, 5, 6]
     assert begun.column("learning_rate")[4] > 2e-3  # of six steps from 1e-2; the default's peak is 3e-4
     (entry,) = json.loads((begun.dir / "settings.json").read_text())["history"]
     assert entry["step"] == 4 and entry["changes"]["optimizer.weight_decay"] == [0.1, 0.03]
     _, err = call("train", "--run-dir", begun.dir)
-    assert "changed" not in err and load_settings(begun.dir / "settings.json").optimizer.weight_decay == 0.03
+    assert " -> " not in err and load_settings(begun.dir / "settings.json").optimizer.weight_decay == 0.03
 
 
 @pytest.mark.slow
@@ -600,16 +599,15 @@ def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
 @pytest.mark.parametrize(
     "options, code",
     [
-        ({"--data": "no/where"}, 3),
-        ({"--tokenizer": "no/where"}, 3),
-        ({"--export": "tests"}, 2),
-        ({"--export": "README.md/out"}, 4),
-        ({"--seq-len": 4096}, 2),
-        ({}, 2),  # its trackers
+        pytest.param({"--data": "no/where"}, 3, id="data"),
+        pytest.param({"--tokenizer": "no/where"}, 3, id="tokenizer"),
+        pytest.param({"--export": "tests"}, 2, id="export-exists"),
+        pytest.param({"--export": "README.md/out"}, 4, id="export-under-a-file"),
+        pytest.param({"--seq-len": 4096}, 2, id="seq-len"),
+        pytest.param({}, 2, id="trackers"),
     ],
-    ids=lambda value: str(value),
 )
-def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, code, there):
+def test_a_start_that_fails_leaves_no_files(folder, tmp_path, options, code, there):
     run = tmp_path / "run"
     for name in there:
         run.mkdir()
@@ -622,38 +620,36 @@ def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, cod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options, says",
+    "options, field",
     [
-        ({"--model": "tiny", "--set": "logit_soft_cap=3.0"}, "DecoderConfig.logit_soft_cap=3.0 would have to be None"),
-        ({"--model": "tiny", "--mtp-depths": 1}, None),  # which is left out
-        ({"--model": "tiny", "--lora-rank": 2, "--lora-targets": "*.mlp.*"}, None),
+        pytest.param({"--set": "logit_soft_cap=3.0"}, "DecoderConfig.logit_soft_cap=3.0", id="logit-soft-cap"),
+        pytest.param({"--mtp-depths": 1}, None, id="mtp"),  # the draft layers are left out
+        pytest.param({"--lora-rank": 2, "--lora-targets": "*.mlp.*"}, None, id="lora"),
     ],
-    ids=str,
 )
-def test_a_model_that_cannot_be_exported_is_found_before_its_data_are_read(tmp_path, options, says):
-    """Merged, and as an adapter."""
+def test_unsupported_exports_are_refused_before_data_are_read(tmp_path, options, field):
+    options = {"--model": "tiny"} | options
     words = flags(OPTIONS | QUICK | {"--data": "no/where", "--run-dir": tmp_path / "run"} | options)
-    names = ["export"] + ["export-adapter"] * ("--lora-rank" in options or says is not None)
+    names = ["export"] + ["export-adapter"] * ("--lora-rank" in options or field is not None)
     for name in names:
         adapted = ["--lora-rank", 2, "--lora-targets", "*.mlp.*"] if name == "export-adapter" else []
-        _, err = call("train", *words, *adapted, f"--{name}", tmp_path / "out", code=3 if says is None else 4)
-        assert (f"--{name}='{tmp_path}/out' would fail after the last step. No family" in err) == (says is not None)
-        assert "no/where" in err if says is None else says in err
+        _, err = call("train", *words, *adapted, f"--{name}", tmp_path / "out", code=3 if field is None else 4)
+        assert_names(err, *(["no/where"] if field is None else [f"--{name}='{tmp_path}/out'", field]))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_what_writes_exports_must_be_installed_at_the_start(tmp_path, monkeypatch):
+def test_exports_need_safetensors_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     words = flags(OPTIONS | QUICK | {"--data": "no/where", "--run-dir": tmp_path / "run", "--model": "tiny"})
     for more in (["--export"], ["--lora-rank", 2, "--lora-targets", "*.mlp.*", "--export-adapter"]):
         _, err = call("train", *words, *more, tmp_path / "out", code=1)
-        assert "This needs the package 'safetensors'" in err
+        assert_names(error_of(err), "'safetensors'")
 
 
 @pytest.mark.slow
-def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
-    """From a file of Hugging Face or of `to_json`; resumed, written from and exported without these flags and files."""
+def test_a_run_keeps_the_sizes_of_model_config_and_set(folder, tmp_path):
+    """It is resumed, sampled from and exported without the flags and the file, which may be of Hugging Face or JSON."""
     source = tmp_path / "config.json"
     source.write_text((ROOT / "tests/fixtures/chat_llama/config.json").read_text())
     read = read_config(ROOT / "tests/fixtures/chat_llama")[0]
@@ -662,31 +658,31 @@ def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
     own = ("--model-config", source, "--set", "num_layers=3", "--set", "mlp_dim=20")
     _, err = call("train", *words, *own)
     config = with_fields(read, ("num_layers=3", "mlp_dim=20"))
-    assert f"config.json num_layers=3 mlp_dim=20: {ed.count_parameters(config):,} weights on" in err
+    assert_names(err, "config.json", "num_layers=3", "mlp_dim=20", f"{ed.count_parameters(config):,}")
     assert ed.DecoderConfig.from_json((tmp_path / "run" / "model.json").read_text()) == config
-    assert call("train", *words, *own, "--steps", 3)[1].count("changed: ") == 1  # the same sizes once more
+    assert call("train", *words, *own, "--steps", 3)[1].count(" -> ") == 1  # only the number of steps changes
     source.unlink()
     _, err = call("train", "--run-dir", tmp_path / "run", "--steps", 4, "--export", tmp_path / "out")
-    assert "resumed at step 3" in err and ed.abstract_hf(tmp_path / "out").config == config
+    assert first_step(err) == 3 and ed.abstract_hf(tmp_path / "out").config == config
     out, _ = call("generate", "--run-dir", tmp_path / "run", "--prompt", "the", "--max-new-tokens", 2)
     assert out.startswith("the")
     _, err = call("train", "--run-dir", tmp_path / "run", "--set", "mlp_dim=24", code=2)
-    assert "'mlp_dim=24'), but" in err and "was begun with ('num_layers=3', 'mlp_dim=20'): choose another" in err
+    assert_names(err, "'mlp_dim=24'", "('num_layers=3', 'mlp_dim=20')", "--run-dir")
     saved = tmp_path / "own.json"
     saved.write_text(config.to_json())
     run = load_settings(tmp_path / "run" / "settings.json")
     same = replace(run, model_config=str(saved), set=())
     assert run.set == own[3::2] and resumed(same, run.run_dir)[0] == run
-    with pytest.raises(ConfigError, match=r"set=\('mlp_dim=24',\)"):
+    with refused(ConfigError, "set=('mlp_dim=24',)"):
         resumed(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
 
 
 @pytest.mark.slow
 def test_describe_prints_the_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
-    assert "embedding.table" in out and "4096 x 256" in out and "vocab embed" in out and "4,737,792 weights" in out
+    assert_names(out, "embedding.table", "4096 x 256", "vocab embed", "4,737,792")
     out, _ = call("train", "--describe", "--model", "llama3-70b", "--batch-size", 4, "--mesh.fsdp", 64)
-    assert "fsdp, -" in out and re.search(r"70,553,706,496 weights +4,4\d\d\.\d\d", out)
+    assert "fsdp, -" in out and re.search(r"70,553,706,496\D+4,4\d\d\.\d\d", out)
     for axis in ("fsdp_transpose", "tensor_sequence", "expert"):
         out, _ = call("train", "--describe", f"--mesh.{axis.replace('_', '-')}", 2, devices=2)
         assert re.search(rf"-, {axis}\b|{axis}, -", out), axis
@@ -697,7 +693,7 @@ CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.mark.slow
-def test_a_run_on_conversations_with_a_template_of_its_own(folder):
+def test_a_run_on_conversations_with_a_chat_template(folder):
     """Each has 6 + 1 + 11 + 3 bytes, of which 3 are trained on; the template is kept."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "abc"}]
     lines = "".join(json.dumps({"messages": chat, "id": number}) + "\n" for number in range(16))
@@ -705,76 +701,74 @@ def test_a_run_on_conversations_with_a_template_of_its_own(folder):
     (folder / "chatml.jinja").write_text(CHATML)
     options = dict(data=folder / "chats.jsonl", held_out=folder / "chats.jsonl", seq_len=24, sample_tokens=0, steps=2)
     run = Trained(folder / "chats", chat_template=folder / "chatml.jinja", **options)
-    assert (
-        run.column("tokens") == [8 * 3.0] * 2
-        and "16 documents, 336 tokens, 48 of them targets, 16 sequences an epoch" in run.err
-    )
-    assert "of all 48 tokens" in run.out and "of 48 bytes" in run.out
+    assert run.column("tokens") == [8 * 3.0] * 2
+    assert re.search(r"\b16\b.*\b336\b.*\b48\b.*\b16\b", run.err)  # documents, tokens, targets and sequences
+    assert len(re.findall(r"\b48\b", run.out)) == 2  # held-out tokens and bytes
     kept = run.dir / "tokenizer" / "chat_template.jinja"
     assert kept.read_text() == CHATML
     (folder / "chatml.jinja").unlink()
     again = Trained(run.dir, chat_template=folder / "chatml.jinja", **options | {"steps": 3})
-    assert "resumed at step 2" in again.err
+    assert first_step(again.err) == 2
     words = flags(OPTIONS | {"--run-dir": run.dir, "--data": folder / "chats.jsonl"})
     out, _ = call("train", *words, "--held-out", folder / "chats.jsonl", "--chat-template", kept, "--describe-data")
-    assert "<user>?<assistant>⟦abc⟧" in out and "48 of them targets (14.3%)" in out
+    assert_names(out, "<user>?<assistant>⟦abc⟧", "48", "14.3%")
     _, err = call("train", *flags(OPTIONS | {"--run-dir": folder / "none", "--data": folder / "chats.jsonl"}), code=3)
-    assert "there is no chat template" in err and "--chat-template" in err
+    assert_names(err, "--chat-template")
 
 
 def test_models_are_listed():
     assert {"tiny", "tiny-moe", "llama3-8b"} <= set(call("train", "--list-models")[0].split())
 
 
-@pytest.mark.slow(fast=("()-model.json", "('--describe',)-model.json"))
+@pytest.mark.slow(fast=("train-model.json", "describe-model.json"))
 @pytest.mark.parametrize("foreign", ["model.json", "metrics.jsonl", "settings.json", "data/tokens.bin", "tokenizer/a"])
-@pytest.mark.parametrize("how", [(), ("--describe-data",), ("--describe",)], ids=str)
-def test_a_directory_with_files_of_others_is_left_alone(folder, tmp_path, foreign, how):
+@pytest.mark.parametrize("how", [(), ("--describe-data",), ("--describe",)], ids=["train", "describe-data", "describe"])
+def test_a_directory_with_foreign_files_is_not_changed(folder, tmp_path, foreign, how):
     (tmp_path / foreign).parent.mkdir(exist_ok=True)
     (tmp_path / foreign).write_text('{"step": 5, "mine": 1}\n')
     words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path})
     _, err = call("train", *words, *how, code=2)
-    name = foreign.partition("/")[0]
-    assert f"error: --run-dir='{tmp_path}' has {name} in {tmp_path}, but not from a run" in err
-    assert "Choose another --run-dir, a new or empty one" in err
+    assert_names(error_of(err), f"--run-dir='{tmp_path}'", foreign.partition("/")[0])
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [foreign]
     assert (tmp_path / foreign).read_text() == '{"step": 5, "mine": 1}\n'
 
 
-def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
+def test_a_run_directory_in_use_is_not_changed(folder, tmp_path):
     with RunLock(tmp_path):
         _, err = call("train", "--run-dir", tmp_path, *flags(OPTIONS | {"--data": folder / "texts"}), code=4)
-    assert "is in use by pid" in err
+    assert_names(error_of(err), tmp_path, f"pid {os.getpid()}")
     assert {path.name for path in tmp_path.iterdir()} == {".lock"}
 
 
-@pytest.mark.slow(fast=("options0-Did you mean 'tiny'",))
+@pytest.mark.slow(fast=("model",))
 @pytest.mark.parametrize(
-    "options, sentence",
+    "options, names",
     [
-        ({"--model": "tinny"}, "Did you mean 'tiny'"),
-        ({"--data": "no/where"}, "no/where' does not exist"),
-        ({"--seq-len": 4096}, "error: --seq-len=4096, but the model has 2048 learned positions"),
-        ({"--sample-tokens": 2048}, "error: --sample-tokens=2048 exceed the model's 2048 learned positions with the 4"),
-        ({"--seq-len": 1}, "error: --seq-len=1 must be an integer of at least 2."),
-        ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "error: --steps=0 must be"),
-        ({"--optimizer.eps": -1}, "error: --optimizer.eps=-1.0 must be"),
-        ({"--model-config": "no/where"}, "error: --model='gpt3-52k' and --model-config='no/where' exclude each other"),
-        ({"--set": "num_head=3"}, "error: --set='num_head' is not known. Did you mean 'num_heads'?"),
-        ({"--set": "num_kv_heads=3"}, "error: AttentionConfig.num_heads=2 must be a multiple of num_kv_heads=3"),
-        ({"--mesh.fsdp": 3}, "error: --mesh.fsdp=3 needs 3 devices or a multiple of it for --mesh.data=-1, but 1"),
+        pytest.param({"--model": "tinny"}, ["--model='tinny'", "'tiny'"], id="model"),
+        pytest.param({"--data": "no/where"}, ["no/where"], id="data"),
+        pytest.param({"--seq-len": 4096}, ["--seq-len=4096", "2048"], id="seq-len-above-positions"),
+        pytest.param({"--sample-tokens": 2048}, ["--sample-tokens=2048", "--prompt"], id="sample-tokens"),
+        pytest.param({"--seq-len": 1}, ["--seq-len=1", "2"], id="seq-len"),
+        pytest.param({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, ["--steps=0"], id="steps"),
+        pytest.param({"--optimizer.eps": -1}, ["--optimizer.eps=-1.0"], id="eps"),
+        pytest.param(
+            {"--model-config": "no/where"}, ["--model='gpt3-52k'", "--model-config='no/where'"], id="model-config"
+        ),
+        pytest.param({"--set": "num_head=3"}, ["--set='num_head'", "'num_heads'"], id="set-name"),
+        pytest.param({"--set": "num_kv_heads=3"}, ["AttentionConfig.num_heads=2", "num_kv_heads=3"], id="set-value"),
+        pytest.param({"--mesh.fsdp": 3}, ["--mesh.fsdp=3", "--mesh.data=-1", "1"], id="mesh"),
     ],
 )
-def test_mistakes_have_a_sentence_and_a_code(folder, tmp_path, options, sentence):
+def test_mistakes_are_refused_by_flag_with_an_exit_code(folder, tmp_path, options, names):
     words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path / "run"} | options)
     _, err = call("train", *words, code=3 if "--data" in options else 2)
-    assert sentence in " ".join(err.replace("│", "").split())
+    assert_names(error_of(err), *names)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_mesh_that_leaves_weights_whole_is_refused_at_once(folder, tmp_path, monkeypatch):
+def test_a_mesh_that_replicates_too_many_weights_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("eqx_decoders.sharding.replication.FEW", 0)
     given = OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path / "run"}
     _, err = call("train", *flags(given | {"--mesh.fsdp": 2, "--replicated-tolerance": 0.0}), devices=2, code=2)
-    assert "--replicated-tolerance=0.0: 0." in err and "--mesh.fsdp=2" in err and "norm" in err
+    assert_names(err, "--replicated-tolerance=0.0", "--mesh.fsdp=2", "norm")
     assert not (tmp_path / "run" / "tokenizer").exists()
