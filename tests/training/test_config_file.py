@@ -9,6 +9,7 @@ import pytest
 
 from eqx_decoders.errors import ConfigError, MissingPackage
 from eqx_decoders.training.config_file import flat_settings, read_mapping, typed_settings, with_settings
+from tests.errors import refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,91 +77,86 @@ MEANT = [
 
 
 @pytest.mark.parametrize("text, name, value", MEANT, ids=lambda value: str(value))
-def test_a_value_is_what_its_setting_needs(tmp_path, text, name, value):
+def test_values_are_converted_to_the_type_of_their_field(tmp_path, text, name, value):
     found = read(text, tmp_path)
     assert found == {name: value} and type(found[name]) is type(value)
 
 
-@pytest.mark.parametrize(
-    "value", [{"count": 3, "inner": {"rate": 1, "limit": None}, "pair": [1, 2], "text": "no", "switch": True}]
-)
-def test_json_says_what_it_is(tmp_path, value):
+def test_values_of_json_have_types(tmp_path):
+    value = {"count": 3, "inner": {"rate": 1, "limit": None}, "pair": [1, 2], "text": "no", "switch": True}
     found = read(json.dumps(value), tmp_path, "run.json")
     assert found == {"count": 3, "inner.rate": 1.0, "inner.limit": None, "pair": (1, 2), "text": "no", "switch": True}
     assert read(json.dumps({"text": "ä \U0001f600 \\/", "file": "null"}), tmp_path, "x.json")["file"] == "null"
     assert read("", tmp_path) == {}
 
 
-BAD = [
-    ("cuont: 3", "'cuont' is no setting. Did you mean 'count'?"),
-    ("inner: {raet: 3}", "'inner.raet' is no setting. Did you mean 'inner.rate'?"),
-    ("rate: 3", "'rate' is no setting. Did you mean 'inner.rate'?"),
-    ("inner: 3", "'inner' is no setting"),
-    ("count: {a: 3}", "'count'={'a': '3'} must be a whole number"),
-    ("count: 1.5", "'count'='1.5' must be a whole number"),
-    ("count: 1e999", "'count'='1e999' must be a whole number"),
-    ("count: yes", "'count'='yes' must be a whole number"),
-    ("count:", "'count'='' must be a whole number"),
-    ("text: null", "'text'='null' must be a text"),
-    ("text: [a]", "'text'=['a'] must be a text"),
-    ("switch: 1", "'switch'='1' must be true or false"),
-    ("inner.rate: fast", "'inner.rate'='fast' must be a number"),
-    ("inner.name: maybe", "'inner.name'='maybe' must be on or off or 2"),
-    ("pair: [1]", "'pair'=['1'] must be a list or null"),
-    ("pair: [1, b]", "'pair'[1]='b' must be a whole number"),
-    ("pairs: [a]", "'pairs'[0][1]='a' must be a number"),
-    ("pairs: {a: b}", "'pairs'[0][1]='b' must be a number"),
-    ("words: {a: 1}", "'words'={'a': '1'} must be a list"),
-    ("words:", "'words'='' must be a list"),
-    ("words: [[a]]", "'words'[0]=['a'] must be a text"),
-    ("count: 1\ncount: 2", "count is there twice"),
-    ("inner: {rate: 1}\nold: 2", "'inner.rate' is there twice, also as 'old'"),
-    ("count: [", "run.yaml is no YAML: while parsing"),
-    ("- count", "run.yaml holds no settings: it must be a mapping"),
-    ("inner: &a {inner: *a}", "run.yaml is no YAML: found unconstructable recursive node"),
-    ("inner: {inner: {rate: 1}}", "'inner.inner' is no setting"),
-    ("text: !!python/object/apply:os.getcwd []", "'text'=[] must be a text"),
-]
+BAD = {  # what each error names
+    "cuont: 3": ["'cuont'", "'count'"],
+    "inner: {raet: 3}": ["'inner.raet'", "'inner.rate'"],
+    "rate: 3": ["'rate'", "'inner.rate'"],
+    "in-ner: 1": ["'in_ner'", "'inner."],
+    "inner: 3": ["'inner'"],
+    "inner: {inner: {rate: 1}}": ["'inner.inner'"],
+    "count: {a: 3}": ["'count'={'a': '3'}"],
+    "count: 1.5": ["'count'='1.5'"],
+    "count: 1e999": ["'count'='1e999'"],
+    "count: yes": ["'count'='yes'"],
+    "count:": ["'count'=''"],
+    "text: null": ["'text'='null'"],
+    "text: [a]": ["'text'=['a']"],
+    "text: !!python/object/apply:os.getcwd []": ["'text'=[]"],
+    "switch: 1": ["'switch'='1'", "true", "false"],
+    "inner.rate: fast": ["'inner.rate'='fast'"],
+    "inner.name: maybe": ["'inner.name'='maybe'", "on", "off", "2"],
+    "pair: [1]": ["'pair'=['1']", "null"],
+    "pair: [1, b]": ["'pair'[1]='b'"],
+    "pairs: [a]": ["'pairs'[0][1]='a'"],
+    "pairs: {a: b}": ["'pairs'[0][1]='b'"],
+    "words: {a: 1}": ["'words'={'a': '1'}"],
+    "words:": ["'words'=''"],
+    "words: [[a]]": ["'words'[0]=['a']"],
+    "count: 1\ncount: 2": ["count"],
+    "inner: {rate: 1}\nold: 2": ["'inner.rate'", "'old'"],
+    "count: [": ["YAML"],
+    "inner: &a {inner: *a}": ["YAML"],
+    "- count": [],
+}
+BAD_JSON = {
+    '{"count": true}': ["'count'=True"],
+    '{"count": null}': ["'count'=None"],
+    '{"text": 3}': ["'text'=3"],
+    '{"switch": 0}': ["'switch'=0"],
+    "{": ["JSON"],
+    "3": [],
+}
 
 
-@pytest.mark.parametrize("text, sentence", [*BAD, ("in-ner: 1", "'in_ner' is no setting. Did you mean 'inner.")])
-def test_what_is_wrong_is_named(tmp_path, text, sentence):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("text", BAD)
+def test_bad_yaml_is_refused_by_name(tmp_path, text):
+    with refused(ConfigError, "run.yaml", *BAD[text]):
         read(text, tmp_path)
-    assert "run.yaml" in str(caught.value) and sentence in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ('{"count": true}', "'count'=True must be"),
-        ('{"count": null}', "'count'=None must be"),
-        ('{"text": 3}', "'text'=3 must be a text"),
-        ('{"switch": 0}', "'switch'=0 must be"),
-        ("{", "run.json is no JSON"),
-        ("3", "run.json holds no settings"),
-    ],
-)
-def test_what_is_wrong_in_json_is_named(tmp_path, text, sentence):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("text", BAD_JSON)
+def test_bad_json_is_refused_by_name(tmp_path, text):
+    with refused(ConfigError, "run.json", *BAD_JSON[text]):
         read(text, tmp_path, "run.json")
-    assert "run.json" in str(caught.value) and sentence in str(caught.value)
 
 
-def test_a_file_that_is_not_there_and_a_package_that_is_missing(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"none\.yaml"):
+def test_a_missing_file_and_a_missing_package(tmp_path, monkeypatch):
+    with refused(ConfigError, "none.yaml"):
         read_mapping(tmp_path / "none.yaml")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(MissingPackage, match=r"'pyyaml'.*eqx_decoders\[train\]"):
+    with refused(MissingPackage, "'pyyaml'", "eqx_decoders[train]"):
         read("count: 3", tmp_path)
     assert read('{"count": 3}', tmp_path, "run.json") == {"count": 3}
 
 
-def test_values_are_put_into_their_places():
+def test_values_reach_their_fields():
     found = with_settings(Settings(text="b", inner=Inner(limit=None)), {"inner.rate": 2.0, "count": 5})
     assert found == Settings(text="b", count=5, inner=Inner(rate=2.0, limit=None))
     assert flat_settings(found)["inner.rate"] == 2.0 and len(flat_settings(found)) == 11
-    with pytest.raises(ConfigError, match="negative"):
+    with refused(ConfigError, "negative"):
         with_settings(found, {"inner.rate": -1.0})
     late = with_settings(found, {"inner.rate": -1.0}, checked=False)
     assert late.inner.rate == -1.0 and type(late) is Settings and late.count == 5
@@ -170,6 +166,6 @@ def test_values_are_put_into_their_places():
 @pytest.mark.parametrize(
     ("name", "depth"), [("run.json", 700), ("run.json", 200_000), ("run.yaml", 100), ("run.yaml", 1000)]
 )
-def test_what_is_nested_too_deeply_is_refused(tmp_path, name, depth):
-    with pytest.raises(ConfigError, match="run"):
+def test_deep_nesting_is_refused(tmp_path, name, depth):
+    with refused(ConfigError, name):
         read('{"text": ' + "[" * depth + "]" * depth + "}", tmp_path, name)

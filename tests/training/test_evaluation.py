@@ -1,4 +1,4 @@
-"""What is said of held-out losses."""
+"""Held-out losses and their description."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from eqx_decoders.training.evaluation import _held_out
 from eqx_decoders.training.held_out import HeldOut, describe_held_out
 from eqx_decoders.training.run.hooks.evaluation_hook import EvaluationHook
 from eqx_decoders.training.step.train_state import TrainState
+from tests.errors import assert_names
 
 
 def test_the_loss_of_no_tokens_is_nan():
@@ -19,16 +20,16 @@ def test_the_loss_of_no_tokens_is_nan():
 
 
 def test_a_failed_evaluation_is_treated_as_a_loss_that_is_not_finite():
-    """Older checkpoints are then kept. Without held-out sets, nothing is evaluated and nothing can fail."""
+    """Older checkpoints stay then. Without held-out sets nothing is evaluated."""
     outcomes: dict[str, Any] = {
         "none": {},
         "good": {"": HeldOut(loss=2.0, tokens=3, nats=6.0), "b": HeldOut(loss=1.0, tokens=1, nats=1.0)},
         "nan": {"": HeldOut(loss=2.0, tokens=3, nats=6.0), "b": HeldOut(loss=np.nan, tokens=0, nats=0.0)},
         "error": MemoryError("a copy of the weights"),
     }
-    said: list[str] = []
+    warnings: list[str] = []
     hook: Any = object.__new__(EvaluationHook)  # without a run
-    hook.run, hook.show, hook.results, hook.failed = SimpleNamespace(method=None), said.append, {}, False
+    hook.run, hook.show, hook.results, hook.failed = SimpleNamespace(method=None), warnings.append, {}, False
     counts: Any = dict(step=np.asarray(4, np.int32), skipped=np.asarray(0, np.int32))
     model = ed.abstract(ed.get_config("tiny"))
     state = TrainState(model=model, optimizer=None, key=jax.random.key(0), **counts)
@@ -43,23 +44,20 @@ def test_a_failed_evaluation_is_treated_as_a_loss_that_is_not_finite():
         hook.evaluate = evaluate
         hook.finish(4, state)
         found[name] = hook.is_finite
-    assert found == {"none": True, "good": True, "nan": False, "error": False} and len(said) == 1
+    assert found == {"none": True, "good": True, "nan": False, "error": False} and len(warnings) == 1
 
 
-def test_shares_of_weights_below_one_in_sum_are_shares():
+def test_shares_of_weights_that_sum_to_less_than_one():
     found = _held_out(np.asarray([0.5, 0.25, 0.1, 0.0, 0.2, 0.0]), 2)
     assert found == HeldOut(loss=2.0, tokens=0, nats=0.5, acceptance=(0.5, 0.0))
 
 
-def test_the_baseline_is_named_with_its_set_and_with_what_it_is_of():
+def test_description_names_the_set_and_the_compressor():
     result = HeldOut(loss=1.0, tokens=30, nats=30.0)
     whole, part = CorpusStats(1, 20, 20, 100, 2.0, 100), CorpusStats(1, 12, 10, 300, 1.0, 60)
-    assert describe_held_out("web", result._replace(tokens=20), [whole])[-1] == (
-        "gzip -9 needs of web: 2.0000 nats per byte, for the same text"
-    )
-    assert describe_held_out("", result, [whole, part])[-1] == (
-        "gzip -9 needs: 1.2500 nats per byte, for 160 bytes of the same text"
-    )
+    evaluated = result._replace(tokens=20)
+    assert_names(describe_held_out("web", evaluated, [whole])[-1], "gzip -9", "web", "2.0000")
+    assert_names(describe_held_out("", result, [whole, part])[-1], "gzip -9", "1.2500", "160")
     old = whole._replace(gzip_bytes=None)
-    assert describe_held_out("", result._replace(tokens=20), [old])[-1].endswith("for the same text")
-    assert len(describe_held_out("", result._replace(tokens=20), [whole, part])) == 1, "not all was evaluated"
+    assert_names(describe_held_out("", evaluated, [old])[-1], "gzip -9", "2.0000")
+    assert len(describe_held_out("", evaluated, [whole, part])) == 1  # only a part was evaluated

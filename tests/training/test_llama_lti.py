@@ -21,6 +21,7 @@ from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_array_equal, assert_close
+from tests.errors import refused
 from tests.models import filled, packed, some_tokens
 from tests.oracles import wide
 
@@ -195,7 +196,7 @@ def test_training_moves_all_but_the_teacher(teacher):
         assert (leaf.tobytes() == start[name].tobytes()) == (name in frozen), name
     assert np.all(np.isfinite(mixers(teacher)[0].query))  # its buffers were not given away
     for pattern in ("*.teacher.*", "*.teacher.query"):
-        with pytest.raises(ed.ConfigError, match=r"OptimizerConfig.trainable: no weight matches"):
+        with refused(ed.ConfigError, "OptimizerConfig.trainable", repr(pattern)):
             Trainer.create(OptimizerConfig(trainable=(pattern,)), model, steps=10)
     some = Trainer.create(OptimizerConfig(trainable=("*.mixer.*",)), model, steps=10)
     assert some.trainable == {name for name in names if ".maps." in name}
@@ -205,35 +206,35 @@ EMPTY = dataclasses.replace(STUDENT.blocks[0], mixer=None, pre_mixer_norm=None)
 FUSED = dataclasses.replace(TEACHER.blocks[0], mixer=dataclasses.replace(TEACHER.blocks[0].mixer, fused_qkv=True))
 
 
-@pytest.mark.slow(fast=("config6-mixer=None must be an AttentionConfig",))
+@pytest.mark.slow(fast=("no-mixer",))
 @pytest.mark.parametrize(
-    "config, sentence",
+    "config, names",
     [
-        (llama(8, 4, 6, embed_dim=8), r"embed_dim=8 must be the model's, 16"),
-        (llama(8, 4, 6, layers=3), r"=\(\(1, 3\),\), must be the model's, \(\(1, 2\),\)"),
-        (llama(4, 4, 6), r"num_heads=4 must be LearnedInitConfig.teacher_heads=8"),
-        (llama(8, 2, 6), r"num_kv_heads=2 must be LearnedInitConfig.teacher_kv_heads=4"),
-        (llama(8, 4, 8), r"head_dim=8 must be LearnedInitConfig.teacher_head_dim=6"),
-        (llama(8, 4, 6, blocks=(FUSED, FUSED)), r"must be an AttentionConfig with fused_qkv=False"),
-        (llama(8, 4, 6, blocks=(EMPTY, EMPTY)), r"mixer=None must be an AttentionConfig"),
-        (CONFIGS[False], r"mixer=LearnedInitConfig\(.* must be an AttentionConfig"),
+        pytest.param(llama(8, 4, 6, embed_dim=8), ["embed_dim=8", "16"], id="embed_dim"),
+        pytest.param(llama(8, 4, 6, layers=3), ["((1, 3),)", "((1, 2),)"], id="layers"),
+        pytest.param(llama(4, 4, 6), ["num_heads=4", "LearnedInitConfig.teacher_heads=8"], id="num_heads"),
+        pytest.param(llama(8, 2, 6), ["num_kv_heads=2", "LearnedInitConfig.teacher_kv_heads=4"], id="num_kv_heads"),
+        pytest.param(llama(8, 4, 8), ["head_dim=8", "LearnedInitConfig.teacher_head_dim=6"], id="head_dim"),
+        pytest.param(llama(8, 4, 6, blocks=(FUSED, FUSED)), ["AttentionConfig", "fused_qkv=False"], id="fused_qkv"),
+        pytest.param(llama(8, 4, 6, blocks=(EMPTY, EMPTY)), ["mixer=None", "AttentionConfig"], id="no-mixer"),
+        pytest.param(CONFIGS[False], ["mixer=LearnedInitConfig(", "AttentionConfig"], id="learned-mixer"),
     ],
 )
-def test_teachers_that_do_not_fit_are_refused(config, sentence):
-    with pytest.raises(ed.ConfigError, match=sentence):
+def test_teachers_that_do_not_fit_are_refused(config, names):
+    with refused(ed.ConfigError, *names):
         with_teacher(filled(CONFIGS[False]), filled(config))
 
 
 def test_a_plain_llama_takes_no_teacher(teacher):
-    with pytest.raises(ed.ConfigError, match=r"with_teacher: no mixer of the model is a LearnedInitConfig"):
+    with refused(ed.ConfigError, "with_teacher", "LearnedInitConfig", "llama_lti"):
         with_teacher(teacher, teacher)
 
 
 def test_blocks_without_attention_and_mixed_blocks_are_refused():
-    with pytest.raises(ed.ConfigError, match=r"llama_lti.*mixer=None"):
+    with refused(ed.ConfigError, "llama_lti", "mixer=None"):
         llama_lti(llama(4, 2, 8, blocks=(STUDENT.blocks[0], EMPTY)), **SIZES)
     mixed = dataclasses.replace(STUDENT, blocks=(STUDENT.blocks[0], CONFIGS[False].blocks[0]))
-    with pytest.raises(ed.ConfigError, match=r"the same LearnedInitConfig, as llama_lti does"):
+    with refused(ed.ConfigError, "materialize", "LearnedInitConfig", "llama_lti"):
         materialize(filled(mixed))
     apart = dataclasses.replace(STUDENT, blocks=(EMPTY, CONFIGS[False].blocks[0]))
     assert materialize(filled(apart)).config.blocks == (EMPTY, STUDENT.blocks[0])
@@ -241,15 +242,14 @@ def test_blocks_without_attention_and_mixed_blocks_are_refused():
 
 def test_a_teacher_with_low_rank_pairs_is_refused(teacher):
     pairs = add_lora(teacher, LoRAConfig(rank=2), key=jax.random.key(0))
-    with pytest.raises(ed.ConfigError, match=r"low-rank pairs. Call merge_lora"):
+    with refused(ed.ConfigError, "with_teacher", "merge_lora"):
         with_teacher(filled(CONFIGS[False]), pairs)
 
 
 @pytest.mark.slow
 def test_pairs_beside_other_weights_stay_when_the_kernels_are_computed(teacher):
-    """Low-rank pairs never stand beside what is frozen, and go with the model that is made of it."""
     model = taught(teacher, False)
-    with pytest.raises(ed.ConfigError, match=r"LoRAConfig.targets: no weight matches"):
+    with refused(ed.ConfigError, "LoRAConfig.targets", "'*.teacher.query'"):
         add_lora(model, LoRAConfig(targets=("*.teacher.query",)), key=jax.random.key(0))
     adapted = materialize(add_lora(model, LoRAConfig(rank=2, targets=("*.mlp.up",)), key=jax.random.key(0)))
     tokens = some_tokens(2, 7)

@@ -14,6 +14,7 @@ from eqx_decoders.training.objectives.advantages import (
     whiten,
 )
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 
 
 REWARDS = np.array([1, 0, 0.5, 0, 1, 1, 1, 1])
@@ -88,9 +89,9 @@ def test_nearly_equal_rewards():
 
 
 def test_scales_without_meaning_are_refused():
-    with pytest.raises(ConfigError, match="scale='group'"):
+    with refused(ConfigError, "scale='group'"):
         group_advantages(REWARDS, GROUPS, baseline="none", scale="group")
-    with pytest.raises(ConfigError, match=r"-1.0.*scale='mean'"):
+    with refused(ConfigError, "-1.0", "scale='mean'"):
         group_advantages(-REWARDS, GROUPS, scale="mean")
 
 
@@ -111,7 +112,7 @@ def test_generalized_advantages():
     same(whiten(advantages[1:2], MASK[1:2]), [[-0.991344, -0.017092, 0, 1.008436]])
     padded = generalized_advantages(np.array([[0.0, 0, 1, 0]]), VALUES[:1], np.array([[0, 1, 1, 0]]), gamma=0.9)[0]
     same(padded, [[0, 0.9 * 0.9 - 0.4 + 0.9 * 0.95 * 0.1, 0.1, 0]])
-    with pytest.raises(ConfigError, match="would be lost"):
+    with refused(ConfigError, "rewards", "mask"):
         generalized_advantages(TOKEN_REWARDS, VALUES, 1 - TOKEN_REWARDS)
 
 
@@ -129,7 +130,7 @@ def test_divergence_in_the_reward():
 
 def test_overlong_penalty():
     same(overlong_penalty(np.array([5, 6, 7, 9, 10, 11]), 10, 4), [0, 0, -0.25, -0.75, -1, -1])
-    with pytest.raises(ConfigError, match="buffer=11"):
+    with refused(ConfigError, "buffer=11"):
         overlong_penalty(np.array([5]), 10, 11)
 
 
@@ -137,5 +138,5 @@ def test_pass_at_k():
     for k, want in ((1, 0.25), (2, 0.464286), (4, 0.785714)):
         same(pass_at_k(np.array([2, 0, 8]), np.array([8, 8, 8]), k), [want, 0, 1])
     same(pass_at_k(np.array([3]), np.array([4]), 2), [1])  # fewer wrong ones than k
-    with pytest.raises(ConfigError, match=r"k=4.*3"):
+    with refused(ConfigError, "k=4", "3"):
         pass_at_k(np.array([1]), np.array([3]), 4)

@@ -21,6 +21,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.models import VOCAB, filled, rich_decoder
 from tests.steps import copied
 
@@ -219,5 +220,5 @@ def test_on_policy_the_ratio_is_one():
 def test_missing_signals_are_named(name):
     batch = batch_of(ROWS, SHORT)
     batch = dataclasses.replace(batch, signals=dataclasses.replace(batch.signals, **{name: None}))
-    with pytest.raises(ConfigError, match=f"Batch.signals needs {name}"):
+    with refused(ConfigError, "Batch.signals", name):
         jax.eval_shape(lambda model: PAIR(model, batch, key=None, full_batch=batch), filled(CONFIG))

@@ -21,6 +21,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.expert_choices import check_choices, choices_of
 from eqx_decoders.training.objectives.token_log_probs import target_log_probs
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.models import filled
 
 
@@ -125,9 +126,9 @@ def test_choices_are_reported_and_replayed_in_parts(execution):
         assert_array_equal(one, other)
 
 
-def test_models_without_a_choice_are_refused(model):
-    with pytest.raises(ConfigError, match="replay needs a model with experts: this one has none"):
+def test_replay_without_experts_or_choices_is_refused(model):
+    with refused(ConfigError, "replay", "experts"):
         check_choices(dataclasses.replace(CONFIG, blocks=(PLAIN,)), "replay")
-    with pytest.raises(ConfigError, match="must have an array for each layer that takes it"):
-        few = np.zeros((ROWS, LENGTH, 2, 3), np.int16)
+    few = np.zeros((ROWS, LENGTH, 2, 3), np.int16)
+    with refused(ConfigError, "Inputs.by_layer['experts']", "2, 7, 3"):
         loss(model, batch_of(few))

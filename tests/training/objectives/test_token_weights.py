@@ -6,6 +6,7 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.objectives.token_weights import token_weights
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 
 
 LENGTHS = np.array([3, 1, 0, 2])  # the third answer has no tokens, and its prompt none at all
@@ -36,12 +37,15 @@ def test_nothing_to_weigh(aggregation):
     assert_array_equal(token_weights(np.zeros(4), aggregation, **options), np.zeros(4))
 
 
-def test_options_of_other_aggregations_are_refused():
-    with pytest.raises(ConfigError, match="'prompt'"):
-        token_weights(LENGTHS, "row", groups=GROUPS)
-    with pytest.raises(ConfigError, match="'prompt'"):
-        token_weights(LENGTHS, "prompt")
-    with pytest.raises(ConfigError, match="'constant'"):
-        token_weights(LENGTHS, "constant")
-    with pytest.raises(ConfigError, match="limit=0"):
-        token_weights(LENGTHS, "constant", limit=0)
+@pytest.mark.parametrize(
+    ("aggregation", "options", "name"),
+    [
+        pytest.param("row", dict(groups=GROUPS), "'prompt'", id="row-with-groups"),
+        pytest.param("prompt", {}, "'prompt'", id="prompt-without-groups"),
+        pytest.param("constant", {}, "'constant'", id="constant-without-limit"),
+        pytest.param("constant", dict(limit=0), "limit=0", id="limit"),
+    ],
+)
+def test_options_of_other_aggregations_are_refused(aggregation, options, name):
+    with refused(ConfigError, name):
+        token_weights(LENGTHS, aggregation, **options)

@@ -16,6 +16,7 @@ from eqx_decoders.model.decoder_config import with_scores
 from eqx_decoders.training.objectives.policy_loss import value_loss
 from eqx_decoders.training.objectives.values import ValueObjective, values_behind
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.models import filled, rich_decoder
 from tests.training.objectives.test_objectives import FORMS, after_a_step, batch_of
 
@@ -40,7 +41,7 @@ def test_values_are_those_behind_each_token():
     found = values_behind(model, batch)
     arrays = dict(segment_ids=batch.segment_ids, positions=batch.positions)
     assert_close(found, model(batch.tokens, **arrays).logits[..., 0])
-    with pytest.raises(ConfigError, match=r"DecoderConfig\.scores=None"):
+    with refused(ConfigError, "DecoderConfig.scores=None"):
         values_behind(filled(rich_decoder(1)), batch)
 
 

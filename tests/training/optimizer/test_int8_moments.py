@@ -16,6 +16,7 @@ from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.optimizer.int8_moments import from_eight_bits, is_eight_bits, to_eight_bits
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.models import filled
 from tests.training.step.test_step import ANY, BARE, CONFIG, advanced, batch_of, first_state, same_bits, trainer_of
 
@@ -149,10 +150,10 @@ def test_a_checkpoint_holds_them_in_an_eighth_of_the_bytes_of_two_moments(tmp_pa
     assert held == sum(2 * leaf.size for leaf in jax.tree.leaves(models[0])) + 4 * rows + 3 * 4  # and three counters
 
 
-def test_what_can_not_have_them_says_so():
+def test_int8_moments_are_refused_on_the_host_and_for_adafactor():
     layout = ed.Layout(offload=ed.Offload(optimizer=("segments.*",)))
     model = ed.abstract(CONFIG, layout=layout)
-    with pytest.raises(ConfigError, match=r"moments_dtype='int8'.*bfloat16"):
+    with refused(ConfigError, "moments_dtype='int8'", "bfloat16"):
         trainer_of(model, SMALL)
-    with pytest.raises(ConfigError, match="moments_dtype=int8"):
+    with refused(ConfigError, "moments_dtype=int8"):
         OptimizerConfig(name="adafactor", moments_dtype="int8")

@@ -17,6 +17,7 @@ from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import axes, matching
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer, make_schedule, muon_dimensions
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.models import filled, rich_decoder
 
 
@@ -81,7 +82,7 @@ def test_the_shortest_runs_have_a_schedule():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_a_warmup_as_long_as_the_run_is_refused(schedule):
-    with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=50"):
+    with refused(ConfigError, "OptimizerConfig.warmup_steps=50"):
         make_schedule(OptimizerConfig(schedule=schedule, warmup_steps=50), 50)
 
 
@@ -104,13 +105,15 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [pytest.param(field, value, id=f"{field}={value}") for field, values in BAD.items() for value in values],
+)
 def test_bad_settings_are_refused_by_name(field, value):
     config = OptimizerConfig()
     object.__setattr__(config, field, value)  # past the type checks, which users don't have
-    with pytest.raises(ConfigError, match=rf"^OptimizerConfig\.{field}=") as caught:
+    with refused(ConfigError, f"OptimizerConfig.{field}=", repr(value)):
         config.__post_init__()
-    assert repr(value) in str(caught.value)
 
 
 UNREAD = {
@@ -130,16 +133,13 @@ OTHER = dict(
 
 @pytest.mark.parametrize("reader", UNREAD)
 def test_settings_that_nothing_reads_are_refused(reader):
-    """Each optimizer and each schedule: what it ignores raises, and what it reads does not."""
     choice = {"name" if reader in ("adamw", "lion", "adafactor", "muon") else "schedule": reader}
-    mine = list(OTHER)[:5] if "name" in choice else list(OTHER)[5:]
-    for field in mine:
+    for field in list(OTHER)[:5] if "name" in choice else list(OTHER)[5:]:
         if field not in UNREAD[reader]:
             OptimizerConfig(**choice, **{field: OTHER[field]})
             continue
-        with pytest.raises(ConfigError, match=rf"^OptimizerConfig\.{field}={OTHER[field]} is read by") as caught:
+        with refused(ConfigError, f"OptimizerConfig.{field}={OTHER[field]}", repr(reader)):
             OptimizerConfig(**choice, **{field: OTHER[field]})
-        assert repr(reader) in str(caught.value) and "Leave it out" in str(caught.value)
 
 
 # For each setting of optimizer and schedule: what else is set, and another value that is to make a difference.
@@ -254,9 +254,8 @@ def test_no_decay_covers_norms_biases_sinks_and_tables_of_every_kind():
 
 def test_a_pattern_without_a_weight_is_refused_with_examples():
     assert matching(WORDS, ["*norm*", "head.*"], "f") == {"segments.0.unit.0.pre_mlp_norm.scale", "head.kernel"}
-    with pytest.raises(ConfigError, match=r"^OptimizerConfig\.trainable: no weight matches 'heads\.\*'") as caught:
+    with refused(ConfigError, "OptimizerConfig.trainable", "'heads.*'", "embedding.table", MATRIX):
         matching(WORDS, ["head.*", "heads.*"], "OptimizerConfig.trainable")
-    assert "embedding.table" in str(caught.value) and MATRIX in str(caught.value)
 
 
 @pytest.mark.slow(fast=("adamw",))
@@ -383,7 +382,7 @@ def test_multiplied_rates_are_those_of_two_optimizers(name):
 
 def test_a_multiplier_without_a_weight_is_refused_with_examples():
     config = OptimizerConfig(lr_multipliers=(("head.*", 2.0), ("heads.*", 2.0)))
-    with pytest.raises(ConfigError, match=r"OptimizerConfig\.lr_multipliers: no weight matches 'heads\.\*'.*embedding"):
+    with refused(ConfigError, "OptimizerConfig.lr_multipliers", "'heads.*'", "embedding"):
         make_optimizer(config, WORDS, 4)
 
 

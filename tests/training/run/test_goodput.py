@@ -23,16 +23,16 @@ def row(step, seconds, **more):
     return {"step": step, "step_seconds": seconds, **more}
 
 
-def test_goodput_is_the_share_of_the_time_of_steps_that_were_kept(clock):
+def test_goodput_is_the_share_of_time_in_steps(clock):
     found = Goodput(started=1000.0)
     clock[0] = 1010
     assert found.add(row(1, 4.0)) == {"run_seconds": 10, "goodput": 0.4}
     clock[0] = 1020
-    assert found.add(row(2, 8.0, data_wait=0.25)) == {"run_seconds": 20, "goodput": 0.5}, "not what waited for data"
+    assert found.add(row(2, 8.0, data_wait=0.25)) == {"run_seconds": 20, "goodput": 0.5}  # without the wait for data
 
 
-def test_earlier_starts_count_and_what_was_lost_with_them_does_not(clock):
-    """Steps 1 to 4 were taken in 30 s; the run goes on behind step 2."""
+def test_earlier_starts_count_without_lost_steps(clock):
+    """An earlier start took steps 1 to 4 in 30 s; the run resumes after step 2."""
     before = [row(n, 5.0, run_seconds=10.0 + 5 * n) for n in range(1, 5)] + [{"step": 4, "eval_loss": 2.0}]
     found = Goodput(before, start=3, started=1000.0)
     clock[0] = 1010
@@ -41,7 +41,7 @@ def test_earlier_starts_count_and_what_was_lost_with_them_does_not(clock):
     assert old.add(row(3, 5.0)) == {"run_seconds": 20, "goodput": 15 / 20}
 
 
-def test_what_is_nested_counts_for_itself(clock):
+def test_nested_activities_are_counted_separately(clock):
     time = WallTime("starting", 1000.0)
     clock[0] += 10
     with time.doing("steps"):

@@ -8,6 +8,7 @@ import pytest
 from eqx_decoders.errors import DataError, MissingPackage
 from eqx_decoders.training.run.metrics import MetricsFile
 from eqx_decoders.training.run.plots import plot_loads, plot_losses
+from tests.errors import refused
 
 
 def row(step, loss: object = 2.5):
@@ -15,7 +16,7 @@ def row(step, loss: object = 2.5):
 
 
 @pytest.mark.parametrize("steps", [1, 300])
-def test_an_image_is_drawn(tmp_path, steps):
+def test_losses_are_plotted(tmp_path, steps):
     pytest.importorskip("matplotlib")
     with MetricsFile(tmp_path / "m.jsonl") as file:
         for step in range(steps):
@@ -24,12 +25,12 @@ def test_an_image_is_drawn(tmp_path, steps):
     plot_losses(tmp_path / "m.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (tmp_path / "empty.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(DataError, match="nothing to draw"):
+    with refused(DataError, tmp_path / "empty.jsonl"):
         plot_losses(tmp_path / "empty.jsonl", tmp_path / "no.png")
 
 
-def test_a_heat_map_of_loads_is_drawn(tmp_path):
-    """A field for each layer and expert: red where there is much, blue where there is little, grey beyond the last."""
+def test_loads_are_plotted_as_a_heat_map(tmp_path):
+    """One cell per layer and expert: red for high loads, blue for low loads, grey for no expert."""
     image = pytest.importorskip("matplotlib.image")
     loads = {"0": np.array([1.0, 1.0, 2.0, 0.0]), "3": np.array([0.0, 2.0])}
     plot_loads(loads, tmp_path / "load.png")
@@ -39,11 +40,11 @@ def test_a_heat_map_of_loads_is_drawn(tmp_path):
     width = pixels.shape[1]
     assert columns[0].size and columns[1].size
     assert np.median(columns[0][columns[0] < 0.85 * width]) > np.median(columns[1][columns[1] < 0.85 * width])
-    with pytest.raises(DataError, match="no load to draw"):
+    with refused(DataError, "load"):
         plot_loads({}, tmp_path / "no.png")
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingPackage, match=r"eqx_decoders\[train\]"):
+    with refused(MissingPackage, "eqx_decoders[train]"):
         plot_losses(tmp_path / "m", tmp_path / "p")

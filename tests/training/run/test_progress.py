@@ -1,4 +1,4 @@
-"""The terminal shows how far a run is: a bar, or lines in columns."""
+"""Progress in a terminal: a bar, or lines in columns."""
 
 import io
 import sys
@@ -9,6 +9,7 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.run import progress as progress_module
 from eqx_decoders.training.run.progress import Progress
+from tests.errors import assert_names, refused
 
 
 def row(step, loss: object = 2.5):
@@ -42,8 +43,7 @@ def test_plain_lines_come_at_times_and_in_columns(monkeypatch):
     assert lines[-3].split() == ["526/1000", "2.5000", "2,048", "45.6%", "15m48s"]
     assert lines[1].split() == ["501/1000", "123.4560", "-", "-", "-"]
     assert lines[-2] == "saved" and lines[-1].split() == ["1000/1000", "-", "-", "-", "0s"]
-    ends = [len(line) for line in lines if line != "saved"]
-    assert len(set(ends)) == 1, "columns are aligned"
+    assert len({len(line) for line in lines if line != "saved"}) == 1  # columns are aligned
 
 
 def test_lines_and_bar_show_the_worst_load_where_there_are_experts(monkeypatch):
@@ -62,7 +62,7 @@ def test_lines_and_bar_show_the_worst_load_where_there_are_experts(monkeypatch):
     terminal = Terminal()
     with Progress(20, stream=terminal) as progress:
         progress.update(7, {**row(7), "load": np.array([1.5, 1.25])})
-    assert "2,048 tokens/s  load 1.50" in terminal.getvalue()
+    assert_names(terminal.getvalue(), "2,048 tokens/s", "load 1.50")
 
 
 def test_the_bar_shows_step_loss_speed_and_messages(monkeypatch):
@@ -74,13 +74,12 @@ def test_the_bar_shows_step_loss_speed_and_messages(monkeypatch):
         progress.message("[not markup] resumed")
         progress.wait("compiling: 3s")
         progress.update(7, {**row(7), "mfu": 0.5})
-    text = terminal.getvalue()
-    assert "[not markup] resumed" in text and "7/20" in text and "compiling: 3s" in text
-    assert "loss 2.5000  2,048 tokens/s  MFU 50.0%" in text
+    names = ("[not markup] resumed", "7/20", "compiling: 3s", "loss 2.5000", "2,048 tokens/s", "MFU 50.0%")
+    assert_names(terminal.getvalue(), *names)
 
 
 def test_a_bad_total_is_refused():
-    with pytest.raises(ConfigError, match="total=0"):
+    with refused(ConfigError, "total=0"):
         Progress(0)
 
 
@@ -90,6 +89,5 @@ def test_without_rich_there_are_lines(monkeypatch):
     with Progress(2, stream=terminal) as progress:
         progress.wait("compiling: 3s")
         progress.update(1, row(1))
-    assert (
-        "compiling: 3s\n" in terminal.getvalue() and "1/2" in terminal.getvalue() and "\x1b" not in terminal.getvalue()
-    )
+    assert_names(terminal.getvalue(), "compiling: 3s\n", "1/2")
+    assert "\x1b" not in terminal.getvalue()

@@ -18,9 +18,11 @@ from eqx_decoders.model.init import add_score_head
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.objectives.preference_loss import reward_loss
 from eqx_decoders.training.objectives.reward_scores import RewardObjective, reward_scores
+from eqx_decoders.training.run.metrics import read_metrics
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
-from tests.compare import assert_allclose, assert_close
+from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import assert_names, refused
 from tests.models import VOCAB, filled, rich_decoder
 
 
@@ -54,7 +56,7 @@ ENDS = {(0, 1): 2, (0, 2): 6, (0, 3): 10, (0, 4): 12, (1, 1): 5, (1, 2): 8}  # r
 
 
 def test_a_score_is_read_at_the_last_token_of_its_answer():
-    """Not at the row's end, nor before a tool speaks; and it is the head's product in float32."""
+    """Also if tool output splits the answer. It is the head's product in float32."""
     model, batch = scorer(), batch_of(margins=True)
     found = reward_scores(model, batch)
     every = model(batch.tokens, segment_ids=batch.segment_ids)
@@ -84,19 +86,32 @@ def test_scores_on_a_mesh():
     assert_close(reward_scores(model.place(layout).replace(context_order="zigzag"), rows), want)
 
 
-@pytest.mark.slow(fast=("<lambda>-generate\\\\(\\\\) needs a model with logits",))
+TEXTS = ed.Batch(tokens=np.ones((1, 4), np.int32))
+
+
+@pytest.mark.slow(fast=("generate",))
 @pytest.mark.parametrize(
-    ("use", "sentence"),
+    ("use", "names"),
     [
-        (lambda model: ed.generate(model, [[1, 2]], max_new_tokens=1), r"generate\(\) needs a model with logits"),
-        (lambda model: ed.next_token_loss(model, ed.Batch(tokens=np.ones((1, 4), np.int32))), "a loss of tokens needs"),
-        (lambda model: reward_scores(filled(rich_decoder(1)), batch_of()), "DecoderConfig.scores=None must be 1"),
-        (lambda model: reward_scores(model, ed.Batch(tokens=np.ones((1, 4), np.int32))), "reward_scores needs answers"),
-        (lambda model: dataclasses.replace(model.config, tied=True), "DecoderConfig.scores=1 excludes tied=True"),
+        pytest.param(
+            lambda model: ed.generate(model, [[1, 2]], max_new_tokens=1),
+            ["DecoderConfig.scores=1", "generate()"],
+            id="generate",
+        ),
+        pytest.param(lambda model: ed.next_token_loss(model, TEXTS), ["DecoderConfig.scores=1"], id="loss"),
+        pytest.param(
+            lambda model: reward_scores(filled(rich_decoder(1)), batch_of()), ["DecoderConfig.scores=None"], id="logits"
+        ),
+        pytest.param(lambda model: reward_scores(model, TEXTS), ["Batch.signals=None", "reward_scores"], id="answers"),
+        pytest.param(
+            lambda model: dataclasses.replace(model.config, tied=True),
+            ["DecoderConfig.scores=1", "tied=True"],
+            id="tied",
+        ),
     ],
 )
-def test_a_model_with_scores_writes_nothing(use, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_scores_and_logits_are_refused_for_each_other(use, names):
+    with refused(ConfigError, *names):
         use(scorer())
 
 
@@ -115,8 +130,8 @@ def test_a_model_with_scores_writes_nothing(use, sentence):
         ("gpt2", "GPT2ForSequenceClassification"),
     ],
 )
-def test_a_directory_has_the_bits_that_were_written(name, architecture, tmp_path):
-    """`score.weight` in place of the head, under transformers' name of such models."""
+def test_saved_reward_models_are_read_exactly(name, architecture, tmp_path):
+    """`score.weight` replaces the head, under the architecture's name in transformers."""
     model = add_score_head(ed.load_hf(FIXTURES / name), key=jax.random.key(0))
     ed.save_hf(model, tmp_path / "scorer", settings={"id2label": {"0": "good"}})
     config = json.loads((tmp_path / "scorer" / "config.json").read_text())
@@ -125,14 +140,14 @@ def test_a_directory_has_the_bits_that_were_written(name, architecture, tmp_path
     again = ed.load_hf(tmp_path / "scorer")
     assert again.config == model.config and again.config.scores == 1
     one, other = named_leaves(model), named_leaves(again)
-    assert one.keys() == other.keys() and all(np.array_equal(one[path], other[path]) for path in one)
+    jax.tree.map(assert_array_equal, one, other)
     ed.save_hf(again, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["id2label"] == {"0": "good"}
 
 
-def test_a_family_without_such_models_is_refused(tmp_path):
+def test_a_family_without_reward_models_is_refused(tmp_path):
     model = add_score_head(ed.load_hf(FIXTURES / "granite"), key=jax.random.key(0))
-    with pytest.raises(ed.ConversionError, match=r"ForSequenceClassification.*model_type='granite'"):
+    with refused(ed.ConversionError, "ForSequenceClassification", "model_type='granite'"):
         ed.save_hf(model, tmp_path / "scorer")
 
 
@@ -141,7 +156,7 @@ def test_a_family_without_such_models_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pairs in which the answer that ends in birds is chosen, some by a margin."""
+    """Pairs whose chosen answer ends in birds, some with a margin."""
     folder, draws = tmp_path_factory.mktemp("rewards"), np.random.default_rng(0)
     text = lambda count: " ".join(draws.choice(WORDS, count))  # noqa: E731
     for name, margins in {"pairs": [None], "margins": [0.0, 1.5]}.items():
@@ -180,10 +195,11 @@ def figures(folder, name):
 
 
 @pytest.mark.slow
-def test_pairs_are_told_from_another_and_the_run_goes_on(folder):
-    """The whole model, resumed bit for bit, exported and read again; held-out pairs are told, too."""
+def test_reward_run_learns_resumes_and_exports(folder):
     _, err = train(folder, "whole", held_out=folder / "pairs.jsonl", final_eval_batches=2, export=folder / "out")
-    assert steps_of(folder / "whole")[-1]["reward_accuracy"] > 0.9 and "held-out loss" in err
+    assert steps_of(folder / "whole")[-1]["reward_accuracy"] > 0.9
+    (loss,) = (row["eval_loss"] for row in read_metrics(folder / "whole" / "metrics.jsonl") if "eval_loss" in row)
+    assert_names(err, f"{loss:.4f}")
     assert math.isfinite(steps_of(folder / "whole")[0]["loss"])
     train(folder, "broken", steps=5)
     train(folder, "broken", steps=12)
@@ -196,8 +212,8 @@ def test_pairs_are_told_from_another_and_the_run_goes_on(folder):
 
 
 @pytest.mark.slow
-def test_pairs_of_matrices_margins_and_meshes(folder):
-    """The head is trained beside low-rank pairs; margins and centring are read; a mesh changes nothing."""
+def test_lora_margins_and_meshes(folder):
+    """The head is trained with LoRA factors, margins and centering are read, and a mesh has the same losses."""
     changes = {"data": folder / "margins.jsonl", "reward.centering": 0.01}
     train(folder, "plain", data=folder / "margins.jsonl", lora_rank=4, steps=2)
     train(folder, "adapted", lora_rank=4, **changes)
@@ -211,17 +227,22 @@ def test_pairs_of_matrices_margins_and_meshes(folder):
     assert_allclose(figures(folder, "mesh"), figures(folder, "adapted"), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow(fast=("changes3-3-margin='wide' must be a number",))
+@pytest.mark.slow(fast=("margin",))
 @pytest.mark.parametrize(
-    ("changes", "code", "says"),
+    ("changes", "code", "names"),
     [
-        ({"preference__beta": 0.3}, 2, "--preference.beta=0.3 is not read with --method='reward'"),
-        ({"method": "dpo", "reward__centering": 0.1}, 2, "--reward.centering=0.1 is not read with --method='dpo'"),
-        ({"lora_rank": 2, "export_adapter": "adapter"}, 2, "would lack the head of scores"),
-        ({"data": "bad"}, 3, "margin='wide' must be a number"),
+        pytest.param({"preference__beta": 0.3}, 2, ["--preference.beta=0.3", "--method='reward'"], id="beta"),
+        pytest.param(
+            {"method": "dpo", "reward__centering": 0.1}, 2, ["--reward.centering=0.1", "--method='dpo'"], id="centering"
+        ),
+        pytest.param(
+            {"lora_rank": 2, "export_adapter": "adapter"}, 2, ["--export-adapter='adapter'"], id="export-adapter"
+        ),
+        pytest.param({"data": "bad"}, 3, ["margin='wide'"], id="margin"),
     ],
 )
-def test_bad_settings_are_refused(folder, changes, code, says):
+def test_bad_settings_are_refused(folder, changes, code, names):
     changes = {name: folder / f"{value}.jsonl" if name == "data" else value for name, value in changes.items()}
     _, err = train(folder, "bad", code=code, **changes)
-    assert says in " ".join(err.split()) and not (folder / "bad").exists()
+    assert_names(err, *names)
+    assert not (folder / "bad").exists()

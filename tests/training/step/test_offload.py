@@ -16,6 +16,7 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations, tpu_devices
 from tests.training.step.test_step import ANY, CONFIG, advanced, batch_of, first_state, same_bits, trainer_of
@@ -131,25 +132,31 @@ def test_the_memory_of_the_host_is_counted_apart():
 
 
 @pytest.mark.parametrize(
-    ("offload", "optimizer", "step", "words"),
+    ("offload", "optimizer", "step", "names"),
     [
-        (dict(weights=("*.mpl.*",)), {}, {}, ["Offload.weights", "'*.mpl.*'", "segments.0."]),
-        (dict(optimizer=("embedding.*",)), {}, {}, ["Offload.optimizer", "'embedding.*'"]),
-        (dict(optimizer=("*",)), dict(name="muon"), {}, ["OptimizerConfig.name='muon'", "adamw or lion"]),
-        (dict(weights=("*",)), {}, dict(gradient_accumulation_steps=2), ["gradient_accumulation_steps=1"]),
+        pytest.param(dict(weights=("*.mpl.*",)), {}, {}, ["Offload.weights", "'*.mpl.*'", "segments.0."], id="weights"),
+        pytest.param(dict(optimizer=("embedding.*",)), {}, {}, ["Offload.optimizer", "'embedding.*'"], id="optimizer"),
+        pytest.param(
+            dict(optimizer=("*",)), dict(name="muon"), {}, ["OptimizerConfig.name='muon'", "adamw", "lion"], id="muon"
+        ),
+        pytest.param(
+            dict(weights=("*",)),
+            {},
+            dict(gradient_accumulation_steps=2),
+            ["gradient_accumulation_steps=1"],
+            id="microbatches",
+        ),
     ],
 )
-def test_what_cannot_be_on_the_host_is_refused(offload, optimizer, step, words):
+def test_unsupported_offloading_is_refused(offload, optimizer, step, names):
     model = ed.abstract(DEEP, layout=dataclasses.replace(ed.Layout(), offload=Offload(**offload)))
-    with pytest.raises(ed.ConfigError) as caught:
+    with refused(ed.ConfigError, *names):
         trainer_of(model, dataclasses.replace(ANY, **optimizer), **step)
-    for word in words:
-        assert word in str(caught.value)
 
 
-def test_pipelines_hold_their_weights():
+def test_offloading_of_pipelines_is_refused():
     layout = ed.Layout.create(stage=2, data=4, offload=Offload(weights=("*",)))
-    with pytest.raises(ed.ConfigError, match=r"Offload\.weights=.*Execution\.pipeline"):
+    with refused(ed.ConfigError, "Offload.weights=", "Execution.pipeline"):
         ed.Execution(layout=layout, pipeline=ed.Pipeline(microbatches=2))
 
 

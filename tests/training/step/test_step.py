@@ -28,6 +28,7 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from eqx_decoders.training.step.train_state import TrainState
 from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import refused
 from tests.models import filled, packed, rich_decoder, some_tokens
 
 
@@ -212,7 +213,7 @@ def test_a_step_is_that_of_the_mean_whatever_the_weights_add_up_to(case):
 def test_a_batch_that_cannot_be_cut_is_refused(case):
     trainer = trainer_of(case.model, gradient_accumulation_steps=3)
     state = TrainState(model=case.model, optimizer=None, step=jnp.int32(0), skipped=jnp.int32(0), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"8 sequences.*StepConfig\.gradient_accumulation_steps=3"):
+    with refused(ConfigError, "8", "StepConfig.gradient_accumulation_steps=3"):
         trainer.step(state, batch_of())
 
 
@@ -220,7 +221,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(case):
     ("field", "value"), [("gradient_accumulation_steps", 0), ("gradient_accumulation_steps", -1), ("z_loss", -1.0)]
 )
 def test_bad_step_settings_are_refused(field, value):
-    with pytest.raises(ConfigError, match=rf"StepConfig\.{field}={value}"):
+    with refused(ConfigError, f"StepConfig.{field}={value}"):
         StepConfig(**{field: value})
 
 
@@ -479,9 +480,8 @@ def test_half_precision_halves_the_memory_of_weights_and_moments():
 
 def test_a_trainable_pattern_without_a_weight_is_refused():
     model = ed.abstract(CONFIG)
-    with pytest.raises(ConfigError, match=r"OptimizerConfig\.trainable: no weight matches 'embeding") as caught:
+    with refused(ConfigError, "OptimizerConfig.trainable", "'embeding.*'", "embedding.table"):
         trainer_of(model, dataclasses.replace(PLAIN, trainable=("embeding.*",)))
-    assert "embedding.table" in str(caught.value)
 
 
 HIDDEN = dataclasses.replace(NOTHING, mlp=MLPConfig(mlp_dim=8, dropout=0.3))

@@ -28,6 +28,7 @@ from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.training.step.loss import evaluation_sums, next_tokens
 from eqx_decoders.training.step.zigzag import in_context_order
 from tests.compare import assert_array_equal, assert_close
+from tests.errors import refused
 from tests.layers.common import attend_on_mesh
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 
@@ -174,45 +175,39 @@ ENGRAM = EngramConfig(
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (
-            lambda: changed(mixer=DELTA),
-            r"blocks\[0\].mixer \(GatedDeltaNetConfig\)",
-        ),
+        (lambda: changed(mixer=DELTA), "blocks[0].mixer (GatedDeltaNetConfig)"),
         (
             lambda: changed(mixer=AttentionConfig(**ATTENTION, selection=BlockSelection(size=4, top_k=2))),
-            r"blocks\[0\].mixer",
+            "blocks[0].mixer",
         ),
-        (
-            lambda: changed(pre_layers=(ed.ExtraLayerConfig(layer=ENGRAM),)),
-            r"blocks\[0\].pre_layers.0 \(EngramConfig\)",
-        ),
+        (lambda: changed(pre_layers=(ed.ExtraLayerConfig(layer=ENGRAM),)), "blocks[0].pre_layers.0 (EngramConfig)"),
         (
             lambda: dataclasses.replace(
                 rich_decoder(1), mtp=MTPConfig(num_depths=1, block=changed(mixer=DELTA).blocks[0], norm=RMSNormConfig())
             ),
-            r"mtp.block.mixer \(GatedDeltaNetConfig\)",
+            "mtp.block.mixer (GatedDeltaNetConfig)",
         ),
     ],
     ids=["recurrence", "blocks", "n-grams", "further tokens"],
 )
-def test_layers_that_go_by_the_order_of_tokens_are_refused(config, named):
+def test_layers_that_depend_on_the_order_of_tokens_are_refused(config, named):
     model = ed.abstract(config(), context_order="zigzag")
-    with pytest.raises(ConfigError, match=rf"needs layers that go by positions alone, but DecoderConfig\.{named}"):
+    with refused(ConfigError, "Execution.context_order='zigzag'", f"DecoderConfig.{named}"):
         in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
 
 
 def test_capacities_and_spans_are_refused():
     sparse = changed(mlp=ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, capacity_factor=1.0))
     model = ed.abstract(sparse, context_order="zigzag")
-    with pytest.raises(ConfigError, match="ExpertsConfig"):
+    with refused(ConfigError, "ExpertsConfig"):
         in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
     model = model.replace(experts="dropless")
     in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
     spans = dataclasses.replace(rows(), spans=rows().tokens)
-    with pytest.raises(ConfigError, match="batches without spans"):
+    with refused(ConfigError, "Execution.context_order='zigzag'", "spans"):
         in_context_order(model.config, model.execution, spans, *next_tokens(spans))
-    with pytest.raises(ConfigError, match="a length of 12 must be a multiple of 8"):
-        split = model.replace(layout=ed.Layout.create(context=4, data=2))
+    split = model.replace(layout=ed.Layout.create(context=4, data=2))
+    with refused(ConfigError, "12", "8"):
         in_context_order(split.config, split.execution, rows(12), *next_tokens(rows(12)))
     window = ed.abstract(changed(mixer=AttentionConfig(**ATTENTION, mask=SlidingWindow(3))), context_order="zigzag")
     in_context_order(window.config, window.execution, rows(), *next_tokens(rows()))
