@@ -19,6 +19,7 @@ from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.methods.rl_config import PRESETS, RLConfig
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 
 
 def answer(group, length, reward=0.0, *, prompt=3, reason: Any = "stop", columns=None):
@@ -42,7 +43,7 @@ def of_answers(found):
     return [each[0] for each in found.advantages]
 
 
-def test_weights_are_of_the_whole_step():
+def test_weights_of_a_step():
     plain = numbers(RLConfig(samples=2))
     assert_allclose(of_answers(plain), [0.5, -0.5, 0, 0])
     assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # no reward: not counted
@@ -59,7 +60,7 @@ def test_weights_are_of_the_whole_step():
     assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
-def test_rows_hold_what_each_answer_is():
+def test_rows_have_the_arrays_of_each_answer():
     packed = pack_answers(STEP, numbers(RLConfig(samples=2)), choices=[1, 2, 4], seq_len=12, answers_per_row=3)
     batch: Any = packed.batch
     signals = batch.signals
@@ -80,16 +81,16 @@ def test_rows_hold_what_each_answer_is():
     assert signals.policy.sum() == pytest.approx(1)
 
 
-def test_rows_are_few():
+def test_rows_are_packed():
     assert find_places([5, 5, 5, 2], rows=2, length=10, most=2) == [(0, 0, 1), (0, 5, 2), (1, 0, 1), (1, 5, 2)]
     assert find_places([5, 4, 0], [2, 2, 0], rows=2, length=10, most=3) == [(0, 0, 1), (1, 0, 1), (0, 5, 3)]
     assert find_places([5, 5, 5], rows=1, length=20, most=2) is None
     assert row_choices(24, 2) == [6, 12, 24] and row_choices(7, 1) == [7] and row_choices(8, 8) == [8]
-    with pytest.raises(DataError, match="4 answers with 22 tokens do not fit into 1 rows of 12: raise"):
+    with refused(DataError, "4 answers", "22 tokens", "12"):
         pack_answers(STEP, numbers(RLConfig(samples=2)), choices=[1], seq_len=12, answers_per_row=3)
 
 
-def test_files_give_back_every_bit(tmp_path):
+def test_files_are_exact(tmp_path):
     files, found = AnswerFiles(tmp_path / "rollouts"), StepAnswers(STEP, prompts=3, constant=1)
     assert files.read(7, "key") is None
     files.write(7, "key", found)
@@ -119,19 +120,19 @@ def test_rewards_are_weighted_sums(judge):
     found = rewards.judged(asked.prompt, asked.rollout, "2", rewards.start(asked.prompt, "2").result())
     assert found.reward == pytest.approx(1 + 0.1 - 0.5) and found.error is None
     assert found.columns == {"exact": 1.0, "length": 1.0, "overlong": -0.5}
-    for result, says in (
+    for result, name in (
         (CallResult(None), None),
         (CallResult(error="it raised"), "it raised"),
-        (CallResult("nan"), "which is no number"),
-        (CallResult({"a": None}), "which is no number"),
+        (CallResult("nan"), "nan"),
+        (CallResult({"a": None}), "None"),
     ):
         nothing = rewards.judged(asked.prompt, asked.rollout, "2", result)
         assert math.isnan(nothing.reward) and not nothing.columns
-        assert nothing.error == says if says is None else says in str(nothing.error)
+        assert nothing.error is None if name is None else name in nothing.error
     rewards.close()
     scored = Rewards(RLConfig(reward_model="judge"))  # its score is added to 0
     assert scored.judged(asked.prompt, asked.rollout, "2", scored.start(asked.prompt, "2").result()).reward == 0
-    with pytest.raises(ConfigError, match=r"rl.reward='.*:no'"):
+    with refused(ConfigError, f"rl.reward='{judge.replace(':judge', ':no')}'"):
         Rewards(RLConfig(reward=judge.replace(":judge", ":no")))
 
 
@@ -165,13 +166,15 @@ def test_presets_are_what_is_not_set():
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "names"),
     [
-        (dict(samples=1), "rl.samples=1 with rl.baseline='mean': an answer needs others"),
-        (dict(reward_weights=("a",)), "rl.reward_weights='a' must be name=weight"),
-        (dict(overlong_buffer=8, max_new_tokens=8), "rl.overlong_buffer=8 must be less than rl.max_new_tokens=8"),
+        pytest.param(dict(samples=1), ["rl.samples=1", "rl.baseline='mean'"], id="samples"),
+        pytest.param(dict(reward_weights=("a",)), ["rl.reward_weights='a'"], id="reward_weights"),
+        pytest.param(
+            dict(overlong_buffer=8, max_new_tokens=8), ["rl.overlong_buffer=8", "rl.max_new_tokens=8"], id="buffer"
+        ),
     ],
 )
-def test_bad_settings(settings, says):
-    with pytest.raises(ConfigError, match=says):
+def test_bad_settings(settings, names):
+    with refused(ConfigError, *names):
         RLConfig(**settings)

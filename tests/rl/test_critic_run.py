@@ -1,4 +1,4 @@
-"""Runs with a critic: it learns beside the policy, alone at first, and goes on bit for bit after a kill."""
+"""PPO runs with a critic: warmup, exact resuming, and settings."""
 
 import json
 import re
@@ -16,10 +16,12 @@ from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import call, steps_of
 from tests.compare import assert_allclose
+from tests.errors import assert_names
 from tests.rl.test_environment_run import GAMES
 from tests.rl.test_rl_run import BASE, REWARDS, answers_of, train
 
 
+CHATS = BASE.parent / "chats"  # has another vocabulary
 NAMES = ("loss", "grad_norm", "reward", "value", "return", "explained_variance", "value_loss", "value_clip")
 
 
@@ -52,12 +54,11 @@ def same(one, other):
 
 
 @pytest.mark.slow
-def test_a_critic_goes_on_bit_for_bit(folder):
-    """Killed behind the steps that are its own: weights of both, their optimizers and all figures are those of a whole
-    run; and in its own steps the policy stays as it is."""
+def test_a_critic_resumes_exactly(folder):
+    """Killed after the warmup of the critic, in which the policy does not change."""
     more: Any = dict(steps=2, rl__critic__warmup_steps=1, rl__critic__updates=2)
     _, err = ppo(folder, "whole", **more)
-    assert "rl.preset=ppo: rl.baseline=critic, rl.whiten=True" in err and "critic: begins with the weights of" in err
+    assert_names(err, "rl.preset=ppo", "rl.baseline=critic", "rl.whiten=True", "critic: ")
     rows, base = steps_of(folder / "whole"), named_leaves(ed.load_hf(BASE))
     assert rows[0]["value"] == 0 and rows[1]["value"] != 0 and rows[0]["value_loss"] > 0 and rows[0]["grad_norm"] > 0
     assert all(row["log_prob_gap"] <= 1e-5 and not row["skipped"] for row in rows)
@@ -80,7 +81,7 @@ def test_a_critic_goes_on_bit_for_bit(folder):
         rl__critic__warmup_steps=0,
         rl__critic__updates=1,
     )
-    assert "rl.baseline: the checkpoint of step 2 has a critic, but the run has none: go on as the run began" in err
+    assert_names(err, "rl.baseline", "step 2", "critic")
 
 
 @pytest.mark.slow
@@ -108,7 +109,7 @@ def test_microbatches_packing_and_meshes(folder):
         "--optimizer.name muon --optimizer.ema-decay 0.5",
     ],
 )
-def test_settings_change_what_is_learned(folder, flags):
+def test_settings_take_effect(folder, flags):
     if not (folder / "plain").exists():
         ed.save_hf(add_score_head(ed.load_hf(BASE), key=jax.random.key(1)), folder / "judge", tokenizer=BASE)
         ppo(folder, "plain", batch_size=8)
@@ -124,7 +125,7 @@ def test_settings_change_what_is_learned(folder, flags):
 
 
 def test_a_value_is_read_before_its_token(folder):
-    """Of a critic that begins with a reward model; and all answers were cut, so that the last value goes on."""
+    """The critic starts as a reward model. All completions were truncated, so that the last value is bootstrapped."""
     scorer = add_score_head(ed.load_hf(BASE), key=jax.random.key(1))
     ed.save_hf(scorer, folder / "scorer", tokenizer=BASE)
     ppo(folder, "read", steps=1, rl__critic__init_from=folder / "scorer", rl__critic__gamma=0.5, rl__critic__lam=0.0)
@@ -141,8 +142,8 @@ def test_a_value_is_read_before_its_token(folder):
 
 
 @pytest.mark.slow
-def test_a_critic_begins_with_a_run_of_a_reward_model(folder):
-    """With its pairs merged: as with the directory that it was exported to."""
+def test_a_critic_starts_from_a_reward_run(folder):
+    """LoRA factors are merged, as in the directory that the run was exported to."""
     pairs = [{"prompt": f"the {word}", "chosen": "cat sat", "rejected": "mat"} for word in ("old", "green", "many")]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     words = [
@@ -166,8 +167,8 @@ def test_a_critic_begins_with_a_run_of_a_reward_model(folder):
 
 
 @pytest.mark.slow
-def test_answers_drawn_one_step_ahead(folder):
-    """Also by the weights of steps that are the critic's alone, which are the same, and behind each of them."""
+def test_sampling_one_step_ahead_with_a_critic(folder):
+    """Also during the warmup of the critic, whose steps do not change the policy."""
     words = ("--mesh.fsdp", 2, "--sampler.devices", 4, "--rl.max-staleness", 1)
     more: Any = dict(steps=4, batch_size=8, rl__critic__warmup_steps=2, max_checkpoints=5)
     ppo(folder, "ahead", *words, **more)
@@ -183,16 +184,17 @@ def test_answers_drawn_one_step_ahead(folder):
 
 
 @pytest.mark.slow
-def test_another_optimizer_goes_on(folder):
+def test_a_resumed_run_may_change_its_optimizer(folder):
     ppo(folder, "adam", steps=1)
     _, err = ppo(folder, "adam", "--allow-changes", steps=2, optimizer__name="muon")
-    assert "optimizer's state: new, of muon" in err and len(steps_of(folder / "adam")) == 2
+    assert_names(err, "muon", "adamw")
+    assert len(steps_of(folder / "adam")) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["ppo", "grpo"])
 def test_turns_of_environments(folder, preset):
-    """Rewards of turns, with and without a critic; tools' tokens have no value, and are not trained."""
+    """Rewards of turns, with and without a critic. Tokens of tools have no value and are no targets."""
     games = folder / "games"
     games.mkdir(exist_ok=True)
     (games / "rewards.py").write_text(GAMES)
@@ -212,15 +214,12 @@ def test_turns_of_environments(folder, preset):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "names"),
     [
-        ({"rl__critic__warmup_steps": 3}, "--rl.critic.warmup-steps=3 must be less than --steps=3"),
-        (
-            {"rl__critic__init_from": BASE.parent / "chats"},
-            "--rl.critic.init-from=.* has another vocabulary",
-        ),
+        pytest.param({"rl__critic__warmup_steps": 3}, ["--rl.critic.warmup-steps=3", "--steps=3"], id="warmup"),
+        pytest.param({"rl__critic__init_from": CHATS}, ["--rl.critic.init-from=", CHATS], id="init"),
     ],
 )
-def test_bad_settings_are_refused(folder, changes, says):
+def test_bad_settings_are_refused(folder, changes, names):
     _, err = ppo(folder, "refused", code=2, **changes)
-    assert re.search(says, " ".join(err.split())), err
+    assert_names(err, *names)

@@ -22,6 +22,7 @@ from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from tests.commands import steps_of
+from tests.errors import assert_names
 from tests.rl.test_rl_run import BASE, answers_of, figures, train
 
 
@@ -91,14 +92,16 @@ def test_an_environment_of_functions(folder):
     rows = steps_of(folder / "tools")
     assert all(row["reward"] > 0 and row["ended_done"] == 1 and row["metric/tool_calls"] == 0 for row in rows)
     _, err = play(folder, "bad tools", "--rl.tool-call-parser", "json", code=2)
-    assert "--rl.tool-call-parser" in err and not (folder / "bad tools" / "metrics.jsonl").exists()
+    assert_names(err, "--rl.tool-call-parser")
+    assert not (folder / "bad tools" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_episodes_are_drawn_by_the_weights_that_learn_from_them(folder):
+def test_an_on_policy_run_on_episodes_resumes_exactly(folder):
     held_out = folder / "prompts.jsonl"
     _, err = play(folder, "whole", held_out=held_out)
-    assert "10 tasks" in err and "step 0: held-out reward_greedy" in err and "another way" not in err
+    assert_names(err, "10 tasks")
+    assert re.search(r"step 0\b.*reward_greedy", err) and "forked_rows" not in err
     rows = steps_of(folder / "whole")
     assert len(rows) == 4 and max(row["turns"] for row in rows) > 1
     for row in rows:
@@ -115,7 +118,7 @@ def test_episodes_are_drawn_by_the_weights_that_learn_from_them(folder):
     assert figures(folder, "killed") == figures(folder, "whole")
     shutil.rmtree(folder / "killed")
     play(folder, "again", rl__slots=2, rl__reward_workers=3)
-    assert figures(folder, "again") == figures(folder, "whole")  # whatever is computed at once
+    assert figures(folder, "again") == figures(folder, "whole")  # for any number of slots and workers
 
 
 @pytest.mark.slow
@@ -132,7 +135,7 @@ def test_episodes_are_played_one_step_ahead(folder):
 
 @pytest.mark.slow
 def test_each_token_is_scored_as_it_was_drawn(folder):
-    """`|log p of the trainer - log p of the draws| <= 1e-5` of each token of each turn: ids and positions agree."""
+    """The log-probs of trainer and sampler differ by at most 1e-5: token ids and positions agree."""
     model, tokenizer, template = load_hf(BASE, dtype="float32"), load_tokenizer(BASE), load_chat_template(BASE)
     config = RLConfig(environment=f"{folder / 'rewards.py'}:Guess", max_turns=4, max_new_tokens=5, temperature=0.8)
     engine_config = EngineConfig(max_batch_size=3, max_length=100, prefill_chunk=16, token_budget=32)
@@ -160,7 +163,7 @@ def test_a_killed_run_plays_nothing_again(folder):
     shutil.rmtree(folder / "first" / "checkpoints")
     _, err = play(folder, "first", steps=2)
     (folder / "rewards.py.closed").unlink()
-    assert "have no reward" not in err and len(steps_of(folder / "first")) == 2
+    assert "warning: " not in err and len(steps_of(folder / "first")) == 2
     assert all(row["reward_failures"] == 0 for row in steps_of(folder / "first"))
 
 
@@ -169,9 +172,7 @@ def test_settings_and_failures(folder):
     _, err = play(folder, "wrong", game="Wrong", steps=1)
     (row,) = steps_of(folder / "wrong")
     assert row["reward_failures"] == 1 and row["loss"] == 0 and row["ended_error"] == 1
-    assert (
-        "100% of the answers of step 1 have no reward: rl.environment, turn 1: step: messages=no must be a list" in err
-    )
+    assert_names(err, "100%", "step 1", "rl.environment, turn 1: step: messages=no")
     more = ["--rl.strict-prefix", "--rl.aggregation", "constant"]
     play(folder, "strict", *more, steps=2, rl__episode_tokens=48, rl__kl=0.1, rl__kl_in="reward", batch_size=6)
     rows = steps_of(folder / "strict")
@@ -179,20 +180,21 @@ def test_settings_and_failures(folder):
     (folder / "hangs.jsonl").write_text("\n".join(json.dumps({"number": n, "hangs": 1}) for n in range(3)))
     _, err = play(folder, "hangs", data=folder / "hangs.jsonl", steps=1, rl__reward_seconds=0.3)
     (row,) = steps_of(folder / "hangs")
-    assert row["reward_failures"] == pytest.approx(1 / 3) and "turn 1: it took more than 0.3 s" in err
+    assert row["reward_failures"] == pytest.approx(1 / 3)
+    assert_names(err, "turn 1", "0.3 s")
 
 
-@pytest.mark.slow(fast=("Guess-changes0---rl.reward=.*a.py:f' and --rl.environment=.*: rewards come from one",))
+@pytest.mark.slow(fast=("reward",))
 @pytest.mark.parametrize(
-    ("game", "changes", "says"),
+    ("game", "changes", "names"),
     [
-        ("Guess", {"rl__reward": "a.py:f"}, "--rl.reward=.*a.py:f' and --rl.environment=.*: rewards come from one"),
-        ("Nothing", {}, "--rl.environment=.*:Nothing' cannot be imported: .* has no method step"),
-        ("Guess", {"rl__episode_tokens": 97}, "--rl.episode-tokens=97 must be at most --seq-len=96"),
-        ("Guess", {"batch_size": 6}, "answers of up to 96 tokens .* need --batch-size=12, not 6: .* or set"),
-        ("Guess", {"rl__max_turns": 17}, "--rl.answers-per-row=16 must be at least 17, as many rows as an episode"),
+        pytest.param("Guess", {"rl__reward": "a.py:f"}, ["--rl.reward='a.py:f'", "--rl.environment='"], id="reward"),
+        pytest.param("Nothing", {}, ["--rl.environment='", ":Nothing'", "step"], id="no-step"),
+        pytest.param("Guess", {"rl__episode_tokens": 97}, ["--rl.episode-tokens=97", "--seq-len=96"], id="tokens"),
+        pytest.param("Guess", {"batch_size": 6}, ["96", "--batch-size=12", "6"], id="batch-size"),
+        pytest.param("Guess", {"rl__max_turns": 17}, ["--rl.answers-per-row=16", "17"], id="max-turns"),
     ],
 )
-def test_bad_settings_are_refused(folder, game, changes, says):
+def test_bad_settings_are_refused(folder, game, changes, names):
     _, err = play(folder, "refused", code=2, game=game, **changes)
-    assert re.search(says, " ".join(err.split())), err
+    assert_names(err, *names)

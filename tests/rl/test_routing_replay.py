@@ -39,8 +39,8 @@ def answer_of(prompt, tokens, first=0):
 
 
 @pytest.mark.parametrize("first", [0, 300])
-def test_experts_lie_with_their_tokens(tmp_path, first):
-    """In a file every bit, in rows at the tokens of prompts and answers; -1 where there is nothing."""
+def test_experts_are_saved_and_packed_with_their_tokens(tmp_path, first):
+    """-1 for padding."""
     plain = answer_of(2, 2)
     plain = plain._replace(rollout=plain.rollout._replace(experts=None))
     answers = [answer_of(3, 2, first), answer_of(1, 4), plain]
@@ -62,8 +62,8 @@ def test_experts_lie_with_their_tokens(tmp_path, first):
     assert nothing.experts is None
 
 
-def test_a_turn_keeps_the_experts_that_it_was_drawn_by():
-    """The next turn reads all tokens again: of these it adds those that were not read when they were drawn."""
+def test_a_turn_keeps_the_experts_of_its_sampling():
+    """The next turn reads all tokens again, and adds the experts of tokens that were not read before."""
     episode = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
     episode.begin((1, 2, 3))
     first, second = answer_of(3, 2).rollout, answer_of(7, 3, 100).rollout
@@ -103,8 +103,8 @@ def _elsewhere(rollout):
 
 
 @pytest.mark.slow
-def test_runs_replay_what_was_drawn(folder, sparse):  # noqa: F811
-    """On one device, on meshes and one step ahead; a run that is killed finds the experts with its answers."""
+def test_runs_replay_the_experts_of_the_sampler(folder, sparse):  # noqa: F811
+    """On one device, on meshes and one step ahead. A killed run has the experts in its files of answers."""
     more: Any = dict(init_from=sparse, steps=3, batch_size=8)
     train(folder, "plain-routing", **more)
     train(folder, "replayed", "--rl.routing-replay", **more)

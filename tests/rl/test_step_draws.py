@@ -24,6 +24,7 @@ from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
 from eqx_decoders.training.sampler_config import SamplerConfig
 from eqx_decoders.training.step.train_state import TrainState
+from tests.errors import refused
 
 
 STEPS = 6
@@ -122,7 +123,7 @@ class Trained:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_step_ahead_is_drawn_by_the_weights_before_the_last_ones(tmp_path, dynamic):
+def test_sampling_ahead_uses_the_weights_of_the_step_before(tmp_path, dynamic):
     strict, ahead = (Trained(tmp_path / str(one), one, dynamic=dynamic).run() for one in (0, 1))
     by_step = {drawn.step: drawn.version for drawn in strict.drawer.drawn}
     assert [*by_step.values()] == [0, 1, 2, 3, 4, 5]
@@ -142,8 +143,8 @@ def test_a_step_ahead_is_drawn_by_the_weights_before_the_last_ones(tmp_path, dyn
 @pytest.mark.slow(fast=("2-False",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("killed", [2, 3, 5])
-def test_a_run_goes_on_with_what_the_same_weights_drew(tmp_path, killed, dynamic):
-    """From the checkpoint of step 2, killed behind it, or while later answers are drawn."""
+def test_a_resumed_run_has_the_answers_of_the_same_weights(tmp_path, killed, dynamic):
+    """Resumed from the checkpoint of step 2, after a kill at that step or while later answers were sampled."""
     whole = Trained(tmp_path / "whole", 1, dynamic=dynamic).run()
     first = Trained(tmp_path / "run", 1, dynamic=dynamic).run(2)
     first.draws.settle(first.state)
@@ -172,31 +173,31 @@ def test_weights_are_read_once_for_each_step(tmp_path, read_weights):
         assert read_weights == ([0, 1, 2] if staleness == 0 else [0, 1, 2, 3])
 
 
-def test_errors_of_the_thread_come_out(tmp_path):
+def test_errors_of_the_sampling_thread_are_raised(tmp_path):
     for name in ("answers", "settle", "wait"):
         trained = Trained(tmp_path / name, 1, drawer=Writer(fails="0/3"))
         trained.run(2)
-        with pytest.raises(ValueError, match="the sampler has lost its devices"):
+        with refused(ValueError, "the sampler has lost its devices"):  # the error of `Writer`
             trained.run(3) if name == "answers" else trained.draws.wait() if name == "wait" else trained.draws.settle(
                 trained.state
             )
         trained.draws.close()
 
 
-def test_a_thread_that_is_not_needed_any_more_ends(tmp_path):
+def test_closing_ends_the_sampling_thread(tmp_path):
     trained = Trained(tmp_path, 1, drawer=Writer(hangs=True)).run(1)
     thread, ahead = trained.draws._thread, trained.draws._ahead
     assert thread is not None and ahead is not None and thread.is_alive()
     trained.draws.close()
     assert not thread.is_alive()
-    with pytest.raises(EqxDecodersError, match="not needed any more"):
+    with pytest.raises(EqxDecodersError):
         ahead.answers.result()
 
 
 def test_bad_staleness_is_refused_and_corrected_for():
-    with pytest.raises(ConfigError, match=r"rl\.max_staleness=1"):
+    with refused(ConfigError, "rl.max_staleness=1"):
         TrainConfig(**RUN, rl=RLConfig(reward="r.py:f", max_staleness=1))
-    with pytest.raises(ConfigError, match=r"rl\.max_staleness=2"):
+    with refused(ConfigError, "rl.max_staleness=2"):
         RLConfig(max_staleness=2)
     found = TrainConfig(**RUN, rl=RLConfig(reward="r.py:f", max_staleness=1), sampler=SamplerConfig(devices=1)).rl
     assert found.policy.correction == Correction(kind="tis", cap=2.0) and RLConfig().policy.correction == Correction()

@@ -1,4 +1,4 @@
-"""Python functions as tools: what templates are told of them, how calls are run, and the tokens of it."""
+"""Python functions as tools: schemas, calls, errors, and the tokens of calls and results."""
 
 import json
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.training.methods.rl_config import RLConfig
 from tests.data.test_chats import FOLDER, template_of
+from tests.errors import assert_names, refused
 
 
 FILE = '''
@@ -37,7 +38,7 @@ def exact(task, answer):
 Sums = ToolEnvironment.of([add], exact)
 
 class Counter(ToolEnvironment):
-    """Tools with a memory."""
+    """Tools with state."""
 
     def begin(self, task, seed):
         self.count = seed
@@ -97,7 +98,7 @@ def many(a: list[int], b: float | None, c: int | str, d: Any, e: Literal["x", "y
     """
 
 
-# What transformers 5.23 says of these two (`get_json_schema`).
+# `get_json_schema` of transformers 5.23 for both functions.
 RECORDED = """
 {"type": "function", "function": {"name": "weather",
  "description": "Tell the weather.\\n\\nIt is that of the next days.",
@@ -150,32 +151,34 @@ def strange(a: np.ndarray):
 
 
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("function", "names"),
     [
-        (undocumented, "undocumented has no docstring"),
-        (untyped, "parameter a of the tool untyped has no type hint"),
-        (unlisted, "parameter a of the tool unlisted has no line in the section Args:"),
-        (strange, "strange.a has the type .*ndarray.*, which JSON has not"),
+        (undocumented, ["undocumented", "docstring"]),
+        (untyped, ["untyped", "type hint"]),
+        (unlisted, ["unlisted", "Args:"]),
+        (strange, ["strange.a", "ndarray"]),
     ],
+    ids=["docstring", "type-hint", "args", "type"],
 )
-def test_what_can_not_be_described(function, says):
-    with pytest.raises(TypeError, match=says):
+def test_functions_without_a_schema_are_refused(function, names):
+    with refused(TypeError, *names):
         tool_schema(function)
-    with pytest.raises(TypeError, match=says):
+    with refused(TypeError, *names):
         ToolEnvironment.of([function], print)
 
 
-def said(*calls, text="", unread=(), turns=5):
-    """What an environment gets of an answer with these calls."""
-    each = [
-        {"type": "function", "id": str(n), "function": {"name": a, "arguments": b}} for n, (a, b) in enumerate(calls)
+def answer_with(*calls, text="", unread=(), turns=5):
+    """An answer with tool calls, as environments get it."""
+    tool_calls = [
+        {"type": "function", "id": str(number), "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(calls)
     ]
-    message = {"role": "assistant", "content": text} | ({"tool_calls": each} if each else {})
+    message = {"role": "assistant", "content": text} | ({"tool_calls": tool_calls} if tool_calls else {})
     more = {"malformed_calls": [{"id": "9", "error": error} for error in unread]} if unread else {}
     return {"text": text, "message": message, "finish_reason": "stop", "tokens_left": 9, "turns_left": turns} | more
 
 
-def test_calls_are_run_and_errors_told():
+def test_calls_are_run_and_errors_are_returned():
     def broken(a: int) -> int:
         """Break.
 
@@ -189,27 +192,25 @@ def test_calls_are_run_and_errors_told():
     start = checked_beginning(environment.reset({"prompt": "?", "answer": "yes"}, 0))
     assert [*start.messages] == [{"role": "user", "content": "?"}] and len(start.variables["tools"]) == 2
     calls = [("weather", {"city": "Ü"}), ("weather", {"town": 1}), ("broken", {"a": 1}), ("wether", {})]
-    turn = checked_turn(environment.step(said(*calls, unread=["it is no JSON"])))
+    turn = checked_turn(environment.step(answer_with(*calls, unread=["it is no JSON"])))
     texts = [str(each["content"]) for each in turn.messages]
-    assert texts[0] == '{"Ü": 2.0}' and texts[1].startswith("Error: TypeError: ") and "'town'" in texts[1]
-    assert texts[2:] == [
-        "Error: KeyError: 'no'",
-        "Error: there is no tool 'wether': take one of weather, broken",
-        "Error: this call can't be read: it is no JSON",
-    ]
+    assert texts[0] == '{"Ü": 2.0}'
+    names = (["TypeError: ", "'town'"], ["KeyError: 'no'"], ["'wether'", "weather, broken"], ["it is no JSON"])
+    for text, expected in zip(texts[1:], names, strict=True):
+        assert_names(text, "Error: ", *expected)
     assert [each["tool_call_id"] for each in turn.messages] == ["0", "1", "2", "3", "9"] and not turn.done
     assert {each["role"] for each in turn.messages} == {"tool"} and turn.messages[0]["name"] == "weather"
     assert turn.metrics == {"tool_calls": 4, "failed_calls": 3, "malformed_calls": 1} and turn.columns == {}
-    end = checked_turn(environment.step(said(text="yes")))
+    end = checked_turn(environment.step(answer_with(text="yes")))
     assert end.done and end.columns == {"reward": 1.0} and not end.messages
-    limit = checked_turn(environment.step(said(("weather", {"city": "a"}), text="no", turns=0)))
+    limit = checked_turn(environment.step(answer_with(("weather", {"city": "a"}), text="no", turns=0)))
     assert not limit.done and limit.columns == {"reward": 0.0} and limit.messages
-    with pytest.raises(ValueError, match="the task has neither messages nor a prompt"):
+    with refused(ValueError, "messages", "prompt"):
         environment.reset({}, 0)
 
 
 class Script:
-    """Engine that says what it was told, turn by turn."""
+    """Engine with the given answers, turn by turn."""
 
     config: Any = None
 
@@ -249,7 +250,7 @@ def file(tmp_path_factory):
 
 
 def play(file, tokenizer, name, answers, *, which="Sums", task=None, **settings: Any):
-    """Play an episode with one of the templates, in which the model says `answers`."""
+    """Play an episode with a template, in which the model generates `answers`."""
     template = with_letters(template_of(name), tokenizer)
     config = RLConfig(environment=f"{file}:{which}", reward_workers=1, **settings)
     stops = [
@@ -285,8 +286,8 @@ RESULTS = {
     ("name", "call", "last"),
     [("qwen3", HERMES, "5<|im_end|>"), ("llama3", LLAMA, "5<|eot_id|>"), ("mistral", MISTRAL, " 5</s>")],
 )
-def test_results_stand_behind_the_drawn_tokens(file, tokenizer, name, call, last):
-    """Which are never made from text again, also where a template would write the call with other blanks."""
+def test_tool_results_follow_the_sampled_tokens(file, tokenizer, name, call, last):
+    """Sampled tokens stay, also if the template would write the call with other whitespace."""
     answer, engine = play(file, tokenizer, name, [call, last])
     assert answer.reward == 1.0 and len(answer.parts) == 1 and answer.columns == {"right": 1.0}
     assert answer.episode is not None and (answer.episode.turns, answer.episode.end) == (2, "done")
@@ -296,21 +297,21 @@ def test_results_stand_behind_the_drawn_tokens(file, tokenizer, name, call, last
     between = part.rollout.tokens[~part.drawn].tolist()
     assert tokenizer.decode(between, special=True).lstrip("\n") == RESULTS[name]
     assert engine.prompts[1] == (*engine.prompts[0], *drawn[0], *between)
-    assert "add" in tokenizer.decode(part.context, special=True)  # the template tells of the tools
+    assert "add" in tokenizer.decode(part.context, special=True)  # the template lists the tools
     assert takes_calls_as_text(template_of(name)) == (name != "mistral")
 
 
-def test_malformed_calls_are_counted_and_told(file, tokenizer):
+def test_malformed_calls_are_counted_and_returned(file, tokenizer):
     bad = {"qwen3": ("<tool_call>{</tool_call><|im_end|>", "6<|im_end|>"), "mistral": ("[TOOL_CALLS] [{</s>", "6</s>")}
     for name, (call, last) in bad.items():
         answer, _ = play(file, tokenizer, name, [call, call, last])
         assert answer.reward == 0.0 and len(answer.parts) == 1
         assert answer.episode is not None and answer.episode.metrics["malformed_calls"] == 2
-        assert text_of(tokenizer, answer).count("Error: this call can't be read: ") == 2
+        assert text_of(tokenizer, answer).count("Error: ") == 2
 
 
 @pytest.mark.slow
-def test_tools_with_a_memory_and_the_limit_of_turns(file, tokenizer):
+def test_tools_with_state_and_the_limit_of_turns(file, tokenizer):
     call = HERMES.replace("add", "more").replace('{"a": 2, "b": 3}', '{"by": 4}')
     answer, _ = play(file, tokenizer, "qwen3", [call] * 3, which="Counter", max_turns=2)
     assert answer.episode is not None and (answer.episode.turns, answer.episode.end) == (2, "turns")
@@ -324,13 +325,14 @@ def test_the_format_of_calls_is_a_setting(file, tokenizer):
     answer, _ = play(file, tokenizer, "qwen3", [call, "5<|im_end|>"], tool_call_parser="llama3_json")
     assert answer.reward == 1.0 and answer.episode is not None and answer.episode.metrics["tool_calls"] == 1
     answer, _ = play(file, tokenizer, "qwen3", [call])
-    assert answer.episode is not None and answer.episode.turns == 1 and answer.reward == 0.0  # an answer like others
+    assert answer.episode is not None and answer.episode.turns == 1 and answer.reward == 0.0  # no call
 
 
 @pytest.mark.parametrize(
-    ("which", "says"),
-    [("Unjudged", "TypeError: the class has no method reward"), ("add", "is no class with reset and step")],
+    ("which", "names"),
+    [("Unjudged", ["TypeError: ", "reward"]), ("add", ["reset", "step"])],
+    ids=["no-reward", "function"],
 )
-def test_bad_classes(file, tokenizer, which, says):
-    with pytest.raises(ConfigError, match=says):
+def test_bad_classes(file, tokenizer, which, names):
+    with refused(ConfigError, f"rl.environment='{file}:{which}'", *names):
         EpisodeAnswerer(RLConfig(environment=f"{file}:{which}"), tokenizer, None, limit=9, stop_ids=(), engine=None)

@@ -38,18 +38,20 @@ def tokenizer():
 
 
 @pytest.mark.slow(fast=("qwen3-4<|im_end|>",))
-@pytest.mark.parametrize(("name", "said"), [("qwen3", "4<|im_end|>"), ("llama3", "4<|eot_id|>"), ("mistral", " 4</s>")])
-def test_tokens_are_those_of_the_whole_text(name, said, tokenizer):
-    """Where the answer is as the tokenizer writes it, prompt + answer + what is added are the tokens of the whole."""
+@pytest.mark.parametrize(
+    ("name", "written"), [("qwen3", "4<|im_end|>"), ("llama3", "4<|eot_id|>"), ("mistral", " 4</s>")]
+)
+def test_added_tokens_complete_the_tokens_of_the_text(name, written, tokenizer):
+    """For an answer in the tokenizer's own tokens, prompt + answer + added tokens encode the conversation."""
     template = with_letters(template_of(name), tokenizer)
     assert template is not None
-    answer, stop = said.split("4")[0] + "4", said.split("4")[1]
+    answer, stop = written.split("4")[0] + "4", written.split("4")[1]
     more = [*TALK[:2], {"role": "user", "content": f"is {stop} the end?"}]
     asked = [Conversation(talk, {}, add_generation_prompt=True) for talk in (TALK[:1], TALK, more)]
     first, second, third = render_all(template, asked)
     assert isinstance(first, Rendered) and isinstance(second, Rendered) and isinstance(third, Rendered)
     writer = TurnWriter(tokenizer, template)
-    drawn = tokenizer.encode(said, special=True).tolist()
+    drawn = tokenizer.encode(written, special=True).tolist()
     assert tokenizer.decode(drawn[-1:]) == ""
     for rendered in (second, third):
         added = writer.go_on(first.text, answer, drawn[-1], rendered)
@@ -61,7 +63,7 @@ def test_tokens_are_those_of_the_whole_text(name, said, tokenizer):
     writer.close()
 
 
-def test_thoughts_that_a_template_leaves_out_begin_another_part(tokenizer):
+def test_thoughts_that_a_template_removes_start_another_part(tokenizer):
     template = template_of("qwen3")
     end = tokenizer.encode("<|im_end|>", special=True).tolist()[0]
     thought = {"role": "assistant", "content": THOUGHTS + "4"}
@@ -73,9 +75,10 @@ def test_thoughts_that_a_template_leaves_out_begin_another_part(tokenizer):
     writer = TurnWriter(tokenizer, template)
     assert writer.go_on(first.text, THOUGHTS + "4", end, second) is None
     assert writer.go_on(first.text, THOUGHTS + "4", end, third) is not None  # thoughts before a tool's answer stay
-    assert rewritten_turns(template) == "answers with thoughts"
+    assert "thoughts" in rewritten_turns(template)
     assert rewritten_turns(ChatTemplate(source=TRIMS)) == "" == rewritten_turns(None)
-    assert rewritten_turns(ChatTemplate(source=TRIMS.replace("<a>", "<a>!"))) == "answers"
+    rewritten = rewritten_turns(ChatTemplate(source=TRIMS.replace("<a>", "<a>!")))
+    assert rewritten and "thoughts" not in rewritten
 
 
 def test_without_a_template_contents_are_joined():

@@ -1,4 +1,4 @@
-"""Records as documents: texts, conversations, and prompts with their completions; what is none of them is named."""
+"""Records as documents: texts, conversations, prompts with completions, and bad records."""
 
 import json
 
@@ -8,6 +8,7 @@ from eqx_decoders.data.sources.documents import ChatDocument
 from eqx_decoders.data.sources.readers import ReadOptions, read_source
 from eqx_decoders.data.sources.sources import Source
 from eqx_decoders.errors import DataError
+from tests.errors import refused
 
 
 USER, ASSISTANT = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
@@ -23,7 +24,7 @@ def read(tmp_path, *records, field="text", name="a.jsonl"):
     return read_file(tmp_path / name, field)
 
 
-def test_what_a_record_is_made_of(tmp_path):
+def test_fields_of_records_become_documents(tmp_path):
     chat = [USER, ASSISTANT]
     found = read(
         tmp_path,
@@ -47,7 +48,7 @@ def test_what_a_record_is_made_of(tmp_path):
     assert named.chat == ChatDocument(chat, 0, {})
 
 
-def test_equal_conversations_fall_on_one_side(tmp_path):
+def test_equal_conversations_have_equal_draws(tmp_path):
     chat, other = [USER, ASSISTANT], [ASSISTANT, USER]
     records = [
         {"messages": chat},
@@ -71,41 +72,37 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
         found = read_file(tmp_path / name, "text")
         assert [one.text for one in found] == texts, name
     assert found[1].where.endswith("lines.json:2")
-    (tmp_path / "list.json").write_text('{"text": "a"}\n[{"text": "b"}]')
-    with pytest.raises(DataError, match=r"list\.json:2"):
-        read_file(tmp_path / "list.json", "text")
-    (tmp_path / "list.json").write_text('[{"text": "a"}, {"body": "b"}]')
-    with pytest.raises(DataError, match=r"list\.json, record 2.*'text'"):
-        read_file(tmp_path / "list.json", "text")
-    (tmp_path / "list.json").write_text('[{"text": "a"},')
-    with pytest.raises(DataError, match=r"list\.json"):
-        read_file(tmp_path / "list.json", "text")
+    for content, names in {
+        '{"text": "a"}\n[{"text": "b"}]': ["list.json:2"],
+        '[{"text": "a"}, {"body": "b"}]': ["list.json, record 2", "'text'"],
+        '[{"text": "a"},': ["list.json"],
+    }.items():
+        (tmp_path / "list.json").write_text(content)
+        with refused(DataError, *names):
+            read_file(tmp_path / "list.json", "text")
 
 
 @pytest.mark.parametrize(
-    "record, sentence",
+    "record, names",
     [
-        ({"prompt": "a"}, r"a\.jsonl:1 has no field 'text'; its fields: prompt\. Set --text-field"),
-        ({"other": None}, "has no field 'text'; its fields: none"),
-        (
-            {"messages": "hello"},
-            "field 'messages' must be a list of messages, or a JSON string of such a list, not the text 'hello'",
-        ),
-        ({"messages": 3}, "field 'messages' must be a text or a list of messages, not int"),
-        ({"prompt": 3, "completion": 4}, "field 'prompt' must be a text or a list of messages, not int"),
-        ({"prompt": "a", "completion": "\ud800"}, "field 'completion' is not valid Unicode"),
-        ({"messages": [USER], "tools": "{"}, "field 'tools' is not valid JSON"),
-        ({"messages": [USER], "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be a JSON object"),
+        pytest.param({"prompt": "a"}, ["'text'", "prompt", "--text-field"], id="no-text"),
+        pytest.param({"other": None}, ["'text'"], id="null"),
+        pytest.param({"messages": "hello"}, ["'messages'", "'hello'"], id="messages-text"),
+        pytest.param({"messages": 3}, ["'messages'", "int"], id="messages-number"),
+        pytest.param({"prompt": 3, "completion": 4}, ["'prompt'", "int"], id="prompt"),
+        pytest.param({"prompt": "a", "completion": "\ud800"}, ["'completion'", "Unicode"], id="unicode"),
+        pytest.param({"messages": [USER], "tools": "{"}, ["'tools'", "JSON"], id="tools"),
+        pytest.param({"messages": [USER], "chat_template_kwargs": [1]}, ["'chat_template_kwargs'"], id="kwargs"),
     ],
 )
-def test_sentences_for_faulty_records(tmp_path, record, sentence):
-    with pytest.raises(DataError, match=sentence):
+def test_bad_records_are_refused_by_field(tmp_path, record, names):
+    with refused(DataError, "a.jsonl:1", *names):
         read(tmp_path, record)
 
 
 @pytest.mark.slow
 def test_columns_of_conversations(tmp_path):
-    """Parquet gives each message and each call all keys of its column: those without a value are left out."""
+    """Parquet gives each message and call all keys of its column; keys without a value are removed."""
     import pyarrow
     import pyarrow.parquet
 

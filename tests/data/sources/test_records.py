@@ -1,4 +1,4 @@
-"""Records have the same normal form for every source and every use, and every dropped record is counted."""
+"""Records: one normal form for every source and use, and counts of dropped records."""
 
 import codecs
 import datetime
@@ -32,6 +32,7 @@ from eqx_decoders.evaluation.text_sets import load_text_set
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from tests.data.test_chats import CHATML, write
+from tests.errors import assert_names, refused
 
 
 TEMPLATE = ChatTemplate(
@@ -63,7 +64,7 @@ def trained(document) -> list[str]:
 
 
 def random_records(seed: int) -> list[dict]:
-    """Conversations with keys that some rows lack: Arrow adds these keys with null values."""
+    """Conversations in which keys are optional: Arrow adds missing keys with null values."""
     rng = random.Random(seed)
 
     def record(number: int) -> dict:
@@ -86,7 +87,7 @@ def random_records(seed: int) -> list[dict]:
 
 
 def written_as(kind: str, records: list[dict], folder):
-    """Write records to a source of the given kind, and return its path."""
+    """Write records to a source of this kind, and return its path."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -170,7 +171,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_formats_are_the_same_conversation(name):
+def test_formats_give_the_same_conversation(name):
     (document,) = rendered(SAME[name])
     assert document.text == WANTED and trained(document) == ["a</s>"]
     prompt = normalize_prompt(SAME[name], "x")["prompt"] if name != "text field" else [USER]
@@ -211,7 +212,7 @@ def test_role_names_are_normalized(role):
 
 
 def test_calls_after_an_assistant_message_belong_to_its_turn():
-    """ms-swift writes parallel calls, and a call after a text, as messages of their own."""
+    """ms-swift writes parallel calls, and a call after a text, as separate messages."""
     f, g = ({"role": "tool_call", "content": json.dumps({"name": name, "arguments": {"x": 1}})} for name in "fg")
     results = [{"role": "tool_response", "content": "1"}, {"role": "tool_response", "content": "2"}]
     (document,) = rendered({"messages": [USER, f, g, *results, {**ANSWER, "loss": True}, f]})
@@ -219,7 +220,7 @@ def test_calls_after_an_assistant_message_belong_to_its_turn():
     assert document.text == f'<user>q</s>{calls}<assistant>af{{"x": 1}}</s>'
     (apart,) = rendered({"messages": [USER, ANSWER, ANSWER]})  # not merged: no calls
     assert apart.text == "<user>q</s><assistant>a</s><assistant>a</s>"
-    with pytest.raises(DataError, match=r"messages\[2\] is a call of the same turn .* the same weight, train or loss"):
+    with refused(DataError, "messages[2]", "weight, train or loss"):
         rendered({"messages": [USER, {**ANSWER, "loss": False}, f]})
 
 
@@ -241,19 +242,14 @@ def test_labelled_conversations_are_split_before_the_last_answer(tmp_path):
     assert BYTES.decode(answer.tokens[answer.targets]) == "b</s>" and example.label == -1
     assert BYTES.decode(answer.prompt) == WANTED + "<user>q</s><assistant>"
     path = write(tmp_path / "b.jsonl", {"messages": [USER], "label": True})
-    with pytest.raises(DataError, match=r"'completion'.*messages, label"):
+    with refused(DataError, "'completion'", "messages, label"):
         read_labelled_answers(path, BYTES, seq_len=200, template=TEMPLATE)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [{"instruction": "q", "response": "a"}, {"question": "q", "answer": "a"}, {"prompt": "q", "response": "a"}],
-)
-def test_an_error_about_other_columns_names_the_columns_to_rename(record):
-    with pytest.raises(DataError) as error:
-        rendered(record)
-    assert f"its fields: {', '.join(record)}. Set --text-field" in str(error.value)
-    assert "rename the columns to 'instruction' and 'output'" in str(error.value)
+@pytest.mark.parametrize("names", ["instruction response", "question answer", "prompt response"])
+def test_an_error_about_other_columns_names_the_columns_to_rename(names):
+    with refused(DataError, ", ".join(names.split()), "--text-field", "'instruction'", "'output'"):
+        rendered(dict.fromkeys(names.split(), "q"))
 
 
 @pytest.mark.parametrize("form", ["role", "function_call", "flat", "nested"])
@@ -267,7 +263,7 @@ def test_arguments_of_calls_are_not_lost(form):
     for arguments in ({"arguments": {"x": 1}}, {"parameters": {"x": 1}}, {"parameters": '{"x": 1}'}):
         (document,) = rendered({"messages": [USER, call_of({"name": "f", **arguments})]})
         assert document.text == '<user>q</s><assistant>f{"x": 1}</s>'
-    with pytest.raises(DataError, match=r"messages\[1\].*'f'.*'args'"):
+    with refused(DataError, "messages[1]", "'f'", "'args'"):
         rendered({"messages": [USER, call_of({"name": "f", "args": {"x": 1}})]})
 
 
@@ -284,15 +280,15 @@ def test_image_urls_become_images():
 
 @pytest.mark.parametrize("name", ["text", "message"])
 def test_an_error_about_a_message_names_its_keys(name):
-    with pytest.raises(DataError, match=rf"a\.jsonl:1: messages\[0\] has no content; its keys: role, {name}\."):
+    with refused(DataError, "a.jsonl:1", "messages[0]", "content", f"role, {name}"):
         rendered({"messages": [{"role": "user", name: "q"}, ANSWER]})
 
 
 def test_fields_in_errors_are_not_null(tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": None, "rejected": "b"})
-    with pytest.raises(DataError, match=r"'chosen'.*prompt, rejected"):
+    with refused(DataError, "'chosen'", "prompt, rejected"):
         read_pairs(path, BYTES, seq_len=64)
-    with pytest.raises(DataError, match=r"'prompt'.*'messages'.*question"):
+    with refused(DataError, "'prompt'", "'messages'", "question"):
         normalize_prompt({"prompt": None, "question": "q"}, "a.jsonl:1")
 
 
@@ -325,7 +321,7 @@ def test_arguments_in_json_are_objects_as_in_the_server(arguments):
         assert list(call["function"]) == ["name", "arguments"]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "generation"])
 @pytest.mark.parametrize("flag", [*TRAIN_FLAGS, *INVERTED_FLAGS])
 def test_flags_of_messages_decide_what_is_trained_on(flag, template):
     rng = random.Random(flag)
@@ -348,35 +344,46 @@ def test_flags_of_messages_decide_what_is_trained_on(flag, template):
 
 def test_keys_that_are_not_supported_are_refused_by_name():
     for key in UNSUPPORTED_MESSAGE_KEYS:
-        with pytest.raises(DataError, match=rf"a\.jsonl:1: messages\[1\]\.{key}="):
+        with refused(DataError, f"a.jsonl:1: messages[1].{key}="):
             rendered({"messages": [USER, {**ANSWER, key: [0.5]}]})
         assert rendered({"messages": [USER, {**ANSWER, key: None}]})[0].text == WANTED
     for key in (*UNSUPPORTED_RECORD_KEYS, *UNSUPPORTED_CHAT_KEYS):
         for record in ({"messages": [USER, ANSWER]}, {"prompt": "q", "completion": "a"}):
-            with pytest.raises(DataError, match=rf"a\.jsonl:1: {key}="):
+            with refused(DataError, f"a.jsonl:1: {key}="):
                 rendered({**record, key: 0.5})
     for value in (0.5, "no", [1]):
-        with pytest.raises(DataError, match=r"messages\[1\]\.weight="):
+        with refused(DataError, "messages[1].weight="):
             rendered({"messages": [USER, {**ANSWER, "weight": value}]})
-    with pytest.raises(DataError, match="flags that contradict"):
-        rendered({"messages": [USER, {**ANSWER, "weight": 1, "train": False}]})
-    with pytest.raises(DataError, match=r"messages\[0\]\.train=True.*'user'"):
-        rendered({"messages": [{**USER, "train": True}, ANSWER]})
-    with pytest.raises(DataError, match=r"label=False .*--method kto"):
-        rendered({"prompt": "q", "completion": "a", "label": False})
-    with pytest.raises(DataError, match="'system'"):
-        rendered({"prompt": "q", "completion": "a", "system": "s"})
-    with pytest.raises(DataError, match="'tools'"):
-        rendered({"prompt": "q", "completion": "a", "tools": [{"name": "f"}]})
-    with pytest.raises(DataError, match="Python repr of messages"):
-        rendered({"prompt": str([USER]), "completion": str([ANSWER])})
-    with pytest.raises(DataError, match=r"messages\[0\].*'narrator'"):
-        source = (
-            "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-        )
-        rendered(
-            {"messages": [{"role": "narrator", "content": "x"}, USER, ANSWER]}, template=ChatTemplate(source=source)
-        )
+
+
+PAIR = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    "record, names",
+    [
+        pytest.param(
+            {"messages": [USER, {**ANSWER, "weight": 1, "train": False}]}, ["messages[1]", "weight, train"], id="flags"
+        ),
+        pytest.param(
+            {"messages": [{**USER, "train": True}, ANSWER]}, ["messages[0].train=True", "'user'"], id="train-user"
+        ),
+        pytest.param(PAIR | {"label": False}, ["label=False", "--method kto"], id="label"),
+        pytest.param(PAIR | {"system": "s"}, ["'system'"], id="system"),
+        pytest.param(PAIR | {"tools": [{"name": "f"}]}, ["'tools'"], id="tools"),
+        pytest.param({"prompt": str([USER]), "completion": str([ANSWER])}, ["'prompt'", "Python", "JSON"], id="repr"),
+    ],
+)
+def test_records_that_contradict_themselves_are_refused(record, names):
+    with refused(DataError, "a.jsonl:1", *names):
+        rendered(record)
+
+
+def test_roles_that_the_template_does_not_write_are_refused():
+    source = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    messages = [{"role": "narrator", "content": "x"}, USER, ANSWER]
+    with refused(DataError, "messages[0]", "'narrator'"):
+        rendered({"messages": messages}, template=ChatTemplate(source=source))
 
 
 def test_all_columns_may_have_any_name_in_plain_texts():
@@ -400,10 +407,10 @@ def test_text_prompts_ignore_columns_of_chats(tmp_path):
 def test_loss_weights_of_messages_are_zero_or_one(key):
     turns = [USER, {**ANSWER, key: 0.0}, {**USER, key: 1.0}, {**ANSWER, "content": "b", key: 1.0}]
     assert trained(rendered({"messages": turns})[0]) == ["b</s>"]
-    with pytest.raises(DataError, match=rf"{key}=0.5"):
+    with refused(DataError, f"{key}=0.5"):
         rendered({"messages": [USER, {**ANSWER, key: 0.5}]})
     for mask in (0, 1, False, True):
-        with pytest.raises(DataError, match=r"messages\[1\]\.mask="):
+        with refused(DataError, "messages[1].mask="):
             rendered({"messages": [USER, {**ANSWER, "mask": mask}]})
 
 
@@ -437,13 +444,13 @@ def test_the_system_column_of_conversations():
     for name in ("system", "system_prompt"):
         assert [document.text for record in records for document in rendered({**record, name: "S"})] == [wanted] * 3
     for system in (["S"], {"content": "S"}, 1):
-        with pytest.raises(DataError, match="'system'"):
+        with refused(DataError, "'system'="):
             rendered({"messages": [USER, ANSWER], "system": system})
-    with pytest.raises(DataError, match="different system messages"):
+    with refused(DataError, "'system'", "'messages'"):
         rendered({"messages": [parts, USER, ANSWER], "system": "T"})
 
 
-def test_an_answer_in_json_is_a_text(tmp_path):
+def test_an_answer_in_json_is_plain_text(tmp_path):
     answers = [json.dumps([{"from": "Berlin", "value": 12}]), json.dumps({"role": "admin", "content": "x"})]
     answers.append("[{'from': 'Berlin', 'value': 12}]")
     for answer in answers:
@@ -462,8 +469,8 @@ def test_null_text_is_counted_like_empty_text():
         {"conversations": None},
     ]
     assert [each.text for each in rendered({"text": "x"}, *nulls, report=report)] == ["x"]
-    assert sum(report.dropped.values()) == len(nulls) and report.dropped["with an empty text"] == 2
-    with pytest.raises(DataError, match="'text'"):
+    assert sorted(report.dropped.values()) == [1, 2, 2]  # completion; text; messages
+    with refused(DataError, "'text'"):
         rendered({"other": "x"})
 
 
@@ -472,27 +479,29 @@ def test_dates_in_messages_are_texts_and_bytes_are_refused():
     (found,) = record_documents([("x", {"messages": [{**USER, "timestamp": stamp}, ANSWER]})], "text")
     assert found.chat is not None and found.chat.messages[0]["timestamp"] == "2024-01-02 03:04:00"
     assert 0 <= found.draw() < 1
-    with pytest.raises(DataError, match=r"messages\[0\]\.content\[0\]\.image"):
+    with refused(DataError, "messages[0].content[0].image"):
         rendered({"messages": [{**USER, "content": [{"type": "image", "image": b"x"}]}, ANSWER]})
 
 
 @pytest.mark.parametrize("label", [0, 1, 0.0, True, False])
 def test_labels_are_read_by_kto_and_refused_by_sft(label, tmp_path):
     record = {"prompt": "q", "completion": "a", "label": label}
-    with pytest.raises(DataError, match=f"label={label}.*--method kto"):
+    with refused(DataError, f"label={label}", "--method kto"):
         rendered(record)
     found = read_labelled_answers(write(tmp_path / "a.jsonl", record), BYTES, seq_len=64)
     assert found.examples[0].label == (1 if label else -1)
     assert rendered({**record, "label": 3})[0].text == "qa"
 
 
-@pytest.mark.parametrize("record", [{"label": False}, {"kto_tag": False}, {"mask": "Assistant"}, {"mask": True}])
+@pytest.mark.parametrize(
+    "key, value",
+    [("label", False), ("kto_tag", False), ("mask", "Assistant"), ("mask", True)],
+)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_labels_and_masks_beside_messages_are_refused(kind, record, tmp_path):
+def test_labels_and_masks_of_conversations_are_refused(kind, key, value, tmp_path):
     messages = {"messages": [USER, ANSWER]}
-    ((key, value),) = record.items()
-    with pytest.raises(DataError, match=f"{key}={value}"):
-        list(read_documents(written_as(kind, [messages | record], tmp_path)))
+    with refused(DataError, f"{key}={value}"):
+        list(read_documents(written_as(kind, [messages | {key: value}], tmp_path)))
     assert rendered(messages | {"label": 0, "mask": "User"})[0].text == WANTED
 
 
@@ -505,22 +514,22 @@ def test_a_single_file_is_read_like_a_list(name, tmp_path):
         assert document.media == wanted.media and wanted.media
     assert rendered(question | {name: ""})[0].media == () == rendered(question | {name: None})[0].media
     assert rendered({"text": "a caption", name: {"bytes": "0"}})[0].media == ()
-    with pytest.raises(DataError, match=rf"\(or '{name}'\) must be a list of texts"):
+    with refused(DataError, f"'{name}s'", f"'{name}'"):
         rendered(question | {name: {"bytes": "0"}})
     pair = write(tmp_path / "pair.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b", name: "a.bin"})
-    with pytest.raises(DataError, match=f"has {name}s: preferences are read as text"):
+    with refused(DataError, "pair.jsonl:1", f"{name}s"):
         read_pairs(pair, BYTES, seq_len=99)
-    with pytest.raises(DataError, match=f"has {name}: prompts are read as text"):
+    with refused(DataError, "pair.jsonl:1", name):
         read_prompts(pair, BYTES, most_tokens=99)
 
 
 def test_pairs_in_a_table_name_the_methods_for_pairs(tmp_path):
     path = written_as("parquet", [{"prompt": "q", "chosen": "a", "rejected": "b"}], tmp_path)
-    with pytest.raises(DataError, match="--method dpo"):
+    with refused(DataError, "--method dpo"):
         list(read_documents(path))
 
 
-def test_an_excluded_answer_is_not_called_empty(tmp_path):
+def test_an_excluded_answer_is_not_counted_as_empty(tmp_path):
     records = [{"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}], "rejected": [OTHER]}]
     records.append({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]})
     found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=TEMPLATE)
@@ -536,8 +545,8 @@ def test_empty_values_are_treated_as_missing():
     assert rendered({"instruction": "", "input": "q", "output": "a"})[0].text == WANTED
 
 
-def test_what_is_dropped_is_counted_by_reason(tmp_path):
-    """The run shows for each reason how many records are left out. Leaving out all records is an error."""
+def test_dropped_records_are_counted_by_reason(tmp_path):
+    """Dropping all records is an error."""
     useless = [
         {"messages": [USER]},
         {"messages": [USER, {"role": "narrator", "content": "x"}]},
@@ -547,19 +556,14 @@ def test_what_is_dropped_is_counted_by_reason(tmp_path):
     ]
     path = write(tmp_path / "a.jsonl", *([{"messages": [USER, ANSWER]}] * 20 + useless * 4))
     settings = {"seq_len": 32, "batch_size": 1, "cache_dir": str(tmp_path / "cache"), "held_out_fraction": 0.0}
-    batches = make_dataset(
-        DataConfig(path=path, **settings), BYTES, folder=tmp_path / "run", template=ChatTemplate(source=CHATML)
-    )
+    template = ChatTemplate(source=CHATML)
+    batches = make_dataset(DataConfig(path=path, **settings), BYTES, folder=tmp_path / "run", template=template)
     text = batches.describe(0, 1)
-    assert "warning: 20 of 40 records are left out" in text and "narrator" in text and text.count(" 4 ") == 5
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in useless))
-    with pytest.raises(DataError, match="all of its 5 records are left out: 1 "):
-        make_dataset(
-            DataConfig(path=str(tmp_path / "b.jsonl"), **settings),
-            BYTES,
-            folder=tmp_path / "other",
-            template=ChatTemplate(source=CHATML),
-        )
+    assert_names(text, "warning: 20 of 40 records", "narrator")
+    assert text.count(" 4 ") == 5
+    bad = write(tmp_path / "b.jsonl", *useless)
+    with refused(DataError, "5 records"):
+        make_dataset(DataConfig(path=bad, **settings), BYTES, folder=tmp_path / "other", template=template)
 
 
 HALF = "x \ud83d"
@@ -580,14 +584,14 @@ UNENCODABLE = {
 
 
 @pytest.mark.parametrize("name", UNENCODABLE)
-def test_text_that_cannot_be_encoded_is_named(name, tmp_path):
+def test_text_that_is_not_unicode_is_refused(name, tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, UNENCODABLE[name])
-    with pytest.raises(DataError, match=r"a\.jsonl:2.*Unicode"):
+    with refused(DataError, "a.jsonl:2", "Unicode"):
         list(render_documents(read_documents(path), TEMPLATE))
 
 
 @pytest.mark.parametrize("field", ["prompt", "chosen", "rejected", "completion", "answer", "text"])
-def test_text_that_cannot_be_encoded_is_named_for_every_use(field, tmp_path):
+def test_text_that_is_not_unicode_is_refused_for_every_use(field, tmp_path):
     record = {"prompt": "q", "chosen": "a", "rejected": "b", "completion": "c", "label": True, "text": "t", field: HALF}
     path = write(tmp_path / "a.jsonl", record)
     uses = {
@@ -598,11 +602,11 @@ def test_text_that_cannot_be_encoded_is_named_for_every_use(field, tmp_path):
     }
     for fields, use in uses.values():
         if field in fields:
-            with pytest.raises(DataError, match=r"a\.jsonl:1.*Unicode"):
+            with refused(DataError, "a.jsonl:1", "Unicode"):
                 use()
 
 
-def test_preferences_in_other_formats_are_the_same(tmp_path):
+def test_formats_give_the_same_preferences(tmp_path):
     records = [
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]},
         {
@@ -622,7 +626,7 @@ def test_preferences_in_other_formats_are_the_same(tmp_path):
     assert len(tokens) == len(records) and all(each == tokens[0] for each in tokens)
 
 
-def test_prompts_in_other_formats_are_the_same(tmp_path):
+def test_formats_give_the_same_prompts(tmp_path):
     records = [
         {"prompt": [USER]},
         {"prompt": json.dumps([USER])},
