@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote give PEFT's logits, are written again as they were, and all else is refused by name."""
+"""Adapters that PEFT wrote give PEFT's logits and are written back to the bit; unsupported ones are refused."""
 
 import dataclasses
 import json
@@ -26,6 +26,7 @@ from eqx_decoders.training.lora import add_lora, merge_lora, without_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import pairs, trained
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -81,7 +82,7 @@ def copy(tmp_path):
 
 
 @pytest.mark.slow(fast=("peft_gpt2",))
-def test_logits_are_those_of_peft(fixture):
+def test_logits_equal_those_of_peft(fixture):
     directory, base, model = fixture
     expected = np.load(directory / "expected.npz")
     ids = jnp.asarray(expected["input_ids"])
@@ -103,8 +104,8 @@ def test_the_merged_model_gives_the_same_logits(llama):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_MORE)
-def test_magnitudes_and_what_remains_of_weights_are_those_of_peft(name, tmp_path):
-    """Read, merged, and written and read again, PiSSA as a pair of the double rank beside the original weights."""
+def test_dora_and_pissa_logits_equal_those_of_peft(name, tmp_path):
+    """As read, merged, and written and read again. PiSSA is written as a pair of twice the rank."""
     expected = np.load(FIXTURES / name / "expected.npz")
     base = load_hf(FIXTURES / name / "base")
     model = load_peft(base, FIXTURES / name / "adapter")
@@ -129,7 +130,7 @@ def test_magnitudes_and_what_remains_of_weights_are_those_of_peft(name, tmp_path
             assert_allclose(ours[key], theirs[key], rtol=1e-6)
 
 
-def test_what_peft_wrote_is_written_again_bit_by_bit(fixture, tmp_path):
+def test_adapters_of_peft_are_written_back_bit_by_bit(fixture, tmp_path):
     directory, base, model = fixture
     save_peft(model, tmp_path / "again")
     theirs, ours = tensors(directory / "adapter"), tensors(tmp_path / "again")
@@ -144,7 +145,7 @@ def test_what_peft_wrote_is_written_again_bit_by_bit(fixture, tmp_path):
         assert second[key] == first[key]
 
 
-def test_modules_are_named_shortly_only_where_all_are_adapted(fixture, tmp_path):
+def test_target_modules_are_short_only_where_all_layers_are_adapted(fixture, tmp_path):
     directory, _, model = fixture
     save_peft(model, tmp_path / "again", base_model="org/base")
     named = settings(tmp_path / "again")["target_modules"]
@@ -155,8 +156,7 @@ def test_modules_are_named_shortly_only_where_all_are_adapted(fixture, tmp_path)
     assert settings(tmp_path / "again")["base_model_name_or_path"] == "org/base"
 
 
-def test_some_layers_of_a_pattern(tmp_path):
-    """Stacks are adapted one by one: here the full layer of Gemma 3, between two stacks of local ones."""
+def test_adapts_a_single_layer_between_two_stacks(tmp_path):
     base = load_hf(FIXTURES / "gemma3_pattern")
     model = trained(base, LoRAConfig(rank=2, targets=("segments.1.unit.0.mixer.query", "*.mixer.out")))
     save_peft(model, tmp_path / "some")
@@ -165,22 +165,16 @@ def test_some_layers_of_a_pattern(tmp_path):
     jax.tree.map(assert_array_equal, pairs(back), pairs(model))
 
 
-@pytest.mark.slow(fast=("8-16.0-False-written0",))
+@pytest.mark.slow(fast=("8-16.0-False",))
 @pytest.mark.parametrize(
-    "rank, alpha, stabilized, written",
-    [
-        (8, 16.0, False, (16, False)),
-        (6, 1.0, False, (1, False)),
-        (5, 3.0, True, (3, True)),
-        (3, 0.7, False, (0.7, False)),
-    ],
+    "rank, alpha, rank_stabilized", [(8, 16.0, False), (6, 1.0, False), (5, 3.0, True), (3, 0.7, False)]
 )
-def test_scales_survive(llama, tmp_path, rank, alpha, stabilized, written):
-    lora = LoRAConfig(rank=rank, alpha=alpha, rank_stabilized=stabilized)
+def test_scales_survive(llama, tmp_path, rank, alpha, rank_stabilized):
+    lora = LoRAConfig(rank=rank, alpha=alpha, rank_stabilized=rank_stabilized)
     model = trained(llama, lora)
     save_peft(model, tmp_path / "one")
     content = settings(tmp_path / "one")
-    assert (pytest.approx(content["lora_alpha"]), content["use_rslora"]) == written
+    assert (pytest.approx(content["lora_alpha"]), content["use_rslora"]) == (alpha, rank_stabilized)
     for node in low_rank_weights(load_peft(llama, tmp_path / "one")).values():
         assert node.scale == pytest.approx(lora.scale, rel=1e-15)
 
@@ -247,33 +241,31 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_settings_with_an_effect_are_refused_by_name(llama, copy, key):
-    with pytest.raises(ConversionError, match=rf"^adapter_config\.json: .*\b{key}\b"):
-        load_peft(llama, copy({key: REFUSED[key]}))
+@pytest.mark.parametrize(
+    "key, value",
+    [pytest.param(key, value, id=key) for key, value in REFUSED.items()]
+    + [pytest.param(key, None, id=f"no {key}") for key in ("peft_type", "r", "lora_alpha")],
+)
+def test_unsupported_and_missing_settings_are_refused(llama, copy, key, value):
+    with pytest.raises(ConversionError, match=rf"adapter_config\.json.*\b{key}\b"):
+        load_peft(llama, copy({key: value}))
 
 
-def test_every_setting_that_must_be_off_is_tried():
+def test_every_unsupported_setting_is_tried():
     assert UNSUPPORTED_KEYS.keys() <= REFUSED.keys() and not UNSUPPORTED_KEYS.keys() & IGNORED_PEFT_KEYS.keys()
     known = REFUSED.keys() | IGNORED_PEFT_KEYS.keys()
     assert settings(LLAMA / "adapter").keys() <= known
 
 
-def test_settings_without_an_effect_are_passed_over(llama, copy):
+def test_settings_without_an_effect_are_ignored(llama, copy):
     directory = copy(dict.fromkeys(IGNORED_PEFT_KEYS, "anything") | {"init_lora_weights": "gaussian"})
     same(load_peft(llama, directory), load_peft(llama, LLAMA / "adapter"))
 
 
-def test_stacks_in_which_weights_cannot_be_split_are_refused(llama, copy):
+def test_pissa_with_several_scales_in_one_stack_is_refused(llama, copy):
     changes = {"init_lora_weights": "pissa", "alpha_pattern": {"layers.1.mlp.up_proj": 2}}
-    with pytest.raises(ConversionError, match=r"'pissa'.*up_proj"):
+    with refused(ConversionError, "adapter_config.json", "init_lora_weights='pissa'", "up_proj"):
         load_peft(llama, copy(changes))
-
-
-@pytest.mark.parametrize("key", ["peft_type", "r", "lora_alpha"])
-def test_missing_settings_are_refused(llama, copy, key):
-    with pytest.raises(ConversionError, match=rf"{key} is missing"):
-        load_peft(llama, copy({key: None}))
 
 
 # --- refusals of tensors ---
@@ -288,18 +280,15 @@ def test_tensors_that_do_not_fit_are_all_listed(llama, copy):
             stranger: np.zeros((3, 16), np.float32),
         }
     )
-    with pytest.raises(ConversionError, match="3 tensors are not as expected") as caught:
+    named = (Q_PROJ.format(0, "A"), Q_PROJ.format(2, "B"), stranger)
+    with refused(ConversionError, "3 tensors", *named, "(24, 2)", "(24, 3)", "r=3"):
         load_peft(llama, directory)
-    sentence = str(caught.value)
-    assert f"{Q_PROJ.format(0, 'A')} is missing" in sentence
-    assert f"{stranger} is not a LoRA pair or a saved module of this model" in sentence
-    assert f"{Q_PROJ.format(2, 'B')} has the shape (24, 2), but (24, 3) follows from the model and r=3" in sentence
 
 
 def test_a_pair_without_one_of_its_factors_is_refused(llama, copy):
-    with pytest.raises(ConversionError, match="1 tensors") as caught:
-        load_peft(llama, copy(weights={Q_PROJ.format(1, "B"): None}))
-    assert f"{Q_PROJ.format(1, 'B')} is missing" in str(caught.value)
+    name = Q_PROJ.format(1, "B")
+    with refused(ConversionError, name):
+        load_peft(llama, copy(weights={name: None}))
 
 
 # --- adapters compared with checkpoints to which the difference was added ---
@@ -355,7 +344,7 @@ NAMED = ["model.language_model.", "language_model.model.", "model.", ""]
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["whole", "text"])
-@pytest.mark.parametrize("prefix", NAMED)
+@pytest.mark.parametrize("prefix", NAMED, ids=lambda prefix: prefix or "none")
 def test_accepts_names_with_any_prefix_of_the_decoder(prefix, text, tmp_path):
     shapes = shapes_in("mistral3", "self_attn.q_proj.weight")
     inner = {name: prefix + name[name.index("layers.") :] for name in shapes}
@@ -381,19 +370,13 @@ def test_every_family_accepts_all_names_of_its_decoder(kind):
             assert family.text.module_name(text_only) in peft._current_names(family.text, name), (name, text_only)
 
 
-def test_pairs_of_embeddings_are_refused(llama, copy):
-    name = "base_model.model.model.embed_tokens.lora_embedding_A"
-    with pytest.raises(ConversionError, match="is a LoRA pair of an embedding"):
-        load_peft(llama, copy(weights={name: np.zeros((3, 32), np.float32)}))
+@pytest.mark.parametrize("name, size", [("model.embed_tokens.lora_embedding_A", 32), ("lm_head.lora_A.weight", 16)])
+def test_pairs_of_embedding_and_head_are_refused(llama, copy, name, size):
+    with refused(ConversionError, name, "target_modules", "merge_and_unload"):
+        load_peft(llama, copy(weights={f"base_model.model.{name}": np.zeros((3, size), np.float32)}))
 
 
-def test_pairs_of_the_output_head_are_refused(llama, copy):
-    name = "base_model.model.lm_head.lora_A.weight"
-    with pytest.raises(ConversionError, match=r"lm_head\.lora_A\.weight is a LoRA pair of the output head"):
-        load_peft(llama, copy(weights={name: np.zeros((3, 16), np.float32)}))
-
-
-@pytest.mark.parametrize("layers", [[0], [1]])
+@pytest.mark.parametrize("layers", [[0], [1]], ids=["first", "second"])
 def test_layers_without_a_pair_do_not_change(layers, tmp_path):
     shapes = {k: v for k, v in shapes_in("llama_rope", "_proj.weight").items() if int(k.split(".")[2]) in layers}
     difference = adapter(tmp_path / "peft", shapes, {}, layers_to_transform=layers, layers_pattern="layers")
@@ -401,7 +384,7 @@ def test_layers_without_a_pair_do_not_change(layers, tmp_path):
 
 
 def test_layers_without_magnitudes_do_not_change(tmp_path):
-    """DoRA: column norms of layers that the adapter does not contain stay the same."""
+    """As in DoRA, whose column norms stay the same in layers that the adapter does not contain."""
     directory = FIXTURES / "peft_dora" / "adapter"
     stored = {name: x for name, x in tensors(directory).items() if ".layers.0." in name}
     shutil.copytree(directory, tmp_path / "some")
@@ -416,7 +399,7 @@ def test_layers_without_magnitudes_do_not_change(tmp_path):
     assert changed
 
 
-@pytest.mark.parametrize("experts", [None, (0, 3)])
+@pytest.mark.parametrize("experts", [None, (0, 3)], ids=["all", "some"])
 def test_reads_pairs_of_single_experts(experts, tmp_path):
     shapes = shapes_in("qwen3_moe_mixed", "_proj.weight")
     chosen = lambda name: experts is None or ".experts." not in name or int(name.split(".")[5]) in experts  # noqa: E731
@@ -434,8 +417,9 @@ def test_reads_pairs_of_single_experts(experts, tmp_path):
         ("qwen2_mixed", ["model.embed_tokens", "lm_head"]),
         ("qwen2_mixed", ["model.embed_tokens"]),
     ],
+    ids=["head", "embedding, head and norm", "tied head", "tied embedding and head", "tied embedding"],
 )
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("older", [False, True], ids=["current", "older"])
 def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_path):
     """A trained head unties a tied model. A trained embedding without a head needs `ensure_weight_tying`."""
     stored, rng = stored_tensors_of(fixture), np.random.default_rng(1)
@@ -477,6 +461,7 @@ EXPERTS = {
         (("gate_up_proj", "down_proj"), False),
         (("down_proj",), True),
     ],
+    ids=["gate_up", "down", "gate_up and down", "older down"],
 )
 def test_reads_pairs_of_experts_in_one_parameter(name, adapted, older, tmp_path):
     """Differences are those of PEFT's `ParamWrapper`. Older versions of PEFT exchange the in and out dimensions."""
@@ -510,19 +495,19 @@ def test_reads_pairs_of_experts_in_one_parameter(name, adapted, older, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "targets, name, sentence",
+    "name, targets, named",
     [
-        (["experts.down_proj"], "mixtral_window", "has 2 LoRA pairs of parameters, but target_parameters="),
-        (["gate_up_proj", "down_proj"], "mixtral_window", "are not a LoRA pair of model.layers.1"),
-        (["gate_up_proj", "down_proj"], "llama_rope", "the model has no such parameter"),
+        pytest.param("mixtral_window", ["experts.down_proj"], ["target_parameters=['experts.down_proj']"], id="count"),
+        pytest.param("mixtral_window", ["gate_up_proj", "down_proj"], ["(7, 7)", "(5, 24, 24)"], id="shape"),
+        pytest.param("llama_rope", ["gate_up_proj", "down_proj"], ["lora_A", "gate_up_proj"], id="no experts"),
     ],
 )
-def test_pairs_of_other_parameters_are_refused(targets, name, sentence, tmp_path):
+def test_pairs_of_other_parameters_are_refused(name, targets, named, tmp_path):
     adapter(tmp_path / "peft", {}, {}, target_parameters=targets)
     prefix = "base_model.model.model.layers.1.mlp.experts"
     pairs = {f"{prefix}{level}.lora_{x}.weight": np.zeros((7, 7)) for level in ("", ".base_layer") for x in "AB"}
     save_file(pairs, tmp_path / "peft" / "adapter_model.safetensors")
-    with pytest.raises(ConversionError, match=sentence):
+    with refused(ConversionError, "adapter_model.safetensors", "model.layers.1.mlp.experts", *named):
         load_peft(load_hf(FIXTURES / name), tmp_path / "peft")
 
 
@@ -534,7 +519,7 @@ def test_routers_may_have_pairs_and_be_saved(fixture, end, tmp_path):
     found = adapter(tmp_path / "pairs", {shown[name]: shape for name, shape in shapes.items()}, {})
     difference = {f"{name}.weight": found[f"{new}.weight"] for name, new in shown.items()}
     assert_adapted(fixture, tmp_path / "pairs", tmp_path / "pairs", difference)
-    with pytest.raises(ConversionError, match=r"PEFT has no module for .*\.router\.kernel"):
+    with refused(ConversionError, "PEFT", ".router.kernel"):
         save_peft(load_peft(load_hf(FIXTURES / fixture), tmp_path / "pairs"), tmp_path / "new")
     whole = {f"{name}.weight": found[f"{new}.weight"] for name, new in shown.items()}
     adapter(tmp_path / "saved", {}, {f"{shown[name]}.weight": whole[f"{name}.weight"] for name in shapes})
@@ -573,20 +558,20 @@ def test_reads_rows_of_trained_tokens(fixture, ids, modules, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fixture, ids, module, sentence",
+    "fixture, tokens, module, named",
     [
-        ("mistral_window", [3], "model.embed_tokens", "does not fit trainable_token_indices"),
-        ("mistral_window", [3, 10**6], "model.embed_tokens", "does not fit trainable_token_indices"),
-        ("mistral_window", {"wte": [3, 5]}, "model.embed_tokens", "does not fit trainable_token_indices"),
-        ("qwen2_mixed", {"lm_head": [3, 5]}, "lm_head", "apart from the embedding"),
+        pytest.param("mistral_window", [3], "model.embed_tokens", "(2, 24)", id="count"),
+        pytest.param("mistral_window", [3, 10**6], "model.embed_tokens", "64", id="vocabulary"),
+        pytest.param("mistral_window", {"wte": [3, 5]}, "model.embed_tokens", "embed_tokens", id="module"),
+        pytest.param("qwen2_mixed", {"lm_head": [3, 5]}, "lm_head", "ensure_weight_tying=True", id="tied head"),
     ],
 )
-def test_rows_of_other_tokens_are_refused(fixture, ids, module, sentence, tmp_path):
-    adapter(tmp_path / "peft", {}, {}, trainable_token_indices=ids)
+def test_rows_of_other_tokens_are_refused(fixture, tokens, module, named, tmp_path):
+    adapter(tmp_path / "peft", {}, {}, trainable_token_indices=tokens)
     size = stored_tensors_of(fixture)["model.embed_tokens.weight"].shape[1]
     rows = {f"base_model.model.{module}.token_adapter.trainable_tokens_delta": np.zeros((2, size))}
     save_file(rows, tmp_path / "peft" / "adapter_model.safetensors")
-    with pytest.raises(ConversionError, match=sentence):
+    with refused(ConversionError, "trainable_token_indices=", str(tokens), named):
         load_peft(load_hf(FIXTURES / fixture), tmp_path / "peft")
 
 
@@ -599,8 +584,7 @@ def test_a_resized_vocabulary_is_explained(tmp_path):
     assert_array_equal(model.embedding.table, table + 1)
     longer = {name: np.concatenate([x, x[:6]]) for name, x in trained.items()}
     adapter(tmp_path / "longer", {}, longer, modules_to_save=["embed_tokens"])
-    rule = rf"has {len(table) + 6} tokens, but the model has {len(table)}.*resize_token_embeddings\({len(table) + 6}\)"
-    with pytest.raises(ConversionError, match=rule):
+    with refused(ConversionError, len(table), f"resize_token_embeddings({len(table) + 6})"):
         load_peft(load_hf(FIXTURES / "mistral_window"), tmp_path / "longer")
 
 
@@ -608,7 +592,7 @@ def test_two_trained_tensors_of_one_module_are_refused(tmp_path):
     table = stored_tensors_of("mistral_window")["model.embed_tokens.weight"]
     names = ("model.embed_tokens.modules_to_save.weight", "model.embed_tokens.modules_to_save.default.weight")
     adapter(tmp_path / "peft", {}, dict.fromkeys(names, table), modules_to_save=["embed_tokens"])
-    with pytest.raises(ConversionError, match="are the same tensor"):
+    with refused(ConversionError, *names):
         load_peft(load_hf(FIXTURES / "mistral_window"), tmp_path / "peft")
 
 
@@ -654,7 +638,7 @@ def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_that_are_trained_beside_the_pairs_are_written(tmp_path):
+def test_trained_weights_other_than_pairs_are_written(tmp_path):
     """Also after a step and for the state of a restored run."""
     base = load_hf(FIXTURES / "qwen2_mixed")
     before = {path: np.asarray(leaf) for path, leaf in named_leaves(base).items()}
@@ -675,7 +659,7 @@ def test_weights_that_are_trained_beside_the_pairs_are_written(tmp_path):
 
 def test_saved_modules_that_the_model_lacks_are_refused(llama, tmp_path):
     model = dataclasses.replace(load_peft(llama, LLAMA / "adapter"), saved_modules=("made_up",))
-    with pytest.raises(ConversionError, match="made_up"):
+    with refused(ConversionError, "saved_modules=['made_up']"):
         save_peft(model, tmp_path / "new")
 
 
@@ -716,8 +700,9 @@ def test_a_trained_embedding_without_weight_tying_keeps_the_original_head(tmp_pa
     same(load_peft(base, tmp_path / "again"), model)
 
 
-@pytest.mark.parametrize("fixture, end", [("llama_rope", "input_layernorm.weight"), ("llama_rope", "o_proj.weight")])
-def test_modules_may_be_saved_in_some_layers_only(fixture, end, tmp_path):
+@pytest.mark.parametrize("end", ["input_layernorm.weight", "o_proj.weight"])
+def test_modules_may_be_saved_in_some_layers_only(end, tmp_path):
+    fixture = "llama_rope"
     stored = stored_tensors_of(fixture)
     name = next(key for key in stored if ".layers.1." in key and key.endswith(end))
     whole = {name: stored[name] + 1}
@@ -734,20 +719,21 @@ def test_a_server_refuses_adapters_with_saved_modules(tmp_path):
     whole = {"lm_head.weight": stored_tensors_of("mistral_window")["lm_head.weight"] + 1}
     adapter(tmp_path / "peft", shapes_in("mistral_window", "q_proj.weight"), whole, modules_to_save=["lm_head"])
     base = load_hf(FIXTURES / "mistral_window")
-    with pytest.raises(ConfigError, match=r"replaces the weight head\.kernel"):
+    with refused(ConfigError, "adapter=", "head.kernel", "modules_to_save"):
         read_adapter(base, str(tmp_path / "peft"))
     adapter(tmp_path / "pairs", shapes_in("mistral_window", "q_proj.weight"), {})
     assert read_adapter(base, str(tmp_path / "pairs"))
 
 
 def test_adapters_of_another_model_are_refused(llama):
-    with pytest.raises(ConversionError, match=r"transformer\.h\.0\.attn\.c_attn\.lora_A\.weight is not a LoRA pair"):
+    with refused(ConversionError, "12 tensors", "transformer.h.0.attn.c_attn.lora_A.weight"):
         load_peft(llama, FIXTURES / "peft_gpt2" / "adapter")
 
 
 def test_an_empty_adapter_is_refused(llama, copy):
-    with pytest.raises(ConversionError, match="contains no LoRA pair"):
-        load_peft(llama, copy(weights=dict.fromkeys(tensors(LLAMA / "adapter"))))
+    directory = copy(weights=dict.fromkeys(tensors(LLAMA / "adapter")))
+    with refused(ConversionError, directory / "adapter_model.safetensors"):
+        load_peft(llama, directory)
 
 
 def test_only_safetensors_inside_the_directory_are_read(llama, copy, tmp_path):
@@ -755,38 +741,38 @@ def test_only_safetensors_inside_the_directory_are_read(llama, copy, tmp_path):
     outside = tmp_path / "outside.safetensors"
     (directory / "adapter_model.safetensors").rename(outside)
     (directory / "adapter_model.bin").write_bytes(b"never opened")
-    with pytest.raises(ConversionError, match=r"adapter_model\.bin is not read"):
+    with refused(ConversionError, "adapter_model.bin"):
         load_peft(llama, directory)
     (directory / "adapter_model.safetensors").symlink_to(outside)
-    with pytest.raises(ConversionError, match="leads out of its directory"):
+    with refused(ConversionError, directory / "adapter_model.safetensors"):
         load_peft(llama, directory)
-    with pytest.raises(ConversionError, match="does not exist"):
+    with refused(ConversionError, tmp_path / "nowhere"):
         load_peft(llama, tmp_path / "nowhere")
 
 
 def test_a_second_adapter_is_refused(fixture):
     directory, _, model = fixture
-    with pytest.raises(ConversionError, match="has low-rank pairs already"):
+    with refused(ConversionError, "load_peft", "merge_lora"):
         load_peft(model, directory / "adapter")
 
 
 # --- refusals of what is to be written ---
 
 
-def test_what_peft_cannot_hold_is_not_written(fixture, tmp_path, monkeypatch):
+def test_models_without_a_peft_form_are_not_written(fixture, tmp_path, monkeypatch):
     _, base, model = fixture
-    with pytest.raises(ConversionError, match="has no low-rank pairs"):
+    with refused(ConversionError, "save_peft", "add_lora"):
         save_peft(base, tmp_path / "none")
     path, node = next(iter(low_rank_weights(model).items()))
     other = LowRank(node.base, node.lora_a, node.lora_b, node.scale, node.lora_b[:, 0])
-    with pytest.raises(ConversionError, match="some pairs have magnitudes and some have none"):
+    with refused(ConversionError, "save_peft", "magnitudes"):
         save_peft(replaced(model, {path: other}), tmp_path / "none")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(ConversionError, match="is not empty"):
+    with refused(ConversionError, tmp_path / "full"):
         save_peft(model, tmp_path / "full")
     monkeypatch.setattr(peft, "_adaptable", lambda model, magnitudes: {})
-    with pytest.raises(ConversionError, match=f"no module for .*{path}"):
+    with refused(ConversionError, "PEFT", path):
         save_peft(model, tmp_path / "none")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full"]
 
@@ -800,6 +786,7 @@ def test_what_peft_cannot_hold_is_not_written(fixture, tmp_path, monkeypatch):
          | {f"model.visual.blocks.{layer}.mlp.up_proj" for layer in range(3)}),
         ("mistral3", ("*.mixer.query", "vision.projector.*"), {"q_proj", "merging_layer", "linear_1", "linear_2"}),
     ],
+    ids=["qwen2_5_vl", "mistral3"],
 )  # fmt: skip
 def test_pairs_of_encoders_are_named_as_their_modules(name, targets, modules, tmp_path):
     """As transformers calls them once they are loaded; adapters with the names of the files are read, too."""

@@ -1,4 +1,4 @@
-"""Chat templates give what transformers gives, and a hostile one ends in a sentence, quickly and without harm."""
+"""Chat templates render as in transformers; hostile ones end in an error, quickly and without harm."""
 
 import importlib.util
 import json
@@ -25,6 +25,7 @@ from eqx_decoders.io.text.chat_template import (
 )
 from eqx_decoders.io.text.published_tokenizer import special_tokens
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
+from tests.errors import assert_names, refused
 
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
@@ -43,9 +44,9 @@ def template():
     return found
 
 
-@pytest.mark.slow(fast=("False",))
-@pytest.mark.parametrize("prompt", [False, True])
-def test_conversations_are_rendered_and_encoded_as_transformers_does(recorded, template, prompt):
+@pytest.mark.slow(fast=("conversation",))
+@pytest.mark.parametrize("prompt", [False, True], ids=["conversation", "generation prompt"])
+def test_conversations_are_rendered_and_encoded_as_in_transformers(recorded, template, prompt):
     chats = [one for one in recorded["chats"] if one["add_generation_prompt"] is prompt]
     texts = [template.render(one["messages"], add_generation_prompt=prompt) for one in chats]
     assert len(texts) == 4 and texts == [one["text"] for one in chats]
@@ -54,8 +55,8 @@ def test_conversations_are_rendered_and_encoded_as_transformers_does(recorded, t
     assert [tokenizer.encode(text, special=True).tolist() for text in texts] == [one["ids"] for one in chats]
 
 
-def test_what_the_template_refuses_is_told(recorded, template):
-    with pytest.raises(ConversionError, match=r"tokenizer_config.json.*TemplateError: Roles"):
+def test_errors_that_the_template_raises_are_reported(recorded, template):
+    with refused(ConversionError, "tokenizer_config.json", "TemplateError", "Roles must alternate"):
         template.render(recorded["refused"])
 
 
@@ -106,7 +107,7 @@ FEATURES = {
 
 @pytest.mark.slow(fast=("blocks are trimmed and stripped", "comments"))
 @pytest.mark.parametrize("name", FEATURES)
-def test_the_language_is_that_of_transformers(name):
+def test_template_language_equals_that_of_transformers(name):
     source, expected = FEATURES[name]
     messages = [
         {"role": "user", "content": " Hi <b> é\n"},
@@ -117,7 +118,7 @@ def test_the_language_is_that_of_transformers(name):
 
 
 CALLED = "{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments }})"
-# Forms in which published templates take a message that calls a tool and says nothing, and what comes of it.
+# Forms in which published templates take a message with a tool call and without content, and the rendered text.
 SILENT = {
     "None is asked for": (
         "{% if m.content is none %}" + CALLED + "{% else %}{{ m.content + '!' }}{% endif %}",
@@ -142,25 +143,24 @@ SILENT = {
 }
 
 
-@pytest.mark.slow(fast=("None is asked for-content0-False",))
-@pytest.mark.parametrize("text", [False, True])
-@pytest.mark.parametrize("content", [{}, {"content": None}])
+@pytest.mark.slow(fast=("None is asked for-no content-object",))
+@pytest.mark.parametrize("text", [False, True], ids=["object", "text"])
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["no content", "None"])
 @pytest.mark.parametrize("name", SILENT)
-def test_calls_are_given_as_the_template_takes_them(name, content, text):
+def test_tool_calls_are_passed_in_the_form_that_the_template_takes(name, content, text):
     source, expected = SILENT[name]
     call = {"type": "function", "function": {"name": "f", "arguments": "{}" if text else {}}}
     template = ChatTemplate(source="{% for m in messages %}" + source + "{% endfor %}")
     messages = [{"role": "assistant", **content, "tool_calls": [call]}]
     if expected is None:
-        with pytest.raises(ConversionError, match=r"cannot be rendered: (TypeError|UndefinedError)"):
+        with refused(ConversionError, "UndefinedError"):
             template.render(messages)
     else:
         assert template.render(messages) == expected
 
 
 @pytest.mark.slow
-def test_what_the_template_takes_is_given_as_it_is():
-    """As with transformers: no other form where the first one works, whatever the arguments are."""
+def test_arguments_that_the_template_takes_are_passed_unchanged():
     source = (
         "{% for m in messages %}{{ m.content is none }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
     )
@@ -170,7 +170,11 @@ def test_what_the_template_takes_is_given_as_it_is():
         assert found == f"True{json.dumps(arguments)}"
 
 
-@pytest.mark.parametrize("written", ["{{ f.arguments }}", "{{ '' ~ f.arguments }}", "{{ f.arguments | tojson }}"])
+@pytest.mark.parametrize(
+    "written",
+    ["{{ f.arguments }}", "{{ '' ~ f.arguments }}", "{{ f.arguments | tojson }}"],
+    ids=["written", "joined", "tojson"],
+)
 def test_arguments_are_written_as_json(written):
     source = "{% for m in messages %}{% for c in m.tool_calls %}{% set f = c.function %}{{ f.name }}" + written
     source += "{% endfor %}{% endfor %}"
@@ -196,7 +200,7 @@ def test_texts_become_parts_if_a_template_only_writes_parts(source, text):
     assert ChatTemplate(source=source).render(HELLO) == text
 
 
-def test_the_time_is_told():
+def test_strftime_now_is_the_local_time():
     text = ChatTemplate(source="{{ strftime_now('%Y-%m-%d %H') }}").render(HELLO)
     now = time.time()
     assert text in [time.strftime("%Y-%m-%d %H", time.localtime(now - ago)) for ago in (0, 60)]
@@ -206,69 +210,67 @@ def test_the_time_is_told():
 
 DOUBLE = "".join("{% set x = x ~ x %}" for _ in range(60))
 NEST = "{% set x = [1] %}" + "".join("{% set x = [x, x] %}" for _ in range(60))
-HOSTILE = {
-    "class": ("{{ messages.__class__ }}", "not allowed"),
-    "subclasses": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "not allowed"),
-    "globals of a helper": ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "not allowed"),
-    "globals of ours": ("{{ raise_exception.__globals__ }}", "not allowed"),
-    "attr filter": ("{{ messages | attr('__class__') }}", "not allowed"),
-    "map": ("{{ messages | map(attribute='__class__') | list }}", "not allowed"),
-    "format": ("{{ '{0.__class__}'.format(messages) }}", "not allowed"),
-    "format_map": ("{{ '{m.__class__}'.format_map({'m': messages}) }}", "not allowed"),
-    "context": ("{{ self._TemplateReference__context }}", "not allowed"),
-    "change": ("{{ messages.append(1) }}", "not allowed"),
-    "include": ("{% include '/etc/passwd' %}", "no loader"),
-    "import": ("{% import 'os' as os %}{{ os }}", "no loader"),
-    "extends": ("{% extends '/etc/passwd' %}", "no loader"),
-    "huge range": ("{{ range(10**12) }}", "Range too big"),
-    "nested ranges": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "processor"),
-    "huge power": ("{{ (10 ** (10 ** 9)) > 1 }}", "processor time|MemoryError"),
+TIME = r"\b0\.3 s"  # the limit that the test sets
+TIME_OR_MEMORY = f"{TIME}|MemoryError"
+HOSTILE = {  # templates, and the Python error or the limit that the message names
+    "class": ("{{ messages.__class__ }}", "SecurityError"),
+    "subclasses": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    "globals of a helper": ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "SecurityError"),
+    "globals of ours": ("{{ raise_exception.__globals__ }}", "SecurityError"),
+    "attr filter": ("{{ messages | attr('__class__') }}", "SecurityError"),
+    "map": ("{{ messages | map(attribute='__class__') | list }}", "SecurityError"),
+    "format": ("{{ '{0.__class__}'.format(messages) }}", "SecurityError"),
+    "format_map": ("{{ '{m.__class__}'.format_map({'m': messages}) }}", "SecurityError"),
+    "context": ("{{ self._TemplateReference__context }}", "SecurityError"),
+    "change": ("{{ messages.append(1) }}", "SecurityError"),
+    "include": ("{% include '/etc/passwd' %}", "TypeError"),
+    "import": ("{% import 'os' as os %}{{ os }}", "TypeError"),
+    "extends": ("{% extends '/etc/passwd' %}", "TypeError"),
+    "huge range": ("{{ range(10**12) }}", "OverflowError"),
+    "nested ranges": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME),
+    "huge power": ("{{ (10 ** (10 ** 9)) > 1 }}", TIME_OR_MEMORY),
     "huge string": ("{{ ('a' * 10 ** 10) | length }}", "MemoryError"),
     "huge padding": ("{{ 'a'.center(10 ** 11) | length }}", "MemoryError"),
-    "huge number": ("{{ '%99999999999d' % 1 }}", "width too big|MemoryError|too many"),
-    "doubled strings": ("{% set x = 'a' %}" + DOUBLE + "{{ x | length }}", "processor time|MemoryError"),
-    "doubled lists": (NEST + "{{ x }}", "MemoryError|processor time"),
-    "equal lists": (NEST + NEST.replace("x", "y") + "{{ x == y }}", "processor time"),
-    "flood": (
-        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
-        "10,000,000 characters|processor time",
-    ),
+    "huge number": ("{{ '%99999999999d' % 1 }}", "ValueError|OverflowError|MemoryError"),
+    "doubled strings": ("{% set x = 'a' %}" + DOUBLE + "{{ x | length }}", TIME_OR_MEMORY),
+    "doubled lists": (NEST + "{{ x }}", TIME_OR_MEMORY),
+    "equal lists": (NEST + NEST.replace("x", "y") + "{{ x == y }}", TIME),
+    "flood": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", rf"10,000,000|{TIME}"),
     "endless macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "endless loop": ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "RecursionError"),
-    "lorem ipsum": ("{{ lipsum(n=10 ** 9) }}", "processor time|MemoryError"),
-    "deep brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "RecursionError|process ended"),
-    "many blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "RecursionError|nested|process ended"),
+    "lorem ipsum": ("{{ lipsum(n=10 ** 9) }}", TIME_OR_MEMORY),
+    "deep brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", r"RecursionError|-\d"),
+    "many blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, r"RecursionError|SyntaxError|-\d"),
     "no template": ("{% for %}", "TemplateSyntaxError"),
-    "a long source": ("a" * 1_000_001, "1,000,001 bytes"),
-    "control characters": ("{{ raise_exception('\x1b[2J\x07 boo\n\n!') }}", r"TemplateError: \[2J boo !"),
-    "a long complaint": ("{{ raise_exception('boo' * 10000) }}", "TemplateError: boo"),
+    "a long source": ("a" * 1_000_001, "1,000,001"),
+    "control characters": ("{{ raise_exception('\x1b[2J\x07 boo\n\n!') }}", r"TemplateError.*\[2J boo !"),
+    "a long complaint": ("{{ raise_exception('boo' * 10000) }}", "TemplateError.*boo"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_in_a_sentence(name, monkeypatch):
+def test_hostile_templates_end_in_a_short_printable_error(name, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-    source, says = HOSTILE[name]
-    with pytest.raises(ConversionError, match=says) as caught:
+    source, named = HOSTILE[name]
+    with pytest.raises(ConversionError, match=named) as caught:
         ChatTemplate(source=source).render(HELLO)
-    sentence = str(caught.value)
-    assert sentence.isprintable() and len(sentence) < 500
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 500
 
 
 @pytest.mark.slow
 def test_a_template_has_a_second_of_processor_time():
-    """Of processor time: other programs may keep the machine busy. The limit's clock and this one differ a little."""
+    """Not of wall time, since other programs may keep the machine busy. The two clocks differ a little."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with pytest.raises(ConversionError, match="takes more than 1 s of processor time"):
+    with refused(ConversionError, "1 s"):
         ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert 0.8 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
 
 
 @pytest.mark.slow
-def test_the_time_is_that_of_each_and_of_all(monkeypatch):
-    """Long ones among many get their second; but not all of them, and one that never ends doesn't get that of all."""
+def test_time_is_limited_per_conversation_and_on_average(monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.4)
     loop = "{% for i in range(n) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
 
@@ -276,34 +278,34 @@ def test_the_time_is_that_of_each_and_of_all(monkeypatch):
         return ChatTemplate(source=loop).render_many([Conversation(HELLO, {"n": n}) for n in loops])
 
     begun = time.perf_counter()
-    with pytest.raises(ConversionError, match=r"more than 0\.4 s of processor time"):
+    with refused(ConversionError, "0.4 s"):
         render(1, 99999, *[0] * 200)
     assert time.perf_counter() - begun < 60
     monkeypatch.setattr(chat_template, "MORE_SECONDS", 0.0)
     monkeypatch.setattr(chat_template, "SECONDS", 60.0)
     monkeypatch.setattr(chat_template.math, "ceil", lambda seconds: 0)
-    with pytest.raises(ConversionError, match=r"more than 0 s on average of processor time"):
+    with refused(ConversionError, "0 s", "average"):
         render(*[100] * 200)
 
 
-def test_one_that_fails_leaves_the_others_alone():
+def test_a_failed_conversation_does_not_affect_the_others():
     template = ChatTemplate(
         source="{{ raise_exception('no') if n == 1 else n }}{% generation %}é{{ n }}{% endgeneration %}"
     )
     found = template.render_many([Conversation(HELLO, {"n": n}) for n in range(3)])
-    assert isinstance(found[1], ConversionError) and "no" in str(found[1])
+    assert isinstance(found[1], ConversionError)
+    assert_names(str(found[1]), "TemplateError: no")
     assert [found[n] for n in (0, 2)] == [Rendered(f"{n}é{n}", [[1, 3]], []) for n in (0, 2)]
 
 
-def test_where_messages_stand_is_told():
+def test_spans_of_messages_are_returned():
     source = "a{% for m in messages[1:] %}{% for n in messages %}{% endfor %}<{{ m.content }}>{% endfor %}b"
     messages = [{"role": "user", "content": content} for content in ("x", "é", "", "zz")]
     (found,) = ChatTemplate(source=source).render_many([Conversation(messages)])
     assert found == Rendered("a<é><><zz>b", None, [[1, 1, 4], [2, 4, 6], [3, 6, 10]])
 
 
-def test_thoughts_go_by_all_their_names():
-    """As transformers gives them: templates ask for one or the other."""
+def test_reasoning_is_passed_under_all_its_names():
     source = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }};{% endfor %}"
     messages = [
         {"role": "assistant", "content": "", name: name} for name in ("reasoning_content", "thinking", "reasoning")
@@ -319,22 +321,22 @@ def test_equal_templates_have_equal_hashes():
     assert one.content_hash not in [other.content_hash for other in others]
 
 
-def test_a_file_is_taken_with_the_tokens_of_the_directory(tmp_path):
+def test_a_template_file_gets_the_special_tokens_of_the_directory(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ eos_token }}")
     found = load_chat_template(FIXTURE, file=tmp_path / "t.jinja")
     assert found is not None and found.render(HELLO) == "<|end|>"
-    with pytest.raises(ConfigError, match=r"--chat-template.*none\.jinja'"):
+    with refused(ConfigError, "--chat-template", tmp_path / "none.jinja"):
         load_chat_template(FIXTURE, file=tmp_path / "none.jinja")
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):
     monkeypatch.setattr(chat_template, "WALL_SECONDS", -0.9)  # and a second for the conversation
-    with pytest.raises(ConversionError, match=r"took more than 0\.1 s"):
+    with refused(ConversionError, "0.1 s"):
         ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
 
 
-def test_a_hole_in_the_sandbox_leads_nowhere(tmp_path):
-    """What a template could do that had got hold of Python: no files, no sockets, no programs."""
+def test_the_worker_process_has_no_files_sockets_or_programs(tmp_path):
+    """Even for a template that escapes from Jinja's sandbox."""
     code = f"""
 import importlib.util, os, socket, subprocess, sys
 spec = importlib.util.spec_from_file_location("worker", {chat_template_worker.__file__!r})
@@ -365,7 +367,7 @@ for attempt in (
     assert done.stdout.split() == ["failed"] * 6
 
 
-def test_secrets_stay_here(monkeypatch):
+def test_the_worker_process_does_not_inherit_secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     seen = {}
     start = subprocess.Popen
@@ -381,21 +383,21 @@ def test_secrets_stay_here(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "messages, says",
+    "messages, named",
     [
-        ([], "at least one message"),
-        ("hello", "messages=hello must be a list"),
-        (["hello"], r"messages\[0\]=hello must be an object"),
-        ([{"content": "x"}], r"messages\[0\]: role='None' must be a word"),
-        ([*HELLO, {"role": 3, "content": "x"}], r"messages\[1\]: role='3'"),
-        ([{"role": "user"}], "has no content; its keys: role. Write its text under 'content'"),
-        ([{"role": "user", "content": None}], "content='None' must be a text"),
-        ([{"role": "user", "content": ["x"]}], "content=.* must be a text"),
-        ([{"role": "user", "content": "x", "more": {1, 2}}], "must be JSON values"),
+        pytest.param([], ["messages=[]"], id="empty"),
+        pytest.param("hello", ["messages=hello"], id="text"),
+        pytest.param(["hello"], ["messages[0]=hello"], id="list of texts"),
+        pytest.param([{"content": "x"}], ["messages[0]", "role='None'"], id="no role"),
+        pytest.param([*HELLO, {"role": 3, "content": "x"}], ["messages[1]", "role='3'"], id="role"),
+        pytest.param([{"role": "user"}], ["messages[0]", "role", "'content'"], id="no content"),
+        pytest.param([{"role": "user", "content": None}], ["messages[0]", "content='None'"], id="content None"),
+        pytest.param([{"role": "user", "content": ["x"]}], ["messages[0]", "content=", "['x']"], id="content list"),
+        pytest.param([{"role": "user", "content": "x", "more": {1, 2}}], ["messages", "JSON", "set"], id="set"),
     ],
 )
-def test_messages_of_another_form_are_refused(messages, says):
-    with pytest.raises(DataError, match=says):
+def test_malformed_messages_are_refused(messages, named):
+    with refused(DataError, *named):
         ChatTemplate(source="hi").render(messages)
 
 
@@ -424,7 +426,7 @@ def test_joins_text_and_reasoning_if_the_template_refuses_both():
     assert ChatTemplate(source=source.replace("m.tool_calls and", "false and")).render(messages) == "Hm.|See:"
 
 
-@pytest.mark.parametrize("calls", [None, [], ()])
+@pytest.mark.parametrize("calls", [None, [], ()], ids=["None", "list", "tuple"])
 def test_omits_tool_calls_if_there_are_none(calls):
     source = "{% for m in messages %}{{ m.tool_calls[0].name if 'tool_calls' in m else m.content }}{% endfor %}"
     messages = [{"role": "assistant", "content": "Hi", "tool_calls": calls}]
@@ -433,7 +435,7 @@ def test_omits_tool_calls_if_there_are_none(calls):
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"jinja2.*eqx_decoders\[hf\]"):
+    with refused(ImportError, "'jinja2'", "eqx_decoders[hf]"):
         ChatTemplate(source="hi").render(HELLO)
 
 
@@ -449,7 +451,7 @@ def test_windows_can_import_it_and_refuses_to_render(monkeypatch):
             patch.delattr(signal, name)
         patch.setattr(sys, "platform", "win32")
         spec.loader.exec_module(found)
-        with pytest.raises(ConversionError, match="Windows has no limits"):
+        with refused(ConversionError, "Windows"):
             found.ChatTemplate(source="hi").render(HELLO)
 
 
@@ -470,7 +472,7 @@ def source_of(folder: Path, name: str = "default") -> str:
     return found.source
 
 
-def test_the_newest_kind_of_file_wins(tmp_path):
+def test_the_newest_format_takes_precedence(tmp_path):
     assert load_chat_template(tmp_path) is None
     assert load_chat_template(written(tmp_path, tokenizer_config__json={"bos_token": "<s>"})) is None
     written(
@@ -480,38 +482,41 @@ def test_the_newest_kind_of_file_wins(tmp_path):
     assert source_of(written(tmp_path, chat_template__json={"chat_template": "newer"})) == "newer"
     assert source_of(written(tmp_path, chat_template__jinja="newest é\n")) == "newest é\n"
     found = load_chat_template(tmp_path)
-    assert (
-        found is not None and found.variables == {"eos_token": "</s>"} and found.where.endswith("chat_template.jinja")
-    )
+    assert found is not None and found.variables == {"eos_token": "</s>"}
+    assert found.where.endswith("chat_template.jinja")
 
 
-def test_one_of_several_is_chosen_by_name(tmp_path):
+def test_templates_are_selected_by_name(tmp_path):
     rows = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     written(tmp_path, tokenizer_config__json={"chat_template": rows})
     assert source_of(tmp_path) == "a" and source_of(tmp_path, "tool_use") == "b"
-    with pytest.raises(ConversionError, match=r"'tool_us'.*'tool_use'"):
+    with refused(ConversionError, "tokenizer_config.json", "'tool_us'", "'tool_use'"):
         load_chat_template(tmp_path, "tool_us")
     written(tmp_path, tokenizer_config__json={"chat_template": rows[1:]})
-    with pytest.raises(ConversionError, match=r"'default'.*tool_use"):
+    with refused(ConversionError, "'default'", "tool_use"):
         load_chat_template(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "files, says",
+    "files, named",
     [
-        ({"tokenizer_config__json": {"chat_template": 3}}, "must be a text, or a list"),
-        ({"tokenizer_config__json": {"chat_template": [{"name": "default"}]}}, "with a name and a template each"),
-        ({"tokenizer_config__json": {"chat_template": ["x"]}}, "with a name and a template each"),
-        ({"tokenizer_config__json": "[1]"}, "must hold a JSON object"),
-        ({"tokenizer_config__json": "{"}, "no JSON"),
-        ({"chat_template__json": "nothing"}, "no JSON"),
-        ({"chat_template__jinja": b"\xff\xfe"}, "no UTF-8"),
-        ({"chat_template__jinja": "a" * 1_000_001}, "more than 1,000,000 bytes"),
-        ({"chat_template__jinja": "x", "tokenizer_config__json": {"eos_token": 7}}, "eos_token=7 must be a text"),
+        ({"tokenizer_config__json": {"chat_template": 3}}, ["tokenizer_config.json", "chat_template"]),
+        (
+            {"tokenizer_config__json": {"chat_template": [{"name": "default"}]}},
+            ["tokenizer_config.json", "chat_template"],
+        ),
+        ({"tokenizer_config__json": {"chat_template": ["x"]}}, ["tokenizer_config.json", "chat_template"]),
+        ({"tokenizer_config__json": "[1]"}, ["tokenizer_config.json", "JSON", "list"]),
+        ({"tokenizer_config__json": "{"}, ["tokenizer_config.json", "JSON", "line 1"]),
+        ({"chat_template__json": "nothing"}, ["chat_template.json", "JSON", "line 1"]),
+        ({"chat_template__jinja": b"\xff\xfe"}, ["chat_template.jinja", "UTF-8", "0xff"]),
+        ({"chat_template__jinja": "a" * 1_000_001}, ["chat_template.jinja", "1,000,000"]),
+        ({"chat_template__jinja": "x", "tokenizer_config__json": {"eos_token": 7}}, ["eos_token=7"]),
     ],
+    ids=["number", "no template", "list of texts", "list", "cut JSON", "no JSON", "no UTF-8", "too long", "token"],
 )
-def test_files_that_are_not_as_they_should_be(tmp_path, files, says):
-    with pytest.raises(ConversionError, match=says):
+def test_malformed_files_are_refused(tmp_path, files, named):
+    with refused(ConversionError, *named):
         load_chat_template(written(tmp_path, **files))
 
 
@@ -520,11 +525,11 @@ def test_links_that_lead_out_are_refused(tmp_path, name):
     (tmp_path / "secret").write_text('{"chat_template": "secret"}')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(ConversionError, match="leads out of its directory"):
+    with refused(ConversionError, tmp_path / "model" / name):
         load_chat_template(tmp_path / "model")
 
 
-def test_the_older_list_of_special_tokens_counts_as_in_transformers():
+def test_special_tokens_map_takes_precedence_as_in_transformers():
     settings, older = {"bos_token": "<a>", "pad_token": None, "other": 3}, {"bos_token": "<b>", "eos_token": "<c>"}
     assert special_tokens(settings, older) == {"bos_token": "<b>", "eos_token": "<c>", "pad_token": None}
     settings["added_tokens_decoder"] = {}
@@ -532,8 +537,7 @@ def test_the_older_list_of_special_tokens_counts_as_in_transformers():
 
 
 @pytest.mark.slow
-def test_a_process_that_was_started_ahead_renders_the_same():
-    """Once; one that has ended is not asked."""
+def test_a_prestarted_process_renders_once():
     template, work = ChatTemplate(source="{{ messages[0].content }}"), [Conversation(HELLO)]
     process = RenderingProcess()
     assert process.alive
@@ -543,22 +547,23 @@ def test_a_process_that_was_started_ahead_renders_the_same():
 
 
 @pytest.mark.slow
-def test_what_ends_a_process_takes_no_others_with_it(monkeypatch):
-    """Those before it are there; it is the first of the next process, and the only one that has to fail."""
+def test_a_process_that_ends_fails_one_conversation_only(monkeypatch):
+    """Conversations before it are rendered; the next process starts with it."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     loop = "{% for i in range(n) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{{ n }}"
     template, work = ChatTemplate(source=loop), [Conversation(HELLO, {"n": n}) for n in (0, 1, 99999, 0)]
     found = template.render_some(work)
     assert [one.text for one in found] == ["0", "1"]
     (error,) = template.render_some(work[2:])
-    assert isinstance(error, ConversionError) and "more than 0.3 s" in str(error)
+    assert isinstance(error, ConversionError)
+    assert_names(str(error), "0.3 s")
     assert [one.text for one in template.render_some(work[3:])] == ["0"]
 
 
-@pytest.mark.slow(fast=("a\\xe9\\U0001f600",))
-@pytest.mark.parametrize("letters", ["aé😀", "\ud83d", '"\\\n'])
-def test_long_conversations_are_given_and_taken_in_pieces(letters, monkeypatch):
-    """No call reads or writes the JSON of all of one, which would stop all threads."""
+@pytest.mark.slow(fast=("letters",))
+@pytest.mark.parametrize("letters", ["aé😀", "\ud83d", '"\\\n'], ids=["letters", "surrogate", "escapes"])
+def test_long_conversations_are_exchanged_in_pieces(letters, monkeypatch):
+    """The JSON of a complete conversation in one call would stop all threads."""
     most, dumps, loads = [0], json.dumps, json.loads
 
     def dumped(value, **options):
@@ -573,7 +578,8 @@ def test_long_conversations_are_given_and_taken_in_pieces(letters, monkeypatch):
     messages, tools = [{"role": "user", "content": letters * 100_000}], [{"a": {2.5: [1, "x"], None: True}}]
     text = "".join(chat_template._json([messages, tools, {"a": [], "b": {}, "c": (1, None)}]))
     assert text == dumps([messages, tools, {"a": [], "b": {}, "c": (1, None)}])
-    monkeypatch.setattr(chat_template.json, "dumps", dumped), monkeypatch.setattr(chat_template.json, "loads", loaded)
+    monkeypatch.setattr(chat_template.json, "dumps", dumped)
+    monkeypatch.setattr(chat_template.json, "loads", loaded)
     assert template.rendered(messages, tools=tools).text == letters * 100_000
     assert 0 < most[0] <= 12 * chat_template.PIECE + 3
 
@@ -613,13 +619,14 @@ def test_named_templates_outside_of_the_directory_are_refused(link, tmp_path):
     else:
         (inside / "additional_chat_templates").mkdir()
         (inside / "additional_chat_templates" / "secret.jinja").symlink_to(outside / "secret.jinja")
-    with pytest.raises(ConversionError, match=r"secret\.jinja leads out of its directory"):
-        load_chat_template(inside)
-    with pytest.raises(ConversionError, match=r"secret\.jinja leads out of its directory"):
-        copy_tokenizer(inside, copy)
+    for read in (load_chat_template, lambda directory: copy_tokenizer(directory, copy)):
+        with refused(ConversionError, inside / "additional_chat_templates" / "secret.jinja"):
+            read(inside)
 
 
-@pytest.mark.parametrize("arguments", [None, "", " \n", "null", "{}", {}])
+@pytest.mark.parametrize(
+    "arguments", [None, "", " \n", "null", "{}", {}], ids=["None", "empty", "space", "null", "text", "object"]
+)
 def test_missing_arguments_are_an_empty_object(arguments):
     assert object_arguments(arguments) == {}
 

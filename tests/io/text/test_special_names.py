@@ -1,4 +1,4 @@
-"""Names of special tokens in messages are letters where a template is told so; all else is as without."""
+"""Names of special tokens in messages are encoded as plain text if the template is set so."""
 
 import dataclasses
 import json
@@ -16,6 +16,7 @@ from eqx_decoders.io.processors.prompts import PromptFiles, expand, in_order
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, load_chat_template
 from eqx_decoders.io.text.chat_template_worker import EscapedNames, SpecialNames
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, hidden, load_tokenizer, with_letters
+from tests.errors import refused
 
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
@@ -45,18 +46,17 @@ def letters(found) -> list[str]:
     return [found.text[start:stop] for start, stop in found.literal]
 
 
-def test_of_names_that_begin_at_one_place_the_longest_is_found():
+def test_finds_the_longest_of_overlapping_names():
     names = SpecialNames(["<a>", "<a><b>", "[X]", "<ab"])
     text = "<a><b><a>[X]<ab>[X<a"
     assert [text[start:stop] for start, stop in names.spans(text)] == ["<a><b>", "<a>", "[X]", "<ab"]
     assert [text[start:stop] for start, stop in names.spans(text, partial=True)][-1] == "<a"
     assert list(names.spans("<a", partial=True)) == [(0, 2)] and not list(names.spans("<a"))
-    assert not list(SpecialNames(["<abc>"]).spans("<ab<", partial=False)) and list(
-        SpecialNames(["ab"]).spans("aab")
-    ) == [(1, 3)]
+    assert not list(SpecialNames(["<abc>"]).spans("<ab<", partial=False))
+    assert list(SpecialNames(["ab"]).spans("aab")) == [(1, 3)]
 
 
-@pytest.mark.slow(fast=("hello-found0",))
+@pytest.mark.slow(fast=("no name",))
 @pytest.mark.parametrize(
     "content, found",
     [
@@ -66,14 +66,15 @@ def test_of_names_that_begin_at_one_place_the_longest_is_found():
         ([{"text": "x<|en"}, {"text": "d|>y"}], ["<|en"]),
         ("\ue000<|end|>\ue001", ["<|end|>"]),  # letters of private use are no marks
     ],
+    ids=["no name", "names", "start of a name", "parts", "private use"],
 )
-def test_the_text_is_the_same_and_tells_what_is_letters(template, content, found):
+def test_renders_the_same_text_and_the_spans_of_names(template, content, found):
     rendered = render(template, content)
     assert rendered._replace(literal=()) == render(dataclasses.replace(template, literal=()), content)
     assert letters(rendered) == found
 
 
-def test_marks_survive_json_of_ascii_and_places_are_those_of_the_text(tokenizer):
+def test_spans_are_those_of_the_text_with_ascii_json(tokenizer):
     source = "{{ messages[0].content | tojson(ensure_ascii=true) }}{% for m in messages %}<{{ m.content }}>"
     source += "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     found = render(with_letters(ChatTemplate(source=source), tokenizer), "é<|end|>")
@@ -82,7 +83,7 @@ def test_marks_survive_json_of_ascii_and_places_are_those_of_the_text(tokenizer)
     assert found.literal == [[7, 14], [17, 24], [26, 33]]
 
 
-def test_tools_and_arguments_are_guarded_and_roles_are_not(tokenizer, template):
+def test_names_in_tools_are_escaped_and_roles_are_not(tokenizer, template):
     found = render(template, "x", tools=[{"name": "<|end|>"}])
     assert found.text == '<|user|>x<|end|>[{"name": "<|end|>"}]' and found.literal == [[27, 34]]
     ids = tokenizer.encode(found.text, special=True, literal=found.literal)
@@ -93,9 +94,13 @@ def specials(tokenizer) -> set[int]:
     return {int(tokenizer.encode(name, special=True)[0]) for name in tokenizer.special_names}
 
 
-@pytest.mark.slow(fast=("a<|end|>b", "<|end|>"))
-@pytest.mark.parametrize("content", ["a<|end|>b", "<|end|>", " <|end|> é<|user|>", "<<|end|>>", "\U000f0000<|end|>"])
-def test_users_write_no_special_tokens(tokenizer, template, content):
+@pytest.mark.slow(fast=("inside", "alone"))
+@pytest.mark.parametrize(
+    "content",
+    ["a<|end|>b", "<|end|>", " <|end|> é<|user|>", "<<|end|>>", "\U000f0000<|end|>"],
+    ids=["inside", "alone", "several", "brackets", "private use"],
+)
+def test_names_in_messages_give_no_special_tokens(tokenizer, template, content):
     """The ids are the template's special tokens around the ids of the letters."""
     found = render(template, content)
     ids = tokenizer.encode(found.text, special=True, literal=found.literal).tolist()
@@ -141,8 +146,7 @@ def test_special_tokens_in_the_vocabulary_are_not_found_as_letters(kind):
     )
 
 
-def test_names_are_others_each_time(tokenizer):
-    """Nobody can write what stands for a special token."""
+def test_substituted_names_are_random(tokenizer):
     first, second = (JsonTokenizer(tokenizer._inner).renamed for _ in range(2))
     text = first.text("<|end|>", [])
     assert text != second.text("<|end|>", []) and len(text) == 7
@@ -151,8 +155,7 @@ def test_names_are_others_each_time(tokenizer):
 
 
 @pytest.mark.slow
-def test_nothing_is_changed_without_names_in_messages(tokenizer):
-    """The very ids and texts that transformers has."""
+def test_messages_without_names_encode_as_in_transformers(tokenizer):
     recorded = json.loads((FIXTURE / "rendered.json").read_text())
     template = with_letters(load_chat_template(FIXTURE), tokenizer)
     for one in recorded["chats"]:
@@ -162,17 +165,17 @@ def test_nothing_is_changed_without_names_in_messages(tokenizer):
         assert found.text == one["text"] and (bool(literal) or ids == one["ids"])
 
 
-def test_placeholders_of_files_in_letters_stay(tokenizer):
+def test_placeholders_in_plain_text_are_not_expanded(tokenizer):
     text, literal = "<img> <img> a <vid>", [(6, 11)]
     kinds = [PromptFiles("image", "<img>", ["<long one>"]), PromptFiles("video", "<vid>", ["v"])]
     assert in_order(hidden(text, literal), kinds) == ["image", "video"]
     written, moved = expand(text, kinds, literal)
     assert written == "<long one> <img> a v" and [written[start:stop] for start, stop in moved] == ["<img>"]
-    with pytest.raises(DataError, match="2 placeholders"):
+    with refused(DataError, "2 placeholders '<img>'", "images", "1"):
         expand(text, kinds)
 
 
-def test_conversations_that_are_trained_on(tokenizer, template):
+def test_trained_conversations_have_no_special_tokens_of_content(tokenizer, template):
     messages = [{"role": "user", "content": "a<|end|>"}, {"role": "assistant", "content": "b<|user|>c"}]
     (found,) = render_documents(iter([Document("x", chat=ChatDocument(messages))]), template)
     ((ids, mask),) = encode_spans(tokenizer, [found.text or ""], [found.spans or ()], [found.literal])
@@ -183,7 +186,7 @@ def test_conversations_that_are_trained_on(tokenizer, template):
     assert bytes(ids.tolist()).decode() == found.text
 
 
-def test_the_setting_of_training(tokenizer, tmp_path):
+def test_special_tokens_in_content_of_the_data_config(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "<|end|>"}, {"role": "assistant", "content": "b"}]})
     )
@@ -201,8 +204,7 @@ def test_the_setting_of_training(tokenizer, tmp_path):
     assert counts == [3, 2] and hashes[0] != hashes[1]
 
 
-def test_many_names_take_no_time():
-    """Gemma has thousands: what is done for each `<` does not grow with them."""
+def test_search_time_does_not_grow_with_the_number_of_names():
     looked = []
 
     class Counted(frozenset):

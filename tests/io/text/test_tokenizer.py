@@ -1,4 +1,4 @@
-"""Tokenizers: every text comes back, and special names in it are text."""
+"""Tokenizers: every text round-trips, and names of special tokens in it are encoded as text."""
 
 import json
 import sys
@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
 from tests.compare import assert_array_equal
+from tests.errors import refused
 
 
 TEXTS = [
@@ -35,7 +36,7 @@ def tokenizer(request, bpe):
 @pytest.mark.slow(fast=("bpe",))
 @given(text=st.text(max_size=80))
 @settings(max_examples=150, deadline=None)
-def test_every_text_comes_back(tokenizer, text):
+def test_random_texts_round_trip(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and isinstance(tokenizer, Tokenizer)
     assert np.all((ids >= 0) & (ids < tokenizer.vocab_size))
@@ -44,15 +45,17 @@ def test_every_text_comes_back(tokenizer, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "\x00", "\r\n", "\ufeffa", "a<|endoftext|>b", "\ufffd", "👩‍👩‍👧 é é", " " * 50, TEXTS[1]]
+    "text",
+    ["", "\x00", "\r\n", "\ufeffa", "a<|endoftext|>b", "\ufffd", "👩‍👩‍👧 é é", " " * 50, TEXTS[1]],
+    ids=["empty", "NUL", "line break", "BOM", "special name", "replacement", "joined emoji", "spaces", "long"],
 )
-def test_hard_texts_come_back(tokenizer, text):
+def test_unusual_texts_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     (many,) = tokenizer.encode_many([text])
     assert_array_equal(many, tokenizer.encode(text))
 
 
-def test_bpe_merges_and_uses_its_whole_vocabulary(bpe):
+def test_bpe_merges_and_fills_its_vocabulary(bpe):
     assert bpe.vocab_size == 300 and bpe.bos_id == bpe.eos_id == 0
     assert len(bpe.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])
 
@@ -75,13 +78,13 @@ def test_special_and_broken_ids_decode():
 
 
 def test_lone_surrogates_are_refused(tokenizer):
-    with pytest.raises(DataError, match="lone surrogate at character 2"):
+    with refused(DataError, "surrogate", "2"):
         tokenizer.encode("ab\ud800")
 
 
 def test_bpe_is_deterministic(bpe):
     assert train_bpe(TEXTS, 300).content_hash == bpe.content_hash != train_bpe(TEXTS[:2], 300).content_hash
-    with pytest.raises(ConfigError, match="vocab_size=256"):
+    with refused(ConfigError, "vocab_size=256", "257"):
         train_bpe(TEXTS, 256)
 
 
@@ -109,6 +112,7 @@ def inner_tokenizer(*special):
         ({"bos_token": "<a>", "eos_token": {"content": "<b>"}}, "<a>", "<b>"),
         ({"bos_token": None}, None, "</s>"),
     ],
+    ids=["no settings", "names", "no bos"],
 )
 def test_special_tokens_are_found(tmp_path, settings, bos, eos):
     inner = inner_tokenizer("<s>", "</s>", "<a>", "<b>")
@@ -122,7 +126,7 @@ def test_special_tokens_are_found(tmp_path, settings, bos, eos):
         assert found.vocab_size == 6
 
 
-def test_stored_truncation_and_padding_are_switched_off(bpe, tmp_path):
+def test_stored_truncation_and_padding_are_ignored(bpe, tmp_path):
     bpe.save(tmp_path)
     file = tmp_path / "tokenizer.json"
     from tokenizers import Tokenizer as Inner
@@ -136,35 +140,42 @@ def test_stored_truncation_and_padding_are_switched_off(bpe, tmp_path):
     assert len(again.encode("a")) == 1
 
 
-def test_sentences_for_what_cannot_be_loaded(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere'.*'bytes'"):
+def test_missing_and_malformed_files_are_refused(tmp_path):
+    with refused(DataError, "'nowhere'", "'bytes'"):
         load_tokenizer("nowhere")
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
+    with refused(DataError, tmp_path, "tokenizer.json"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
+    file, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    file.write_text("{}")
+    with refused(DataError, file):
         load_tokenizer(tmp_path)
-    inner_tokenizer("<s>").save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
-    with pytest.raises(DataError, match=r"eos_token='<gone>' .*added_tokens\.json"):
+    inner_tokenizer("<s>").save(str(file))
+    config.write_text('{"eos_token": "<gone>"}')
+    with refused(DataError, "eos_token='<gone>'", "added_tokens.json"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(DataError, match="must hold a JSON object"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config.json"):
+    config.write_text("[1]")
+    with refused(DataError, config, "JSON"):
         load_tokenizer(tmp_path)
 
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"):
+    with refused(ImportError, "'tokenizers'", "eqx_decoders[train]"):
         train_bpe(TEXTS, 300)
 
 
 # --- directories from elsewhere ---------------------------------------------------------------------------------------
 
 PUBLISHED = Path(__file__).parents[2] / "fixtures" / "chat_llama"
+
+
+# names a token that it does not list: the package panics when it encodes
+UNLISTED_TOKEN = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
 
 
 def published(folder: Path, name: str = "tokenizer.json", **edit) -> Path:
@@ -188,16 +199,16 @@ def test_a_published_tokenizer_encodes_as_in_transformers():
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_links_that_lead_out_are_refused(tmp_path, name):
+def test_links_out_of_the_directory_are_refused(tmp_path, name):
     (tmp_path / "model").mkdir()
     folder = published(tmp_path / "model")
     (folder / name).rename(tmp_path / "outside")
     (folder / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(ConversionError, match=f"{name} leads out of its directory"):
+    with refused(ConversionError, folder / name):
         load_tokenizer(folder)
 
 
-def test_links_within_are_read(tmp_path):
+def test_links_within_the_directory_are_read(tmp_path):
     folder = published(tmp_path)
     (folder / "tokenizer.json").rename(folder / "other.json")
     (folder / "tokenizer.json").symlink_to("other.json")
@@ -215,39 +226,42 @@ def test_the_links_of_a_downloaded_repository_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, edit",
+    "edit, named",
     [
-        ("tokenizer.json", {"model": ...}),
-        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}),
-        ("tokenizer.json", {"added_tokens": 3}),
-        ("tokenizer.json", {"version": "9"}),
-        # names a token that it does not list: the package panics when it encodes
-        (
-            "tokenizer.json",
-            {
-                "post_processor": {
-                    "type": "TemplateProcessing",
-                    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
-                    "pair": [],
-                    "special_tokens": {},
-                }
-            },
-        ),
-        ("tokenizer_config.json", {"eos_token": "<gone>"}),
-        ("tokenizer_config.json", {"eos_token": ["<|end|>"]}),
-        ("tokenizer_config.json", {"eos_token": {"content": 3}}),
+        ({"model": ...}, "tokenizer.json"),
+        ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "`-1`"),
+        ({"added_tokens": 3}, "`3`"),
+        ({"version": "9"}, "'9'"),
+        ({"post_processor": UNLISTED_TOKEN}, "tokenizer.json"),
     ],
+    ids=["no model", "negative id", "added_tokens", "version", "unlisted token"],
 )
-def test_malformed_directories_give_a_sentence(tmp_path, name, edit):
-    with pytest.raises((DataError, ConversionError), match=r"not a tokenizer.json that|not in the vocabulary|a text"):
-        load_tokenizer(published(tmp_path, name, **edit))
+def test_malformed_tokenizer_files_are_refused(tmp_path, edit, named):
+    with refused(DataError, tmp_path / "tokenizer.json", named):
+        load_tokenizer(published(tmp_path, **edit))
 
 
-@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"a": 1', b"\xff", " " * 10_000_001])
-def test_settings_that_are_no_json_give_a_sentence(tmp_path, content):
-    published(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=r"tokenizer_config.json (is not valid JSON|has 10,000,001 bytes)"):
+@pytest.mark.parametrize("token", [["<|end|>"], {"content": 3}], ids=["list", "number"])
+def test_special_tokens_that_are_no_text_are_refused(tmp_path, token):
+    with refused(ConversionError, f"eos_token={token}"):
+        load_tokenizer(published(tmp_path, "tokenizer_config.json", eos_token=token))
+
+
+@pytest.mark.parametrize(
+    "content, named",
+    [
+        (b"", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"a": 1', "JSON"),
+        (b"\xff", "0xff"),
+        (b" " * 10_000_001, "10,000,001"),
+    ],
+    ids=["empty", "nested", "cut", "no UTF-8", "too long"],
+)
+def test_malformed_settings_are_refused(tmp_path, content, named):
+    file = published(tmp_path) / "tokenizer_config.json"
+    file.write_bytes(content)
+    with refused(DataError, file, named):
         load_tokenizer(tmp_path)
 
 
