@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is bit for bit what was saved, or an error that names what is not."""
+"""Checkpoints are restored bit by bit as they were saved, or an error names the arrays that differ."""
 
 import contextlib
 import functools
@@ -30,6 +30,7 @@ from eqx_decoders.io.checkpoint.steps import COMMITTED, SET_ASIDE, TEMPORARY, St
 from eqx_decoders.sharding.axes import named_leaves
 from tests.commands import ROOT
 from tests.compare import assert_array_equal
+from tests.errors import assert_names, refused
 from tests.programs import no_renames
 
 
@@ -55,7 +56,7 @@ class State(eqx.Module):
 
 
 def make_state(seed=0, bias=True, shape=(64, 16)):
-    """The weights are large enough to have bytes of their own in a file: Orbax checks those that it stores inline."""
+    """The weights are too large for Orbax to store them inline, where it checks them."""
     weight = jax.random.normal(jax.random.key(seed), shape)
     model = Model(weight, jnp.full(8, seed + 1.5, jnp.bfloat16) if bias else None, 3)
     optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
@@ -83,13 +84,13 @@ def abstract(tree):
 
 @pytest.fixture(scope="module", params=["renamed", "in place"])
 def mode(request):
-    """Steps are renamed when they are whole, or written where nothing can be renamed, as in a bucket."""
+    """Complete steps are renamed, or written in place where nothing can be renamed, as in a bucket."""
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def writing(request):
-    """Steps are written in the mode of a test that has one."""
+    """Steps are written in the `mode` of the test."""
     in_place = "mode" in request.fixturenames and request.getfixturevalue("mode") == "in place"
     with no_renames() if in_place else contextlib.nullcontext():
         yield
@@ -141,7 +142,7 @@ def test_every_kind_of_array(tmp_path):
         checkpoints.save(0, tree, data_state={}, config="text")
     assert_same(Checkpoints(tmp_path).restore(tree).tree, tree)
     template = {**tree, "rbg": jax.random.key(3)}
-    with pytest.raises(CheckpointError, match=r"rbg: key<rbg>\[\] in the checkpoint, key<fry>\[\] in the model"):
+    with refused(CheckpointError, "rbg", "key<rbg>[]", "key<fry>[]"):
         Checkpoints(tmp_path).restore(template)
 
 
@@ -209,20 +210,19 @@ def test_uncommitted_leaves_stay_uncommitted(saved):
     jax.block_until_ready(jax.jit(lambda a, b: a + jnp.broadcast_to(b, 8))(there, tree.step))
 
 
-def test_every_difference_is_listed_before_anything_is_loaded(saved, copied):
+def test_all_differences_are_listed_before_arrays_are_loaded(saved, copied):
     for file in copied.rglob("d/*"):
         file.unlink()  # loading would fail now
     template = make_state(shape=(64, 5), bias=False)
     template = eqx.tree_at(lambda s: (s.step, s.model.act), template, (jnp.float32(0), jnp.ones(2)))
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, copied / "20", "8 differences") as caught:
         Checkpoints(copied).restore(template)
-    text = str(caught.value)
-    assert "model.weight: float32[64, 16] in the checkpoint, float32[64, 5] in the model" in text
-    assert "model.bias: bfloat16[8] in the checkpoint, not in the model" in text
-    assert "model.act: not in the checkpoint, float32[2] in the model" in text
-    assert "step: int32[] in the checkpoint, float32[] in the model" in text
-    assert "optimizer.0.mu.bias" in text and "optimizer.0.nu.weight" in text
-    assert "8 differences" in text and len(text.splitlines()) == 8 + 2
+    lines = {line.split(":")[0].strip(): line for line in str(caught.value).splitlines()[1:-1]}
+    assert_names(lines.pop("model.weight"), "float32[64, 16]", "float32[64, 5]")
+    assert_names(lines.pop("model.bias"), "bfloat16[8]")
+    assert_names(lines.pop("model.act"), "float32[2]")
+    assert_names(lines.pop("step"), "int32[]", "float32[]")
+    assert lines.keys() == {f"optimizer.0.{moment}.{name}" for moment in ("mu", "nu") for name in ("weight", "bias")}
     assert Checkpoints(copied).steps == (10, 20), "a mismatch is not damage"
 
 
@@ -244,7 +244,7 @@ def test_fingerprint_notices_any_bit_and_any_swap(getkey):
     "dtype", ["bool", "int8", "uint16", "bfloat16", "float32", "complex64", "int64", "float64", "key"]
 )
 def test_fingerprint_is_the_sum_of_its_formula(dtype):
-    """Numbers of more than four bytes count as several."""
+    """Numbers of more than four bytes count as several words."""
     value = np.random.default_rng(0).normal(0, 99, (3, 4)).astype("uint32" if dtype == "key" else dtype)
     with jax.enable_x64(dtype in ("int64", "float64")):
         array = jax.random.wrap_key_data(jnp.asarray(value), impl="rbg") if dtype == "key" else jnp.asarray(value)
@@ -271,7 +271,7 @@ def data_file(step: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("trials", [6, 200])
 def test_flipped_bits_are_found_or_harmless(saved, tmp_path, mode, trials):
-    """By `restore`, which falls back to the step before, and by `load_weights` of that very step, which raises."""
+    """`restore` falls back to the step before; `load_weights` of that step raises."""
     pick, template, by_fingerprint, by_digest = random.Random(0), make_state(), 0, 0
     state = arrays(make_state(20))
     for trial in range(trials):
@@ -283,28 +283,29 @@ def test_flipped_bits_are_found_or_harmless(saved, tmp_path, mode, trials):
             assert_same(weights, make_state(20).model)
         except CheckpointError as error:
             refusal = str(error)
-        by_fingerprint += "arrays are damaged: model.weight" in refusal
-        by_digest += "the manifest is damaged" in refusal
+        by_fingerprint += "model.weight" in refusal
+        by_digest += "SHA-256" in refusal
         reports = []
         tree, data_state, step = Checkpoints(copy, warn=reports.append).restore(template)
         if step == 10:
-            assert len(reports) == 1 and "20" in reports[0] and "Falling back to step 10" in reports[0]
+            (report,) = reports
+            assert_names(report, copy / "20", "step 10")
             assert is_set_aside(copy, mode) and Checkpoints(copy).steps == (10,)
-            assert refusal or "optimizer" in reports[0]
+            assert refusal or "optimizer" in report
         else:
             assert not refusal and arrays(tree) == state and data_state == {"next": 20}
     assert min(by_fingerprint, by_digest) >= trials // 4
 
 
 @pytest.mark.slow(fast=("renamed",))
-def test_damaged_leaves_are_named_and_an_asked_for_step_has_no_fallback(copied):
+def test_damaged_arrays_are_named_and_an_explicit_step_has_no_fallback(copied):
     manifest = copied / "20/manifest/data.json"
     body = json.loads(manifest.read_text())
     other = json.loads((copied / "10/manifest/data.json").read_text())
     body["arrays"]["model.weight"]["fingerprint"] = other["arrays"]["model.weight"]["fingerprint"]
     body.pop("sha256")
     manifest.write_text(json.dumps({**body, "sha256": digest(body)}))
-    with pytest.raises(CheckpointError, match=r"1 of \d+ arrays are damaged: model\.weight\."):
+    with refused(CheckpointError, copied / "20", "1 of 9 arrays", "model.weight"):
         Checkpoints(copied).restore(make_state(), step=20)
     assert Checkpoints(copied).steps == (10, 20)
     assert_same(Checkpoints(copied).restore(make_state(), verify=False).tree, make_state(20))
@@ -312,7 +313,7 @@ def test_damaged_leaves_are_named_and_an_asked_for_step_has_no_fallback(copied):
 
 
 @pytest.mark.slow(fast=("renamed",))
-def test_truncated_newest_step_falls_back_and_training_goes_on(copied, mode, capfd):
+def test_a_truncated_newest_step_falls_back_and_training_resumes(copied, mode, capfd):
     os.truncate(data_file(copied / "20"), 40)
     warnings = []
     with Checkpoints(copied, warn=warnings.append) as checkpoints:
@@ -329,8 +330,8 @@ def test_truncated_newest_step_falls_back_and_training_goes_on(copied, mode, cap
 
 
 @pytest.mark.slow(fast=("renamed",))
-def test_a_step_that_was_read_wrongly_once_is_not_set_aside(copied, monkeypatch):
-    """A network or a memory that flips a bit now and then: what differs is read again, arrays and manifest alike."""
+def test_arrays_and_manifest_are_read_again_before_a_step_is_set_aside(copied, monkeypatch):
+    """A network or a memory may flip a bit now and then."""
     read, flips = reading.ocp.load_checkpointables, ["manifest", "arrays"]
 
     def unsteady(path, items):
@@ -347,20 +348,18 @@ def test_a_step_that_was_read_wrongly_once_is_not_set_aside(copied, monkeypatch)
 
 
 @pytest.mark.slow(fast=("renamed",))
-def test_a_step_of_another_run_is_not_followed_by_ours(copied):
-    """Two runs in one directory, on hosts that do not see each other's locks."""
+def test_a_step_of_another_run_in_the_directory_stops_saving(copied):
+    """Hosts may not see each other's locks."""
     with Checkpoints(copied, max_checkpoints=1) as one, Checkpoints(copied) as other:
         assert one.restore(make_state()).step == other.restore(make_state()).step == 20
         one.save(30, make_state(30), data_state={}, config={}, wait=True)
-        with pytest.raises(
-            CheckpointError, match=r"step 30 in .* is another run's: .* restored step 20 last. Stop one"
-        ):
+        with refused(CheckpointError, "step 30", copied, "step 20"):
             other.save(40, make_state(40), data_state={}, config={})
     assert Checkpoints(copied).steps == (30,)
 
 
-def test_without_renames_only_what_is_marked_is_deleted(tmp_path):
-    """Directories with numbers may be someone else's, and steps that came without their last file are not skipped."""
+def test_without_renames_only_committed_steps_are_deleted(tmp_path):
+    """Directories with numbers may be someone else's, and partly copied steps are not skipped."""
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024/photo.jpg").touch()
     with no_renames(), Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
@@ -368,19 +367,19 @@ def test_without_renames_only_what_is_marked_is_deleted(tmp_path):
             checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={}, wait=True)
         assert checkpoints.steps == (2,) and (tmp_path / "2024/photo.jpg").exists()
         (tmp_path / "2" / COMMITTED).unlink()
-        with pytest.raises(CheckpointError, match=rf"/2 is a step without {COMMITTED}, as if copied in part"):
+        with refused(CheckpointError, tmp_path / "2", COMMITTED):
             _ = checkpoints.latest
         (tmp_path / f"2{TEMPORARY}").touch()  # of the process that is writing or deleting it
         assert checkpoints.steps == ()
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/run", "gs:/bucket/run", "gs://", "gs://bucket", "gs://bucket/run[1]"])
-def test_places_that_are_no_directories(place):
-    with pytest.raises(CheckpointError, match=r"must be a path, or gs://bucket/path without"):
+def test_malformed_places_are_refused(place):
+    with refused(CheckpointError, f"directory='{place}'", "gs://bucket/path"):
         Checkpoints(place)
 
 
-def test_what_is_set_aside_is_kept_although_its_save_was_killed_at_the_very_end(tmp_path):
+def test_a_step_that_was_set_aside_is_kept_although_its_save_was_killed(tmp_path):
     with no_renames():
         with Checkpoints(tmp_path) as checkpoints:
             for step in (1, 2):
@@ -390,35 +389,32 @@ def test_what_is_set_aside_is_kept_although_its_save_was_killed_at_the_very_end(
         with Checkpoints(tmp_path, warn=lambda text: None) as checkpoints:
             assert checkpoints.restore({"x": jnp.zeros(2)}).step == 1
             checkpoints.save(3, {"x": jnp.ones(2)}, data_state={}, config={})
-        assert (
-            checkpoints.steps == (1, 3) and (tmp_path / "2" / SET_ASIDE).exists() and (tmp_path / "2/arrays").exists()
-        )
+        assert checkpoints.steps == (1, 3)
+        assert (tmp_path / "2" / SET_ASIDE).exists() and (tmp_path / "2/arrays").exists()
 
 
 def test_a_bucket_needs_its_package(monkeypatch):
     monkeypatch.setattr("etils.epath.backend.fsspec_backend.fs", mock.Mock(side_effect=ImportError("gcsfs")))
-    with pytest.raises(MissingPackage, match=r"'gcsfs'.*eqx_decoders\[gcs\]"):
+    with refused(MissingPackage, "'gcsfs'", "eqx_decoders[gcs]"):
         Checkpoints("gs://bucket/run")
 
 
 def test_all_steps_damaged_is_an_error_that_keeps_them(copied):
     for step in (10, 20):
         (copied / f"{step}/manifest/data.json").unlink()
-    with pytest.raises(CheckpointError, match="No step in") as caught:
+    with refused(CheckpointError, copied / "10", copied / "20", "manifest"):
         Checkpoints(copied).restore(make_state())
-    assert "/10 has no readable manifest" in str(caught.value) and "/20 has" in str(caught.value)
     assert Checkpoints(copied).steps == (10, 20), "the next start must not begin from scratch"
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"directory=.*/file/run"):
+    with refused(CheckpointError, f"directory={tmp_path}/file/run"):
         Checkpoints(tmp_path / "file/run").save(1, make_state(), data_state={}, config={})
 
 
 @pytest.mark.slow(fast=("renamed",))
-def test_only_the_first_process_tidies_up(copied, monkeypatch):
-    """The others read the same directory: what it renames or deletes must not go twice."""
+def test_only_the_first_process_renames_and_deletes_steps(copied, monkeypatch):
     monkeypatch.setattr("eqx_decoders.io.checkpoint.checkpoints._is_writer", lambda: False)
     (copied / "20/manifest/data.json").unlink()
     leftover = Steps(copied)
@@ -439,7 +435,7 @@ def test_load_weights_reads_only_the_model(copied):
     warnings = []
     assert_same(load_weights(copied, make_state().model, warn=warnings.append).tree, make_state(10).model)
     assert warnings and Checkpoints(copied).steps == (10, 20), "reading changes nothing"
-    with pytest.raises(CheckpointError, match=r"model\.bias: bfloat16\[8\] in the checkpoint, not in the model"):
+    with refused(CheckpointError, copied / "20", "model.bias", "bfloat16[8]"):
         load_weights(copied, make_state(bias=False).model, 20)
 
 
@@ -448,7 +444,7 @@ class Killed(BaseException):
 
 
 def operations(limit: int, patch: pytest.MonkeyPatch) -> list[str]:
-    """Every change of a file or directory by a path of epath from now on; the one after `limit` ends the program."""
+    """Record all changes of files and directories through epath from now on; raise `Killed` after `limit` of them."""
     done = []
 
     def counted(name, real):
@@ -469,8 +465,8 @@ def operations(limit: int, patch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remove", ["first", "last"])
-def test_a_kill_at_any_point_of_a_deletion_leaves_no_half_step(mode, tmp_path, monkeypatch, remove):
-    """Which file of a directory goes first is not known: the one that says that the step is whole, or all others."""
+def test_a_kill_during_a_deletion_leaves_no_partial_step(mode, tmp_path, monkeypatch, remove):
+    """`remove`: whether the marker of complete steps is deleted before or after all other files."""
 
     def partly(path, *_, **__):
         files = sorted(Path(path).rglob("*.*"), key=lambda file: file.name != COMMITTED, reverse=remove == "last")
@@ -501,8 +497,7 @@ def test_a_kill_at_any_point_of_a_deletion_leaves_no_half_step(mode, tmp_path, m
     pytest.fail("there are more operations than were tried")
 
 
-def test_arrays_of_former_names_are_read(tmp_path, monkeypatch):
-    """Those of blocks in the first format; in all others, and outside of blocks, a name is a name."""
+def test_former_names_of_arrays_of_blocks_are_read_in_the_first_format(tmp_path, monkeypatch):
     former = {"wiring": {"x": jnp.ones(2)}, "before": [{"x": jnp.full(2, 2.0)}]}
     tree = {"unit": [former], "block": {"after": [jnp.zeros(3)]}, "net": {"before": {"x": jnp.ones(3)}}}
     present = {"residual": {"x": jnp.zeros(2)}, "pre_layers": [{"x": jnp.zeros(2)}]}
@@ -524,7 +519,7 @@ def test_arrays_of_former_names_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow(fast=("renamed",))
-def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):
+def test_keeps_the_last_steps_and_removes_leftovers(mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leftover = tmp_path / "run" / (f"5{TEMPORARY}-123" if mode == "renamed" else "5")
     leftover.mkdir(parents=True)
@@ -533,20 +528,20 @@ def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):
         (tmp_path / "run" / f"5{TEMPORARY}").touch()
     with Checkpoints("run", max_checkpoints=2) as checkpoints:  # a relative path
         assert checkpoints.latest is None and checkpoints.steps == ()
-        with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        with refused(CheckpointError, tmp_path / "run"):
             checkpoints.restore(make_state())
         for step in (1, 2, 3, 4):
             checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
         checkpoints.wait()
         assert checkpoints.steps == (3, 4) and checkpoints.latest == 4
-        with pytest.raises(CheckpointError, match=r"step=3.*step 4"):
+        with refused(CheckpointError, "step=3", "step 4"):
             checkpoints.save(3, {"x": jnp.ones(2)}, data_state={}, config={})
-        with pytest.raises(CheckpointError, match=r"step=2.*\[3, 4\]"):
+        with refused(CheckpointError, "step=2", "[3, 4]"):
             checkpoints.restore({"x": jnp.ones(2)}, step=2)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3", "4"]
 
 
-def test_directories_of_others_with_numbers_for_names_are_no_steps(tmp_path):
+def test_foreign_directories_named_by_numbers_are_no_steps(tmp_path):
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024" / "photo.png").write_text("mine")
     with Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
@@ -556,8 +551,8 @@ def test_directories_of_others_with_numbers_for_names_are_no_steps(tmp_path):
     assert (tmp_path / "2024" / "photo.png").read_text() == "mine"
 
 
-def test_a_step_counts_when_another_one_follows(tmp_path):
-    """It may be of no use. What ends by an error deletes nothing; nor does a step that is known to be of none."""
+def test_older_steps_are_deleted_once_another_one_follows(tmp_path):
+    """Not after an error, and not for a step that is saved with `drop=False`."""
     with contextlib.suppress(KeyError), Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
         for step, kept in ((1, set()), (2, {1}), (3, {2})):
             checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
@@ -575,18 +570,19 @@ def test_a_step_counts_when_another_one_follows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tree", "extra", "match"),
+    ("tree", "extra", "named"),
     [
-        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {}, "same dotted path"),
-        ({"a": np.ones(1)}, {}, "a is a NumPy array"),
-        ({"a": 1}, {}, "holds no arrays"),
-        ({"a": jnp.ones(1)}, {"data_state": {"at": (1, 2)}}, "data_state must be plain JSON"),
-        ({"a": jnp.ones(1)}, {"data_state": {"at": float("nan")}}, "data_state must be plain JSON"),
-        ({"a": jnp.ones(1)}, {"config": {"at": {1, 2}}}, "config must be plain JSON"),
+        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {}, "path"),
+        ({"a": np.ones(1)}, {}, "NumPy"),
+        ({"a": 1}, {}, "step=1"),
+        ({"a": jnp.ones(1)}, {"data_state": {"at": (1, 2)}}, "data_state"),
+        ({"a": jnp.ones(1)}, {"data_state": {"at": float("nan")}}, "data_state"),
+        ({"a": jnp.ones(1)}, {"config": {"at": {1, 2}}}, "config"),
     ],
+    ids=["equal paths", "NumPy", "no arrays", "tuple", "NaN", "set"],
 )
-def test_what_cannot_be_saved(tmp_path, tree, extra, match):
-    with pytest.raises(CheckpointError, match=match):
+def test_trees_and_settings_that_cannot_be_saved_are_refused(tmp_path, tree, extra, named):
+    with refused(CheckpointError, named):
         Checkpoints(tmp_path).save(1, tree, **{"data_state": {}, "config": {}, **extra})
 
 
@@ -604,20 +600,21 @@ def test_a_failing_save_is_reported_and_the_last_step_stays(copied, monkeypatch)
             checkpoints.save(30, state, data_state={}, config={})
             half = copied / f"30{TEMPORARY}-1"
             half.mkdir()
-            with pytest.raises(CheckpointError, match=r"Step 30 could not be saved .*No space left.*\[10, 20\]"):
+            with refused(CheckpointError, "Step 30", copied, "OSError", "[10, 20]"):
                 checkpoints.wait()
         assert not half.exists()
         checkpoints.save(31, state, data_state={}, config={})
     assert Checkpoints(copied).steps == (10, 20, 31)
 
 
-@pytest.mark.slow(fast=("renamed-error0",))
+@pytest.mark.slow(fast=("renamed-input/output",))
 @pytest.mark.parametrize(
     "error",
     [OSError(5, "Input/output error"), ValueError("UNKNOWN: Error reading x [OS error 116: ESTALE Stale file handle]")],
+    ids=["input/output", "stale handle"],
 )
-def test_what_cannot_be_read_for_a_while_is_read_again(copied, monkeypatch, error):
-    """Neither an older step nor another name for the newest one, whether it can be read in the end or not."""
+def test_reading_is_retried_before_a_step_counts_as_unreadable(copied, monkeypatch, error):
+    """It is not set aside, whether it can be read in the end or not."""
     read, calls = reading.ocp.load_checkpointables, []
     monkeypatch.setattr(reading, "PAUSES", (0.0, 0.0))
 
@@ -633,7 +630,7 @@ def test_what_cannot_be_read_for_a_while_is_read_again(copied, monkeypatch, erro
         if step is not None:
             assert Checkpoints(copied).restore(make_state()).step == step
         else:
-            with pytest.raises(CheckpointError, match=r"/20 has no readable manifest: .* It was tried 3 times: start"):
+            with refused(CheckpointError, copied / "20", type(error).__name__, "3 times"):
                 Checkpoints(copied).restore(make_state())
     assert Checkpoints(copied).steps == (10, 20)
 
@@ -649,7 +646,7 @@ def test_lack_of_memory_is_no_damage(copied, monkeypatch):
         return real(path, items)
 
     monkeypatch.setattr(ocp, "load_checkpointables", load)
-    with pytest.raises(CheckpointError, match="cannot be read: MemoryError: out of memory"):
+    with refused(CheckpointError, copied / "20", "MemoryError"):
         Checkpoints(copied).restore(make_state())
     assert Checkpoints(copied).steps == (10, 20)
 
@@ -659,7 +656,7 @@ def test_a_newer_format_is_refused_without_fallback(copied):
     body = {**json.loads(manifest.read_text()), "format_version": 99}
     body.pop("sha256")
     manifest.write_text(json.dumps({**body, "sha256": digest(body)}))
-    with pytest.raises(CheckpointError, match="format_version=99"):
+    with refused(CheckpointError, copied / "20", "format_version=99"):
         Checkpoints(copied).restore(make_state())
     assert Checkpoints(copied).steps == (10, 20)
 

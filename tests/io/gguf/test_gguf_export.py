@@ -1,7 +1,7 @@
-"""GGUF files that are written have the bits of those that llama.cpp's converter writes, and are read as the same model.
+"""Written GGUF files equal those of llama.cpp's converter and are read as the same model.
 
-`tests/fixtures/gguf/converted.json` has what the converter (llama.cpp of llama-cpp-python 0.3.36) made of the models of
-`models.py` when `save_hf` had written them: a hash of all tensors, and the metadata.
+`tests/fixtures/gguf/converted.json` has a hash of all tensors, and the metadata, of the files that the converter
+(llama.cpp of llama-cpp-python 0.3.36) made of the models of `models.py`, as `save_hf` writes them.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from eqx_decoders.io.gguf.gguf_vocabulary import tokenizer_metadata
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves
+from tests.errors import assert_names, refused
 from tests.io.gguf.files import FIXTURES
 from tests.io.gguf.models import CASES, build, settings
 
@@ -97,8 +98,8 @@ def test_files_are_those_of_llama_cpp(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tokenizer_and_a_template_are_written(tmp_path):
-    """And read again from the file; a model of a GGUF file brings those of its own."""
+def test_tokenizer_and_template_are_written_and_read_again(tmp_path):
+    """Also those of a model that comes from a GGUF file."""
     tokenizer = train_bpe(["a tale of two cities, twice told"] * 3, 300)
     model = ed.init(_small(tokenizer.vocab_size), key=KEY)
     folder = tmp_path / "folder"
@@ -123,10 +124,10 @@ def _small(vocab_size: int = 64, **blocks):
     return FAMILIES["llama"].decode({"model_type": "llama", **sizes, **blocks})[0]
 
 
-def test_the_program_writes_a_file(tmp_path, capsys):
+def test_the_command_writes_a_file(tmp_path, capsys):
     source, file = FIXTURES.parent / "qwen3_f16", tmp_path / "x.gguf"
     assert convert.main(["gguf", str(source), str(file), "--dtype", "bf16"]) == 0
-    assert f"weights of {source} are in {file}" in capsys.readouterr().out
+    assert_names(capsys.readouterr().out, source, file)
     assert ed.load_hf(file).config == ed.load_hf(source).config
 
 
@@ -147,35 +148,34 @@ def test_pieces_of_sentencepiece_are_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_llama_cpp_has_not_is_refused(tmp_path):
-    def refused(model, says, **options):
-        with pytest.raises(ed.ConversionError, match=says):
-            ed.save_gguf(model, tmp_path / "x.gguf", **options)
+def test_models_and_files_that_cannot_be_written_are_refused(tmp_path):
+    plain = ed.init(_small(), key=KEY)
+    big = eqx.tree_at(lambda model: model.embedding.table, plain, plain.embedding.table + 1e6)
+    existing, missing = tmp_path / "y.gguf", tmp_path / "none" / "y.gguf"
+    existing.write_text("")
+    for model, file, named in (
+        (ed.quantize(plain, "int8"), tmp_path / "x.gguf", ["save_gguf", "dequantize"]),
+        (big, tmp_path / "x.gguf", ["token_embd.weight", "float16", "bf16"]),
+        (plain, existing, [existing]),
+        (plain, missing, [missing]),
+    ):
+        with refused(ed.ConversionError, *named):
+            ed.save_gguf(model, file)
         assert not list(tmp_path.glob("*x.gguf*"))
 
-    plain = ed.init(_small(), key=KEY)
-    refused(ed.quantize(plain, "int8"), "call dequantize first")
-    big = eqx.tree_at(lambda model: model.embedding.table, plain, plain.embedding.table + 1e6)
-    refused(big, "float16 does not hold: take bf16")
-    (tmp_path / "y.gguf").write_text("")
-    with pytest.raises(ed.ConversionError, match="exists already"):
-        ed.save_gguf(plain, tmp_path / "y.gguf")
-    with pytest.raises(ed.ConversionError, match="its directory does not exist"):
-        ed.save_gguf(plain, tmp_path / "none" / "y.gguf")
 
-
-def test_settings_that_a_file_cannot_say_are_refused(tmp_path):
-    """llama.cpp knows them by the architecture: this one is nearly Qwen 3, and this one nearly Gemma 2."""
-    for name, change, says in (
-        ("qwen3", {"attention_bias": True}, "qwen3 is another model: .*qkv_bias|no tensor"),
-        ("gemma2", {"query_pre_attn_scalar": 11}, "gemma2 is another model"),
-        ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "smollm3 is another model"),
+def test_settings_that_the_architecture_does_not_have_are_refused(tmp_path):
+    """In llama.cpp they follow from the architecture; the models here differ in one setting."""
+    for name, change, named in (
+        ("qwen3", {"attention_bias": True}, "mixer.qkv_bias=True"),
+        ("gemma2", {"query_pre_attn_scalar": 11}, "mixer.query_scale=0.3015"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "mixer.rope=None"),
     ):
         family = CASES[name][1]
         config, _ = FAMILIES[family].decode(settings(name) | change)
-        with pytest.raises(ed.ConversionError, match=says):
+        with refused(ed.ConversionError, "save_gguf", name, named):
             ed.save_gguf(abstract(config), tmp_path / "x.gguf", family=family)
-    with pytest.raises(ed.ConversionError, match=r"none of llama.cpp's architectures here"):
+    with refused(ed.ConversionError, "save_gguf", "glm4_moe", "qwen3_moe"):
         ed.save_gguf(abstract(ed.get_config("tiny-moe")), tmp_path / "x.gguf")
 
 
@@ -184,7 +184,7 @@ HARMONY = ("<|return|>", "<|end|>", "<|call|>", "<|endoftext|>")
 
 
 def _special(folder, names, stripping=()):
-    """A tokenizer's directory with special tokens, whose first id is returned."""
+    """Write a tokenizer's directory with special tokens; return the id of the first one."""
     inner = Tokenizer.from_str(train_bpe(["a tale of two cities, twice told"] * 3, 300).to_json())
     first = inner.get_vocab_size()
     inner.add_special_tokens([AddedToken(name, special=True, rstrip=name in stripping) for name in names])
@@ -199,19 +199,20 @@ def _special(folder, names, stripping=()):
         (LLAMA3, (2, 0, 1), {"eos": 2, "eot": 0, "eom": 1}),
         (HARMONY, (0, 3, 2), {"eos": 0, "eot": 3, "eom": 2}),  # GPT-OSS
     ],
+    ids=["llama 3.1", "llama 3.1, eot first", "gpt-oss"],
 )
-def test_every_end_of_texts_is_written(names, ends, ids, tmp_path):
+def test_all_ids_of_eos_are_written(names, ends, ids, tmp_path):
     first = _special(tmp_path, names)
     ends = [first + index for index in ends]
     words = tokenizer_metadata(tmp_path, {"eos_token_id": ends}, first + 8)
     assert {name: words[f"{KEYS}{name}_token_id"] - first for name in ids} == ids
     assert stop_ids(words) == sorted(ends)
-    with pytest.raises(ed.ConversionError, match=r"would lose \[7, 8\]"):
+    with refused(ed.ConversionError, f"eos_token_id={[*ends, 7, 8]}", "[7, 8]"):
         tokenizer_metadata(tmp_path, {"eos_token_id": [*ends, 7, 8]}, first + 8)
 
 
-def test_a_message_of_a_turn_that_goes_on_is_no_end():
-    """As in llama.cpp; other files stop at the end of a turn whichever ids they have."""
+def test_the_end_of_a_message_within_a_turn_does_not_stop():
+    """As in llama.cpp; without Harmony's tokens the end of a turn stops."""
     words = {KEYS + "tokens": ["a", *HARMONY], KEYS + "token_type": [1, 3, 3, 3, 3], KEYS + "eos_token_id": 1}
     assert stop_ids(words) == [1, 3] == stop_ids(words | {KEYS + "eot_token_id": 2})
     words[KEYS + "tokens"] = ["a", "<|im_start|>", "<|end|>", "<|im_end|>", "b"]
@@ -219,31 +220,30 @@ def test_a_message_of_a_turn_that_goes_on_is_no_end():
 
 
 @pytest.mark.slow
-def test_other_processes_leave_the_file_and_hear_of_errors(tmp_path, monkeypatch):
-    """As the second process, which gets no numbers, sees it."""
+def test_the_second_process_keeps_the_file_and_gets_errors_of_the_first(tmp_path, monkeypatch):
     model, file, said = ed.init(_small(), key=KEY), tmp_path / "x.gguf", [None, None, "OSError: disk full"]
     partial = tmp_path / ".x.gguf.partial"
     partial.write_text("of the first process")
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(coordination, "all_gather_json", lambda name, value=None, **_: [said.pop(0), value])
-    with pytest.raises(ed.EqxDecodersError, match=r"the first process .*disk full"):
+    with refused(ed.EqxDecodersError, "save_gguf", "OSError: disk full"):
         ed.save_gguf(model, file)
     assert partial.exists() and not said
 
 
 def test_an_error_of_the_first_process_reaches_all(monkeypatch):
-    told = []
-    monkeypatch.setattr(coordination, "all_gather_json", lambda name, value=None, **_: told.append(value) or [value])
+    sent = []
+    monkeypatch.setattr(coordination, "all_gather_json", lambda name, value=None, **_: sent.append(value) or [value])
     assert coordination.in_first("x", lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         coordination.in_first("x", lambda: 1 // 0)
-    assert told[0] is None and "ZeroDivisionError" in told[1]
+    assert sent[0] is None and "ZeroDivisionError" in sent[1]
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_is_given_is_never_dropped(tmp_path):
+def test_an_explicit_tokenizer_is_written_or_refused(tmp_path):
     train_bpe(["a tale of two cities, twice told"] * 3, 300).save(tmp_path / "folder")
-    with pytest.raises(ed.ConversionError, match=r"no/such/dir' does not exist"):
+    with refused(ed.ConversionError, "tokenizer='no/such/dir'"):
         ed.save_gguf(ed.init(_small(), key=KEY), tmp_path / "x.gguf", tokenizer="no/such/dir")
     (tmp_path / "folder" / "chat_template.jinja").write_text("x")
     words = tokenizer_metadata(tmp_path / "folder" / "tokenizer.json", {}, 300)
@@ -251,13 +251,13 @@ def test_a_tokenizer_that_is_given_is_never_dropped(tmp_path):
     (tmp_path / "none").mkdir()
     assert tokenizer_metadata(tmp_path / "none", {}, 300) == {KEYS + "model": "none", "general.name": ""}
     (tmp_path / "none" / "tekken.json").write_text("{}")
-    with pytest.raises(ed.DataError):
+    with refused(ed.DataError, tmp_path / "none" / "tekken.json"):
         tokenizer_metadata(tmp_path / "none", {}, 300)
 
 
 @pytest.mark.slow
-def test_a_name_says_whether_special_tokens_take_blanks(tmp_path):
-    """As llama.cpp does with Phi-3's, whose tokenizer is written with that name, and no other's."""
+def test_only_names_with_phi_3_have_special_tokens_that_strip_blanks(tmp_path):
+    """As in llama.cpp; a tokenizer that strips is written with such a name."""
     names, text = ("<unk>", "</s>", "<|end|>", "<|user|>"), "<|user|>\n twice<|end|> \n<unk> \ntwo"
     for number, (stripping, stem, name) in enumerate(
         [(names[2:], "x", "phi-3 x"), (names[1:], "a-Phi3", "a-Phi3"), ((), "Phi-3", "Phi 3"), ((), "y", "y")]
@@ -273,7 +273,7 @@ def test_a_name_says_whether_special_tokens_take_blanks(tmp_path):
         assert again["general.name"] == ("phi-3 z" if stripping else "z")
 
 
-def test_pieces_of_sentencepiece_take_blanks_as_well():
+def test_special_tokens_of_sentencepiece_strip_blanks_with_phi_3():
     tokens = ["<unk>", "<s>", "</s>", "<|end|>", "▁", "a", "<0x0A>"]
     words = {"model": "llama", "tokens": tokens, "token_type": [2, 3, 3, 3, 1, 1, 6], "add_space_prefix": False}
     words = {KEYS + key: value for key, value in words.items()}
@@ -284,7 +284,7 @@ def test_pieces_of_sentencepiece_take_blanks_as_well():
 
 @pytest.mark.slow
 def test_a_tokenizer_without_merges_is_written(tmp_path):
-    """An empty list, which has no type, is left out and read again as one."""
+    """The empty list, which has no type in GGUF, is left out."""
     inner = Tokenizer.from_str(train_bpe(["ab"], 257).to_json())
     content = json.loads(inner.to_str())
     content["model"]["merges"] = []
