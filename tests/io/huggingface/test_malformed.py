@@ -1,6 +1,6 @@
-"""A broken or hostile Hugging Face directory gives one sentence: what is wrong, and the rule or the remedy.
+"""Malformed and hostile Hugging Face directories are refused by an error that names the file, the key or the tensor.
 
-A directory is data. Whatever stands in it, only its own JSON and safetensors files are opened, and nothing is run.
+Only the JSON and safetensors files of a directory are opened, and nothing in it is run.
 """
 
 import copy
@@ -26,6 +26,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
+from tests.errors import assert_names, refused
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -36,26 +37,26 @@ MIB = 1_000_000
 Break = Callable[[Path], None]
 Tensors = dict[str, tuple[str, list[int], bytes]]  # name -> dtype, shape, content
 
-# name of the case -> (fixture, what breaks it, what the sentence says: the thing, then the rule or the remedy)
+# name of the case -> (fixture, what breaks it, what the message names)
 CASES: dict[str, tuple[str, Break, tuple[str, ...]]] = {}
 
 
 def copy_of(fixture: str, directory: Path) -> Path:
-    """The files of a fixture that a published model has, in a directory of their own."""
+    """Copy the files of a fixture that a published model has."""
     unpublished = shutil.ignore_patterns("expected.npz", "config_legacy.json", "rendered.json")
     return Path(shutil.copytree(FIXTURES / fixture, directory / "model", ignore=unpublished))
 
 
-def case(name: str, breaks: Break, *says: str, fixture: str = "mistral_window") -> None:
+def case(name: str, breaks: Break, *named: str, fixture: str = "mistral_window") -> None:
     assert name not in CASES
-    CASES[name] = (fixture, breaks, says)
+    CASES[name] = (fixture, breaks, named)
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
 def config(**edit: Any) -> Break:
-    """Changed keys of `config.json`; Ellipsis removes one."""
+    """Change keys of `config.json`; Ellipsis removes one."""
 
     def breaks(directory: Path) -> None:
         path = directory / "config.json"
@@ -75,7 +76,7 @@ def void(_: Any) -> None: ...
 
 
 def again(name: str, key: str) -> Break:
-    """A key of a JSON file stands twice, with the same value."""
+    """Repeat a key of a JSON file, with the same value."""
 
     def breaks(directory: Path) -> None:
         path = directory / name
@@ -97,7 +98,7 @@ def folder_instead(name: str) -> Break:
 
 
 def link_out(name: str) -> Break:
-    """The file stands outside, and a link in the directory leads there."""
+    """Replace the file by a link to a file outside of the directory."""
 
     def breaks(directory: Path) -> None:
         outside = directory.parent / f"outside-{name}"
@@ -116,34 +117,47 @@ def remote_code(directory: Path) -> None:
     config(auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})(directory)
 
 
-case("config missing", remove("config.json"), "config.json", "does not exist")
+case("config missing", remove("config.json"), "config.json")
 case("config empty", text(""), "config.json", "JSON")
 case("config no JSON", text("{'hidden_size': 24}"), "config.json", "JSON")
 case("config cut off", text('{"model_type": "mistral", "hidden_si'), "config.json", "JSON")
 case("config no UTF-8", text(b'{"model_type": "\xff\xfe"}'), "config.json", "JSON")
-case("config a list", text("[1, 2]"), "config.json", "object")
-case("config a number", text("7"), "config.json", "object")
-case("config {}", text("{}"), "config.json")
-case("config 11 MB", text('{"model_type": "' + "a" * 11 * MIB + '"}'), "config.json", "bytes")
+case("config a list", text("[1, 2]"), "config.json", "JSON", "list")
+case("config a number", text("7"), "config.json", "JSON", "int")
+case("config {}", text("{}"), "config.json", "model_type=None")
+case("config 11 MB", text('{"model_type": "' + "a" * 11 * MIB + '"}'), "config.json", "11,000,018")
 case("config deep", text("[" * 200_000), "config.json", "JSON")
 case("config deep key", text('{"model_type":' + '{"a":' * 100_000 + "1"), "config.json", "JSON")
 case("config a number of 5000 digits", text('{"hidden_size": ' + "9" * 5000 + "}"), "config.json", "JSON")
-case("config key twice", again("config.json", "hidden_size"), "config.json", "twice")
-case("config link out", link_out("config.json"), "config.json", "leads out")
-case("config a directory", folder_instead("config.json"), "config.json", "regular file")
+case("config key twice", again("config.json", "hidden_size"), "config.json", "key")
+case("config link out", link_out("config.json"), "config.json")
+case("config a directory", folder_instead("config.json"), "config.json")
 
-case("sizes huge", config(hidden_size=2**31 - 1, vocab_size=2**31 - 1, head_dim=2**31 - 2), GATE, "has the shape")
-case("no model_type", config(model_type=...), "model_type")
-case("model_type a list", config(model_type=["mistral"]), "model_type")
-case("model_type misspelled", config(model_type="mistrall"), "mistrall", "mistral")
-case("model_type unknown", config(model_type="blt"), "blt", "Known")
+case(
+    "sizes huge",
+    config(hidden_size=2**31 - 1, vocab_size=2**31 - 1, head_dim=2**31 - 2),
+    GATE,
+    "(40, 24)",
+    "(40, 2147483647)",
+)
+case("no model_type", config(model_type=...), "model_type=None")
+case("model_type a list", config(model_type=["mistral"]), "model_type=['mistral']")
+case("model_type misspelled", config(model_type="mistrall"), "model_type='mistrall'", "'mistral'")
+case("model_type unknown", config(model_type="blt"), "model_type='blt'", "llama")
 case(
     "scores of a family without",
     config(architectures=["XForSequenceClassification"]),
-    "transformers has no",
+    "ForSequenceClassification",
+    "model_type='granite'",
     fixture="granite",
 )
-case("another head", config(architectures=["LlamaForTokenClassification"]), "architectures", fixture="llama_bf16")
+case(
+    "another head",
+    config(architectures=["LlamaForTokenClassification"]),
+    'architectures=["LlamaForTokenClassification"]',
+    "LlamaForCausalLM",
+    fixture="llama_bf16",
+)
 
 for name, value in {
     "zero": 0,
@@ -154,7 +168,7 @@ for name, value in {
     "list": [24],
     "huge": 10**12,
 }.items():
-    case(f"hidden_size {name}", config(hidden_size=value), "hidden_size", "integer")
+    case(f"hidden_size {name}", config(hidden_size=value), f"hidden_size={json.dumps(value)}")
 for key in (
     "num_hidden_layers",
     "vocab_size",
@@ -163,79 +177,82 @@ for key in (
     "num_key_value_heads",
     "head_dim",
 ):
-    case(f"{key} zero", config(**{key: 0}), key, "integer")
-case("num_hidden_layers huge", config(num_hidden_layers=10**9), "num_hidden_layers")
-case("hidden_size missing", config(hidden_size=...), "hidden_size", "missing")
-case("head_dim odd", config(head_dim=13), "13", "even")
-case("heads not dividing", config(num_key_value_heads=3), "3", "multiple")
-case("window zero", config(sliding_window=0), "sliding_window", "integer")
-case("eps NaN", config(rms_norm_eps=float("nan")), "rms_norm_eps", "number")
-case("eps infinite", config(rms_norm_eps=float("inf")), "rms_norm_eps", "number")
-case("eps negative", config(rms_norm_eps=-1e-5), "rms_norm_eps", "number")
-case("eps a string", config(rms_norm_eps="1e-5"), "rms_norm_eps", "number")
-case("flag a number", config(tie_word_embeddings=1), "tie_word_embeddings", "true or false")
-case("activation unknown", config(hidden_act="silly"), "silly", "Known")
-case("activation a path", config(hidden_act="os.system"), "os.system", "Known")
-case("rope type unknown", rope(rope_type="spiral"), "spiral", "Known")
-case("rope without factor", rope(rope_type="linear"), "factor", "missing")
-case("rope with an unknown key", rope(rope_type="linear", factor=2.0, twist=3.0), "twist")
-case("rope a list", config(rope_parameters=[1]), "rope_parameters")
-case("rope theta negative", rope(rope_theta=-1.0), "rope_theta", "number")
-case("rope partial", config(partial_rotary_factor=0.5), "partial_rotary_factor", "not supported")
-case("two ropes", config(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling")
+    case(f"{key} zero", config(**{key: 0}), f"{key}=0")
+case("num_hidden_layers huge", config(num_hidden_layers=10**9), "num_hidden_layers=1000000000")
+case("hidden_size missing", config(hidden_size=...), "hidden_size")
+case("head_dim odd", config(head_dim=13), "head_dim=13")
+case("heads not dividing", config(num_key_value_heads=3), "num_heads=4", "num_kv_heads=3")
+case("window zero", config(sliding_window=0), "sliding_window=0")
+case("eps NaN", config(rms_norm_eps=float("nan")), "rms_norm_eps=NaN")
+case("eps infinite", config(rms_norm_eps=float("inf")), "rms_norm_eps=Infinity")
+case("eps negative", config(rms_norm_eps=-1e-5), "rms_norm_eps=-1e-05")
+case("eps a string", config(rms_norm_eps="1e-5"), 'rms_norm_eps="1e-5"')
+case("flag a number", config(tie_word_embeddings=1), "tie_word_embeddings=1")
+case("activation unknown", config(hidden_act="silly"), "hidden_act=silly", "silu")
+case("activation a path", config(hidden_act="os.system"), "hidden_act=", "os.system", "silu")
+case("rope type unknown", rope(rope_type="spiral"), "rope_type=spiral", "linear")
+case("rope without factor", rope(rope_type="linear"), "rope_parameters", "factor")
+case("rope with an unknown key", rope(rope_type="linear", factor=2.0, twist=3.0), "rope_parameters", "twist")
+case("rope a list", config(rope_parameters=[1]), "rope_parameters=[1]")
+case("rope theta negative", rope(rope_theta=-1.0), "rope_theta=-1.0")
+case("rope partial", config(partial_rotary_factor=0.5), "partial_rotary_factor=0.5")
+case("two ropes", config(rope_scaling={"type": "linear", "factor": 2.0}), "rope_parameters", "rope_scaling")
 case("layer_types short", config(layer_types=["full_attention"]), "layer_types", "3 layers", fixture="qwen2_mixed")
 case(
     "layer_types unknown",
     config(layer_types=["linear_attention"] * 3),
+    "layer_types",
     "linear_attention",
-    "Known",
+    "full_attention",
     fixture="qwen2_mixed",
 )
-case("layer_types a string", config(layer_types="full_attention"), "layer_types", fixture="qwen2_mixed")
-case("windows off, layers sliding", config(use_sliding_window=False), "sliding", fixture="qwen2_mixed")
-case("query scale", config(query_pre_attn_scalar=0), "query_pre_attn_scalar", "integer", fixture="gemma2_odd")
-case("soft cap", config(final_logit_softcapping=-30.0), "final_logit_softcapping", "number", fixture="gemma2_odd")
-case("heads of gpt2", config(n_head=5), "n_head", "multiple", fixture="gpt2")
+case("layer_types a string", config(layer_types="full_attention"), "layer_types=full_attention", fixture="qwen2_mixed")
+case(
+    "windows off, layers sliding",
+    config(use_sliding_window=False),
+    "layer_types",
+    "sliding_window",
+    fixture="qwen2_mixed",
+)
+case("query scale", config(query_pre_attn_scalar=0), "query_pre_attn_scalar=0", fixture="gemma2_odd")
+case("soft cap", config(final_logit_softcapping=-30.0), "final_logit_softcapping=-30.0", fixture="gemma2_odd")
+case("heads of gpt2", config(n_head=5), "n_embd=24", "n_head=5", fixture="gpt2")
 
-case("not causal", config(is_causal=False), "is_causal", "not supported")
-case("unknown key", config(logits_scaling=2.0), "logits_scaling", "Unknown keys")
+case("not causal", config(is_causal=False), "is_causal=false")
+case("unknown key", config(logits_scaling=2.0), "logits_scaling")
 case("unknown key, misspelled", config(silding_window=2), "silding_window", "sliding_window")
 case(
     "bidirectional",
     config(use_bidirectional_attention=True),
-    "use_bidirectional_attention",
-    "not supported",
+    "use_bidirectional_attention=true",
     fixture="gemma2_odd",
 )
-case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config", "Unknown keys")
+case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config")
 case(
     "quantised",
     config(quantization_config={"quant_method": "hqq"}),
     "quantization_config",
-    "hqq",
+    "quant_method=hqq",
     fixture="llama_bf16",
 )
-case("remote code", remote_code, "auto_map", "Unknown keys", fixture="llama_bf16")
+case("remote code", remote_code, "auto_map", fixture="llama_bf16")
 case(
     "remote kernel",
     config(_attn_implementation_internal="evil/kernel"),
     "_attn_implementation_internal",
-    "Unknown keys",
     fixture="llama_bf16",
 )
-case("trust", config(trust_remote_code=True), "trust_remote_code", "Unknown keys", fixture="llama_bf16")
+case("trust", config(trust_remote_code=True), "trust_remote_code", fixture="llama_bf16")
 case(
     "other weights",
     config(transformers_weights="../weights.safetensors"),
     "transformers_weights",
-    "Unknown keys",
     fixture="llama_bf16",
 )
 case(
     "other configuration",
     config(configuration_files=["config.4.0.0.json"]),
     "configuration_files",
-    "Unknown keys",
     fixture="llama_bf16",
 )
 
@@ -265,7 +282,7 @@ def write(path: Path, tensors: Tensors, header: str | None = None) -> None:
 
 
 def tensors(edit: Callable[[Tensors], Any], name: str = WEIGHTS) -> Break:
-    """Changed tensors of a sound file."""
+    """Change tensors of a valid file."""
 
     def breaks(directory: Path) -> None:
         found = read(directory / name)
@@ -276,7 +293,7 @@ def tensors(edit: Callable[[Tensors], Any], name: str = WEIGHTS) -> Break:
 
 
 def header(edit: Callable[[dict[str, Any]], Any]) -> Break:
-    """A changed header before the same content."""
+    """Change the header and keep the content."""
 
     def breaks(directory: Path) -> None:
         found = read(directory / WEIGHTS)
@@ -296,7 +313,7 @@ def header_text(edit: Callable[[str], str]) -> Break:
 
 
 def raw(edit: Callable[[bytes], bytes]) -> Break:
-    """Changed bytes of the file."""
+    """Change bytes of the file."""
 
     def breaks(directory: Path) -> None:
         path = directory / WEIGHTS
@@ -306,7 +323,7 @@ def raw(edit: Callable[[bytes], bytes]) -> Break:
 
 
 def cast(name: str, dtype: str, size: int) -> Callable[[Tensors], Any]:
-    """A tensor of another dtype, of `size` bytes a number."""
+    """Give a tensor another dtype, of `size` bytes per number."""
 
     def edit(found: Tensors) -> None:
         shape = found[name][1]
@@ -320,7 +337,7 @@ def reshape(name: str, shape: Callable[[list[int]], list[int]]) -> Callable[[Ten
 
 
 def pickles(directory: Path) -> None:
-    """As an old model: the weights in a pickle only, and this one would run a command."""
+    """Store the weights in a pickle only, which would run a command."""
 
     class Evil:
         def __reduce__(self):
@@ -331,7 +348,7 @@ def pickles(directory: Path) -> None:
 
 
 def twice(found: str) -> str:
-    """The first name stands twice in the header, the second time at another place."""
+    """Repeat a tensor of the header, the second time with other offsets."""
     rows = json.loads(found)
     row = json.dumps(rows[GATE])
     return found[:-1] + f', "{GATE}": {row.replace(str(rows[GATE]["data_offsets"][0]), "0")}}}'
@@ -339,8 +356,8 @@ def twice(found: str) -> str:
 
 case("no weights", remove(WEIGHTS), WEIGHTS)
 case("pickle", pickles, "pytorch_model.bin", "safetensors")
-case("weights a directory", folder_instead(WEIGHTS), WEIGHTS, "regular file")
-case("weights link out", link_out(WEIGHTS), WEIGHTS, "leads out")
+case("weights a directory", folder_instead(WEIGHTS), WEIGHTS)
+case("weights link out", link_out(WEIGHTS), WEIGHTS)
 UNSOUND: dict[str, Break] = {
     "weights empty": raw(lambda _: b""),
     "cut in the length": raw(lambda b: b[:5]),
@@ -366,27 +383,27 @@ UNSOUND: dict[str, Break] = {
     "dtype unknown": header(lambda h: h[GATE].update(dtype="F33")),
 }
 for name, breaks in UNSOUND.items():
-    case(name, breaks, WEIGHTS, "no sound safetensors")
+    case(name, breaks, WEIGHTS)
 
-case("tensor missing", tensors(lambda t: t.pop(QUERY)), QUERY, "missing")
-case("layer missing", config(num_hidden_layers=3), "model.layers.2", "missing")
-case("layer too many", config(num_hidden_layers=1), GATE, "belongs to no weight")
-case("tensor too many", tensors(lambda t: t.update(extra=t[QUERY])), "extra", "belongs to no weight")
+case("tensor missing", tensors(lambda t: t.pop(QUERY)), "1 tensors", QUERY)
+case("layer missing", config(num_hidden_layers=3), "9 tensors", "model.layers.2")
+case("layer too many", config(num_hidden_layers=1), "9 tensors", GATE)
+case("tensor too many", tensors(lambda t: t.update(extra=t[QUERY])), "1 tensors", "extra")
 case(
     "bias too many",
     tensors(lambda t: t.update({QUERY.replace("weight", "bias"): t[QUERY]})),
+    "1 tensors",
     "q_proj.bias",
-    "belongs to no weight",
 )
-case("no head", tensors(lambda t: t.pop("lm_head.weight")), "lm_head.weight", "missing")
-case("other shape", config(intermediate_size=48), GATE, "has the shape")
-case("transposed", tensors(reshape(GATE, lambda s: s[::-1])), GATE, "has the shape")
-case("flattened", tensors(reshape(GATE, lambda s: [s[0] * s[1]])), GATE, "has the shape")
-case("no elements", tensors(lambda t: t.update({GATE: ("F32", [0, 24], b"")})), GATE, "has the shape")
+case("no head", tensors(lambda t: t.pop("lm_head.weight")), "1 tensors", "lm_head.weight")
+case("other shape", config(intermediate_size=48), GATE, "(40, 24)", "(48, 24)")
+case("transposed", tensors(reshape(GATE, lambda s: s[::-1])), GATE, "(24, 40)", "(40, 24)")
+case("flattened", tensors(reshape(GATE, lambda s: [s[0] * s[1]])), GATE, "(960,)", "(40, 24)")
+case("no elements", tensors(lambda t: t.update({GATE: ("F32", [0, 24], b"")})), GATE, "(0, 24)", "(40, 24)")
 case("integers", tensors(cast(GATE, "I32", 4)), GATE, "I32")
 case("bytes", tensors(cast(GATE, "U8", 1)), GATE, "U8")
 case("float8", tensors(cast(GATE, "F8_E4M3", 1)), GATE, "F8_E4M3")
-case("other prefix", tensors(lambda t: [t.update({f"module.{n}": t.pop(n)}) for n in list(t)]), QUERY, "missing")
+case("other prefix", tensors(lambda t: [t.update({f"module.{n}": t.pop(n)}) for n in list(t)]), QUERY, "'module.'")
 
 
 # --- the index of several files ---------------------------------------------------------------------------------------
@@ -406,12 +423,12 @@ def index(edit: Callable[[dict[str, Any]], Any]) -> Break:
 
 
 def sends(file: Any, name: str = TABLE) -> Break:
-    """The index says that a tensor stands in `file`."""
+    """Change the file of a tensor in the index."""
     return index(lambda content: content["weight_map"].update({name: file}))
 
 
 def outside(file: str) -> Break:
-    """Like `sends`, and there is a sound file at that place."""
+    """Like `sends`, and there is a valid file at that path."""
 
     def breaks(directory: Path) -> None:
         shutil.copy(directory / FIRST, directory.parent / "x.safetensors")
@@ -432,32 +449,30 @@ PATHS = (
     ".safetensors/..", "",
 )  # fmt: skip
 for number, file in enumerate(PATHS):
-    case(f"index path {number}", outside(file), TABLE, "safetensors", "beside the index", fixture="llama_rope")
+    case(f"index path {number}", outside(file), INDEX, "weight_map", TABLE, fixture="llama_rope")
 case("index a pickle", sends("pytorch_model.bin"), "pytorch_model.bin", fixture="llama_rope")
 for name, value in {"null": None, "number": 3, "list": [FIRST], "object": {}}.items():
-    case(f"index file {name}", sends(value), "weight_map", "file name", fixture="llama_rope")
+    case(f"index file {name}", sends(value), INDEX, "weight_map", fixture="llama_rope")
 case(
     "index file missing",
     sends("model-00009-of-00003.safetensors"),
     "model-00009-of-00003.safetensors",
-    "does not exist",
     fixture="llama_rope",
 )
-case("shard missing", remove(SECOND), SECOND, "does not exist", fixture="llama_rope")
-case("shard link out", link_out(SECOND), SECOND, "leads out", fixture="llama_rope")
+case("shard missing", remove(SECOND), SECOND, fixture="llama_rope")
+case("shard link out", link_out(SECOND), SECOND, fixture="llama_rope")
 case(
     "shard cut",
     lambda d: void((d / SECOND).write_bytes((d / SECOND).read_bytes()[:-5])),
     SECOND,
-    "no sound safetensors",
     fixture="llama_rope",
 )
-case("tensor in another shard", sends(SECOND), TABLE, "lacks", fixture="llama_rope")
+case("tensor in another shard", sends(SECOND), SECOND, TABLE, fixture="llama_rope")
 case(
     "tensor in no shard",
     sends(FIRST, "model.layers.7.mlp.gate_proj.weight"),
+    FIRST,
     "model.layers.7",
-    "lacks",
     fixture="llama_rope",
 )
 case(
@@ -465,94 +480,73 @@ case(
     tensors(lambda t: t.update({TABLE: t["model.layers.0.mlp.up_proj.weight"]}), SECOND),
     TABLE,
     SECOND,
-    "also holds",
     fixture="llama_rope",
 )
 case(
     "shard holds more",
     tensors(lambda t: t.update(extra=t["model.layers.0.mlp.up_proj.weight"]), SECOND),
+    SECOND,
     "extra",
-    "also holds",
     fixture="llama_rope",
 )
 case("index empty", index(lambda content: content["weight_map"].clear()), "weight_map", fixture="llama_rope")
 case("index without map", index(lambda content: content.pop("weight_map")), "weight_map", fixture="llama_rope")
 case("index map a list", index(lambda content: content.update(weight_map=[FIRST])), "weight_map", fixture="llama_rope")
 case("index no JSON", text("{", INDEX), INDEX, "JSON", fixture="llama_rope")
-case("index a list", text("[]", INDEX), INDEX, "object", fixture="llama_rope")
-case("index a directory", folder_instead(INDEX), INDEX, "regular file", fixture="llama_rope")
-case("index link out", link_out(INDEX), INDEX, "leads out", fixture="llama_rope")
-case("index name twice", again(INDEX, TABLE), INDEX, "twice", fixture="llama_rope")
+case("index a list", text("[]", INDEX), INDEX, "JSON", "list", fixture="llama_rope")
+case("index a directory", folder_instead(INDEX), INDEX, fixture="llama_rope")
+case("index link out", link_out(INDEX), INDEX, fixture="llama_rope")
+case("index name twice", again(INDEX, TABLE), INDEX, "key", fixture="llama_rope")
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
 
-# what every sentence has one of: the rule or the remedy
-RULE = re.compile(
-    r"\b(must|incomplete|more than|not implemented|supported|download|load|convert|remove|copy|replace|keep|give|add)\b"
-    r"|known:",
-    re.IGNORECASE,
-)
-LONGEST = 4000
+MAX_LENGTH = 4000  # of a message
 
 
 @pytest.mark.slow(fast=("gemma2_odd", "gpt2", "granite"))
 @pytest.mark.parametrize("fixture", sorted({fixture for fixture, _, _ in CASES.values()}))
-def test_unbroken(fixture, tmp_path):
-    """Each copy loads as long as nothing is broken, so that a refusal is about what is broken."""
+def test_unchanged_copies_load(fixture, tmp_path):
     assert isinstance(ed.load_hf(copy_of(fixture, tmp_path)), ed.Decoder)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_sentence(name, tmp_path):
-    fixture, breaks, says = CASES[name]
+def test_malformed_directories_are_refused(name, tmp_path):
+    fixture, breaks, named = CASES[name]
     directory = copy_of(fixture, tmp_path)
     breaks(directory)
     with pytest.raises(ed.ConversionError) as caught:
         ed.load_hf(directory)
-    sentence = str(caught.value).replace(str(tmp_path), "")  # which has the name of the case
-    assert all(word in sentence for word in says), sentence
-    assert RULE.search(sentence), sentence
-    assert len(sentence) < LONGEST
+    message = str(caught.value).replace(str(tmp_path), "")  # which has the name of the case
+    assert_names(message, *named)
+    assert len(message) < MAX_LENGTH
     assert not (directory / "ran").exists()
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "named"),
     [
-        (lambda path: None, "does not exist"),
-        (lambda path: path.write_text("{}"), "no directory"),
-        (lambda path: path.mkdir(), "config.json does not exist"),
-        (lambda path: path.symlink_to(path.parent / "nowhere"), "does not exist"),
+        pytest.param(lambda path: None, "model", id="missing"),
+        pytest.param(lambda path: path.write_text("{}"), "model", id="file"),
+        pytest.param(lambda path: path.mkdir(), "model/config.json", id="empty"),
+        pytest.param(lambda path: path.symlink_to(path.parent / "nowhere"), "model", id="link to nowhere"),
     ],
 )
-def test_no_directory(make, says, tmp_path):
+def test_paths_without_a_model_are_refused(make, named, tmp_path):
     make(tmp_path / "model")
-    with pytest.raises(ed.ConversionError, match=says):
+    with refused(ed.ConversionError, tmp_path / named):
         ed.load_hf(tmp_path / "model")
 
 
 ODD = (None, 0, -1, 3, 2.5, True, "x", [[]], {"a": [1]}, float("nan"), 10**30, "\0")
 
 
-# the others are read by the same functions, or nearly
-ODDLY_SET = ("llama_rope",)
-
-
-@pytest.mark.parametrize(
-    "fixture",
-    [
-        pytest.param(name, marks=() if name in ODDLY_SET else pytest.mark.slow)
-        for name in sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
-    ],
-)
-def test_odd_settings(fixture):
-    """Whatever one setting is changed to, the result is a configuration or a ConversionError.
-
-    In the old spelling of the same model only what it says in another way is changed.
-    """
+@pytest.mark.slow(fast=("llama_rope",))  # the functions that read the others are nearly the same
+@pytest.mark.parametrize("fixture", sorted(path.parent.name for path in FIXTURES.glob("*/config.json")))
+def test_odd_settings_give_a_configuration_or_a_conversion_error(fixture):
+    """In the older spelling of the same model, only settings that differ are changed."""
     tried: dict[tuple[str, ...], Any] = {}
-    refused = 0
+    errors = 0
     for file in filter(Path.exists, (FIXTURES / fixture / name for name in ("config.json", "config_legacy.json"))):
         content = json.loads(file.read_text())
         family = FAMILIES[content["model_type"]]
@@ -563,44 +557,42 @@ def test_odd_settings(fixture):
             (*table, key): value for table in tables for key, value in {**reached(content, table), "odd": 0}.items()
         }
         changes = [path for path, value in settings.items() if path not in tried or tried[path] != value]
-        assert len(changes) > 2
+        assert len(changes) > 1
         for (*table, key), odd in itertools.product(changes, ODD):
             changed = copy.deepcopy(content)
             reached(changed, table)[key] = odd
             try:
                 config, _ = family.decode(changed)
             except ed.ConversionError as error:
-                assert len(str(error)) < LONGEST
-                refused += 1
+                assert len(str(error)) < MAX_LENGTH
+                errors += 1
             else:
                 hash(config)
         tried |= settings
-    assert refused > 100
+    assert errors > 100
 
 
 def reached(content: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
     return functools.reduce(lambda inner, key: inner[key], path, content)
 
 
-def test_cut_anywhere(tmp_path):
-    """A file that ends too early is refused wherever it ends."""
+def test_truncated_weights_are_refused(tmp_path):
     directory = copy_of("mistral_window", tmp_path)
     whole = (directory / WEIGHTS).read_bytes()
     ends = [*range(0, 400, 7), *np.random.default_rng(0).integers(400, len(whole), 100)]
     for end in ends:
         (directory / WEIGHTS).write_bytes(whole[:end])
-        with pytest.raises(ed.ConversionError):
+        with refused(ed.ConversionError, WEIGHTS):
             stored_tensors(Directory(directory))
 
 
 @pytest.mark.slow
-def test_a_changed_byte_of_the_header(tmp_path):
-    """It is refused, or it changes nothing that counts; never another exception."""
+def test_a_changed_byte_of_the_header_is_refused_or_harmless(tmp_path):
     directory = copy_of("mistral_window", tmp_path)
     whole = (directory / WEIGHTS).read_bytes()
     (length,) = struct.unpack("<Q", whole[:8])
     random = np.random.default_rng(0)
-    refused = 0
+    errors = 0
     for place, byte in zip(random.integers(0, 8 + length, 100), random.integers(0, 256, 100), strict=True):
         changed = bytearray(whole)
         changed[place] = byte
@@ -608,12 +600,12 @@ def test_a_changed_byte_of_the_header(tmp_path):
         try:
             ed.abstract_hf(directory)
         except ed.ConversionError:
-            refused += 1
-    assert refused > 75
+            errors += 1
+    assert errors > 75
 
 
-def test_download_cache(tmp_path):
-    """huggingface_hub keeps the files as `blobs` of a repository, and directories of links that lead to them."""
+def test_links_to_blobs_of_the_download_cache_are_followed(tmp_path):
+    """As huggingface_hub stores them."""
     repository = tmp_path / "models--org--name"
     (repository / "blobs").mkdir(parents=True)
     snapshot = repository / "snapshots" / "0123abcd"
@@ -625,16 +617,15 @@ def test_download_cache(tmp_path):
     direct = ed.load_hf(FIXTURES / "llama_rope")
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(direct), strict=True))
 
-    # other links of such a directory lead nowhere
+    # links to other files are refused
     (tmp_path / "secret").write_bytes((snapshot / FIRST).read_bytes())
     (snapshot / FIRST).unlink()
     (snapshot / FIRST).symlink_to("../../../secret")
-    with pytest.raises(ed.ConversionError, match=FIRST):
+    with refused(ed.ConversionError, snapshot / FIRST):
         ed.load_hf(snapshot)
 
 
-def test_a_directory_of_links(tmp_path):
-    """A link to the directory itself is followed: it is what the user named."""
+def test_a_link_to_the_directory_itself_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(copy_of("mistral_window", tmp_path))
     assert isinstance(ed.load_hf(tmp_path / "link"), ed.Decoder)
 
@@ -661,8 +652,7 @@ LISTED = {"os.listdir", "os.scandir"}
 
 
 @pytest.mark.slow
-def test_nothing_else_is_opened_or_run(tmp_path):
-    """Beside the weights lie pickles and programs: loading opens only config.json and safetensors files."""
+def test_pickles_and_programs_in_the_directory_are_not_opened_or_run(tmp_path):
     clean = copy_of("llama_rope", tmp_path / "clean")
     directory = copy_of("llama_rope", tmp_path / "full")
     marked = directory / "ran"
