@@ -8,6 +8,7 @@ import pytest
 from eqx_decoders.core.sampling import GenerationConfig, Greedy, Sample
 from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.io.huggingface.generation_config import add_stop_ids, parse_token_ids, read_generation_config
+from tests.errors import refused
 
 
 def read(folder: Path, **content) -> GenerationConfig:
@@ -39,12 +40,12 @@ OURS = Sample(temperature=0.7, top_p=0.95)
         ({"temperature": None, "top_k": None}, {}, OURS),
     ],
 )
-def test_who_decides_how_tokens_are_drawn(tmp_path, content, given, expected):
+def test_arguments_take_precedence_over_the_file(tmp_path, content, given, expected):
     nothing = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
     assert read(tmp_path, **content).sampler(**(nothing | given)) == expected
 
 
-def test_without_the_file_nothing_is_said(tmp_path):
+def test_defaults_without_the_file(tmp_path):
     assert read_generation_config(tmp_path) == GenerationConfig()
 
 
@@ -59,23 +60,24 @@ def test_stop_ids(tmp_path, value, ids):
 
 
 @pytest.mark.parametrize(
-    "content, says",
+    "name, value",
     [
-        ({"eos_token_id": "</s>"}, "eos_token_id=</s> must be a token id"),
-        ({"eos_token_id": [1, True]}, "must be a token id"),
-        ({"temperature": "hot"}, "temperature=hot must be a number"),
-        ({"temperature": -1}, "temperature=-1 must be a number"),
-        ({"temperature": True}, "temperature=True must be a number"),
-        ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
-        ({"top_p": 1.5}, "top_p=1.5 must be a number from 0 to 1"),
-        ({"min_p": 2}, "min_p=2 must be a number from 0 to 1"),
-        ({"repetition_penalty": -1}, "repetition_penalty=-1 must be a number"),
-        ({"do_sample": "no"}, "do_sample='no' must be true or false"),
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", [1, True]),
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", True),
+        ("top_k", 2.5),
+        ("top_p", 1.5),
+        ("min_p", 2),
+        ("repetition_penalty", -1),
+        ("do_sample", "no"),
     ],
+    ids=str,
 )
-def test_values_that_are_no_settings(tmp_path, content, says):
-    with pytest.raises(ConversionError, match=says):
-        read(tmp_path, **content)
+def test_invalid_values_are_refused(tmp_path, name, value):
+    with refused(ConversionError, "generation_config.json", f"{name}=", value):
+        read(tmp_path, **{name: value})
 
 
 def test_stop_ids_are_added_to_those_in_text_config(tmp_path):
@@ -85,15 +87,15 @@ def test_stop_ids_are_added_to_those_in_text_config(tmp_path):
         assert json.loads((tmp_path / name).read_text())["eos_token_id"] == [1, 106]
 
 
-def test_what_a_person_may_not_ask_for():
-    with pytest.raises(ConfigError, match="top_p"):
+def test_invalid_arguments_are_refused():
+    with refused(ConfigError, "top_p=1.5"):
         GenerationConfig().sampler(top_p=1.5)
 
 
-def test_a_link_that_leads_out_is_refused(tmp_path):
+def test_a_link_out_of_the_directory_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "generation_config.json").symlink_to(tmp_path / "other")
-    with pytest.raises(ConversionError, match="leads out"):
+    with refused(ConversionError, tmp_path / "model" / "generation_config.json"):
         read_generation_config(tmp_path / "model")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face's transformers: the same logits, the same tokens, and back again without a lost bit."""
+"""Checkpoints of transformers give its logits and tokens and are written back bit by bit."""
 
 import dataclasses
 import fnmatch
@@ -25,6 +25,7 @@ from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.huggingface.verify import compare_tensors
 from eqx_decoders.sharding.axes import named_leaves
+from tests.errors import refused
 
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
@@ -85,11 +86,11 @@ def test_logits_are_those_of_transformers(loaded):
     assert np.max(np.abs(np.asarray(logits) - expected["logits"])) <= ROUGH.get(directory.name, TOLERANCE)
 
 
-def test_a_tokenizer_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
+def test_a_missing_tokenizer_is_refused_before_anything_is_written(tmp_path):
     model, file = ed.load_hf(FIXTURES / "chat_llama"), tmp_path / "tokenizer.json"
     file.write_text("{}")
     for wrong in ("no/such/dir", file, tmp_path / "no.gguf"):
-        with pytest.raises(ed.ConversionError, match=re.escape(f"tokenizer={str(wrong)!r} is neither a directory")):
+        with refused(ed.ConversionError, f"tokenizer={str(wrong)!r}"):
             ed.save_hf(model, tmp_path / "new" / "export", tokenizer=wrong)
     assert not (tmp_path / "new").exists()
     ed.save_hf(model, tmp_path / "export", tokenizer=FIXTURES / "chat_llama")
@@ -150,8 +151,8 @@ LAYOUTS = (dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, fsdp=4))
 
 @pytest.mark.slow(fast=("{'fsdp': 8}",))
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_weights_are_born_where_they_belong(sizes):
-    """fsdp cuts inside of a dimension, tensor between heads; data makes copies."""
+def test_weights_are_loaded_sharded(sizes):
+    """fsdp splits a dimension, tensor splits heads, data replicates."""
     single = named_leaves(ed.load_hf(FIXTURES / "qwen2_mixed"))
     layout = ed.Layout.create(**sizes)
     model = ed.load_hf(FIXTURES / "qwen2_mixed", layout=layout)
@@ -199,7 +200,7 @@ def test_bfloat16_runs_in_bfloat16():
     assert 1e-4 < error < 0.05
 
 
-def test_mixed_precision_is_the_callers_choice():
+def test_precision_argument_sets_params_and_compute_dtype():
     precision = ed.Precision(params=jnp.float32, compute=jnp.bfloat16)
     model = ed.load_hf(FIXTURES / "llama_bf16", precision=precision, remat="full")
     assert model.embedding.table.dtype == jnp.float32
@@ -260,12 +261,12 @@ def tied(tmp_path):
     return directory
 
 
-def test_a_head_that_repeats_the_table(tied):
+def test_a_head_equal_to_the_embedding_stays_tied(tied):
     rewritten(tied, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
     assert ed.load_hf(tied).head is None
 
 
-def test_a_head_of_its_own_counts(tied, tmp_path):
+def test_a_different_head_unties_the_model(tied, tmp_path):
     """As in transformers: a tied configuration with two different matrices in the file is not tied."""
     rewritten(tied, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"] * 2})
     model = ed.load_hf(tied)
@@ -287,21 +288,21 @@ def test_a_head_that_differs_in_one_row_unties_the_model(tied, row):
 
 
 @pytest.mark.parametrize(
-    "version, says, is_tied", [("4.57.6", None, True), ("4.57.6", False, False), ("5.0.0", None, False)]
+    "version, tie, is_tied", [("4.57.6", None, True), ("4.57.6", False, False), ("5.0.0", None, False)]
 )
-def test_a_missing_head_is_tied_if_transformers_4_left_out_tie_word_embeddings(tmp_path, version, says, is_tied):
+def test_a_missing_head_is_tied_if_transformers_4_left_out_tie_word_embeddings(tmp_path, version, tie, is_tied):
     """transformers 4 leaves out the key if its value is the default of PretrainedConfig."""
     directory = copy_of("llama_rope", tmp_path)
     content = json.loads((directory / "config.json").read_text()) | {"transformers_version": version}
     content.pop("tie_word_embeddings", None)
-    (directory / "config.json").write_text(
-        json.dumps(content | ({} if says is None else {"tie_word_embeddings": says}))
-    )
+    if tie is not None:
+        content["tie_word_embeddings"] = tie
+    (directory / "config.json").write_text(json.dumps(content))
     rewritten(directory, lambda x: {name: value for name, value in x.items() if name != "lm_head.weight"})
     if is_tied:
         assert ed.load_hf(directory).config.tied
     else:
-        with pytest.raises(ed.ConversionError, match=r"lm_head\.weight is missing"):
+        with refused(ed.ConversionError, "1 tensors", "lm_head.weight"):
             ed.load_hf(directory)
 
 
@@ -320,14 +321,14 @@ def test_a_head_without_a_table(tied):
 def test_error_names_an_unexpected_prefix_of_all_tensors(tmp_path, prefix):
     directory = copy_of("llama_rope", tmp_path)
     rewritten(directory, lambda x: {prefix + name: value for name, value in x.items()})
-    with pytest.raises(ed.ConversionError, match=rf"All tensors have the prefix '{re.escape(prefix)}'"):
+    with refused(ed.ConversionError, f"'{prefix}'"):
         ed.load_hf(directory)
 
 
 def test_error_names_a_missing_index(tmp_path):
     directory = copy_of("llama_rope", tmp_path)
     (directory / "model.safetensors.index.json").unlink()
-    with pytest.raises(ed.ConversionError, match=r"model\.safetensors\.index\.json.*model-00001-of-"):
+    with refused(ed.ConversionError, "model.safetensors.index.json", "model-00001-of-"):
         ed.load_hf(directory)
 
 
@@ -335,8 +336,9 @@ def test_error_about_a_missing_tensor_does_not_mention_prefixes(tmp_path):
     """Names without the prefix of the decoder are accepted, so they are not the reason."""
     directory = copy_of("mistral_window", tmp_path)
     rewritten(directory, lambda x: {n.removeprefix("model."): v for n, v in x.items() if n != "lm_head.weight"})
-    with pytest.raises(ed.ConversionError, match=r"1 tensors are not as expected. The tensors .*\n  lm_head.weight is"):
+    with refused(ed.ConversionError, "1 tensors", "lm_head.weight") as caught:
         ed.load_hf(directory)
+    assert "'model.'" not in str(caught.value)
 
 
 def test_all_wrong_tensors_are_listed(tmp_path):
@@ -346,13 +348,9 @@ def test_all_wrong_tensors_are_listed(tmp_path):
         return tensors | {"model.layers.7.mlp.up_proj.weight": np.zeros(3, np.float32)}
 
     directory = rewritten(copy_of("llama_rope", tmp_path), spoil)
-    with pytest.raises(ed.ConversionError) as caught:
+    names = ("model.norm.weight", "model.layers.7.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight")
+    with refused(ed.ConversionError, "3 tensors", *names):
         ed.load_hf(directory)
-    sentence = str(caught.value)
-    assert "3 tensors" in sentence
-    assert "model.norm.weight is missing" in sentence
-    assert "model.layers.7.mlp.up_proj.weight belongs to no weight" in sentence
-    assert "model.layers.0.mlp.up_proj.weight has the shape" in sentence
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -373,14 +371,14 @@ def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(export, "save_tensors", fail)
-    with pytest.raises(OSError, match="no space left"):
+    with refused(OSError, "no space left"):
         ed.save_hf(ed.load_hf(FIXTURES / "llama_bf16"), tmp_path / "new")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_in_use_is_left_alone(tmp_path):
+def test_a_directory_with_files_is_not_overwritten(tmp_path):
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(ed.ConversionError, match="is not empty"):
+    with refused(ed.ConversionError, tmp_path):
         ed.save_hf(ed.abstract_hf(FIXTURES / "chat_llama"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
@@ -392,9 +390,9 @@ def small(**changes):
 
 def test_a_model_of_no_family_is_refused_with_the_difference():
     config = small(logit_soft_cap=3.0)
-    with pytest.raises(ed.ConversionError, match=r"LlamaForCausalLM.*DecoderConfig.logit_soft_cap=3.0"):
+    with refused(ed.ConversionError, "LlamaForCausalLM", "DecoderConfig.logit_soft_cap=3.0"):
         ed.save_hf(ed.abstract(config), "nowhere")
-    with pytest.raises(ed.ConversionError, match=r"family='lama'.*'llama'"):
+    with refused(ed.ConversionError, "family='lama'", "'llama'"):
         ed.save_hf(ed.abstract(config), "nowhere", family="lama")
 
 
@@ -410,7 +408,7 @@ def test_a_new_model_finds_its_family(tmp_path):
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True))
 
 
-def test_a_sharded_model_is_exported_whole(tmp_path):
+def test_a_sharded_model_is_exported_completely(tmp_path):
     model = ed.load_hf(FIXTURES / "gpt2", layout=ed.Layout.create(fsdp=2, tensor=2, data=2))
     ed.save_hf(model, tmp_path / "new")
     assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(FIXTURES / "gpt2"))
@@ -424,9 +422,9 @@ def test_bfloat16_is_written_as_bfloat16(tmp_path):
 # --- where it comes from ----------------------------------------------------------------------------------------------
 
 
-def test_offline_is_a_sentence(monkeypatch):
+def test_a_repository_is_refused_offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ed.ConversionError, match="'nobody/nothing'"):
+    with refused(ed.ConversionError, "'nobody/nothing'"):
         ed.load_hf("nobody/nothing")
 
 
@@ -444,8 +442,8 @@ def test_a_repository_is_downloaded(monkeypatch):
     assert not any("bin" in pattern or "py" in pattern for pattern in asked["allow_patterns"])
 
 
-def test_a_missing_directory_is_a_sentence():
-    with pytest.raises(ed.ConversionError, match="runs/nothing/here does not exist"):
+def test_a_missing_directory_is_refused():
+    with refused(ed.ConversionError, "runs/nothing/here"):
         ed.load_hf("runs/nothing/here")
 
 
@@ -471,7 +469,7 @@ def test_downloads_additional_chat_templates_but_no_other_subfolders(tmp_path, m
 def test_names_the_remedy_for_a_run_directory(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps({"run_dir": str(tmp_path), "model": "tiny", "steps": 2}))
     for load in (ed.load_hf, ed.load_text_model):
-        with pytest.raises(ed.ConversionError, match=r"--run-dir.*scripts/convert\.py"):
+        with refused(ed.ConversionError, "--run-dir", "scripts/convert.py"):
             load(tmp_path)
     (tmp_path / "config.json").write_text("{}")  # an export into the same directory
     assert hub.resolve(tmp_path).path == tmp_path

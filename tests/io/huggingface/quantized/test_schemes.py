@@ -1,4 +1,4 @@
-"""Published formats of few bits: read as they are defined, kept bit by bit, and written so that they are read again."""
+"""Published quantization formats are read as defined, kept bit by bit, and written so that they are read again."""
 
 import json
 import shutil
@@ -21,6 +21,7 @@ from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
+from tests.errors import refused
 
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
@@ -223,8 +224,8 @@ def assert_same(one, other) -> None:
 
 @pytest.mark.slow(fast=("awq", "pack in another order"))
 @pytest.mark.parametrize("name", FORMATS)
-def test_numbers_are_those_of_the_definition(name, tmp_path):
-    """Expanded, and kept and then expanded: to the last bit. What can't be kept is expanded."""
+def test_weights_equal_the_definition(name, tmp_path):
+    """Dequantized at once, and kept and then dequantized, bit by bit."""
     store, config, kept = FORMATS[name]
     few, plain = quantised(tmp_path, store, config)
     want = ed.load_hf(plain)
@@ -249,7 +250,7 @@ def test_mxfp4_of_compressed_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 7, 8])
-def test_packed_numbers_are_read_from_any_place(bits, tmp_path):
+def test_slices_of_packed_weights_may_start_anywhere(bits, tmp_path):
     stored, wide = packed(bits, 8, zeros=True)("w", np.zeros((24, 40)))
     write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
     config = compressed("pack-quantized", num_bits=bits, group_size=8)
@@ -284,7 +285,7 @@ def test_gptq_of_all_bits(bits, group, tmp_path):
         dict(desc_act=True, dynamic={"m": {"desc_act": False}}),
     ],
 )
-def test_the_stored_g_idx_counts_and_desc_act_is_ignored(shuffled, changed, tmp_path):
+def test_g_idx_is_used_and_desc_act_ignored(shuffled, changed, tmp_path):
     """`desc_act` may be wrong for a module, because its pattern may not match the module's current name."""
     stored, wide = gptq(4, 16, shuffled=shuffled)("w", np.zeros((64, 96)))
     write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
@@ -329,7 +330,7 @@ def test_awq_accepts_a_g_idx_in_order_only(shuffled, tmp_path):
     if not shuffled:
         assert np.array_equal(checkpoint_tensors(Directory(tmp_path))["m.weight"].read_all(), wide)
         return
-    with pytest.raises(ed.ConversionError, match=r"m\.g_idx assigns rows to quantization groups in another order"):
+    with refused(ed.ConversionError, "m.g_idx", "AWQ", "8"):
         checkpoint_tensors(Directory(tmp_path))
 
 
@@ -377,15 +378,15 @@ def test_autoround_files_are_read_as_gptq_or_awq(kind, tmp_path):
     assert_same(ed.load_hf(few), ed.load_hf(plain))
 
 
-def test_numbers_are_packed_as_they_are_read():
+def test_packing_inverts_reading():
     numbers = np.random.default_rng(0).integers(-8, 8, (3, 12)).astype(np.int8)
     for bits in (4, 8):
         assert np.array_equal(pack(numbers, bits), words(numbers.astype(int) + 2 ** (bits - 1), bits))
-    with pytest.raises(ed.ConversionError, match="zero points outside of 4 bits"):
+    with refused(ed.ConversionError, "save_hf", "zero points", "4 bits"):
         pack(np.array([[8]]), 4)
 
 
-def test_parts_on_devices_are_those_of_the_whole(tmp_path):
+def test_sharded_weights_equal_those_on_one_device(tmp_path):
     few, _ = quantised(tmp_path, packed(zeros=True), FORMATS["pack with zeros"][1])
     layout = ed.Layout.create(fsdp=2, tensor=2, devices=jax.devices()[:4])
     placed = ed.load_hf(few, layout=layout, quantized="keep")
@@ -394,7 +395,7 @@ def test_parts_on_devices_are_those_of_the_whole(tmp_path):
     assert all(x.sharding == y.sharding for x, y in zip(jax.tree.leaves(placed), shapes, strict=True))
 
 
-def test_layers_in_different_forms_are_expanded(tmp_path):
+def test_layers_in_different_formats_are_dequantized(tmp_path):
     """They are one stack: the weights of which one layer is plain, or has other groups, are arrays."""
 
     def store(name, w):
@@ -437,7 +438,7 @@ def few_bits(name: str) -> ed.Decoder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_what_is_written_is_read_again(name, tmp_path):
+def test_written_weights_are_read_again(name, tmp_path):
     """Bit by bit; and the config names the module of every weight, and of no other."""
     model = few_bits(name)
     ed.save_hf(model, tmp_path / "new", shard_bytes=20_000)
@@ -471,7 +472,7 @@ def modules_of(stored, targets) -> set[str]:
     }
 
 
-def test_how_it_is_described(tmp_path):
+def test_written_quantization_config(tmp_path):
     ed.save_hf(few_bits("mixed"), tmp_path / "new")
     config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     groups = {group["weights"]["strategy"]: group for group in config["config_groups"].values()}
@@ -493,23 +494,24 @@ def test_how_it_is_described(tmp_path):
     assert stored["model.layers.0.self_attn.k_proj.weight_scale"].shape == (1, 1)
 
 
-@pytest.mark.slow(fast=("gpt_oss_yarn-int8-experts.gate_up_proj, which is no linear module",))
+@pytest.mark.slow(fast=("gpt_oss_yarn",))
 @pytest.mark.parametrize(
-    ("fixture", "modes", "sentence"),
+    ("fixture", "modes", "named"),
     [
-        ("gpt_oss_yarn", "int8", "experts.gate_up_proj, which is no linear module"),
-        ("gpt2", "int8", "is no linear module"),
-        ("qwen3_next", {"*.query": "int8"}, "with weights that are not in few bits"),
+        ("gpt_oss_yarn", "int8", ["compressed-tensors", "model.layers.0.mlp.experts.gate_up_proj", "dequantize"]),
+        ("gpt2", "int8", ["compressed-tensors", "transformer.h.0.attn.c_attn.weight", "dequantize"]),
+        ("qwen3_next", {"*.query": "int8"}, ["mixer.query", "model.layers.0.linear_attn.in_proj_qkvz.weight"]),
     ],
+    ids=["gpt_oss_yarn", "gpt2", "qwen3_next"],
 )
-def test_what_has_no_form(fixture, modes, sentence, tmp_path):
+def test_weights_without_a_format_are_refused(fixture, modes, named, tmp_path):
     model = ed.quantize(ed.abstract_hf(FIXTURES / fixture), modes)
-    with pytest.raises(ed.ConversionError) as caught:
+    with refused(ed.ConversionError, *named):
         ed.save_hf(model, tmp_path / "new")
-    assert sentence in str(caught.value) and not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists()
 
 
-def test_adapters_of_a_quantised_base(tmp_path):
+def test_adapters_of_a_quantized_base(tmp_path):
     base = ed.quantize(ed.load_hf(LLAMA), "int8")
     model = add_lora(base, LoRAConfig(rank=2), key=jax.random.key(0))
     save_peft(model, tmp_path / "adapter")
@@ -545,79 +547,79 @@ def setting(path: str, value: Any) -> Callable[[dict], dict]:
 
 
 W = "config_groups.group_0.weights."
-BROKEN: dict[str, tuple[str, Callable, Callable, str]] = {
-    "3 of 7 bits": ("gptq", no_change, setting("bits", 7), "bits=7 is not read"),
-    "group 0": ("gptq", no_change, setting("group_size", 0), "group_size=0 must be"),
-    "group 16": ("gptq", no_change, setting("group_size", 16), "is not the packing of bits=4, group_size=16"),
-    "marlin": ("gptq", no_change, setting("is_marlin_format", True), "is_marlin_format=true"),
-    "dynamic bits": ("gptq", no_change, setting("dynamic", {"x": {"bits": 7}}), "dynamic: x: bits=7 is not read"),
-    "dynamic key": ("gptq", no_change, setting("dynamic", {"x": {"bit": 4}}), "dynamic: x: Unknown keys: bit."),
-    "dynamic pattern": ("gptq", no_change, setting("dynamic", {"-:(": {}}), "is not a regular expression"),
-    "format": ("gptq", no_change, setting("checkpoint_format", "x"), "checkpoint_format=x is not supported"),
+D = "layers.0.mlp.down_proj."
+BROKEN: dict[str, tuple[str, Callable, Callable, list[str]]] = {
+    "3 of 7 bits": ("gptq", no_change, setting("bits", 7), ["bits=7", "2, 3, 4, 8"]),
+    "group 0": ("gptq", no_change, setting("group_size", 0), ["group_size=0"]),
+    "group 16": ("gptq", no_change, setting("group_size", 16), [D + "qweight", "bits=4, group_size=16"]),
+    "marlin": ("gptq", no_change, setting("is_marlin_format", True), ["is_marlin_format=true"]),
+    "dynamic bits": ("gptq", no_change, setting("dynamic", {"x": {"bits": 7}}), ["dynamic: x", "bits=7"]),
+    "dynamic key": ("gptq", no_change, setting("dynamic", {"x": {"bit": 4}}), ["dynamic: x", "'bits'"]),
+    "dynamic pattern": ("gptq", no_change, setting("dynamic", {"-:(": {}}), ["dynamic", "'-:('"]),
+    "format": ("gptq", no_change, setting("checkpoint_format", "x"), ["checkpoint_format=x", "gptq_v2"]),
     "two formats": (
         "gptq",
         no_change,
         lambda config: config | dict(checkpoint_format="gptq", format="gptq_v2"),
-        "checkpoint_format=gptq and format=gptq_v2",
+        ["checkpoint_format=gptq", "format=gptq_v2"],
     ),
-    "two methods": ("gptq", no_change, setting("method", "awq"), "method=awq is not supported"),
-    "rotated": ("gptq", no_change, setting("rotation", "hadamard"), "rotation=hadamard is not supported"),
-    "int64": ("gptq", no_change, setting("pack_dtype", "int64"), "pack_dtype=int64 is not supported"),
-    "unknown key": ("gptq", no_change, setting("group", 1), "Unknown keys: group."),
-    "no zeros": ("gptq", drop(".qzeros"), dict, "qzeros is missing"),
-    "no scales": ("gptq", drop(".scales"), dict, "scales is missing"),
-    "no weights": ("gptq", drop(".qweight"), dict, "no weight belongs to them"),
-    "group of no scale": ("gptq", change(".g_idx", lambda x: x + 9), dict, "g_idx has indices from 9 to"),
-    "negative group": ("gptq", change(".g_idx", lambda x: x - 1), dict, "g_idx has indices from -1 to"),
+    "two methods": ("gptq", no_change, setting("method", "awq"), ["method=awq", "gptq"]),
+    "rotated": ("gptq", no_change, setting("rotation", "hadamard"), ["rotation=hadamard"]),
+    "int64": ("gptq", no_change, setting("pack_dtype", "int64"), ["pack_dtype=int64", "int32"]),
+    "unknown key": ("gptq", no_change, setting("group", 1), ["group", "'group_size'"]),
+    "no zeros": ("gptq", drop(".qzeros"), dict, [D + "qweight", D + "qzeros"]),
+    "no scales": ("gptq", drop(".scales"), dict, [D + "qweight", D + "scales"]),
+    "no weights": ("gptq", drop(".qweight"), dict, [D + "qzeros"]),
+    "group of no scale": ("gptq", change(".g_idx", lambda x: x + 9), dict, [D + "g_idx", "9", "13", "4"]),
+    "negative group": ("gptq", change(".g_idx", lambda x: x - 1), dict, [D + "g_idx", "-1", "3", "4"]),
     "packed group of no scale": (
-        "pack in another order", change("g_idx", lambda x: x + 9), dict, "g_idx has indices from 9 to"
+        "pack in another order", change("g_idx", lambda x: x + 9), dict, [D + "weight_g_idx", "9", "13", "4"]
     ),
-    "order": ("gptq", change(".g_idx", lambda x: x[1:]), dict, "must be I32 or I64 of shape"),
-    "floats": ("gptq", change(".qweight", lambda x: x.astype(np.float32)), dict, "must be I32"),
-    "a bias": ("gptq", change("_proj.bias", lambda x: x + 1), dict, "belongs to no weight"),
-    "gemv": ("awq", no_change, setting("version", "gemv"), "version=gemv is not supported"),
-    "awq bits": ("awq", no_change, setting("bits", 8), "bits=8 is not read: must be one of 4"),
-    "awq zeros": ("awq", change("qzeros", lambda x: x[1:]), dict, "is not the packing of"),
+    "order": ("gptq", change(".g_idx", lambda x: x[1:]), dict, [D + "g_idx", "(39,)", "(40,)"]),
+    "floats": ("gptq", change(".qweight", lambda x: x.astype(np.float32)), dict, [D + "qweight", "F32", "I32"]),
+    "a bias": ("gptq", change("_proj.bias", lambda x: x + 1), dict, ["14 tensors", D + "bias"]),
+    "gemv": ("awq", no_change, setting("version", "gemv"), ["version=gemv", "gemm"]),
+    "awq bits": ("awq", no_change, setting("bits", 8), ["bits=8", "4"]),
+    "awq zeros": ("awq", change("qzeros", lambda x: x[1:]), dict, [D + "qweight", "(4, 3)", "bits=4, group_size=8"]),
     "auto-round": (
         "gptq",
         no_change,
         lambda config: dict(quant_method="auto-round", bits=4, packing_format="auto_round:llm_compressor"),
-        "packing_format=auto_round:llm_compressor is not supported",
+        ["packing_format=auto_round:llm_compressor"],
     ),
-    "sparse": ("pack", no_change, setting("sparsity_config", {"format": "sparse-24"}), "sparsity_config="),
-    "turned": ("pack", no_change, setting("transform_config", {"config_groups": {"a": 1}}), "transform_config="),
-    "no groups": ("pack", no_change, setting("config_groups", {}), "config_groups must be an object"),
-    "mxfp6": ("pack", no_change, setting("format", "mxfp6-pack-quantized"), 'format="mxfp6-pack-quan'),
-    "an empty group": ("pack", no_change, setting("config_groups.group_0", {}), "must have an object as weights"),
-    "16 bits": ("pack", no_change, setting(W + "num_bits", 16), "num_bits=16 of type=int is not read"),
-    "other bits": ("pack", no_change, setting(W + "num_bits", 8), "weight_shape=[24, 40] and num_bits=[8]"),
-    "other groups": ("pack", no_change, setting(W + "group_size", 6), "fits no group_size"),
-    "no shape": ("pack", drop("weight_shape"), dict, "weight_shape is missing"),
-    "a shape of floats": ("pack", change("_shape", lambda x: x.astype(np.float32)), dict, "must be two integers"),
-    "status": ("pack", no_change, setting("quantization_status", "calibration"), "quantization_status=calibration"),
-    "block": ("fp8 blocks", no_change, setting(W + "block_structure", [16]), "block_structure=[16] must be two"),
-    "block size": ("fp8 blocks", no_change, setting(W + "block_structure", [16, 16]), "fits no group_size"),
-    "zeros of another shape": ("int8 with zeros", change("zero_point", lambda x: x[1:]), dict, "must be I8 of shape"),
-    "no scale": ("int8", drop("weight_scale"), dict, "weight_scale is missing"),
-    "scales without numbers": ("int8", change(".weight", lambda x: x.astype(np.float32)), dict, "no weight belongs"),
-    "fbgemm scales": ("fbgemm", change("weight_scale", lambda x: x[:, 0]), dict, "must be F32 or BF16 or F16"),
+    "sparse": ("pack", no_change, setting("sparsity_config", {"format": "sparse-24"}), ["sparsity_config="]),
+    "turned": ("pack", no_change, setting("transform_config", {"config_groups": {"a": 1}}), ["transform_config="]),
+    "no groups": ("pack", no_change, setting("config_groups", {}), ["config_groups"]),
+    "mxfp6": ("pack", no_change, setting("format", "mxfp6-pack-quantized"), ['format="mxfp6-pack-quantized"']),
+    "an empty group": ("pack", no_change, setting("config_groups.group_0", {}), ["config_groups.group_0", "weights"]),
+    "16 bits": ("pack", no_change, setting(W + "num_bits", 16), ["num_bits=16", "type=int"]),
+    "other bits": ("pack", no_change, setting(W + "num_bits", 8), ["weight_packed", "weight_shape=[24, 40]", "num_bits=[8]"]),
+    "other groups": ("pack", no_change, setting(W + "group_size", 6), [D + "weight_scale", "group_size", "[6]"]),
+    "no shape": ("pack", drop("weight_shape"), dict, [D + "weight_packed", D + "weight_shape"]),
+    "a shape of floats": ("pack", change("_shape", lambda x: x.astype(np.float32)), dict, [D + "weight_shape", "F32"]),
+    "status": ("pack", no_change, setting("quantization_status", "calibration"), ["quantization_status=calibration"]),
+    "block": ("fp8 blocks", no_change, setting(W + "block_structure", [16]), ["block_structure=[16]"]),
+    "block size": ("fp8 blocks", no_change, setting(W + "block_structure", [16, 16]), [D + "weight_scale", "(16, 16)"]),
+    "zeros": ("int8 with zeros", change("zero_point", lambda x: x[1:]), dict, [D + "weight_zero_point", "(23, 1)"]),
+    "no scale": ("int8", drop("weight_scale"), dict, [D + "weight", D + "weight_scale"]),
+    "scales without numbers": ("int8", change(".weight", lambda x: x.astype(np.float32)), dict, [D + "weight_scale"]),
+    "fbgemm scales": ("fbgemm", change("weight_scale", lambda x: x[:, 0]), dict, ["weight_scale", "(24,)", "(24, 1)"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_files_are_refused(name, tmp_path):
-    form, breaks, edit, sentence = BROKEN[name]
+def test_malformed_files_are_refused(name, tmp_path):
+    form, breaks, edit, named = BROKEN[name]
     few, _ = quantised(tmp_path, *FORMATS[form][:2])
     write(few / "model.safetensors", breaks(raw_tensors(few)))
     content = json.loads((few / "config.json").read_text())
     (few / "config.json").write_text(
         json.dumps(content | {"quantization_config": edit(content["quantization_config"])})
     )
-    with pytest.raises(ed.ConversionError) as caught:
+    with refused(ed.ConversionError, *named):
         ed.abstract_hf(few, quantized="keep")
-    assert sentence in str(caught.value)
 
 
-def test_where_there_is_nothing_to_keep():
+def test_keep_changes_nothing_without_quantized_weights():
     shapes = ed.abstract_hf(LLAMA, quantized="keep")
     assert jax.tree.structure(shapes) == jax.tree.structure(ed.abstract_hf(LLAMA))
