@@ -1,4 +1,4 @@
-"""Exclusive locks of files: one holder at a time, whatever happens to the files meanwhile."""
+"""Exclusive file locks have one holder at a time, also if files are deleted or replaced meanwhile."""
 
 import errno
 import os
@@ -10,17 +10,18 @@ import pytest
 
 from eqx_decoders.io import file_lock
 from eqx_decoders.io.file_lock import FileLock, own_process, owner_text, read_owner
+from tests.errors import assert_names, refused
 
 
 def open_files():
     return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
 
 
-def test_one_at_a_time_has_the_lock_and_others_wait(tmp_path):
+def test_the_lock_has_one_holder_and_others_wait(tmp_path):
     first, second, order = FileLock(tmp_path / "a" / "lock"), FileLock(tmp_path / "a" / "lock"), []
     assert first.take() and not second.take()
     first.sign()
-    assert second.holder().startswith(f"pid {os.getpid()} on {own_process()['host']} since 20")
+    assert_names(second.holder(), os.getpid(), own_process()["host"], " 20")
 
     def wait():
         with second:
@@ -35,19 +36,21 @@ def test_one_at_a_time_has_the_lock_and_others_wait(tmp_path):
     assert order == ["released", "taken"] and (tmp_path / "a" / "lock").exists()
 
 
-@pytest.mark.parametrize("begin", ["", "\n"])
-@pytest.mark.parametrize("host", ["h", 300 * "h"])
+@pytest.mark.parametrize("begin", ["", "\n"], ids=["text", "line break"])
+@pytest.mark.parametrize("host", ["h", 300 * "h"], ids=["short", "long"])
 def test_owners_of_all_versions_are_read(tmp_path, begin, host):
     content = f'{begin}{{"pid": 3, "host": "{host}", "since": "t"}}\n'
     (tmp_path / "lock").write_text(content)
     lock = FileLock(tmp_path / "lock")
-    assert lock.take() and lock.previous == content.encode() and lock.holder() == f"pid 3 on {host} since t"
+    assert lock.take() and lock.previous == content.encode()
+    assert lock.holder() == f"pid 3 on {host} since t"
     lock.sign()
-    assert f"pid {os.getpid()} " in lock.holder() and owner_text(read_owner(tmp_path / "none")) == "another process"
+    assert_names(lock.holder(), os.getpid())
+    assert owner_text(read_owner(tmp_path / "none")) == "another process"
 
 
-@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
-def test_a_file_that_goes_while_it_is_looked_at_is_opened_once_more(tmp_path, monkeypatch, code):
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE], ids=["deleted", "stale"])
+def test_opening_is_retried_if_the_file_disappears(tmp_path, monkeypatch, code):
     real, calls, before = os.open, [], open_files()
 
     def gone(path, *rest):
@@ -62,16 +65,17 @@ def test_a_file_that_goes_while_it_is_looked_at_is_opened_once_more(tmp_path, mo
     lock = FileLock(tmp_path / "lock")
     assert lock.take()
     lock.release()
-    times, calls[:] = 99, []
+    times = 99
+    calls.clear()
     if code == errno.ENOENT:
         assert not lock.take()
     else:  # a file system that does not come back
-        with pytest.raises(OSError, match="lock"):
+        with refused(OSError, lock.path):
             lock.take()
     assert len(calls) == 3 and open_files() == before
 
 
-def test_a_lock_on_a_file_that_was_deleted_or_replaced_is_none(tmp_path, monkeypatch):
+def test_a_lock_of_a_deleted_or_replaced_file_is_taken_again(tmp_path, monkeypatch):
     path, real = tmp_path / "lock", filelock.lock_descriptor
     actions = [path.unlink, lambda: (path.unlink(), path.write_text("another's"))]
 
@@ -93,7 +97,9 @@ def test_a_lock_on_a_file_that_was_deleted_or_replaced_is_none(tmp_path, monkeyp
     assert not path.exists() and open_files() == before
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "no locks"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOLCK, "no locks"), KeyboardInterrupt()], ids=["no locks", "KeyboardInterrupt"]
+)
 def test_nothing_stays_open_after_an_error(tmp_path, monkeypatch, error):
     def failing(descriptor, **_):
         raise error
@@ -105,7 +111,7 @@ def test_nothing_stays_open_after_an_error(tmp_path, monkeypatch, error):
     assert open_files() == before
 
 
-def test_another_user_s_file_is_locked_where_it_may_be_read(tmp_path, monkeypatch):
+def test_a_readable_file_of_another_user_is_locked(tmp_path, monkeypatch):
     real, path = os.open, tmp_path / "lock"
 
     def denied(name, flags, *mode):
@@ -133,10 +139,10 @@ def test_another_user_s_file_is_locked_where_it_may_be_read(tmp_path, monkeypatc
     assert open_files() == before
 
 
-def test_a_lock_that_is_gone_for_good_is_an_error_and_no_wait(tmp_path, monkeypatch):
+def test_a_lock_that_stays_unavailable_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "lock")
     monkeypatch.setattr(file_lock, "PAUSES", (0.0,))
-    with pytest.raises(FileNotFoundError):
+    with refused(FileNotFoundError, tmp_path / "link"):
         FileLock(tmp_path / "link").take()
 
     def stale(*args):
@@ -148,7 +154,7 @@ def test_a_lock_that_is_gone_for_good_is_an_error_and_no_wait(tmp_path, monkeypa
 
 
 def test_signatures_of_all_hosts_have_one_size(tmp_path, monkeypatch):
-    """So that a process which is killed while it signs leaves no end of another's."""
+    """So that a process that is killed while it signs leaves no rest of another signature."""
     sizes = set()
     for host in ("h", "a-host-of-a-longer-name." * 8):
         monkeypatch.setattr(file_lock.socket, "gethostname", lambda host=host: host)
@@ -156,6 +162,6 @@ def test_signatures_of_all_hosts_have_one_size(tmp_path, monkeypatch):
         assert lock.take()
         lock.sign()
         lock.release()
-        assert f" on {host} since" in owner_text(read_owner(lock.path))
+        assert_names(owner_text(read_owner(lock.path)), host)
         sizes.add(lock.path.stat().st_size)
     assert sizes == {file_lock.SIGNED}

@@ -16,6 +16,7 @@ from eqx_decoders.io.program_cache import delete_oldest, keep_programs, processo
 from eqx_decoders.training import Batch, OptimizerConfig, Trainer
 from tests.commands import ENVIRONMENT, ROOT
 from tests.compare import assert_array_equal
+from tests.errors import assert_names
 
 
 @pytest.fixture
@@ -70,11 +71,10 @@ def test_a_damaged_program_is_compiled_again(cache):
 
 
 @pytest.mark.slow
-def test_steps_of_a_program_that_was_read_are_the_same_bit_for_bit(cache):
-    """The training step compiled, and the one that a later process reads, with their states."""
-    folder, said = keep_programs(), []
+def test_steps_of_a_cached_program_are_bit_equal(cache):
+    folder = keep_programs()
     assert folder is not None and folder.parent == cache and folder.stat().st_mode & 0o777 == 0o700
-    assert keep_programs(say=said.append) is None and not said, "JAX has a directory by now"
+    assert keep_programs(say=pytest.fail) is None, "JAX has a directory by now"
     model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
     trainer = Trainer.create(OptimizerConfig(), model, steps=9)
     batch = Batch(tokens=jnp.arange(32).reshape(2, 16))
@@ -97,8 +97,8 @@ def test_steps_of_a_program_that_was_read_are_the_same_bit_for_bit(cache):
 
 
 @pytest.mark.parametrize("why", ["others", "read-only", "a file", "elsewhere"])
-def test_programs_run_without_a_folder_for_them(cache, monkeypatch, why):
-    folder, said = cache / f"programs-{processor()}", []
+def test_programs_run_without_a_cache_directory(cache, monkeypatch, why):
+    folder, messages = cache / f"programs-{processor()}", []
     if why == "others":
         folder.mkdir(parents=True)
         folder.chmod(0o777)
@@ -108,19 +108,21 @@ def test_programs_run_without_a_folder_for_them(cache, monkeypatch, why):
         cache.write_text("")
     else:
         monkeypatch.setenv("EQX_DECODERS_CACHE", "gs://bucket")
-    assert keep_programs(say=said.append) is None
-    assert len(said) == 1 and said[0].startswith("compiled programs are not kept: "), said
+    assert keep_programs(say=messages.append) is None
+    (message,) = messages
+    assert_names(message, "gs://bucket" if why == "elsewhere" else cache)
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_several_processes_on_gpus_keep_none(cache, monkeypatch):
-    said = []
+def test_several_processes_on_gpus_have_no_cache(cache, monkeypatch):
+    messages = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert keep_programs(say=said.append) is None and "JAX_COMPILATION_CACHE_DIR" in said[0] and not cache.exists()
+    assert keep_programs(say=messages.append) is None and not cache.exists()
+    assert_names(messages[0], "JAX_COMPILATION_CACHE_DIR")
 
 
-def test_the_variables_of_jax_come_first(cache, monkeypatch):
+def test_settings_of_jax_take_precedence(cache, monkeypatch):
     for name, value in (
         ("jax_compilation_cache_dir", str(cache / "own")),
         ("jax_enable_compilation_cache", False),
@@ -132,7 +134,7 @@ def test_the_variables_of_jax_come_first(cache, monkeypatch):
         jax.config.update(name, before)
 
 
-def test_each_kind_of_machine_has_a_folder_of_its_own(monkeypatch):
+def test_each_kind_of_machine_has_a_separate_directory(monkeypatch):
     names = {processor()}
     monkeypatch.setenv("NPROC", "77")
     names.add(processor())
@@ -146,8 +148,7 @@ def test_each_kind_of_machine_has_a_folder_of_its_own(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_with_kept_programs_has_the_losses_of_one_without(tmp_path):
-    """Compiled and read, each by a run of its own that is stopped and resumed; the log says where they are."""
+def test_a_resumed_run_has_the_same_losses_with_cached_programs(tmp_path):
     from tests.commands import steps_of, write_corpus
 
     corpus = write_corpus(tmp_path / "texts")
@@ -164,4 +165,5 @@ def test_a_run_with_kept_programs_has_the_losses_of_one_without(tmp_path):
             logs[name] = done.stderr
         losses[name] = [(row["step"], row["loss"], row["grad_norm"]) for row in steps_of(tmp_path / name)]
     assert losses["without"] == losses["compiled"] == losses["read"] and len(losses["read"]) == 4
-    assert "compiled programs are kept in" in logs["read"] and "compiled programs" not in logs["without"]
+    kept = str(tmp_path / "cache" / "programs-")
+    assert kept in logs["read"] and kept not in logs["without"]

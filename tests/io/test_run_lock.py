@@ -12,9 +12,10 @@ from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.io import run_lock
 from eqx_decoders.io.exit_codes import exit_code
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
+from tests.errors import refused
 
 
-# A package of the same name without its __init__: the other process needs neither JAX nor the rest.
+# A package of the same name without its __init__: the other process does not import JAX.
 PACKAGE = """
 import sys, types
 package = types.ModuleType("eqx_decoders"); package.__path__ = [sys.argv[1]]; sys.modules["eqx_decoders"] = package
@@ -39,9 +40,7 @@ def holder(tmp_path):
 
 
 def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path, holder):
-    with pytest.raises(
-        CheckpointError, match=rf"is in use by pid {holder.pid} on \S+ since 20\d\d-\S+: stop"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/run.*\b{holder.pid}\b.*20\d\d-") as caught:
         RunLock(tmp_path / "run").acquire()
     assert exit_code(caught.value) == 4
     holder.send_signal(signal.SIGKILL)
@@ -53,19 +52,19 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path, holder):
 
 def test_a_lock_holds_within_one_process_and_is_released(tmp_path):
     with RunLock(tmp_path):
-        with pytest.raises(CheckpointError, match="in use by pid"):
+        with refused(CheckpointError, tmp_path, os.getpid()):
             RunLock(tmp_path).acquire()
         (tmp_path / ".lock").write_text("")
-        with pytest.raises(CheckpointError, match="in use by another process"):
+        with refused(CheckpointError, tmp_path):
             RunLock(tmp_path).acquire()
     with RunLock(tmp_path):
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with refused(CheckpointError, tmp_path / "file" / "run"):
         RunLock(tmp_path / "file" / "run").acquire()
 
 
-def test_what_a_start_made_is_undone(tmp_path):
+def test_undo_deletes_only_what_the_run_wrote(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine").write_text("x")
     for run in (tmp_path / "new" / "run", tmp_path / "there"):
@@ -83,7 +82,7 @@ def test_what_a_start_made_is_undone(tmp_path):
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"mine", "of another program", ".lock"}
 
 
-def test_what_others_put_into_a_new_directory_meanwhile_stays(tmp_path):
+def test_undo_keeps_files_of_others_in_a_new_directory(tmp_path):
     with RunLock(tmp_path / "run") as lock:
         (tmp_path / "run" / "notes.txt").write_text("mine")
         (tmp_path / "run" / "settings.json").write_text("{}")
@@ -94,8 +93,8 @@ def test_what_others_put_into_a_new_directory_meanwhile_stays(tmp_path):
 OWN_SETTINGS = '{"run_dir": "a", "model": "tiny", "steps": 3}'
 
 
-def test_a_run_s_directory_is_known_by_what_a_run_wrote(tmp_path):
-    """By content: any program may call its files so. Names that no run writes are nobody's matter."""
+def test_a_run_directory_is_recognized_by_the_content_of_its_files(tmp_path):
+    """Other programs may use the same names. Names that no run writes are ignored."""
     (tmp_path / "train.log").write_text("")
     (tmp_path / ".lock").write_text("")  # of a start that is about to write it
     check_run_dir(tmp_path)
@@ -108,11 +107,9 @@ def test_a_run_s_directory_is_known_by_what_a_run_wrote(tmp_path):
         ("owner.json", "[" * 100_000, None),
     ):
         (tmp_path / name).write_text(foreign)
-        with pytest.raises(
-            ConfigError, match=rf"run_dir='{tmp_path}' has .*loss.png.*Choose another run_dir"
-        ) as caught:
+        with refused(ConfigError, f"run_dir='{tmp_path}'", name, "loss.png", "source") as caught:
             check_run_dir(tmp_path)
-        assert name in str(caught.value) and "source" in str(caught.value) and "train.log" not in str(caught.value)
+        assert "train.log" not in str(caught.value)
         if own is not None:
             (tmp_path / name).write_text(own)
             check_run_dir(tmp_path)
@@ -120,17 +117,17 @@ def test_a_run_s_directory_is_known_by_what_a_run_wrote(tmp_path):
 
 
 @pytest.mark.parametrize("mark", [".lock", "owner.json"])
-def test_a_mark_says_nothing_of_what_else_is_there(tmp_path, mark):
-    """`rm -r runs/x/*` leaves the hidden lock of a run, and what is put there then is no run's."""
+def test_a_lock_or_owner_file_does_not_make_other_files_those_of_a_run(tmp_path, mark):
+    """`rm -r runs/x/*` leaves the hidden lock of a run."""
     (tmp_path / mark).write_text('{"id": "a", "pid": 1, "host": "a", "since": "then"}')
     check_run_dir(tmp_path)
     (tmp_path / "model.json").write_text("mine")
-    with pytest.raises(ConfigError, match=rf"run_dir='{tmp_path}' has model.json in .*Choose another run_dir"):
+    with refused(ConfigError, f"run_dir='{tmp_path}'", "model.json"):
         check_run_dir(tmp_path)
 
 
-def test_a_lock_of_another_program_is_not_written_over(tmp_path):
+def test_a_lock_file_of_another_program_is_not_overwritten(tmp_path):
     (tmp_path / ".lock").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"\.lock is no lock of a run: choose another run directory"):
+    with refused(CheckpointError, tmp_path / ".lock"):
         RunLock(tmp_path).acquire()
     assert (tmp_path / ".lock").read_text() == "mine"

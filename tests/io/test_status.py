@@ -1,4 +1,4 @@
-"""What takes time is shown, and what a signal ends says what is kept."""
+"""Status lines of long operations, and the message of an interrupted one."""
 
 import io
 import sys
@@ -30,7 +30,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(module, name, 0.02)
 
 
-def test_a_text_says_how_much_and_how_fast(monkeypatch):
+def test_amount_and_rate_are_shown(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     with (
@@ -46,7 +46,7 @@ def test_a_text_says_how_much_and_how_fast(monkeypatch):
         assert x.text() == "x: 8s"
 
 
-def test_plain_lines_come_only_where_they_are_asked_for(quick, monkeypatch):
+def test_plain_lines_are_written_only_on_request(quick, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     with StatusLine("idle"):
@@ -58,7 +58,7 @@ def test_plain_lines_come_only_where_they_are_asked_for(quick, monkeypatch):
     assert "\x1b" not in shown and "\r" not in shown and "outside" not in shown
 
 
-def test_a_terminal_shows_one_line_that_goes_away(quick, monkeypatch):
+def test_a_terminal_shows_one_line_that_is_erased(quick, monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     with showing(), StatusLine("compiling"):
@@ -66,7 +66,7 @@ def test_a_terminal_shows_one_line_that_goes_away(quick, monkeypatch):
     assert "\n" not in stream.getvalue() and stream.getvalue().endswith("\r\x1b[2K")
 
 
-def test_the_sentence_names_what_is_done_and_what_is_kept(tmp_path):
+def test_the_message_of_an_interruption_names_operation_and_remains(tmp_path):
     assert stopped_text() == "stopped"
     with StatusLine("loading weights"):
         assert stopped_text() == "stopped while loading weights"

@@ -593,7 +593,7 @@ BROKEN: dict[str, tuple[str, Callable, Callable, list[str]]] = {
     "mxfp6": ("pack", no_change, setting("format", "mxfp6-pack-quantized"), ['format="mxfp6-pack-quantized"']),
     "an empty group": ("pack", no_change, setting("config_groups.group_0", {}), ["config_groups.group_0", "weights"]),
     "16 bits": ("pack", no_change, setting(W + "num_bits", 16), ["num_bits=16", "type=int"]),
-    "other bits": ("pack", no_change, setting(W + "num_bits", 8), ["weight_packed", "weight_shape=[24, 40]", "num_bits=[8]"]),
+    "other bits": ("pack", no_change, setting(W + "num_bits", 8), ["weight_shape=[24, 40]", "num_bits=[8]"]),
     "other groups": ("pack", no_change, setting(W + "group_size", 6), [D + "weight_scale", "group_size", "[6]"]),
     "no shape": ("pack", drop("weight_shape"), dict, [D + "weight_packed", D + "weight_shape"]),
     "a shape of floats": ("pack", change("_shape", lambda x: x.astype(np.float32)), dict, [D + "weight_shape", "F32"]),
