@@ -1,4 +1,4 @@
-"""The convert program on Hugging Face directories."""
+"""The convert program on directories of transformers and on GGUF files."""
 
 import dataclasses
 import json
@@ -19,8 +19,9 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.resume_run import resume
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import load_settings, save_settings
-from tests.commands import ROOT, outcome
+from tests.commands import ROOT, call
 from tests.compare import assert_array_equal
+from tests.errors import assert_names
 
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -44,40 +45,36 @@ def copied(folder: Path, source: Path = CHAT, **config) -> Path:
 @pytest.mark.slow
 def test_import_then_generate_then_export_is_the_directory_again(tmp_path, without_transformers):
     run, directory = tmp_path / "run", tmp_path / "out"
-    code, out, _ = outcome("convert", "import", CHAT, run)
-    assert code == 0 and f"12,360 weights of {CHAT} are step 0 of {run}" in out
+    out, _ = call("convert", "import", CHAT, run)
+    assert_names(out, "12,360 weights", CHAT, run)
     assert Checkpoints(run / "checkpoints").steps == (0,)
     kept = {path.name for path in (run / "source").iterdir()}
     assert kept >= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert not any(name.endswith(".safetensors") for name in kept)
 
-    one, other = (outcome("generate", *of, *PROMPT) for of in (("--run-dir", run), ("--model", CHAT)))
-    assert one == other and one[0] == 0 and len(one[1]) > 3
+    one, other = (call("generate", *of, *PROMPT) for of in (("--run-dir", run), ("--model", CHAT)))
+    assert one == other and len(one[0]) > 3
 
-    assert outcome("convert", "export", run, directory)[0] == 0
+    call("convert", "export", run, directory)
     files = {path.name for path in directory.iterdir()}
     assert files >= {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
-    code, out, _ = outcome("convert", "verify", CHAT, "--against", directory)
-    assert code == 0 and "values: 0 tensors differ\n" in out and "the same: 0 " in out
+    out, _ = call("convert", "verify", CHAT, "--against", directory)
+    assert_names(out, "0 tensors")
     assert (directory / "tokenizer_config.json").read_bytes() == (CHAT / "tokenizer_config.json").read_bytes()
 
-    code, _, err = outcome("convert", "import", CHAT, run)
-    assert code == 4 and "is a run directory already" in err
-    code, _, err = outcome("convert", "export", run, directory)
-    assert code == 4 and "is not empty" in err
-    code, _, err = outcome("convert", "export", run, tmp_path / "more", "--step", "7")
-    assert code == 4 and "step=7 is not in" in err
+    assert_names(call("convert", "import", CHAT, run, code=4)[1], run)
+    assert_names(call("convert", "export", run, directory, code=4)[1], directory)
+    assert_names(call("convert", "export", run, tmp_path / "more", "--step", "7", code=4)[1], "step=7")
 
     narrow = tmp_path / "narrow"
-    assert outcome("convert", "export", run, narrow, "--dtype", "bfloat16", "--shard-gb", "1e-5")[0] == 0
+    call("convert", "export", run, narrow, "--dtype", "bfloat16", "--shard-gb", "1e-5")
     assert len(list(narrow.glob("*.safetensors"))) > 1
-    assert outcome("convert", "verify", narrow)[0] == 0
-    code, out, _ = outcome("convert", "verify", CHAT, "--against", narrow, "--tolerance", "0")
-    assert code == 1 and "different: 0." in out and "11 tensors differ: model.embed_tokens.weight: by up to" in out
+    call("convert", "verify", narrow)
+    out, _ = call("convert", "verify", CHAT, "--against", narrow, "--tolerance", "0", code=1)
+    assert_names(out, "11 tensors", "model.embed_tokens.weight")
 
 
-def test_an_import_that_was_killed_is_not_taken_for_a_new_run(tmp_path, monkeypatch):
-    """While the checkpoint was being written: a run there begins with the same model, not with a random one."""
+def test_a_run_after_a_killed_import_starts_with_the_same_model(tmp_path, monkeypatch):
     from eqx_decoders.cli.train import parse
 
     def killed(self, *_, **__):
@@ -92,30 +89,27 @@ def test_an_import_that_was_killed_is_not_taken_for_a_new_run(tmp_path, monkeypa
     assert resume(RunDirectory(TrainConfig(run_dir=str(run))))[0].settings.init_from == str(CHAT)
 
 
-def test_an_import_leaves_files_of_others_alone(tmp_path):
+def test_an_import_keeps_files_of_others(tmp_path):
     (tmp_path / "tokenizer").mkdir()
-    _, _, err = outcome("convert", "import", CHAT, tmp_path)
-    assert f"error: run_dir='{tmp_path}' has tokenizer in {tmp_path}, but not from a run" in err
+    _, err = call("convert", "import", CHAT, tmp_path, code=2)
+    assert_names(err, f"run_dir='{tmp_path}'", "tokenizer")
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
 @pytest.mark.slow
-def test_on_a_mesh_all_is_as_on_one_device(tmp_path, without_transformers):
+def test_conversions_on_a_mesh_equal_those_on_one_device(tmp_path, without_transformers):
     mesh = ("--mesh.fsdp", "4", "--mesh.data", "2")
     for command in (("import", CHAT, tmp_path / "run"), ("export", tmp_path / "run", tmp_path / "out")):
-        code, _, err = outcome("convert", *command, *mesh, devices=8)
-        assert code == 0, err
+        call("convert", *command, *mesh, devices=8)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (CHAT / "model.safetensors").read_bytes()
     for words in ((), ("--against", CHAT)):
-        code, out, _ = outcome("convert", "verify", tmp_path / "out", *words, *mesh, devices=8)
-        assert code == 0 and "the same: " in out
+        call("convert", "verify", tmp_path / "out", *words, *mesh, devices=8)
 
 
 @pytest.mark.slow
-def test_the_export_of_a_run_with_running_means(tmp_path):
-    """These by default, for weights that have some; --no-ema: the weights."""
+def test_exports_contain_the_running_means_unless_no_ema(tmp_path):
     run, model, name = tmp_path / "run", ed.load_hf(CHAT), "embedding.table"
-    outcome("convert", "import", CHAT, run)
+    call("convert", "import", CHAT, run)
     settings = load_settings(run / "settings.json")
     settings = dataclasses.replace(settings, optimizer=OptimizerConfig(ema_decay=0.5), params_dtype="bfloat16")
     save_settings(settings, run / "settings.json")
@@ -124,7 +118,7 @@ def test_the_export_of_a_run_with_running_means(tmp_path):
         checkpoints.save(1, {"model": half, "ema": ema}, data_state={"row": 1}, config="")
     for words, factor in (((), 2), (("--no-ema",), 1)):
         directory = tmp_path / f"out{factor}"
-        assert outcome("convert", "export", run, directory, *words)[0] == 0
+        call("convert", "export", run, directory, *words)
         found = named_leaves(ed.load_hf(directory, dtype="float32"))
         for path, leaf in named_leaves(half).items():
             assert_array_equal(found[path], leaf.astype("float32") * (factor if path == name else 1))
@@ -133,20 +127,19 @@ def test_the_export_of_a_run_with_running_means(tmp_path):
 @pytest.mark.slow(fast=("chat_llama-11",))
 @pytest.mark.parametrize("name, count", [("chat_llama", 11), ("gpt2", 28), ("qwen3_f16", None), ("llama_bf16", None)])
 def test_tensors_come_back_bit_by_bit(without_transformers, name, count):
-    code, out, _ = outcome("convert", "verify", FIXTURES / name)
-    assert code == 0 and "transformers is not installed" in out and "have the bits of the files" in out
-    assert count is None or f"all {count} tensors" in out
+    out, _ = call("convert", "verify", FIXTURES / name)
+    assert_names(out, "transformers", *([] if count is None else [f"{count} tensors"]))
 
 
-def test_a_gguf_file_is_verified_as_a_directory_is(without_transformers, tmp_path):
+def test_gguf_files_are_verified_like_directories(without_transformers, tmp_path):
     file = tmp_path / "model.gguf"
-    assert outcome("convert", "gguf", CHAT, file, "--dtype", "q8_0")[0] == 0
-    code, out, _ = outcome("convert", "verify", file)
-    assert code == 0 and "all 11 tensors, loaded and exported again, have the bits of the files" in out
-    code, out, _ = outcome("convert", "verify", file, "--against", CHAT)
-    assert code == 1 and "values: 8 tensors differ: model.embed_tokens.weight" in out  # the matrices, in 8 bits
-    _, _, err = outcome("convert", "verify", tmp_path / "other.gguf")
-    assert "other.gguf does not exist: give a GGUF file" in err
+    call("convert", "gguf", CHAT, file, "--dtype", "q8_0")
+    out, _ = call("convert", "verify", file)
+    assert_names(out, "11 tensors")
+    out, _ = call("convert", "verify", file, "--against", CHAT, code=1)
+    assert_names(out, "8 tensors", "model.embed_tokens.weight")  # the matrices, in 8 bits
+    _, err = call("convert", "verify", tmp_path / "other.gguf", code=4)
+    assert_names(err, tmp_path / "other.gguf")
 
 
 def test_a_tensor_that_changes_is_named(without_transformers, monkeypatch):
@@ -158,56 +151,60 @@ def test_a_tensor_that_changes_is_named(without_transformers, monkeypatch):
         return replaced(model, {name: -named_leaves(model)[name]})
 
     monkeypatch.setattr(verify, "load_hf", broken)
-    code, out, _ = outcome("convert", "verify", CHAT)
-    assert code == 1
-    assert "different: 1 of 11 tensors change when loaded and exported: model.layers.0.self_attn.k_proj.weight" in out
+    out, _ = call("convert", "verify", CHAT, code=1)
+    assert_names(out, "1 of 11 tensors", "model.layers.0.self_attn.k_proj.weight")
 
 
-@pytest.mark.slow(fast=("0.0-0",))
-@pytest.mark.parametrize("shift, code", [(0.0, 0), (0.01, 1), (np.nan, 1)])
-def test_logits_beside_those_of_transformers(monkeypatch, shift, code):
+@pytest.mark.slow(fast=("equal",))
+@pytest.mark.parametrize("shift, code", [(0.0, 0), (0.01, 1), (np.nan, 1)], ids=["equal", "different", "NaN"])
+def test_logits_are_compared_with_those_of_transformers(monkeypatch, shift, code):
     expected = np.load(CHAT / "expected.npz")
     monkeypatch.setattr(verify, "has_transformers", lambda: True)
     monkeypatch.setattr(verify, "random_ids", lambda *_: expected["input_ids"])
     monkeypatch.setattr(verify, "transformers_logits", lambda *_: expected["logits"] + np.float32(shift))
-    left, out, _ = outcome("convert", "verify", CHAT)
-    assert left == code, out
-    assert "here and in transformers" in out and "logits: largest |difference|" in out
-    assert ("the same: " if code == 0 else "different: ") in out
+    out, _ = call("convert", "verify", CHAT, code=code)
+    assert_names(out, "transformers", "logits")
 
 
 @pytest.mark.parametrize(
-    "config, says",
+    "config, named",
     [
-        ({"rms_norm_eps": 0.5}, "pre_mixer_norm.eps: 1e-06 and 0.5"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}, "rope is: 'Rope' and"),
+        ({"rms_norm_eps": 0.5}, ["pre_mixer_norm.eps", "1e-06", "0.5"]),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            ["'Rope'", "'LinearRope'"],
+        ),
     ],
+    ids=["eps", "rope"],
 )
-def test_another_meaning_of_the_settings_is_reported(tmp_path, config, says):
-    code, out, _ = outcome("convert", "verify", CHAT, "--against", copied(tmp_path / "other", **config))
-    assert code == 1 and "different: " in out and says in out
+def test_different_configurations_are_reported(tmp_path, config, named):
+    out, _ = call("convert", "verify", CHAT, "--against", copied(tmp_path / "other", **config), code=1)
+    assert_names(out, *named)
+
+
+MISSING, NO_RUN = FIXTURES / "nothing", FIXTURES / "settings.json"
 
 
 @pytest.mark.parametrize(
-    "arguments, code, says",
+    "arguments, code, named",
     [
-        (("verify", FIXTURES / "nothing"), 4, "does not exist"),
-        (("verify", CHAT, "--tolerance", "-1"), 2, "tolerance=-1.0 must be"),
-        (("verify",), 2, "required"),
-        (("verfy",), 2, "verfy"),
-        (("import", FIXTURES / "nothing", "x"), 4, "does not exist"),
-        (("export", FIXTURES, "x"), 2, "is no run directory"),
-        (("export", FIXTURES, "x", "--shard-gb", "0"), 2, "--shard-gb=0.0"),
-        (("export", FIXTURES, "x", "--mesh.fsdp", "0"), 2, "is no run directory"),
-        (("verify", CHAT, "--mesh.tensor", "0"), 2, "--mesh.tensor=0 must be"),
+        pytest.param(("verify", MISSING), 4, MISSING, id="verify nothing"),
+        pytest.param(("verify", CHAT, "--tolerance", "-1"), 2, "tolerance=-1.0", id="tolerance"),
+        pytest.param(("verify",), 2, "DIRECTORY", id="no directory"),
+        pytest.param(("verfy",), 2, "verfy", id="typo"),
+        pytest.param(("import", MISSING, "x"), 4, MISSING, id="import nothing"),
+        pytest.param(("export", FIXTURES, "x"), 2, NO_RUN, id="no run"),
+        pytest.param(("export", FIXTURES, "x", "--shard-gb", "0"), 2, "--shard-gb=0.0", id="shard size"),
+        pytest.param(("export", FIXTURES, "x", "--mesh.fsdp", "0"), 2, NO_RUN, id="no run, and a mesh"),
+        pytest.param(("verify", CHAT, "--mesh.tensor", "0"), 2, "--mesh.tensor=0", id="mesh"),
     ],
 )
-def test_mistakes_of_convert(arguments, code, says):
-    left, _, err = outcome("convert", *arguments)
-    assert left == code and says in " ".join(err.replace("│", "").split())
+def test_invalid_arguments_are_refused(arguments, code, named):
+    _, err = call("convert", *arguments, code=code)
+    assert_names(err, named)
 
 
-def test_verify_draws_the_ids_that_are_asked_for():
+def test_verify_samples_ids_by_rows_length_and_seed():
     ids = Verify(directory=str(CHAT), rows=1, length=3, seed=5)._ids(CHAT)
     assert ids.shape == (1, 3)
     assert np.any(ids != Verify(directory=str(CHAT), rows=1, length=3, seed=6)._ids(CHAT))

@@ -1,4 +1,4 @@
-"""The evaluate program on a small chat model: tables, files, two models, and mistakes."""
+"""The evaluate program on a small chat model: tables, files, two models, and errors."""
 
 import json
 import re
@@ -9,7 +9,8 @@ import pytest
 from eqx_decoders.cli.evaluate import EvaluateConfig, limits, parse
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.inference.text_model import load_text_model
-from tests.commands import ROOT, call, outcome
+from tests.commands import ROOT, call
+from tests.errors import assert_names, refused
 
 
 CHAT = ROOT / "tests" / "fixtures" / "chat_llama"
@@ -45,7 +46,8 @@ def test_tasks_texts_and_two_models(folder):
     texts = ("--text", f"words={folder}/words.txt", f"rows={folder}/rows.jsonl", "--text-field", "body")
     output = ("--output", folder / "out", "--against", CHAT, "--text-context", 8, "--no-special-tokens-in-content")
     out, err = call("evaluate", "--model", CHAT, *options, *texts, *output, *SMALL)
-    assert "4 answers to each prompt, temperature 1, seed 0" in out and f"are in {folder / 'out'}" in err
+    assert_names(out, "4 answers", "temperature 1", "seed 0")
+    assert_names(err, folder / "out")
     name, prompts, score, one, three, *_ = cells(out, "letters")
     assert (name, prompts) == ("letters", "3") and score == one and re.fullmatch(r"[01]\.\d{4} ± \d\.\d{4}", three)
     assert cells(out, "words")[1:3] == ["1", "168"] and cells(out, "rows")[1:3] == ["2", str(17 + 23)]
@@ -76,28 +78,29 @@ def test_lm_eval_beside_other_tasks(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, code, says",
+    "words, code, named",
     [
-        ((), 2, "--tasks=() and --text=() leave nothing to evaluate: give one"),
-        (("--tasks", "tasks.py"), 2, "tasks='tasks.py' must be file.py:name"),
-        (("--tasks", "{folder}/tasks.py:numbers"), 2, "the file has no 'numbers'. The file has the tasks letters."),
-        (("--tasks", "{folder}/tasks.py:letters", "--pass-at", "4"), 2, "--pass-at=4 needs --samples=4 at least"),
-        (("--tasks", "{folder}/tasks.py:letters", "--fewshot", "2"), 2, "--fewshot=2 is of --tasks=lm-eval:"),
-        (("--tasks", "{folder}/tasks.py:letters", "--text-context", "2"), 2, "--text-context=2 is of text"),
-        (("--tasks", "{folder}/tasks.py:letters", "--distributed", "--mesh.fsdp=-1"), 2, "is not for evaluations"),
-        (("--text", "words.txt"), 2, "text='words.txt' must be name=path"),
-        (("--text", "a={folder}/none.txt"), 3, "none.txt' does not exist"),
-        (("--text", "a={folder}/rows.jsonl"), 3, "has no text 'text': give --text-field"),
-        (("--text", "a={folder}/words.txt", "b={folder}/words.txt", "a={folder}/words.txt"), 2, "give each name once"),
-        (("--text", "a={folder}/words.txt", "--step", "3"), 2, "--step=3 is of a run"),
-        (("--text", "a={folder}/words.txt", "--against", "{folder}/nothing"), 4, "nothing does not exist"),
-        (("--text", "a={folder}/words.txt", "--max-length", "1"), 2, "--max-length=1 must be"),
+        pytest.param("", 2, ["--tasks=()", "--text=()"], id="nothing"),
+        pytest.param("--tasks tasks.py", 2, ["tasks='tasks.py'", "file.py:name"], id="no task"),
+        pytest.param("--tasks {folder}/tasks.py:numbers", 2, ["'numbers'", "letters"], id="unknown task"),
+        pytest.param("{task} --pass-at 4", 2, ["--pass-at=4", "--samples=4"], id="pass-at"),
+        pytest.param("{task} --fewshot 2", 2, ["--fewshot=2", "--tasks=lm-eval:"], id="fewshot"),
+        pytest.param("{task} --text-context 2", 2, ["--text-context=2"], id="text-context"),
+        pytest.param("{task} --distributed --mesh.fsdp=-1", 2, ["--distributed=True"], id="distributed"),
+        pytest.param("--text words.txt", 2, ["text='words.txt'", "name=path"], id="no name"),
+        pytest.param("--text a={folder}/none.txt", 3, ["none.txt'"], id="missing text"),
+        pytest.param("--text a={folder}/rows.jsonl", 3, ["rows.jsonl", "'text'", "--text-field"], id="no field"),
+        pytest.param("{text} b={folder}/words.txt a={folder}/words.txt", 2, ["text", "a, b, a"], id="equal names"),
+        pytest.param("{text} --step 3", 2, ["--step=3"], id="step"),
+        pytest.param("{text} --against {folder}/nothing", 4, ["{folder}/nothing"], id="against"),
+        pytest.param("{text} --max-length 1", 2, ["--max-length=1"], id="length"),
     ],
-)  # fmt: skip
-def test_mistakes_of_evaluate(folder, arguments, code, says):
-    words = [word.format(folder=folder) for word in arguments]
-    left, _, err = outcome("evaluate", "--model", CHAT, *words)
-    assert left == code and says in " ".join(err.replace("│", "").split())
+)
+def test_invalid_arguments_are_refused(folder, words, code, named):
+    words = words.replace("{task}", "--tasks {folder}/tasks.py:letters")
+    words = words.replace("{text}", "--text a={folder}/words.txt").format(folder=folder)
+    _, err = call("evaluate", "--model", CHAT, *words.split(), code=code)
+    assert_names(err, *(name.format(folder=folder) for name in named))
 
 
 def test_sizes_of_the_engine_follow_from_the_model():
@@ -113,12 +116,12 @@ def test_a_task_of_lm_eval_needs_it(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    left, _, err = outcome("evaluate", "--model", CHAT, "--tasks", "lm-eval:arc_easy")
-    assert left == 1 and "pip install 'eqx_decoders[lm-eval]'" in err
+    _, err = call("evaluate", "--model", CHAT, "--tasks", "lm-eval:arc_easy", code=1)
+    assert_names(err, "'eqx_decoders[lm-eval]'")
 
 
 def test_models_are_runs_checkpoints_and_names(tmp_path):
-    """Of a directory its settings.json says that it is a run."""
+    """A directory with a settings.json is a run."""
     (tmp_path / "settings.json").write_text("{}")
     one, other = parse(["--model", str(tmp_path), "--against", "org/name", "--text", "a=b"]).sources()
     assert (one.run_dir, one.model, other.run_dir, other.model) == (str(tmp_path), None, None, "org/name")
@@ -128,5 +131,5 @@ def test_models_are_runs_checkpoints_and_names(tmp_path):
     assert config.harness().seed == 5 and not config.chat and config.names == ["runs/tiny"]
     assert config.sources()[0].dtype == "bfloat16"
     assert config.reported == () and parse(["--text", "a=b", "--samples", "4"]).reported == (1, 2)
-    with pytest.raises(ConfigError, match="step and against exclude each other"):
+    with refused(ConfigError, "step", "against"):
         EvaluateConfig(run_dir="runs/x", step=3, against="org/name", text=("a=b",))

@@ -25,11 +25,12 @@ from eqx_decoders.planning.roofline import Roofline
 from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.training.mesh_config import MeshConfig
 from tests.commands import call, run
+from tests.errors import assert_names, refused
 
 
 @pytest.fixture
 def here(monkeypatch):
-    """The CPU's eight devices as if they were chips of a v5p; what `make_plan` is asked for instead of its result."""
+    """Plan for eight chips of a v5p, and return the arguments of `make_plan` instead of its result."""
     asked = []
 
     class Asked(Exception):
@@ -65,8 +66,7 @@ def here(monkeypatch):
         ("tpu7x:4x4x4", (True, True, True)),
     ],
 )
-def test_slices_are_closed_as_real_ones_are(monkeypatch, topology, wrap):
-    """XLA gathers along an open row of 64 chips by sums of whole arrays."""
+def test_wraparound_links_are_those_of_real_slices(monkeypatch, topology, wrap):
     asked = Mock()
     asked.return_value.devices = []
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -98,23 +98,20 @@ def test_flags_become_a_plan(here):
     assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(state.optimizer))
 
 
-def test_products_in_8_bits_are_planned_as_asked(here):
-    """`low_precision`."""
+def test_low_precision_flags_are_planned(here):
     words = ("--low-precision.mode", "int8", "--low-precision.weights", "*.mlp.*", "--mesh.fsdp", 8, "--batch-size", 8)
     model = here("tiny", *words)[1][0]
     assert model.execution.low_precision == ed.LowPrecision(mode="int8", weights=("*.mlp.*",))
 
 
 @pytest.mark.slow
-def test_copies_of_weights_are_refused_as_a_run_refuses_them(here):
-    """`replicated_tolerance`."""
+def test_replicated_weights_above_the_tolerance_are_refused(here):
     here("llama3-8b", "--mesh", "tensor=8", "--batch-size", 8)
-    with pytest.raises(ed.ConfigError, match=r"replicated_tolerance=0.0.*Layout.tensor=8"):
+    with refused(ed.ConfigError, "replicated_tolerance=0.0", "Layout.tensor=8"):
         program.plan(parse(["llama3-8b", "--mesh", "tensor=8", "--batch-size", "8", "--replicated-tolerance", "0"]))
 
 
-def test_long_rows_and_pipelines_are_planned_as_asked(here):
-    """`context_order`, `context_form`, `pipeline`."""
+def test_context_and_pipeline_flags_are_planned(here):
     words = ("--context-order", "zigzag", "--context-form", "all_to_all", "--pipeline.microbatches", 4)
     model = here("tiny", "--mesh", "context=2", "stage=2", "data=2", "--batch-size", 8, *words)[1][0]
     execution = model.execution
@@ -122,12 +119,12 @@ def test_long_rows_and_pipelines_are_planned_as_asked(here):
     assert execution.pipeline is not None and execution.pipeline.microbatches == 4
 
 
-def test_a_warm_up_is_as_long_as_that_of_the_run_that_is_planned():
+def test_steps_exceed_the_warmup_of_the_planned_run():
     assert parse(["tiny", "--optimizer.warmup-steps", "2000"]).steps > 2000
 
 
 @pytest.mark.slow
-def test_the_model_is_the_one_that_is_described(here, tmp_path):
+def test_model_flags_are_planned(here, tmp_path):
     def config(*words):
         return here(*words, "--batch-size", 8, "--xla-flags", "none")[1][0]
 
@@ -150,13 +147,13 @@ def test_both_spellings_of_a_mesh():
 
 
 @pytest.mark.slow
-def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(monkeypatch):
-    """Meshes of eight devices; what is kept without checkpoints does not fit anywhere."""
+def test_a_search_compiles_the_best_meshes_with_remat_until_they_fit(monkeypatch):
+    """Without remat no mesh fits."""
     chip = {chip.name: chip for chip in CHIPS}["v5p"]
     places = tuple((0, (i,), 0) for i in range(8))
     monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())
     monkeypatch.setattr(Machine, "of", classmethod(lambda cls, devices: cls(chip, places, (8,))))
-    made, said = [], []
+    made, lines = [], []
 
     def make_plan(model, trainer, machine, **given):
         made.append((model.execution.layout.sizes, model.execution.remat))
@@ -171,18 +168,18 @@ def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(mon
 
     monkeypatch.setattr(program, "make_plan", make_plan)
     config = parse(["tiny", "--search", "2", "--batch-size", "8", "--mesh.data", "1", "--seq-len", "64"])
-    best, plan, _, execution = program.search(config, said.append)
+    best, plan, _, execution = program.search(config, lines.append)
     assert [remat is None for _, remat in made] == [True, False, True, False]
-    assert best.remat == "minimal_with_context" and plan.roofline.networks == {
-        "fsdp": 9 / 4
-    }  # the last was the fastest
+    assert best.remat == "minimal_with_context"
+    assert plan.roofline.networks == {"fsdp": 9 / 4}  # the last was the fastest
     assert execution.layout.sizes == made[-1][0] and made[0][0] != made[-1][0]
-    assert "2 are compiled" in said[0] and len(said) == 5
+    assert_names(lines[0], "2")
+    assert len(lines) == 5
 
 
-def test_mistakes_are_sentences():
-    assert "model='tinny' is not known. Did you mean 'tiny'?" in call("plan", "tinny", code=2)[1]
-    assert "--batch-size=0 must be an integer of at least 1" in call("plan", "tiny", "--batch-size", "0", code=2)[1]
+def test_invalid_arguments_are_refused():
+    assert_names(call("plan", "tinny", code=2)[1], "model='tinny'", "'tiny'")
+    assert_names(call("plan", "tiny", "--batch-size", "0", code=2)[1], "--batch-size=0")
 
 
 # --- options of XLA ---
@@ -199,7 +196,7 @@ def test_every_option_has_a_reason_and_known_chips():
     assert not [option.name for option in OPTIONS if option.name.endswith(wrong)]
 
 
-def test_what_users_have_set_stays(monkeypatch):
+def test_options_that_users_have_set_are_kept(monkeypatch):
     monkeypatch.setattr("eqx_decoders.cli.xla_flags.find_spec", lambda name: name)
     own = {"LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=false --a=1", "TPU_ACCELERATOR_TYPE": "v5p-8"}
     own["XLA_FLAGS"] = "--xla_tpu_overlap_compute_collective_tc=false"
@@ -219,8 +216,8 @@ def test_what_users_have_set_stays(monkeypatch):
     assert set_options("auto", own) == {} == own
 
 
-def test_train_sets_them_before_jax_starts(monkeypatch, tmp_path):
-    """`--xla-flags none` sets none (TrainConfig.xla_flags)."""
+def test_train_sets_options_before_jax_starts(monkeypatch, tmp_path):
+    """Not with `--xla-flags none`."""
     from eqx_decoders.cli import train
 
     seen = []
@@ -232,16 +229,15 @@ def test_train_sets_them_before_jax_starts(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "told, chip",
+    "name, chip",
     [("v5p-128", "v5p"), ("v5litepod-16", "v5e"), ("v6e-8", "v6e"), ("v4-8", "v4"), ("tpu7x-8", "v7x"), ("v99", None)],
 )
-def test_generations_by_the_name_of_the_machine(told, chip, tmp_path):
-    assert (
-        generation({"TPU_ACCELERATOR_TYPE": told}, tmp_path) == chip == generation({"ACCELERATOR_TYPE": told}, tmp_path)
-    )
+def test_generation_from_the_environment(name, chip, tmp_path):
+    for variable in ("TPU_ACCELERATOR_TYPE", "ACCELERATOR_TYPE"):
+        assert generation({variable: name}, tmp_path) == chip
 
 
-def test_generations_by_the_bus(tmp_path):
+def test_generation_from_the_pci_bus(tmp_path):
     assert generation({}, tmp_path / "nothing") is None
     for name, vendor, device in (("0", "0x8086", "0x0062"), ("1", "0x1ae0", "0x9999"), ("2", "0x1ae0", "0x006f")):
         (tmp_path / name).mkdir()
@@ -258,7 +254,7 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", sorted(TOPOLOGIES))
 def test_programs_compile_with_the_options_of_their_chip(chip):
-    """Each alone and all together: layers whose weights are gathered."""
+    """Each option alone, and all together, with layers whose weights are gathered."""
     pytest.importorskip("libtpu")
     devices = program.tpu_devices(TOPOLOGIES[chip])
     machine = Machine.of(devices)
@@ -280,7 +276,7 @@ def test_programs_compile_with_the_options_of_their_chip(chip):
 
 
 def plan_of(*words: object, code: int = 0) -> dict:
-    """What the script says of a step on four v5p, as data."""
+    """Return the plan of a step on four v5p, as data."""
     pytest.importorskip("libtpu")
     common = ("--topology", "v5p:2x2x1", "--mesh", "data=1", "fsdp=2", "tensor=2", "--remat", "save_qkv_proj", "--json")
     return json.loads(run("plan.py", *words, *common, code=code)[0])
@@ -293,7 +289,7 @@ def check_sums(data: dict, count: int) -> None:
     assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
     assert memory["fits"] and memory["peak"] == pytest.approx(memory["total"], rel=0.3)
     if data["collectives"] is None:  # jaxlib is older than libtpu
-        assert "cannot be printed" in " ".join(data["advice"])
+        assert data["advice"]
         return
     assert 0 < memory["kept"] < memory["temporaries"]
     assert {axis for row in data["collectives"] for axis in row["axes"]} == {"fsdp", "tensor"}
@@ -319,8 +315,7 @@ def test_llama_1b_is_planned():
 
 
 @pytest.mark.slow
-def test_a_plan_until_memory_is_assigned_is_that_of_the_whole_compilation():
-    """Its peak is what all needs together, a little above the compiler's."""
+def test_a_plan_until_memory_is_assigned_equals_that_of_the_full_compilation():
     words = ("tiny", "--batch-size", 8, "--seq-len", 256)
     whole, early = plan_of(*words), plan_of(*words, "--until", "memory")
     assert early["compile_seconds"] < whole["compile_seconds"]
@@ -332,18 +327,17 @@ def test_a_plan_until_memory_is_assigned_is_that_of_the_whole_compilation():
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_said():
+def test_a_step_that_does_not_fit_is_reported():
     pytest.importorskip("libtpu")
     words = ("llama3-8b", "--topology", "v5e:2x2", "--mesh.data", 1, "--mesh.fsdp", 4, "--set", "num_layers=2")
     out, _ = run("plan.py", *words, "--batch-size", 64, "--seq-len", 8192, code=1)
-    assert "does not fit" in out and "the compiler asks for" in out
+    assert_names(out, "does not fit", "GB")
 
 
 # --- steps of decoding ---
 
 
 def test_flags_become_a_plan_of_decoding(here, monkeypatch):
-    """Weights and cache in the dtype of activations, a mesh of the topology, and pages."""
     asked = []
     result = Mock(spec=DecodingPlan, seconds=1.0, memory=types.SimpleNamespace(fits=True))
     monkeypatch.setattr(program, "plan_decoding", lambda *given, **options: asked.append((*given, options)) or result)
@@ -352,7 +346,8 @@ def test_flags_become_a_plan_of_decoding(here, monkeypatch):
     words = ("--topology", "v5p:2x2x2", "--mesh", "tensor=2", "data=4", "--batch-size", 8, "--seq-len", 64, "--rows", 7)
     out, _ = call("plan", "tiny", *words, "--decoding", "--page-size", 16, "--dtype", "bfloat16",
                   "--until", "memory")  # fmt: skip
-    assert "8 x 64 tokens, decoding; compiled in 1 s" in out and out.endswith("7 rows\n")
+    assert_names(out, "8 x 64 tokens", "1 s")
+    assert out.endswith("7 rows\n")
     ((model, _, given),) = asked
     precision = model.execution.precision
     assert precision.params == precision.compute == jnp.bfloat16 and model.execution.layout.sizes["tensor"] == 2
@@ -360,10 +355,13 @@ def test_flags_become_a_plan_of_decoding(here, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [(("--page-size", "16"), "page_size=16 is of a cache"), (("--decoding", "--search", "2"), "search=2"),
-     (("--decoding", "--pictures", "1"), "images=1")],
-)  # fmt: skip
-def test_what_a_plan_of_decoding_has_no_use_for_is_refused(words, message):
-    with pytest.raises(ed.ConfigError, match=message):
+    ("words", "named"),
+    [
+        pytest.param(("--page-size", "16"), "page_size=16", id="page_size"),
+        pytest.param(("--decoding", "--search", "2"), "search=2", id="search"),
+        pytest.param(("--decoding", "--pictures", "1"), "images=1", id="images"),
+    ],
+)
+def test_flags_that_do_not_fit_decoding_are_refused(words, named):
+    with refused(ed.ConfigError, named, "decoding"):
         parse(["tiny", *words])

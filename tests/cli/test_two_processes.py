@@ -1,4 +1,4 @@
-"""Two real processes, two CPU devices each, which hold a model together: exported, imported and sampled as by one."""
+"""Two processes of two CPU devices each export, import and sample a sharded model as one process does."""
 
 import json
 
@@ -14,6 +14,7 @@ from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import abstract_run
 from tests.commands import call, write_corpus
 from tests.data.test_host_rows import finish, launch
+from tests.errors import assert_names
 
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ with connected(60), mock.patch.multiple(gather_module, PIECE={PIECE}, gathered_r
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder in which two processes have worked."""
+    """Run the two processes and return their folder."""
     folder = tmp_path_factory.mktemp("two")
     sizes = (
         "num_layers=3",
@@ -104,7 +105,7 @@ def same_files(one, other) -> None:
         assert path.read_bytes() == (other / path.name).read_bytes(), path
 
 
-def test_exports_of_two_processes_are_those_of_one(folder):
+def test_exports_of_two_processes_equal_those_of_one(folder):
     """At the end of the run, and of its checkpoint on another mesh; merged, and the adapter."""
     call("convert", "export", folder / "run", folder / "one" / "merged")
     same_files(folder / "two" / "merged", folder / "one" / "merged")
@@ -116,24 +117,25 @@ def test_exports_of_two_processes_are_those_of_one(folder):
     assert any(np.any(leaf) for name, leaf in named_leaves(model).items() if name.endswith("lora_b"))
 
 
-def test_what_devices_get_is_a_piece(folder):
-    """Neither a layer nor the table: what is on all devices is a piece, or as small."""
+def test_only_pieces_are_replicated(folder):
+    """Neither a layer nor the table is ever on all devices."""
     layer = 4 * 32 * 48
     for number in (0, 1):
         sizes = np.asarray(json.loads((folder / f"sizes{number}.json").read_text()))
         assert len(sizes) > 30 and sizes[:, 0].max() <= PIECE < layer and sizes[:, 1].max() < 2 * layer
 
 
-def test_weights_are_loaded_by_both_as_by_one(folder):
+def test_two_processes_load_the_same_weights_as_one(folder):
     call("convert", "export", folder / "imported", folder / "back" / "merged")
     one, other = (named_leaves(ed.load_hf(folder / name / "merged")) for name in ("two", "back"))
     assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_the_first_process_asks_and_prints_what_one_alone_would(folder):
+def test_only_the_first_process_reads_and_prints(folder):
     told, silence = (json.loads((folder / f"told{number}.json").read_text()) for number in (0, 1))
     assert silence == ["", "", ""]
-    assert all(" weights of " in line for line in told[:2])
+    for line in told[:2]:
+        assert_names(line, folder)
     words = ("--run-dir", folder / "imported", "--max-new-tokens", 4, "--seed", 3)
     assert told[2] == call("generate", *words, stdin="the\nold\n")[0]
     assert told[2].startswith("the") and "\nold" in told[2]
