@@ -20,6 +20,7 @@ from eqx_decoders.layers.mask import Causal
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
+from tests.ids import short
 from tests.layers.common import attend_on_mesh
 from tests.programs import tpu_devices
 
@@ -76,7 +77,7 @@ def test_a_training_step_fits_and_keeps_its_state_split(devices, sizes):
 
 
 @pytest.mark.parametrize("exchange, kind", [("gather", "reduce_scatter"), ("all_to_all", "ragged_all_to_all")])
-@pytest.mark.parametrize("sizes", [dict(expert=4), dict(fsdp=2, expert=2), dict(expert=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(expert=4), dict(fsdp=2, expert=2), dict(expert=2, tensor=2)], ids=short)
 def test_experts_on_several_devices_compile(devices, sizes, exchange, kind):
     """A training step whose tokens are exchanged as asked, with grouped products and ragged travel as TPUs run them."""
     layout = ed.Layout.create(**sizes, devices=devices)

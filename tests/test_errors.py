@@ -21,6 +21,7 @@ from eqx_decoders.errors import (
     Rate,
     check,
 )
+from tests.ids import short
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,9 @@ class Declared(CheckedFields):
         {"mixed": "a"},
         {"mixed": -1},
     ],
+    ids=short,
 )
-def test_what_is_declared_is_taken(fields):
+def test_accepts_declared_values(fields):
     declared = Declared(**fields)
     assert all(getattr(declared, name) == value for name, value in fields.items())
 
@@ -79,49 +81,49 @@ def test_what_is_declared_is_taken(fields):
 NUMBER, INTEGER, WORD = "must be a finite number", "must be an integer of at least", "is not known"
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"positive": 0}, f"positive=0 {INTEGER} 1."),
-        ({"positive": 1.0}, f"positive=1.0 {INTEGER} 1."),
-        ({"positive": True}, f"positive=True {INTEGER} 1."),
-        ({"positive": None}, f"positive=None {INTEGER} 1."),
-        ({"natural": -1}, f"natural=-1 {INTEGER} 0."),
-        ({"pair": 1}, f"pair=1 {INTEGER} 2."),
-        ({"capped": 0}, f"capped=0 {INTEGER} 1 and at most 8."),
-        ({"capped": 9}, f"capped=9 {INTEGER} 1 and at most 8."),
-        ({"above": 0}, f"above=0 {NUMBER} above 0."),
-        ({"above": math.nan}, f"above=nan {NUMBER} above 0."),
-        ({"above": math.inf}, f"above=inf {NUMBER} above 0."),
-        ({"above": True}, f"above=True {NUMBER} above 0."),
-        ({"above": "1"}, f"above='1' {NUMBER} above 0."),
-        ({"least": -0.1}, f"least=-0.1 {NUMBER} of at least 0."),
-        ({"rate": 1}, f"rate=1 {NUMBER} of at least 0 and below 1."),
-        ({"rate": -1}, f"rate=-1 {NUMBER} of at least 0 and below 1."),
-        ({"share": 0}, f"share=0 {NUMBER} above 0 and of at most 1."),
-        ({"share": 1.5}, f"share=1.5 {NUMBER} above 0 and of at most 1."),
-        ({"finite": math.nan}, f"finite=nan {NUMBER}."),
-        ({"finite": None}, f"finite=None {NUMBER}."),
-        ({"word": "rigth"}, f"word='rigth' {WORD}. Did you mean 'right'? Known: left, right."),
-        ({"word": None}, f"word=None {WORD}. Known: left, right."),
-        ({"number": 3}, f"number=3 {WORD}. Known: 2, 4."),
-        ({"named": "gelo"}, f"named='gelo' {WORD}. Did you mean 'gelu'? Known: silu, gelu."),
-        ({"optional": 0}, f"optional=0 {INTEGER} 1."),
-        ({"optional_word": "up"}, f"optional_word='up' {WORD}. Known: left, right."),
-        ({"sizes": (1, 0)}, f"sizes[1]=0 {INTEGER} 1."),
-        ({"sizes": (None,)}, f"sizes[0]=None {INTEGER} 1."),
-        ({"sizes": "12"}, "sizes='12' must be a tuple, such as ('12',)."),
-        ({"sizes": 3}, "sizes=3 must be a tuple, such as (3,)."),
-        ({"sizes": None}, "sizes=None must be a tuple, such as (None,)."),
-        ({"words": ("left", "up")}, f"words[1]='up' {WORD}. Known: left, right."),
-        ({"filled": ()}, "filled=() must have at least one layer."),
-        ({"filled": []}, "filled=() must have at least one layer."),
-        ({"filled": (0, -1)}, f"filled[1]=-1 {INTEGER} 0."),
-        ({"pairs": ((0, 1.0), (1, 0))}, f"pairs[1][1]=0 {NUMBER} above 0."),
-        ({"pairs": ((0, 1.0, 2.0),)}, "pairs[0]=(0, 1.0, 2.0) must have 2 elements."),
-    ],
-)
-def test_what_is_not_declared_is_refused(fields, message):
+REFUSED = [
+    ({"positive": 0}, f"positive=0 {INTEGER} 1."),
+    ({"positive": 1.0}, f"positive=1.0 {INTEGER} 1."),
+    ({"positive": True}, f"positive=True {INTEGER} 1."),
+    ({"positive": None}, f"positive=None {INTEGER} 1."),
+    ({"natural": -1}, f"natural=-1 {INTEGER} 0."),
+    ({"pair": 1}, f"pair=1 {INTEGER} 2."),
+    ({"capped": 0}, f"capped=0 {INTEGER} 1 and at most 8."),
+    ({"capped": 9}, f"capped=9 {INTEGER} 1 and at most 8."),
+    ({"above": 0}, f"above=0 {NUMBER} above 0."),
+    ({"above": math.nan}, f"above=nan {NUMBER} above 0."),
+    ({"above": math.inf}, f"above=inf {NUMBER} above 0."),
+    ({"above": True}, f"above=True {NUMBER} above 0."),
+    ({"above": "1"}, f"above='1' {NUMBER} above 0."),
+    ({"least": -0.1}, f"least=-0.1 {NUMBER} of at least 0."),
+    ({"rate": 1}, f"rate=1 {NUMBER} of at least 0 and below 1."),
+    ({"rate": -1}, f"rate=-1 {NUMBER} of at least 0 and below 1."),
+    ({"share": 0}, f"share=0 {NUMBER} above 0 and of at most 1."),
+    ({"share": 1.5}, f"share=1.5 {NUMBER} above 0 and of at most 1."),
+    ({"finite": math.nan}, f"finite=nan {NUMBER}."),
+    ({"finite": None}, f"finite=None {NUMBER}."),
+    ({"word": "rigth"}, f"word='rigth' {WORD}. Did you mean 'right'? Known: left, right."),
+    ({"word": None}, f"word=None {WORD}. Known: left, right."),
+    ({"number": 3}, f"number=3 {WORD}. Known: 2, 4."),
+    ({"named": "gelo"}, f"named='gelo' {WORD}. Did you mean 'gelu'? Known: silu, gelu."),
+    ({"optional": 0}, f"optional=0 {INTEGER} 1."),
+    ({"optional_word": "up"}, f"optional_word='up' {WORD}. Known: left, right."),
+    ({"sizes": (1, 0)}, f"sizes[1]=0 {INTEGER} 1."),
+    ({"sizes": (None,)}, f"sizes[0]=None {INTEGER} 1."),
+    ({"sizes": "12"}, "sizes='12' must be a tuple, such as ('12',)."),
+    ({"sizes": 3}, "sizes=3 must be a tuple, such as (3,)."),
+    ({"sizes": None}, "sizes=None must be a tuple, such as (None,)."),
+    ({"words": ("left", "up")}, f"words[1]='up' {WORD}. Known: left, right."),
+    ({"filled": ()}, "filled=() must have at least one layer."),
+    ({"filled": []}, "filled=() must have at least one layer."),
+    ({"filled": (0, -1)}, f"filled[1]=-1 {INTEGER} 0."),
+    ({"pairs": ((0, 1.0), (1, 0))}, f"pairs[1][1]=0 {NUMBER} above 0."),
+    ({"pairs": ((0, 1.0, 2.0),)}, "pairs[0]=(0, 1.0, 2.0) must have 2 elements."),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[short(fields) for fields, _ in REFUSED])
+def test_refuses_other_values(fields, message):
     with pytest.raises(ConfigError) as error:
         Declared(**fields)
     assert str(error.value) == f"Declared.{message}"
@@ -172,7 +174,9 @@ def test_a_subclass_can_declare_a_field_anew():
     assert Declared(positive=9).positive == 9
 
 
-@pytest.mark.parametrize("kind", [PositiveInt | Literal["auto"], PositiveInt | PositiveFloat | None])
+@pytest.mark.parametrize(
+    "kind", [PositiveInt | Literal["auto"], PositiveInt | PositiveFloat | None], ids=["word", "number"]
+)
 def test_rules_that_would_not_be_checked_are_refused(kind):
     cls = dataclasses.make_dataclass("Cls", [("field", kind)], bases=(CheckedFields,))
     with pytest.raises(TypeError, match="a union declares the rules of a single type"):

@@ -17,6 +17,7 @@ from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.quantize import group_sizes
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from tests import smollm
+from tests.ids import short
 from tests.serving.processes import served
 
 
@@ -77,7 +78,7 @@ def test_what_few_bits_cost(text, file):
     )
 
 
-@pytest.mark.parametrize("flags", [(), ("--quantize", "int4")])
+@pytest.mark.parametrize("flags", [(), ("--quantize", "int4")], ids=short)
 def test_a_chat_through_the_server(file, flags):
     with served(file, *flags, "--dtype", "float32") as (_, server):
         for question, answer in RECORDED["chats"].items():

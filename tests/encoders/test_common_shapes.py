@@ -11,6 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
 from tests.compare import assert_allclose
 from tests.encoders.samples import FRAME_AUDIO, MEDIA, audio, media_decoder, patches, text
+from tests.ids import short
 from tests.models import filled
 
 
@@ -46,10 +47,7 @@ def batch(rows):
 def media_of(rows, numbers):
     """Those of some rows, which are the same with other rows beside."""
     given = {}
-    for column, pixels, grid in (
-        (1, "pixel_values", "image_grid_thw"),
-        (2, "pixel_values_videos", "video_grid_thw"),
-    ):
+    for column, pixels, grid in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
         grids = [one for row in rows for one in ROWS[row][column]]
         if grids:
             parts = [patches(ROWS[row][column], seed=10 * row + column) for row in rows if ROWS[row][column]]
@@ -79,7 +77,7 @@ def check_parts(model, parts, batch, media_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]])
+@pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]], ids=short)
 def test_parts_make_the_whole(model, parts):
     check_parts(model, parts, batch, media_of)
 

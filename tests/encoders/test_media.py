@@ -15,6 +15,7 @@ from eqx_decoders.model.init import with_mtp
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, media_decoder, patches, text
 from tests.errors import refused
+from tests.ids import short
 from tests.models import filled
 
 

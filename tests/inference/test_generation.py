@@ -17,6 +17,7 @@ from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.provenance import Provenance
 from tests.compare import assert_array_equal
 from tests.errors import refused
+from tests.ids import short
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 
@@ -115,7 +116,9 @@ def test_prompts_and_budgets_of_many_lengths_share_few_programs(model, call):
 
 
 @pytest.mark.parametrize(
-    "lengths", [range(1, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129), range(513, 641), [64], [1025]]
+    "lengths",
+    [range(1, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129), range(513, 641), [64], [1025]],
+    ids=short,
 )
 def test_buckets_are_few_and_hold_what_they_must(lengths):
     sizes = {bucket(length) for length in lengths}
@@ -159,7 +162,7 @@ SHARDED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, sampler, sizes", SHARDED, ids=str)
+@pytest.mark.parametrize("rows, sampler, sizes", SHARDED, ids=short)
 def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, sizes):
     """Rows that the axes divide, and those that they don't: these are the same on several devices."""
     placed = model.place(ed.Layout.create(**sizes))

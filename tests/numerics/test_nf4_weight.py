@@ -24,6 +24,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
+from tests.ids import short
 from tests.models import draw, filled, rich_decoder, some_tokens
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 

@@ -15,6 +15,7 @@ from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.rounded_weight import Rounded
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
+from tests.ids import short
 from tests.models import draw
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 

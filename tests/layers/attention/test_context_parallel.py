@@ -15,6 +15,7 @@ from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.sharding.rules import ACTIVATIONS
+from tests.ids import short
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
 from tests.layers.common import attend_on_mesh
 
@@ -72,7 +73,7 @@ def selection(heads, length, kv_length):
         (SEQUENCE, "chunked", dict(mask=Chunked(9))),
         (HEADS, "dot", dict(mask=Causal())),
     ],
-    ids=str,
+    ids=short,
 )
 def test_packed_rows_with_spans(sizes, kernel, options):
     """Documents, padding, spans across shards, narrow values, and half as many heads of keys."""
@@ -104,7 +105,7 @@ def test_loops_over_blocks(mask, order):
         (dict(tensor=4, tensor_sequence=2), 8, 2),
         (dict(tensor=2, tensor_sequence=2, context=2), 4, 2),
     ],
-    ids=str,
+    ids=short,
 )
 def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
     """Every device takes those that its queries use: one, some, or each for fewer queries than it is for."""
@@ -141,7 +142,7 @@ def test_what_the_mesh_does_not_divide_stays_whole(sizes, batch, length):
             8, 4, dict(mask=Chunked(7), order="zigzag", form="all_to_all", alibi=ALIBI), marks=pytest.mark.slow
         ),
     ],
-    ids=str,
+    ids=short,
 )
 def test_the_slots_of_a_cache(length, kv_heads, options):
     """Keys in any order, some of them empty, all of a device's, too; each device has its own, unless a row of the table
@@ -151,11 +152,7 @@ def test_the_slots_of_a_cache(length, kv_heads, options):
         np.where((order % 7 == 3) | (np.arange(24) < 12)[::-1], -1, order)[None].repeat(2, 0), jnp.int32
     )
     slots = slots.at[1].set(-1).at[1, 3].set(13)
-    places = {
-        "query_positions": plain(length, start=12),
-        "key_positions": slots,
-        "selected": selection(1, length, 24),
-    }
+    places = {"query_positions": plain(length, start=12), "key_positions": slots, "selected": selection(1, length, 24)}
     table = ACTIVATIONS | ({} if options.pop("split", True) else {"slots": ()})
     qkv = make(length, 24, kv_heads=kv_heads, value_dim=5)
     check(ALL | dict(activations=table), qkv, places, aligned=False, key_axis="slots", **options)
@@ -200,7 +197,7 @@ def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads
     check(SEQUENCE | dict(activations=table), qkv, packed_places(16), mask=Causal())
 
 
-@pytest.mark.slow(fast=("0-{'data': 2, 'context': 2, 'tensor': 2}-8-4-{'mask': Causal(), 'soft_cap': 2.0}",))
+@pytest.mark.slow(fast=("0-data=2 context=2 tensor=2-8-4-mask=Causal() soft_cap=2.0",))
 @pytest.mark.parametrize(
     ("sizes", "heads", "kv_heads", "options"),
     [
@@ -210,7 +207,7 @@ def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads
         (ALL, 4, 1, dict(mask=Causal())),
         (CONTEXT, 8, 8, dict(mask=Chunked(9))),
     ],
-    ids=str,
+    ids=short,
 )
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_heads_for_tokens(sizes, heads, kv_heads, options, chosen):

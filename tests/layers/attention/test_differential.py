@@ -17,6 +17,7 @@ from eqx_decoders.model.init import computed_buffers
 from eqx_decoders.sharding.axes import computed, frozen, named_leaves
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
+from tests.ids import short
 from tests.layers.common import BF16, apply, context, drawn, normal
 from tests.oracles import norm_by_hand, ready_by_hand, sees, wide
 
@@ -65,14 +66,14 @@ def differential_by_hand(layer, x, positions, segments):
     return out if layer.out_bias is None else out + wide(layer.out_bias)
 
 
-@pytest.mark.slow(fast=("dot-{'qkv_bias': True, 'out_bias': True}",))
+@pytest.mark.slow(fast=("dot-qkv_bias=True out_bias=True",))
 @pytest.mark.parametrize(
     "options",
     [
         dict(qkv_bias=True, out_bias=True),
         dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=4),
     ],
-    ids=str,
+    ids=short,
 )
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 def test_it_is_the_loop(options, kernel):

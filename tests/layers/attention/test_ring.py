@@ -13,6 +13,7 @@ from eqx_decoders.layers.attention.kernels.chunked import may_see
 from eqx_decoders.layers.attention.kernels.common import make_cotangents
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend, attend_gradients, with_sink
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
+from tests.ids import short
 from tests.layers.attention.kernels.test_pallas_flash import interpret
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
 from tests.layers.attention.test_context_parallel import (
@@ -89,7 +90,7 @@ def check_ring(
         pytest.param(SEQUENCE, Causal(), dict(kernel="chunked"), marks=slow),
         pytest.param(SEQUENCE, Causal(), dict(kernel="chunked", form="ring_all_to_all"), marks=slow),
     ],
-    ids=str,
+    ids=short,
 )
 def test_packed_rows_in_a_ring(sizes, mask, options):
     check_ring(sizes, 64, mask, **options)
@@ -106,7 +107,7 @@ def test_packed_rows_in_a_ring(sizes, mask, options):
         ("interval", Chunked(300)),
         ("triton", SlidingWindow(200)),
     ],
-    ids=str,
+    ids=short,
 )
 def test_kernels_in_a_ring(interpreted, kernel, mask, order, form):
     """Our kernels, several blocks of a piece."""
@@ -128,7 +129,7 @@ def test_selected_keys_in_a_ring(heads, form):
 
 
 @slow
-@pytest.mark.parametrize(("sizes", "length"), [(TWO, 13), (FOUR, 1)])
+@pytest.mark.parametrize(("sizes", "length"), [(TWO, 13), (FOUR, 1)], ids=short)
 def test_what_the_mesh_does_not_divide_stays_whole(sizes, length):
     places = dict.fromkeys(("query_positions", "key_positions"), plain(length, 2))
     check(sizes, make(length), places, mask=Causal(), form="ring")
@@ -238,6 +239,7 @@ def ring_text(form, mask, counts=(8, 4), **options):
         ("ring", Causal(), 12),  # three
         ("ring_all_to_all", Causal(), 4),
     ],
+    ids=short,
 )
 def test_what_travels(form, mask, count):
     """Keys and values, as far as they are seen, and their gradients as far, and home; nothing is gathered or added up.

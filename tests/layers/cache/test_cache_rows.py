@@ -12,6 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from tests.compare import assert_allclose
+from tests.ids import short
 from tests.layers.cached_mixers import MIXERS, decoder
 from tests.models import filled
 

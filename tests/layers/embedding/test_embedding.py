@@ -16,10 +16,11 @@ from eqx_decoders.layers.embedding.embedding import (
     document_positions,
 )
 from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.ids import short
 from tests.layers.common import BF16, context, drawn, normal
 
 
-@pytest.mark.parametrize("precision", [ed.Precision(), BF16])
+@pytest.mark.parametrize("precision", [ed.Precision(), BF16], ids=short)
 def test_token_embedding(precision):
     table = normal(6, 5)
     tokens, ctx = jnp.asarray([[0, 5, 6, 99, -1, 3]]), context(np.zeros((1, 6)), precision=precision)

@@ -15,6 +15,7 @@ from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngr
 from eqx_decoders.layers.mlp import LinearConfig
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
+from tests.ids import short
 from tests.layers.common import apply
 from tests.models import filled
 from tests.oracles import sigmoid, wide
@@ -53,6 +54,7 @@ def layer():
         (1, (3221, 17_679, 13_313), (226_241, 226_267, 226_283, 226_307)),
         (4, (21_221, 18_979, 8171), (226_313, 226_337, 226_357, 226_367)),
     ],
+    ids=short,
 )
 def test_multipliers_and_sizes_are_those_of_maxtext(layer, multipliers, sizes):
     config = EngramConfig(embed_dim=1, vocab_size=100_000, layers=(1, 4), layer=layer, num_heads=2)

@@ -7,6 +7,7 @@ import pytest
 
 from eqx_decoders.layers.embedding.ngram_hash import hash_rows, multipliers, table_sizes, up_to_last
 from tests.compare import assert_array_equal
+from tests.ids import short
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,7 @@ from tests.compare import assert_array_equal
         (248_320, 1, (3_352_040_966_061, 19_752_442_147_475, 10_742_103_100_073)),
         (96, 1, (77_285_740_698_026_809, 26_638_966_734_423_735, 81_143_631_060_127_045)),
     ],
+    ids=short,
 )
 def test_multipliers_are_those_of_transformers(classes, number, want):
     assert multipliers(63, 1234, number, classes, 3) == want

@@ -15,6 +15,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh, selective_scan
 from tests.compare import assert_allclose, assert_close
+from tests.ids import short
 from tests.layers.common import context, drawn, normal
 from tests.oracles import silu, wide
 
@@ -52,9 +53,11 @@ def by_hand(layer, x, positions, segments):
     return out + part(layer.out_bias)
 
 
-@pytest.mark.slow(fast=("options0",))
+@pytest.mark.slow(fast=("default",))
 @pytest.mark.parametrize(
-    "options", [{}, dict(bias=True, taps_bias=False, norm=RMSNormConfig(eps=0.1)), dict(norm=RMSNormConfig())]
+    "options",
+    [{}, dict(bias=True, taps_bias=False, norm=RMSNormConfig(eps=0.1)), dict(norm=RMSNormConfig())],
+    ids=short,
 )
 def test_it_is_the_loop(options):
     """Of packed rows with padding in between."""

@@ -14,6 +14,7 @@ from eqx_decoders.serving.frontend.answer_reader import create_reader
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest
 from eqx_decoders.serving.http.protocol import CompletionRequest
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas
+from tests.ids import short
 
 
 TOKENIZER: Any = load_tokenizer(Path(__file__).parents[2] / "fixtures" / "chats")
@@ -129,9 +130,7 @@ def choice_of(source, prompt, tools=TOOLS, **fields: Any):
     special = not request.skip_special_tokens
     form = find_tool_format(source)
     return Choice(
-        request,
-        TOKENIZER,
-        reader=create_reader(TOKENIZER, source, form, tools, ids_of(prompt), special=special),
+        request, TOKENIZER, reader=create_reader(TOKENIZER, source, form, tools, ids_of(prompt), special=special)
     )
 
 
@@ -151,7 +150,7 @@ def take(choice, ids, size=1, end: Any = "length"):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stop", [(), ("Yes",), ("m",), ("</",), ("\n",), ('"what"',)])
+@pytest.mark.parametrize("stop", [(), ("Yes",), ("m",), ("</",), ("\n",), ('"what"',)], ids=short)
 def test_stream_and_complete_answer_have_the_same_parts(name, stop):
     source, prompt, text, *_ = CASES[name]
     for fields in ({}, {"min_tokens": 5}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False}):
@@ -222,6 +221,7 @@ def test_log_probs_cover_the_content():
         (HARMONY, "<|channel|>final<|message|>Y<|end|><|start|>assistant<|channel|>final<|message|>es"),
         (HARMONY, "Yes"),
     ],
+    ids=["qwen", "harmony", "two finals", "no channel"],
 )
 def test_log_probs_omit_markers_and_blanks_between_the_parts(source, text):
     for size in (1, 3, 100):
@@ -251,6 +251,7 @@ def test_discards_calls_and_log_probs_before_an_unopened_end_marker():
         (LLAMA, '{"name": "find", "parameters": {"what": "Par', '{"what": "Par'),
         ("<|python_start|>", "[find(what='a', n=", '{"what": "a"}'),
     ],
+    ids=["llama", "python"],
 )
 def test_returns_a_required_call_without_a_marker_that_is_cut_off(source, text, arguments):
     form: Any = find_tool_format(source)

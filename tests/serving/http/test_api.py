@@ -20,6 +20,7 @@ from eqx_decoders.serving.http.protocol import choice_seed
 from eqx_decoders.serving.http.server import ServerConfig
 from tests.data.test_chats import FOLDER as SPECIAL
 from tests.errors import assert_names, refused
+from tests.ids import short
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import Running, chat_frontend, serving
 
@@ -216,6 +217,7 @@ def test_prompts_are_texts_or_ids_or_lists_of_them(server):
         ({"seed": -5}, "seed", -5),
         ({"seed": None, "top_p": None}, "top_p", None),
     ],
+    ids=short,
 )
 def test_sampling_is_passed_on(server, given, field, value):
     assert getattr(asked_of(server, **given).sampling, field) == value
@@ -236,6 +238,7 @@ def test_sampling_is_passed_on(server, given, field, value):
         ({}, "client", "127.0.0.1"),
         ({"cache_salt": "x"}, "cache_salt", "x"),
     ],
+    ids=short,
 )
 def test_the_rest_is_passed_on(server, given, field, value):
     assert getattr(asked_of(server, **given), field) == value
@@ -302,6 +305,7 @@ def test_the_most_tokens_of_an_answer_are_what_there_is_room_for(chats, server):
         ({"stop_token_ids": [101], "include_stop_str_in_output": True}, "bcde", 4, 101),
         ({"stop": ["fgz"], "max_tokens": 6}, "bcdefg", 6, None),
     ],
+    ids=short,
 )
 def test_an_answer_ends_with_what_stops_it(server, options, text, tokens, reason, stream):
     body = dict(prompt="a", max_tokens=20, temperature=0, return_token_ids=True) | options
@@ -380,6 +384,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
         {"guided_json": json.dumps(SCHEMA)},
         {"structured_outputs": {"json": SCHEMA}},
     ],
+    ids=short,
 )
 def test_answers_have_the_schema_that_is_asked_for(server, options):
     for seed in range(3):
@@ -457,8 +462,12 @@ def test_tools_go_to_a_template_that_knows_them(chats):
 HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "ü", "b": 1}}\n</tool_call>'
 
 
-@pytest.mark.slow(fast=("said3-2",))
-@pytest.mark.parametrize(("said", "calls"), [(HERMES, 1), (HERMES[:-20], 0), ("Well. <tool>", 0), (HERMES[6:] * 2, 2)])
+@pytest.mark.slow(fast=("two calls",))
+@pytest.mark.parametrize(
+    ("said", "calls"),
+    [(HERMES, 1), (HERMES[:-20], 0), ("Well. <tool>", 0), (HERMES[6:] * 2, 2)],
+    ids=["call", "cut off", "no call", "two calls"],
+)
 def test_calls_of_tools_are_found_in_answers(said, calls):
     """In a stream, too, where what comes before them does not wait; a call that can't be read is a text."""
     frontend = chat_frontend(chat=MadeUp(source="messages and tools"))

@@ -24,6 +24,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, 
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.sharding.chips import compute_capability
 from tests.errors import refused
+from tests.ids import short
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, selection, weights_for
 from tests.models import filled
 
@@ -51,7 +52,7 @@ def results(qkv, places, **options):
     return out, grads
 
 
-@pytest.mark.slow(fast=("mask1-places1-promises1",))
+@pytest.mark.slow(fast=("window",))
 @pytest.mark.parametrize(
     ("mask", "places", "promises"),
     [
@@ -64,6 +65,10 @@ def results(qkv, places, **options):
         (Bidirectional(9), packed_places(40), ("aligned",)),
         (Causal(), packed_places(40) | {"selected": selection(40, 40, 4)}, ()),
         (Causal(), SPLIT, ()),
+    ],
+    ids=[
+        *("causal", "window", "chunked", "bidirectional"),
+        *("packed", "packed spans", "packed bidirectional", "selected", "split"),
     ],
 )
 def test_arguments_say_the_mask(by_xla, mask, places, promises):
@@ -172,6 +177,7 @@ def test_auto_is_exact_in_every_combination():
 @pytest.mark.parametrize(
     ("device", "capability", "largest"),
     [("9.0", (9, 0), 256), ("12.0", (12, 0), 256), ("8.6", (8, 6), 128), ("gfx942", None, 0), (None, None, 0)],
+    ids=short,
 )
 def test_head_dims_of_devices(device, capability, largest):
     """By the compute capability; others than NVIDIA's have none."""

@@ -26,6 +26,7 @@ from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from eqx_decoders.sharding.chips import compute_capability
 from tests.compare import assert_array_equal
 from tests.errors import assert_names, refused
+from tests.ids import short
 from tests.layers.attention.kernels.test_registry import all_of, make, packed_places, plain, same, weights_for
 from tests.programs import tpu_devices
 
@@ -236,7 +237,7 @@ def test_one_token(kernel):
 
 
 @slow
-@pytest.mark.parametrize("dims", [(16, 16), (24, 16)])
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16)], ids=short)
 def test_widths_of_triton(dims):
     """Widths that are powers of two, which no tile fills up, and those of latent attention."""
     dim, value_dim = dims
@@ -427,7 +428,7 @@ def test_auto_takes_it_where_it_can(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, 1, 128, 129, 511, 640, 1024, 1025, 8192, 8320, 100_000])
-@pytest.mark.parametrize("sizes", [SAFE, *BLOCK_SIZES.values()], ids=str)
+@pytest.mark.parametrize("sizes", [SAFE, *BLOCK_SIZES.values()], ids=short)
 def test_blocks_fit_the_length(sizes, length):
     fit = sizes.fit(length)
     assert fit.streamed % 128 == 0 and fit.held % fit.streamed == 0 and fit.vmem_bytes == sizes.vmem_bytes

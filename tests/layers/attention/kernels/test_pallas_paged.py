@@ -20,6 +20,7 @@ from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import device_bytes
 from tests.compare import assert_close
 from tests.errors import refused
+from tests.ids import short
 from tests.layers.cache.test_paged import check_paged
 from tests.layers.common import attend_past, normal
 from tests.programs import tpu_devices
@@ -90,7 +91,7 @@ LENGTHS = (13, 0, 16, 1, 40)
         ("float8_e4m3fn", 4, 4, True, Chunked(16), 3.0),
         ("bfloat16", 18, 9, True, Causal(), None),
     ],
-    ids=str,
+    ids=short,
 )
 @pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
 def test_the_kernel_is_the_general_path(kernel, dtype, heads, kv_heads, values, mask, soft_cap):
@@ -138,7 +139,7 @@ def test_scales_over_all_heads_spans_and_16_bits(kernel):
         ("interval", dict(data=2, tensor=2, context=2), 8, 4),
         ("interval", dict(tensor=4, data=2), 4, 1),
     ],
-    ids=str,
+    ids=short,
     indirect=["kernel"],
 )
 def test_heads_are_split_over_devices(kernel, sizes, heads, kv_heads):
@@ -190,7 +191,7 @@ STEPS = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS, ids=str)
+@pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS, ids=short)
 def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topology, sizes, dtype, page_size, rows):
     """Compiled for TPUs and GPUs, whose kernels read the pages."""
     monkeypatch.undo()

@@ -15,6 +15,7 @@ from eqx_decoders.layers.recurrent.kernels.pallas_scan import fits, run_kernel
 from eqx_decoders.layers.recurrent.scans import recurrence
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
+from tests.ids import short
 from tests.layers.recurrent.scans.test_recurrence import documents, make, same
 from tests.layers.recurrent.scans.test_sharded_scan import results
 from tests.programs import tpu_devices
@@ -140,7 +141,7 @@ def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
         (dict(kind="channel"), True),
         (dict(kind="channel", value_dim=64, key_heads=1), False),
     ],
-    ids=str,
+    ids=short,
 )
 def test_what_kernels_can(shape, wanted):
     shape = dict(length=128, kind="head", key_dim=128, value_dim=128) | shape

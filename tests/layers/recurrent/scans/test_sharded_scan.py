@@ -16,6 +16,7 @@ from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
 from tests.cases import RECURRENT
+from tests.ids import short
 from tests.layers.common import drawn, normal
 from tests.layers.recurrent.scans.test_recurrence import documents, make, same
 
@@ -52,7 +53,7 @@ def results(function, args, rest, options=()):
         (dict(context=2, tensor=4), "linear", dict(key_heads=2, heads=8)),
         (dict(context=2, tensor=4), "head", dict(key_heads=2, heads=4)),
     ],
-    ids=str,
+    ids=short,
 )
 @pytest.mark.parametrize("resets", [True, False])
 def test_pieces_of_a_recurrence(sizes, kind, options, resets):

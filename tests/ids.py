@@ -1,0 +1,32 @@
+"""Ids of parametrized tests: `@pytest.mark.parametrize("mesh", MESHES, ids=short)`."""
+
+import dataclasses
+from typing import Any
+
+
+LONGEST = 50
+
+
+def short(value: Any) -> str | None:
+    """`fsdp=2 tensor=4` of a mesh, `Rope(theta=100.0)` of a configuration; None: as pytest writes it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return None if len(str(value)) <= LONGEST else str(value)[:LONGEST]
+    return _text(value)[:LONGEST] or ("default" if isinstance(value, dict) else "empty")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={_text(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) is not field.default
+            and str(getattr(value, field.name)) != str(field.default)
+        }
+        return f"{type(value).__name__}({_text(changed)})"
+    if hasattr(value, "shape"):
+        return "x".join(map(str, value.shape))
+    return getattr(value, "__name__", str(value))
