@@ -45,7 +45,7 @@ def test_what_could_not_fail_is_refused(got, want, options, words):
         assert_close(got, want, **options)
 
 
-def test_so_it_is_by_those_of_numpy():
+def test_comparisons_like_numpy_refuse_what_cannot_fail():
     for want, options in ((OUT[:0], {}), (OUT * 1e-6, dict(atol=1e-5)), (OUT, dict(rtol=1))):
         with pytest.raises(AssertionError, match=r"nothing"):
             assert_allclose(want, want, **options)

@@ -40,7 +40,7 @@ def text(file):
 
 
 @pytest.mark.parametrize("quantized", ["expand", "keep"])
-def test_it_writes_what_it_wrote(file, text, quantized):
+def test_writes_the_recorded_text(file, text, quantized):
     text = text if quantized == "expand" else load_text_model(file, "float32", quantized="keep")
     assert bool(quantized_weights(text.model)) == (quantized == "keep")
     prompts = [*RECORDED["texts"].items()] if quantized == "expand" else []

@@ -41,7 +41,7 @@ def test_a_model_equals_itself_in_one_part():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
-def test_statistics_of_experts_are_those_of_the_whole_batch(exchange):
+def test_statistics_of_experts_match_the_whole_batch(exchange):
     model = filled(decoder(*(SPARSE,) * 3), remat="save_qkv_proj", experts="dropless", expert_exchange=exchange)
     check_equal(model, ed.Layout.create(expert=2, fsdp=2, tensor=2))
 
@@ -128,7 +128,7 @@ def test_dropout_is_drawn_for_each_part():
     assert np.any(one[0] != one[1])  # the first rows of two parts
 
 
-def test_errors_say_what_to_change():
+def test_wrong_settings_are_refused():
     model = filled(decoder(DENSE), batch_split=2)
     with refused(ed.ConfigError, "3 rows", "Execution.batch_split=2"):
         model(some_tokens(3, 4))

@@ -71,7 +71,7 @@ def test_nothing_is_dropped_and_no_cut_traces_less(text):
 
 
 @pytest.mark.slow
-def test_stacked_weights_are_those_of_single_layers():
+def test_stacked_weights_match_single_layers():
     """Layer i of a stack is what its configuration builds from key i."""
     config = rich_decoder(4)
     model = ed.init(config, key=jax.random.key(0))

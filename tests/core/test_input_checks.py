@@ -203,7 +203,7 @@ def test_positions_of_a_document_increase(positions, segments, named):
     extend(model, tokens, cache, jnp.asarray([[0, 1, -1, 2]]))
 
 
-def test_padding_counts_no_targets_however_it_is_told():
+def test_padding_has_no_targets():
     model, tokens = bare(), some_tokens(1, 8)
     real = np.asarray([[0, 0, 0, 1, 1, 0, 1, 1]])
     told = [dict(segment_ids=real), dict(positions=np.where(real, np.cumsum(real, axis=1) - 1, -1))]

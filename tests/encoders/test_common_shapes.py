@@ -109,7 +109,7 @@ def test_parts_of_whole_audio_make_the_whole(frame_audio):
         check_parts(frame_audio, parts, audio_text, audio_media)
 
 
-def test_where_nobody_sees_there_is_nothing():
+def test_padding_without_media_changes_nothing():
     tokens = batch((4, 7))
     media = media_of((4, 7), tokens)
     again = pad_to_shapes(media, merge_shapes([array_shapes(media), array_shapes(media)]))

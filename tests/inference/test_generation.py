@@ -188,7 +188,7 @@ def test_what_the_host_reads_is_on_every_device(model):
 
 
 @pytest.mark.slow
-def test_what_was_published_with_a_model_is_used_unless_overruled(model):
+def test_published_generation_config_is_the_default(model):
     prompt, key = some_tokens(2, 4), jax.random.key(3)
     sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=5, stop_ids=(3,))
     published = dataclasses.replace(model, origin=Provenance(family="llama", generation=sampled))
@@ -261,7 +261,7 @@ def test_a_stream_holds_no_more_than_its_tokens(model):
 
 
 @pytest.mark.slow
-def test_drafts_of_a_smaller_model_are_those_of_generate(model):
+def test_drafts_of_a_smaller_model_match_generate(model):
     """Also of rows that are far ahead when the slowest of them ends."""
     smaller, prompt = filled(rich_decoder(1), seed=3), some_tokens(3, 5)
     drafts, options = ed.serving.DraftModel(model=smaller, num_tokens=2), dict(max_new_tokens=9)

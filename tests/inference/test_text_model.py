@@ -133,7 +133,7 @@ def test_prompts_that_cannot_be_encoded_are_refused(shapes):
         write(text, HELLO * 2)
 
 
-def test_ids_that_are_none_are_told(shapes):
+def test_wrong_published_stop_ids_are_refused(shapes):
     text = learned(32)
     origin = Provenance(family="llama", settings='{"eos_token_id": "x"}')
     with refused(ConversionError, "config.json", "eos_token_id=x"):

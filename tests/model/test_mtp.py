@@ -193,7 +193,7 @@ def loss_of(model, batch):
         pytest.param(dict(tied=True, head_bias=True, logit_soft_cap=3.0, normed_stream=True), id="tied"),
     ],
 )
-def test_loss_and_gradient_are_those_of_the_plain_formula(changes):
+def test_loss_and_gradient_match_the_plain_formula(changes):
     model, batch = filled(small(2, loss_weight=0.3, **changes)), batch_of()
     want, wanted = eqx.filter_jit(eqx.filter_value_and_grad(plain_loss))(model, batch, 0.3)
     for fused in (True,) if changes else (True, False):
@@ -271,7 +271,7 @@ def test_microbatches_add_up_with_depths_and_experts(expert_states):
     ],
     ids=["fsdp and tensor", "context", "all streams"],
 )
-def test_loss_and_gradient_on_a_mesh_are_those_of_one_device(mesh, block):
+def test_loss_and_gradient_on_a_mesh_match_one_device(mesh, block):
     model, batch = filled(small(2, block=block)), batch_of(tokens=jnp.tile(packed(4, 12)[0], (2, 1)), segment_ids=None)
     want, wanted = loss_and_gradient(model, batch)
     got, gradient = loss_and_gradient(model.place(ed.Layout.create(**mesh)), batch)
@@ -353,7 +353,7 @@ def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", *RARE])
-def test_guesses_with_caches_are_those_of_the_whole_text(name):
+def test_guesses_with_caches_match_the_whole_text(name):
     """Steps are counted as by a loop without any cache, which reads everything anew."""
     config, seed = SPECULATIVE[name]
     model, prompt, depths = filled(config, seed), np.asarray(prompts(config.vocab_size)), config.mtp.num_depths
@@ -404,7 +404,7 @@ def test_draws_with_guesses_are_those_without():
 
 
 @pytest.mark.slow
-def test_guesses_on_a_mesh_are_those_of_one_device():
+def test_guesses_on_a_mesh_match_one_device():
     """And every device has what the host reads of them."""
     model = filled(small(2))
     placed = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))

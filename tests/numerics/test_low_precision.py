@@ -92,7 +92,7 @@ def reference(pattern, mode, x, w, g, *, float_weight=False):
 
 @pytest.mark.slow(fast=("one token",))
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_numpy(kind):
+def test_values_and_gradients_match_numpy(kind):
     """Plain and flattened, all modes, in f32 and bf16; gradients of weights rounded or not."""
     pattern, *shapes, letters = KINDS[kind]
     x, w = (draw(seed, shape) for seed, shape in enumerate(shapes))

@@ -85,7 +85,7 @@ PATTERNS = {
 @pytest.mark.slow(fast=("False-query", "True-out"))
 @pytest.mark.parametrize("kind", PATTERNS)
 @pytest.mark.parametrize("flatten", [False, True])
-def test_products_are_those_of_the_array(kind, flatten):
+def test_products_match_the_array(kind, flatten):
     """Values and gradients of x; with one group for each column, too."""
     pattern, rows, shape, inner, outer = PATTERNS[kind]
     x = draw(1, rows)

@@ -136,7 +136,7 @@ def test_zeros_and_nothing():
         assert not np.any(nothing.dequantized()) and np.isfinite(nothing.scales).all()
 
 
-def test_bits_are_those_of_xlas_dtypes():
+def test_bits_match_xlas_dtypes():
     """All of them; NaN, too. E8M0's least is no normal number, and devices may count it as 0."""
     for dtype, bits in ((jnp.float8_e4m3fn, jnp.uint8), (jnp.float4_e2m1fn, jnp.uint4)):
         every = np.arange(2 ** jnp.iinfo(bits).bits, dtype=np.uint8)
@@ -166,7 +166,7 @@ PRODUCTS = {  # pattern, shapes of both, and dimensions that the weight contract
     "kind",
     PRODUCTS,
 )
-def test_products_are_those_of_the_array(kind):
+def test_products_match_the_array(kind):
     """And their gradients, plain and flattened, in f32 and bf16, for every kind of scales."""
     pattern, left, right, inner, outer = PRODUCTS[kind]
     x, w = draw(0, left), draw(1, right)

@@ -103,7 +103,7 @@ def test_equal_layers_that_share_keys_share_the_last_ones():
         assert_allclose(each, np.asarray(model(text[None]).logits[0]), atol=2e-4)
 
 
-def test_what_engines_have_no_memory_for_is_refused():
+def test_refuses_layers_without_an_external_cache():
     with refused(ed.ConfigError, "layer 0", "mixer", "dict"):
         external_layers(ed.abstract_hf(FIXTURES / "qwen3_next"))
     model = ed.load_hf(FIXTURES / "llama_rope", dtype="float32")
@@ -112,7 +112,7 @@ def test_what_engines_have_no_memory_for_is_refused():
         run_with_caches(model, [None], one, one, None, attention)
 
 
-def test_keys_that_turn_by_the_length_of_a_text_are_refused():
+def test_refuses_rope_that_depends_on_the_length():
     """An engine with a cache of its own runs all texts as one row; ours takes texts for which the length is nothing."""
     rope = DynamicRope(factor=2.0, original_length=64)
     config = ed.get_config("tiny")

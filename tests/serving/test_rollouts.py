@@ -52,7 +52,7 @@ def test_answers_depend_on_seed_prompt_and_sample_alone(engine):
 
 @pytest.mark.slow(fast=("0.6",))
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_model(engine, temperature):
+def test_log_probs_match_the_model(engine, temperature):
     stops = [3, 4, 5, 6]
     for group in rollout(engine, PROMPTS[1:3], samples=2, max_new_tokens=7, temperature=temperature, stop_ids=stops):
         for answer in group.rollouts:

@@ -31,7 +31,7 @@ def model():
     return filled(dataclasses.replace(with_scores(rich_decoder(1), 2)))
 
 
-def test_scores_are_those_of_each_text_alone(model):
+def test_scores_match_each_text_alone(model):
     """More requests than fit into a step, of several lengths; one that is cancelled gets none."""
     draws, engine = np.random.default_rng(0), ScoringEngine(model, LIMITS)
     prompts = [tuple(draws.integers(0, VOCAB, size).tolist()) for size in (3, 9, 1, 5)]
@@ -47,7 +47,7 @@ def test_scores_are_those_of_each_text_alone(model):
     assert engine.counts().prompt_tokens == 9 and engine.counts().waiting == 0
 
 
-def test_what_does_not_fit_is_refused(model):
+def test_refuses_requests_and_models_that_do_not_fit(model):
     engine = ScoringEngine(model, LIMITS)
     with refused(ConfigError, "max_length=24"):
         engine.submit(Request(prompt=(1,) * 25, max_new_tokens=1))

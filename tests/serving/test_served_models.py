@@ -121,7 +121,7 @@ def test_half_a_minute_of_everything_leaves_nothing_behind():
 
 
 @pytest.mark.slow
-def test_echoed_logprobs_are_those_of_the_model(server, model):
+def test_echoed_logprobs_match_the_model(server, model):
     import jax
 
     ids = [256, 40, 41, 99, 123, 7]

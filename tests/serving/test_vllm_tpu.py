@@ -345,7 +345,7 @@ def on_four_devices(fixture):
     check_same(fixture, play(fixture, sequences, CUTS, mesh=mesh), sequences)
 
 
-def test_names_are_registered_once_each_and_those_of_others_are_refused(package):
+def test_registers_each_name_once_and_refuses_reserved_names(package):
     assert register() == (*ARCHITECTURES, NAME) == tuple(package)
     assert register("MistralForCausalLM", "MistralForCausalLM") == ("MistralForCausalLM", NAME)
     assert {*package.values()} == {adapter()}
@@ -376,14 +376,14 @@ REFUSED = {
 
 @pytest.mark.slow(fast=("states", "pipeline", "qwix", "adapters", "drafts", "chunks"))
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_run_is_refused_before_weights_are_loaded(package, case):
+def test_refuses_unsupported_models_before_loading_weights(package, case):
     fixture, settings, names = REFUSED[case]
     with refused(ed.ConfigError, *names):
         adapter()(vllm_config(fixture, **settings), jax.random.key(0), one_mesh())
 
 
 @pytest.mark.slow
-def test_the_names_are_those_of_models_that_run(package):
+def test_the_names_match_models_that_run(package):
     runs = {}
     for path in sorted(FIXTURES.glob("*/config.json")):
         content = json.loads(path.read_text())

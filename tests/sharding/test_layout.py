@@ -216,7 +216,7 @@ def test_describe_lists_every_weight():
     assert eqx.is_array(ed.init(rich_decoder(1), key=jax.random.key(0)).embedding.table)
 
 
-def test_a_layout_prints_what_is_not_the_default():
+def test_layout_prints_non_default_fields():
     assert repr(ed.Layout()) == "Layout()"
     assert repr(ed.Layout(weights={"embed": "fsdp"})) == "Layout(weights={'embed': ('fsdp',)})"
     split = repr(ed.Layout.create(fsdp=8))

@@ -162,7 +162,7 @@ def test_a_model_equals_itself_without_a_pipeline():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depths", [0, 1])
-def test_statistics_of_experts_are_those_of_the_whole_batch(depths):
+def test_statistics_of_experts_match_the_whole_batch(depths):
     """Behind a dense layer: a prefix of one that runs as ever; and before multi-token prediction."""
     mtp = ed.MTPConfig(num_depths=1, block=SPARSE, norm=NORM) if depths else None
     model = filled(decoder(DENSE, *(SPARSE,) * 4, mtp=mtp), remat="save_qkv_proj", experts="dropless")
@@ -290,7 +290,7 @@ def test_a_fresh_case_equals_the_plain_one(number):
 # --- what can't be ---
 
 
-def test_errors_say_what_to_change():
+def test_wrong_settings_are_refused():
     layout = ed.Layout.create(stage=2, data=4)
     tokens = some_tokens(6, 4)
 

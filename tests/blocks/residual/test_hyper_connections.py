@@ -158,7 +158,7 @@ def test_expand_copies_and_reduce_adds():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [SINKHORN, PERMUTATIONS], ids=["sinkhorn", "permutations"])
-def test_gradients_are_those_of_differences(config):
+def test_gradients_match_differences(config):
     residual = drawn(config, branches=1)
     x = jnp.asarray(X)
     arrays, static = eqx.partition(residual, eqx.is_array)

@@ -15,7 +15,7 @@ def test_slopes(heads):
     assert_allclose(Alibi(max_exponent=6.0).slopes(heads), slopes_by_hand(heads, 6.0), rtol=1e-6)
 
 
-def test_rounded_biases_are_those_of_16_bits():
+def test_rounded_biases_match_16_bits():
     """Products of rounded slopes and positions; keys beyond 256 share a bias with their neighbors."""
 
     def low(x):

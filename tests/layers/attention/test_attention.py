@@ -64,7 +64,7 @@ def test_attention_is_the_loop(options):
     assert entries.value.shape == (2, 7, c.num_kv_heads, c.value_dim or c.head_dim)
 
 
-def test_borrowed_keys_and_values_are_those_of_the_other_layer():
+def test_borrowed_keys_and_values_match_the_other_layer():
     """With the same queries and output: the same result, and nothing to remember."""
     giver = drawn(lambda key: attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True).build(6, key=key))
     taker = attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True, kv_shared_from="giver")

@@ -60,7 +60,7 @@ def chosen_by_hand(layer, x):
     return np.repeat(seen, 2, axis=1)
 
 
-def test_blocks_are_those_of_the_loop():
+def test_blocks_match_the_loop():
     layer = drawn(lambda key: CONFIG.build(5, key=key))
     ctx = context(POSITIONS, SEGMENTS)
     mask = eqx.filter_jit(lambda x: layer._choose_blocks(layer._index(x, ctx), None, ctx).present.mask(21))

@@ -192,7 +192,7 @@ def test_bad_settings_are_named(field, value):
         LightConvolutionConfig(taps=0)
 
 
-def test_decoders_have_none():
+def test_decoders_refuse_layers_of_encoders():
     """They remember nothing."""
     for name, layers in {
         "LocalAttentionConfig": dict(mixer=CONFIGS["published"], mlp=None),

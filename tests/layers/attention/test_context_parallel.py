@@ -126,7 +126,7 @@ def test_selected_keys(sizes, heads):
     [(ALL, 3, 13), (LONG, 1, 16), (LONG, 4, 1)],
     ids=str,
 )
-def test_what_the_mesh_does_not_divide_stays_whole(sizes, batch, length):
+def test_dimensions_that_the_mesh_does_not_divide_are_replicated(sizes, batch, length):
     """Odd batches, odd lengths, a single token."""
     places = dict.fromkeys(("query_positions", "key_positions"), plain(length, batch))
     check(sizes, make(length, batch=batch), places, mask=Causal())

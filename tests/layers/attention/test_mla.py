@@ -133,7 +133,7 @@ def test_the_layer_is_the_loop(options):
     assert entries.value is None
 
 
-def test_what_is_cached_is_the_latent_and_the_rotated_key():
+def test_cache_holds_the_latent_and_the_rotated_key():
     layer = drawn(**RICH)
     w, config = weights_of(layer), layer.config
     _, entries = apply(layer, jnp.asarray(X), context())

@@ -48,7 +48,7 @@ def drawn(length, batch=3, heads=4, kv_heads=2, dim=5):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [topk.TILE, 40], ids=["whole", "some at a time"])
-def test_blocks_are_those_of_the_loop(tile, monkeypatch):
+def test_blocks_match_the_loop(tile, monkeypatch):
     """Packed rows, padding on all sides and between, documents that begin within a block."""
     monkeypatch.setattr(topk, "TILE", tile)
     query, key = drawn(17)
@@ -172,7 +172,7 @@ def test_scores_of_rounded_keys_are_not_rounded():
         assert_array_equal(rounded, exact)
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_configurations_are_refused():
     for options in (dict(mask=SlidingWindow(3)), dict(spans=True)):
         with refused(ed.ConfigError, "mask=Causal()", "spans=False"):
             decoder(**options)

@@ -130,7 +130,7 @@ def test_selected_keys_in_a_ring(heads, form):
 
 @slow
 @pytest.mark.parametrize(("sizes", "length"), [(TWO, 13), (FOUR, 1)], ids=short)
-def test_what_the_mesh_does_not_divide_stays_whole(sizes, length):
+def test_dimensions_that_the_mesh_does_not_divide_are_replicated(sizes, length):
     places = dict.fromkeys(("query_positions", "key_positions"), plain(length, 2))
     check(sizes, make(length), places, mask=Causal(), form="ring")
 
@@ -241,7 +241,7 @@ def ring_text(form, mask, counts=(8, 4), **options):
     ],
     ids=short,
 )
-def test_what_travels(form, mask, count):
+def test_collectives_of_a_ring(form, mask, count):
     """Keys and values, as far as they are seen, and their gradients as far, and home; nothing is gathered or added up.
 
     What has arrived the backward pass of a short ring finds again, if it is in the same program.

@@ -93,7 +93,7 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
 
 
 @pytest.mark.slow
-def test_what_belongs_to_no_page_is_dropped():
+def test_writes_outside_of_pages_are_dropped():
     paged = build_pages(SHAPE, 2, 2, 12, "float32", PageConfig(page_size=4, num_pages=3))
     paged = paged.with_tables(jnp.asarray([[2, -1, -1], [-1, 1, 0]], jnp.int32))
     entries, places = drawn_entries(2, 2, 14), jnp.broadcast_to(jnp.arange(14), (2, 14))

@@ -56,7 +56,7 @@ def layer():
     ],
     ids=short,
 )
-def test_multipliers_and_sizes_are_those_of_maxtext(layer, multipliers, sizes):
+def test_multipliers_and_sizes_match_maxtext(layer, multipliers, sizes):
     config = EngramConfig(embed_dim=1, vocab_size=100_000, layers=(1, 4), layer=layer, num_heads=2)
     assert config.multipliers == multipliers
     assert config.table_sizes == sizes

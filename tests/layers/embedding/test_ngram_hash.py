@@ -18,7 +18,7 @@ from tests.ids import short
     ],
     ids=short,
 )
-def test_multipliers_are_those_of_transformers(classes, number, want):
+def test_multipliers_match_transformers(classes, number, want):
     assert multipliers(63, 1234, number, classes, 3) == want
 
 

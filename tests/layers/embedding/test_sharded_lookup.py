@@ -59,7 +59,7 @@ ROWS = WEIGHTS | {"rows": ("tensor", "expert"), "row_dim": ("fsdp", "context")}
 @pytest.mark.parametrize(
     "mesh", [dict(fsdp=4, tensor=2), dict(data=2, tensor=2, expert=2), dict(context=2, expert=4)], ids=str
 )
-def test_rows_that_are_split_are_those_of_one_device(mesh):
+def test_rows_that_are_split_match_one_device(mesh):
     """Each device has some of the rows; tokens that are split by the same axis, too."""
     rows, layout = drawn(8, 4), ed.Layout.create(**mesh, weights=ROWS)
     weight = jnp.asarray(np.random.default_rng(2).normal(size=(8, 4, 3, 8)), jnp.float32)

@@ -169,7 +169,7 @@ def rings(monkeypatch):
 
 
 @pytest.mark.slow
-def test_gradients_added_up_in_rings_are_those_of_one_device(rings):
+def test_gradients_added_up_in_rings_match_one_device(rings):
     layout, (x, positions) = ed.Layout.create(fsdp=4, tensor=2), tokens(8, 6)
     check_equal(program(ed.Execution(layout=layout)), layer(RICH), x, positions, layout)
     chosen = [ring for (of_each, *_), _ in rings.call_args_list for ring in of_each]

@@ -381,14 +381,14 @@ def check_drops(config, shape, seed):
 @pytest.mark.slow
 @given(config=layers(capacity=False), seed=seeds)
 @few
-def test_what_finds_no_room_is_dropped_and_counted(config, seed):
+def test_drops_and_counts_tokens_beyond_capacity(config, seed):
     check_drops(config, (2, 9), seed)
 
 
 @pytest.mark.slow
 @given(config=layers(capacity=False), shape=shapes, seed=seeds)
 @many
-def test_what_finds_no_room_is_dropped_and_counted_often(config, shape, seed):
+def test_drops_and_counts_tokens_beyond_capacity_often(config, shape, seed):
     check_drops(config, shape, seed)
 
 

@@ -244,7 +244,7 @@ def test_a_trained_bias_has_a_gradient():
     "name",
     ["deepseek_v3", "gemma4", "gpt_oss", "deepseek_v2"],
 )
-def test_gradients_are_those_of_the_formula(name):
+def test_gradients_match_the_formula(name):
     """Of weights and of all statistics that have one, with the choice and the counts held."""
     router, x, real = router_of(**VARIANTS[name]), jnp.asarray(tokens_of()), jnp.asarray(POSITIONS >= 0)
     config, (indices, _, stats) = router.config, route(router, tokens_of())

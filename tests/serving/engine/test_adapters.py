@@ -185,7 +185,7 @@ def test_preempted_answers_keep_their_adapters(adapted, engine):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused(base, adapted, engine):
+def test_refuses_adapters_that_do_not_fit(base, adapted, engine):
     large = noisy(add_lora(base, LoRAConfig(rank=5, targets=("*.query",)), key=jax.random.key(0)))
     with refused(ConfigError, "'large'", "mixer.query", "rank 5", "max_adapter_rank=4"):
         engine.load_adapter("large", large)

@@ -45,7 +45,7 @@ def finish(engine):
     return updates
 
 
-def test_greedy_answers_are_those_of_generate(engine, pool):
+def test_greedy_answers_match_generate(engine, pool):
     for request in [request for request in pool if request.sampling.temperature == 0][:2]:
         assert alone(engine, request) == generated(engine.model, request)
 
@@ -70,7 +70,7 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["llama_rope", "mistral_window", "qwen3_next", "deepseek2_groups"])
-def test_steps_of_some_slots_and_short_ones_are_the_same(fixture, monkeypatch):
+def test_steps_of_few_slots_and_short_caches_change_nothing(fixture, monkeypatch):
     """One, two, four or all of six slots, wherever these are, reading no more than there is; greedy and drawn."""
     monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.LEAST_REACH", 16)
     all_slots, parts = engine_for(fixture), engine_for(fixture, max_batch_size=6, batch_invariant=False)
@@ -102,7 +102,7 @@ def prefills(calls):
     return sum(count for name, count in calls.items() if name[0] == "prefill")
 
 
-def test_a_step_computes_prompts_as_far_as_its_budget_goes(engine, monkeypatch):
+def test_token_budget_bounds_prefill_of_a_step(engine, monkeypatch):
     engine.clear_prefix_cache()
     for token in (3, 4, 5):
         engine.submit(Request(prompt=(token,) * 24, max_new_tokens=1))
@@ -113,7 +113,7 @@ def test_a_step_computes_prompts_as_far_as_its_budget_goes(engine, monkeypatch):
     assert prefills(calls) == 9
 
 
-def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
+def test_requests_with_one_prompt_prefill_it_once(engine, monkeypatch):
     """Its blocks, and what of it is no whole block; also for those that come when others are at work."""
     prompt = tuple(range(20, 41))
     requests = [
@@ -134,7 +134,7 @@ def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
     finish(engine)
 
 
-def test_ends_of_prompts_are_kept_within_bounds(engine, monkeypatch):
+def test_stored_ends_of_prompts_are_bounded(engine, monkeypatch):
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
     monkeypatch.setattr(engine._scheduler, "config", engine.config)
     monkeypatch.setattr(engine._scheduler.queue, "max_requests", 6)
@@ -170,7 +170,7 @@ def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [2, 8, 9, 16, 17, 20])
-def test_scores_from_a_token_on_are_those_of_the_whole_prompt_and_what_is_before_it_is_cached(engine, first):
+def test_prompt_logprobs_from_a_token_use_the_prefix_cache(engine, first):
     """Several continuations of one context: its blocks are computed once, and all scores are what they were."""
     context, ends = tuple(range(20, 20 + first)), ((5, 6, 7), (8, 9), (7, 30, 31, 32))
     whole = []
@@ -189,7 +189,7 @@ def test_scores_from_a_token_on_are_those_of_the_whole_prompt_and_what_is_before
     engine.clear_prefix_cache()
 
 
-def test_the_next_turn_begins_with_the_last_answer(engine):
+def test_next_turn_finds_last_answer_in_prefix_cache(engine):
     prompt = tuple(range(20, 33))
     answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))
     turn = Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=5)
@@ -199,7 +199,7 @@ def test_the_next_turn_begins_with_the_last_answer(engine):
     assert tuple(token for update in updates for token in update.tokens) == alone(engine, turn)
 
 
-def test_what_was_written_is_computed_when_there_is_nothing_else_to_do(engine, monkeypatch):
+def test_answers_enter_the_prefix_cache_when_idle(engine, monkeypatch):
     engine.clear_prefix_cache()
     number = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=12))
     other = engine.submit(Request(prompt=(5, 6), max_new_tokens=40))
@@ -214,7 +214,7 @@ def test_what_was_written_is_computed_when_there_is_nothing_else_to_do(engine, m
     assert prefills(calls) == before + 2  # its second and third block
 
 
-def test_the_next_turn_begins_with_an_answer_that_was_cut_short(engine):
+def test_next_turn_finds_cancelled_answer_in_prefix_cache(engine):
     engine.clear_prefix_cache()
     number, prompt, answer = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=30)), range(20, 33), ()
     while len(answer) < 12:
@@ -248,7 +248,7 @@ def test_a_text_that_is_waited_for_is_computed_in_its_turn(engine, monkeypatch):
     assert cached[turn] == 24
 
 
-def test_what_is_kept_of_preempted_requests_is_bounded(engine, monkeypatch):
+def test_saved_bytes_of_preempted_requests_are_bounded(engine, monkeypatch):
     most = engine._runner.saved_bytes(16)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=most))
     monkeypatch.setattr(engine._scheduler, "config", engine.config)
@@ -268,7 +268,7 @@ def test_what_is_kept_of_preempted_requests_is_bounded(engine, monkeypatch):
     assert any(len(saved) < len(requests[:at]) - 2 for at, saved in enumerate(kept))  # not all of those that waited
 
 
-def test_log_probabilities_are_those_of_the_whole_text(engine):
+def test_log_probabilities_match_the_whole_text(engine):
     prompt = tuple(int(token) for token in np.random.default_rng(0).integers(3, 60, 21))
     number = engine.submit(Request(prompt=prompt, max_new_tokens=5, logprobs=3, prompt_logprobs=2))
     updates = [update for update in finish(engine) if update.request_id == number]
@@ -288,7 +288,7 @@ def test_log_probabilities_are_those_of_the_whole_text(engine):
 
 
 @pytest.mark.slow
-def test_drawn_answers_are_the_draws_of_their_seeds(engine):
+def test_sampled_answers_follow_their_seeds(engine):
     sampling = SamplingParams(temperature=0.9, top_k=12, seed=11, repetition_penalty=1.5, logit_bias=((6, 2.0),))
     rows = BatchSamplingParams.empty(1, 4)
     rows.set(0, sampling)
@@ -336,7 +336,7 @@ def test_the_same_prompt_is_found_again(engine):
     assert cached == {second: 16} and first != other
 
 
-def test_what_was_restored_can_be_saved_again(engine):
+def test_restored_slot_can_be_saved_again(engine):
     """Before any further token: a request may be preempted as soon as its prefix is restored."""
     engine.run([Request(prompt=(3, 1, 4, 1, 5, 9), max_new_tokens=1)])
     runner = engine._runner
@@ -433,7 +433,7 @@ def test_a_drafter_of_ones_own_needs_no_more_than_its_methods(engine, pool):
     assert [alone(own, each) for each in pool[:4]] == [alone(engine, each) for each in pool[:4]]
 
 
-def test_drafts_that_are_none_are_refused(without_type_checks):
+def test_refuses_drafts_that_are_no_drafter(without_type_checks):
     with refused(ed.ConfigError, "EngineConfig.drafts='mtp'"):
         EngineConfig(drafts="mtp")
 
@@ -467,7 +467,7 @@ def test_constraints_bind_and_their_failures_end_their_own_request(engine):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_constraint_that_cannot_say_what_is_allowed_ends_its_own_request(engine, begun):
+def test_error_of_a_constraint_ends_only_its_request(engine, begun):
     class Broken(EvenThenStuck):
         def fill(self, words):
             if self.count == begun:
@@ -484,7 +484,7 @@ def test_a_constraint_that_cannot_say_what_is_allowed_ends_its_own_request(engin
     assert tuple(token for update in updates if update.request_id != broken for token in update.tokens) == known
 
 
-def test_lookups_find_what_followed_before():
+def test_prompt_lookup_finds_the_latest_continuation():
     lookup = PromptLookup(num_tokens=3, longest=3, shortest=2)
     assert lookup.find([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
     assert lookup.find([1, 2, 9, 1, 2, 8, 1, 2]) == [8, 1, 2]  # the latest place
@@ -540,7 +540,7 @@ def test_drafts_from_all_residual_streams_change_no_answer():
     assert counts.draft_tokens > 0
 
 
-def test_drafts_need_what_makes_them(engine):
+def test_mtp_drafts_need_mtp_depths(engine):
     with refused(ed.ConfigError, "MTPDrafter.num_tokens=1"):
         Engine(engine.model, EngineConfig(drafts=MTPDrafter()))
 
@@ -618,7 +618,7 @@ def test_learned_positions_bound_the_length():
         engine_for("gpt2", max_length=10**6)
 
 
-def test_a_step_is_given_copies(engine):
+def test_step_arguments_are_copies(engine):
     """On CPU, JAX reads some NumPy arrays where they are, after the call has returned."""
     table = engine._slot_manager.sampling
     for slots in ([1], range(2)):
@@ -659,7 +659,7 @@ def test_log_probs_of_draws(engine, options):
     assert_allclose(found, log_probs[np.arange(6), tokens], atol=1e-5)
 
 
-def test_greedy_answers_are_not_drawn():
+def test_logprobs_of_draws_need_a_temperature():
     with refused(ed.ConfigError, "Request.logprobs_of='draws'", "temperature"):
         Request(prompt=(1,), max_new_tokens=1, logprobs=0, logprobs_of="draws")
 
@@ -683,7 +683,7 @@ def test_adapters_need_whole_batches():
     ],
     ids=["default", "pages", "drafts", "no caches"],
 )
-def test_the_experts_of_every_token_are_those_of_a_whole_forward_pass(fixture, changes):
+def test_the_experts_of_every_token_match_a_whole_forward_pass(fixture, changes):
     """Of prompts that begin alike, of several answers to one, with drafts, preempted and started again."""
     engine = engine_for(fixture, expert_choices=True, **changes)
     pool = request_pool(engine.model.config.vocab_size, 10, seed=5)

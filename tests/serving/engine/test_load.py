@@ -103,7 +103,7 @@ def test_answers_under_way(engine, fresh, other, running):
     engine.load(model)
 
 
-def test_what_is_on_its_way_is_read_before_the_weights_go(engine):
+def test_release_reads_steps_in_flight(engine):
     model, greedy = engine.model, request(sampling=SamplingParams())
     whole = alone(engine, greedy)
     engine.submit(greedy)
@@ -131,7 +131,7 @@ def test_blocks_of_other_weights_have_other_names(engine):
     assert not set(cache.hash_blocks(PROMPT)) & set(before)
 
 
-def test_other_models_are_refused(engine):
+def test_load_refuses_weights_of_another_model(engine):
     model = engine_for("llama_rope").model
     with refused(ConfigError, "Engine.load", "segments.0"):
         engine.load(dataclasses.replace(model, segments=model.segments[:-1]))

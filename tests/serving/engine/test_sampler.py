@@ -124,7 +124,7 @@ def adjust(logits, *samplings, tokens, prompt_length, length, allowed=None, mask
     return np.asarray(jax.jit(adjust_logits)(jnp.asarray(logits), rows_of(*samplings), written, allowed, masked))
 
 
-def test_penalties_and_biases_are_those_of_their_formulas():
+def test_penalties_and_biases_match_their_formulas():
     tokens = np.asarray([[1, 2, 3, 3, 9, 0]] * 3, np.int32)
     logits = LOGITS[:3].copy()
     samplings = (

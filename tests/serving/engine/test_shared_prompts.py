@@ -57,7 +57,7 @@ def answers(engine, wanted):
     ],
     ids=short,
 )
-def test_answers_to_a_prompt_that_begin_together_are_those_of_each_alone(fixture, options, mesh, monkeypatch):
+def test_answers_to_a_prompt_that_begin_together_match_each_alone(fixture, options, mesh, monkeypatch):
     layout = ed.Layout.create(**mesh) if mesh else ed.Layout()
     with monkeypatch.context() as patch:
         patch.setattr(ed.Layout, "backend", dataclasses.replace(layout.backend, slots_together=4))

@@ -164,7 +164,7 @@ def assert_the_same(engine, monkeypatch, adapters=()):
         assert sum(ahead) > len(ahead) // 4 > sum(behind)
 
 
-def test_answers_are_those_of_steps_that_are_read_first(engine, monkeypatch):
+def test_answers_match_steps_that_are_read_first(engine, monkeypatch):
     before = engine.counts().preemptions
     assert_the_same(engine, monkeypatch)
     assert engine.counts().preemptions > before
@@ -185,7 +185,7 @@ def test_answers_are_those_of_steps_that_are_read_first(engine, monkeypatch):
     ],
     ids=short,
 )
-def test_answers_of_any_model_are_those_of_steps_that_are_read_first(fixture, changes, monkeypatch):
+def test_answers_of_any_model_match_steps_that_are_read_first(fixture, changes, monkeypatch):
     engine = engine_for(fixture, **changes)
     engine.clear_prefix_cache()
     assert_the_same(engine, monkeypatch)
@@ -193,7 +193,7 @@ def test_answers_of_any_model_are_those_of_steps_that_are_read_first(fixture, ch
 
 
 @pytest.mark.slow
-def test_answers_of_adapters_are_those_of_steps_that_are_read_first(monkeypatch):
+def test_answers_of_adapters_match_steps_that_are_read_first(monkeypatch):
     base = load_hf(FIXTURES / "peft_llama" / "base")
     engine = Engine(base, EngineConfig(**SMALL, max_adapters=2, max_adapter_rank=4))
     for seed, name in enumerate("ab"):

@@ -105,7 +105,7 @@ def test_endless_rubbish_is_shown_and_forgotten():
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=short)
-def test_the_pieces_are_those_of_the_package_tokenizers(text):
+def test_the_pieces_match_the_package_tokenizers(text):
     from tokenizers.decoders import DecodeStream
 
     tokenizer = load_tokenizer(CHAT)
@@ -180,7 +180,7 @@ def test_nothing_comes_behind_a_stop_string():
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=short)
-def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer, text):
+def test_the_bytes_of_tokens_match_their_text(tokenizer, text):
     texts, ids = TokenTexts(tokenizer), tokenizer.encode(text).tolist()
     whole = b"".join(texts.content(token) for token in ids)
     assert whole.lstrip(b" ") == text.encode().lstrip(b" ")  # some tokenizers put a space before a text

@@ -35,7 +35,7 @@ class Work:
         await settle()
 
 
-def test_one_who_asks_for_much_does_not_hold_up_others():
+def test_busy_client_does_not_delay_others():
     async def run():
         work = Work(FairSemaphore("x", 2, 100))
         for number in range(5):
@@ -83,7 +83,7 @@ def test_who_leaves_takes_no_turn_and_gives_back_a_place():
     asyncio.run(run())
 
 
-def test_too_many_are_told_to_come_again():
+def test_refuses_requests_beyond_max_waiting():
     async def run():
         ready = [False]
         work = Work(FairSemaphore("images", 1, 2, lambda _: ready[0]))
@@ -106,7 +106,7 @@ def test_too_many_are_told_to_come_again():
     asyncio.run(run())
 
 
-def test_where_no_more_may_wait_the_client_with_most_of_them_is_refused():
+def test_full_queue_refuses_client_with_most_requests():
     async def run():
         work = Work(FairSemaphore("x", 1, 4))
         for number in range(5):
@@ -131,7 +131,7 @@ def test_where_no_more_may_wait_the_client_with_most_of_them_is_refused():
     asyncio.run(run())
 
 
-def test_who_may_not_begin_yet_holds_up_nobody_else():
+def test_blocked_client_does_not_delay_others():
     async def run():
         held = {"a"}
         work = Work(FairSemaphore("x", 2, 4, lambda client: client not in held))

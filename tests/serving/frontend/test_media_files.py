@@ -102,7 +102,7 @@ def stopped(reading: MediaFiles) -> int:
 
 
 @pytest.mark.slow
-def test_files_of_every_format_become_what_they_become_here(folder, reading, runner):
+def test_decoding_in_a_process_equals_decoding_here(folder, reading, runner):
     """Also where no further file can be opened, from which a decoder would load what it needs."""
     pytest.importorskip("soxr")
     here = FileReader.load_rules(folder, limits=CONFIG.limits)
@@ -239,7 +239,7 @@ def test_videos_leave_a_process_to_images(reading, runner):
 
 
 @pytest.mark.slow
-def test_what_waits_is_bounded(reading, runner):
+def test_bounds_waiting_requests_and_bytes(reading, runner):
     """Requests, letters of their files, and the memory of what they have become."""
 
     async def run():
@@ -268,7 +268,7 @@ def test_what_waits_is_bounded(reading, runner):
     runner.run(run())
 
 
-def test_what_one_client_holds_and_sends_keeps_nobody_else_out(reading, runner):
+def test_bounds_of_one_client_do_not_block_others(reading, runner):
     """Who has nothing here may always bring something, up to twice the bound."""
 
     async def run():
@@ -348,7 +348,7 @@ def test_directory_without_processor_class_is_an_error_of_the_server(tmp_path, r
     assert_names(caplog.text, "processor_class")
 
 
-def test_settings_that_are_none():
+def test_refuses_wrong_settings():
     for field in dataclasses.fields(MediaFilesConfig):
         if field.name != "limits":
             value = 0.0 if "seconds" in field.name else 0

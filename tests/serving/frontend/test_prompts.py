@@ -104,7 +104,7 @@ def test_accepts_messages_that_the_template_changes(system):
     assert text == system.replace("/no_think", "").strip() + "<user>Hi"
 
 
-def test_what_is_too_long_is_refused_before_it_is_encoded():
+def test_refuses_long_prompts_before_encoding():
     tokenizer = chat_frontend().tokenizer
     longest = max(len(tokenizer.name_of(index) or "") for index in range(tokenizer.vocab_size))
     assert longest_token(tokenizer) == longest and longest_token(ByteTokenizer()) == 1
@@ -154,7 +154,7 @@ def url_of(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def test_images_become_what_files_become(seeing, server, tmp_path):
+def test_uploaded_images_equal_files(seeing, server, tmp_path):
     text, frontend = seeing
     (tmp_path / "a.png").write_bytes(png())
     parts = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": "what?"}]

@@ -155,7 +155,7 @@ def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
         one_of(forms, form._replace(content=f"{form.content}\n"))
 
 
-def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
+def test_grammars_need_a_stop_token():
     with refused(ConfigError, "JSON Schema", "token"):
         one_of(GrammarCompiler(ByteTokenizer(), 300, []), ANY_OBJECT)
 
@@ -169,7 +169,7 @@ def test_texts_with_letters_that_the_library_wants_escaped(forms):
     assert allowed_tokens(constraint) == [257, 258]
 
 
-def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
+def test_error_of_one_of_advises_any_of(forms):
     kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
     with refused(ConfigError, "`oneOf`", "`anyOf`"):
         one_of(forms, Grammar("json", json.dumps({"oneOf": kinds})))
@@ -204,7 +204,7 @@ def gated():
     found.close()
 
 
-def test_a_form_is_compiled_once_and_what_is_none_is_remembered(gated):
+def test_compiles_each_grammar_once_and_caches_errors(gated):
     async def run():
         good, bad = Grammar("regex", "ab"), Grammar("regex", "([")
         work = [asyncio.ensure_future(gated.prepare(form, 2)) for form in (good, good, bad, bad)]
@@ -222,7 +222,7 @@ def test_a_form_is_compiled_once_and_what_is_none_is_remembered(gated):
     asyncio.run(run())
 
 
-def test_forms_that_take_long_hold_up_no_known_ones(gated):
+def test_slow_compilations_do_not_delay_cached_grammars(gated):
     """Nor, in their turn, those of other clients."""
 
     async def run():
@@ -238,7 +238,7 @@ def test_forms_that_take_long_hold_up_no_known_ones(gated):
     asyncio.run(run())
 
 
-def test_a_form_that_nobody_waits_for_is_not_compiled(gated):
+def test_does_not_compile_a_cancelled_grammar(gated):
     async def run():
         begun = [asyncio.ensure_future(gated.prepare(Grammar("regex", f"a{n}"), 1)) for n in range(2)]
         await settle()
@@ -257,7 +257,7 @@ def test_a_form_that_nobody_waits_for_is_not_compiled(gated):
     asyncio.run(run())
 
 
-def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monkeypatch):
+def test_slow_compilation_times_out_and_is_cached(gated, monkeypatch):
     monkeypatch.setattr(structured_output, "SECONDS", 0.01)
 
     async def run():
@@ -272,7 +272,7 @@ def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monk
     asyncio.run(run())
 
 
-def test_who_asks_for_many_forms_is_refused_before_others(gated, monkeypatch):
+def test_refuses_client_with_most_grammars(gated, monkeypatch):
     """Also where another client waits for the form whose turn was taken from it."""
     monkeypatch.setattr(gated._semaphore, "_max_waiting", 3)
 

@@ -76,7 +76,7 @@ def asked_of(server: Running, **options):
 # --- OpenAI's client --------------------------------------------------------------------------------------------------
 
 
-def test_a_completion_is_what_the_client_declares(server):
+def test_completion_has_the_schema_of_the_client(server):
     found = client(server).completions.with_raw_response.create(
         model="fake", prompt="abc", max_tokens=5, temperature=0, logprobs=2, n=2
     )
@@ -114,7 +114,7 @@ def test_the_first_token_of_an_echoed_prompt_has_no_logprob(server):
     assert [own == max(top.values()) for own, top in pairs] == [True, True, True, False, True]
 
 
-def test_a_chat_completion_is_what_the_client_declares(chats):
+def test_chat_completion_has_the_schema_of_the_client(chats):
     found = client(chats).chat.completions.with_raw_response.create(
         model="fake",
         messages=[{"role": "user", "content": "hi"}],
@@ -173,7 +173,7 @@ def test_events_are_as_the_standard_has_them(server):
     assert all(event.startswith("data: {") and "\n" not in event for event in events)
 
 
-def test_errors_are_those_that_the_client_knows(server):
+def test_errors_have_the_classes_of_the_client(server):
     with pytest.raises(openai.BadRequestError) as bad:
         client(server).completions.create(model="fake", prompt="a", temperature=-1)
     assert bad.value.param == "temperature"
@@ -259,7 +259,7 @@ def test_health_tells_of_a_device_that_hangs(monkeypatch):
         assert server.json("/health", code=503) == {"status": "hanging"}
 
 
-def test_what_was_published_with_the_model_counts_where_nothing_is_given():
+def test_published_sampling_settings_are_defaults():
     published = GenerationConfig(temperature=0.6, top_p=0.9, repetition_penalty=1.3)
     with serving(frontend=LETTERS, defaults=published) as server:
         sampling = asked_of(server).sampling
@@ -268,7 +268,7 @@ def test_what_was_published_with_the_model_counts_where_nothing_is_given():
         assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, None, 1.0)
 
 
-def test_n_answers_are_those_of_n_requests_with_the_seeds_that_follow(server):
+def test_n_answers_match_n_requests_with_the_seeds_that_follow(server):
     body = dict(prompt="a", max_tokens=6, temperature=1, seed=2**63 - 1)
     found = server.json(COMPLETIONS, body | {"n": 3})
     seeds = [choice_seed(2**63 - 1, number) for number in range(3)]
@@ -282,7 +282,7 @@ def test_requests_without_a_seed_draw_differently(server):
     assert len({asked_of(server).sampling.seed for _ in range(3)}) == 3
 
 
-def test_the_most_tokens_of_an_answer_are_what_there_is_room_for(chats, server):
+def test_max_tokens_defaults_to_the_remaining_length(chats, server):
     body = dict(messages=[{"role": "user", "content": "hi"}], temperature=0)
     chats.json(CHAT, body)
     request = chats.engine.seen[-1]
@@ -307,7 +307,7 @@ def test_the_most_tokens_of_an_answer_are_what_there_is_room_for(chats, server):
     ],
     ids=short,
 )
-def test_an_answer_ends_with_what_stops_it(server, options, text, tokens, reason, stream):
+def test_answer_ends_at_stop_strings_and_tokens(server, options, text, tokens, reason, stream):
     body = dict(prompt="a", max_tokens=20, temperature=0, return_token_ids=True) | options
     if stream:
         content = server.call(COMPLETIONS, body | {"stream": True})[2].decode()
@@ -686,7 +686,7 @@ def test_tokenizers_can_be_asked(chats):
     assert (info["bos_token"], info["eos_token"]) == ("<|begin|>", "<|end|>") and "messages" in info["chat_template"]
 
 
-def test_the_page_asks_nobody_else(server):
+def test_page_loads_nothing_from_other_sites(server):
     status, headers, content = server.call("/")
     assert status == 200 and headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in headers["content-security-policy"] and b'"model": "fake"' in content
@@ -780,7 +780,7 @@ def test_failure_of_the_engine_is_reported(stream):
 
 
 @pytest.mark.slow
-def test_what_is_open_when_the_server_stops_is_cut_off_with_an_error():
+def test_stopping_ends_open_streams_with_an_error():
     engine = FakeEngine(seconds=0.02)
     with serving(engine, LETTERS) as server:
         answer = client(server).completions.create(model="fake", prompt="a", max_tokens=400, stream=True)
@@ -794,7 +794,7 @@ def test_what_is_open_when_the_server_stops_is_cut_off_with_an_error():
 
 
 @pytest.mark.slow
-def test_what_is_open_when_the_server_stops_may_end():
+def test_stopping_drains_open_streams():
     engine = FakeEngine(seconds=0.02)
     with serving(engine, LETTERS, ServerConfig(drain=20.0, end=0.5)) as server:
         answer = client(server).completions.create(model="fake", prompt="a", max_tokens=40, stream=True)
@@ -812,7 +812,7 @@ def test_what_is_open_when_the_server_stops_may_end():
         assert not stopping.is_alive()
 
 
-def test_settings_that_are_none():
+def test_refuses_wrong_settings():
     for field, value in (("name", ""), ("max_length", 0), ("max_choices", 0), ("body_seconds", 0), ("api_keys", ("",))):
         with refused(ConfigError, f"ApiConfig.{field}"):
             ApiConfig(**(dict(name="x", max_length=5, vocab_size=5) | {field: value}))

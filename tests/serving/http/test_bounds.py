@@ -59,7 +59,7 @@ class Counting(ByteTokenizer):
         return super().encode(text)
 
 
-def test_of_a_text_that_is_much_too_long_only_the_beginning_is_encoded():
+def test_encodes_only_the_start_of_a_long_text():
     tokenizer = Counting()
     text = "hello world and more of it, " * 150_000
     assert is_too_long(tokenizer, text, 8192) and 0 < tokenizer.letters < len(text) / 8
@@ -125,7 +125,7 @@ def test_blanks_that_a_token_takes_are_none_of_the_text(side):
     assert is_too_long(tokenizer, other, len(tokenizer.encode(other, special=True)) // 4)
 
 
-def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered(chats):
+def test_refuses_long_conversations_before_rendering(chats):
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     Plain.rendered = []
     for count in (257, 30_000):
@@ -274,7 +274,7 @@ def test_many_ids_are_not_written_on_the_event_loop(monkeypatch):
     assert threads == [False, True] * 2
 
 
-def test_what_could_never_wait_together_is_refused_for_good():
+def test_refuses_requests_that_can_never_wait_together():
     with serving(FakeEngine(slots=1, max_waiting=3), LETTERS) as server:
         server.error(COMPLETIONS, {"prompt": "a", "n": 5, "max_tokens": 1}, "max_waiting=3")
         server.json(COMPLETIONS, {"prompt": "a", "n": 4, "max_tokens": 1})
@@ -323,7 +323,7 @@ def test_prefixes_of_one_key_are_not_found_by_another():
         assert salts[0] == salts[2] != salts[1]
 
 
-def test_beyond_the_most_connections_those_go_that_have_said_nothing_for_the_longest_time(monkeypatch):
+def test_evicts_idle_connections_when_full(monkeypatch):
     monkeypatch.setattr(server_module, "max_connections", lambda: 8)
     engine = FakeEngine(seconds=0.01)
     with serving(engine, LETTERS, ServerConfig(head=30.0, drain=0.5, end=0.5)) as server:
@@ -429,7 +429,7 @@ def test_as_many_files_as_allowed_may_be_open():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_error_of_the_system_is_the_server_s_and_no_client_that_left(monkeypatch, caplog):
+def test_system_error_is_logged_as_server_error(monkeypatch, caplog):
     async def failing(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -461,7 +461,7 @@ def test_fields_that_are_not_known_are_refused_by_name(chats, path):
     assert chats.call(path, PATHS[path] | dict.fromkeys(UNKNOWN))[0] == 200  # null is as good as nothing
 
 
-def test_what_others_ask_for_that_is_done_anyway_is_no_error(chats):
+def test_accepts_neutral_fields_of_other_servers(chats):
     more = {"best_of": 1, "suffix": "", "use_beam_search": False, "parallel_tool_calls": True, "metadata": {"a": "b"},
             "spaces_between_special_tokens": True, "service_tier": "auto", "documents": [], "store": False}  # fmt: skip
     for path in (COMPLETIONS, CHAT):
@@ -486,7 +486,7 @@ def test_tokenize_reads_a_conversation_as_a_chat_does():
             assert server.error(CHAT, wrong, name) == server.error("/tokenize", wrong)
 
 
-def test_mistakes_of_clients_are_theirs(chats):
+def test_errors_of_clients_are_bad_requests(chats):
     raw = b'{"prompt": "a", "guided_json": {"type": "number", "maximum": 1e999}}'
     chats.error(COMPLETIONS, None, "1e999", raw=raw)
     silent = [
@@ -508,7 +508,7 @@ def test_errors_of_a_template_do_not_say_where_it_is(tmp_path):
     assert str(tmp_path) not in error["message"]
 
 
-def test_a_place_is_given_back_where_a_body_is_refused():
+def test_refused_body_frees_its_place():
     with serving(FakeEngine(), LETTERS, max_open=1, max_body_bytes=1000) as server:
         for _ in range(3):
             assert server.call(COMPLETIONS, raw=b"a" * 2000)[0] == 413

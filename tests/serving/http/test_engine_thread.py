@@ -143,7 +143,7 @@ def test_a_request_that_breaks_submit_is_refused_alone():
     assert with_worker(test) == {0: [2, 3, 4, 5]}
 
 
-def test_stopping_waits_for_what_is_open_and_takes_no_more():
+def test_stopping_waits_for_open_requests():
     async def test(worker, engine):
         answers = await worker.submit([request(new=20)])
         reading = asyncio.ensure_future(collected(answers))
@@ -157,7 +157,7 @@ def test_stopping_waits_for_what_is_open_and_takes_no_more():
     assert len(with_worker(test, seconds=0.005)[0]) == 20
 
 
-def test_stopping_cancels_what_does_not_end_in_time():
+def test_stopping_cancels_slow_requests():
     async def test(worker, engine):
         answers = await worker.submit([request(new=400)])
         begun = time.monotonic()
@@ -196,7 +196,7 @@ def test_no_request_is_accepted_while_a_step_hangs():
     assert with_worker(test) == {0: [2, 3, 4, 5]}
 
 
-def test_counts_are_those_of_the_last_step():
+def test_counts_match_the_last_step():
     async def test(worker, engine):
         await collected(await worker.submit([request(new=3)]))
         await until(lambda: worker.counts.generated_tokens == 3)

@@ -63,7 +63,7 @@ RAW = [
 
 
 @pytest.mark.parametrize("raw", RAW, ids=range(len(RAW)))
-def test_bodies_that_are_no_objects(server, raw):
+def test_refuses_bodies_that_are_no_objects(server, raw):
     error_message(server, COMPLETIONS, raw)
 
 
@@ -111,7 +111,7 @@ CASES = [(field, value) for field, values in WRONG.items() for value in values]
 
 
 @pytest.mark.parametrize("field", WRONG)
-def test_fields_that_cannot_be_so(server, field):
+def test_refuses_invalid_values_of_fields(server, field):
     for value in WRONG[field]:
         body = {"prompt": "a", **{field: value}}
         if field == "min_tokens":
@@ -191,7 +191,7 @@ CHATS = [
 
 
 @pytest.mark.parametrize("number", range(len(CHATS)))
-def test_conversations_that_are_none(chats, number):
+def test_refuses_invalid_conversations(chats, number):
     body = {"messages": [{"role": "user", "content": "a"}]} if number > 6 else {}
     error_message(chats, CHAT, json.dumps(body | CHATS[number]).encode())
 
@@ -300,7 +300,7 @@ def test_a_head_that_comes_letter_by_letter_is_not_waited_for(server):
     ],
     ids=range(10),
 )
-def test_what_is_no_http(server, sent):
+def test_refuses_bytes_that_are_no_http(server, sent):
     with server.connect() as link:
         with contextlib.suppress(OSError):
             link.sendall(sent)
@@ -330,7 +330,7 @@ def test_connections_that_are_half_closed_or_cut_leave_nothing_behind(server):
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_nothing_holds_nobody_up():
+def test_client_that_reads_nothing_does_not_delay_others():
     engine = FakeEngine(per_step=50, max_length=60_000, seconds=0.005)
     frontend = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
     times = ServerConfig(write=0.5, drain=0.5, end=0.5)
@@ -348,7 +348,7 @@ def test_a_client_that_reads_nothing_holds_nobody_up():
         assert not said(link).endswith(b"[DONE]\n\n")  # the connection is closed, too
 
 
-def test_floods_are_told_to_come_again(server):
+def test_floods_are_refused_with_retry(server):
     server.engine.gate.clear()
     found: list[int] = []
 

@@ -59,7 +59,7 @@ WRONG += ['{"\\ud800": 1}', '{"a": ' + "9" * 5000 + "}", "[" * 10_000, '{"a":' *
 
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
-def test_what_is_no_object_of_json_is_refused_by_both_ways(text):
+def test_refuses_bodies_that_are_no_json_objects(text):
     long = '["' + "x" * 70_000 + '"]'
     bodies = [text, text + PAD]
     bodies += [] if text == "[1]" else [f'{{"long": {long}, "given": {text}}}', f'{{"given": [{text}, {long}]}}']
@@ -74,7 +74,7 @@ WRONG_STRINGS += ["\n", "\\"]
 
 
 @pytest.mark.parametrize("wrong", WRONG_STRINGS, ids=range(len(WRONG_STRINGS)))
-def test_a_long_string_with_a_mistake_is_refused(wrong):
+def test_refuses_invalid_escapes_in_long_strings(wrong):
     for before, behind in ((70_000, 0), (0, 70_000), (json_body.SMALL - 3, 70_000)):
         with refused(ApiError, "JSON"):
             parse(f'{{"a": "{"x" * before}{wrong}{"x" * behind}"}}'.encode())

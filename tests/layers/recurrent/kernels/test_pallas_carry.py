@@ -44,7 +44,7 @@ def carried(*args, chunk=16):
     ids=str,
 )
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
-def test_carried_states_are_those_of_tokens(length, kind, options, resets):
+def test_carried_states_match_tokens(length, kind, options, resets):
     """Values, written values, the last state and all gradients; several columns of programs, and remainders."""
     args, starts = inputs(length, kind, **options), documents(length) if resets else None
     want = results(delta_rule, args, (starts,), (("chunk", None),))
