@@ -20,12 +20,8 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(_text, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) is not field.default
-            and str(getattr(value, field.name)) != str(field.default)
-        }
+        fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+        changed = {name: each for name, (each, default) in fields.items() if str(each) != str(default)}
         return f"{type(value).__name__}({_text(changed)})"
     if hasattr(value, "shape"):
         return "x".join(map(str, value.shape))
