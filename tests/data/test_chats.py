@@ -1,4 +1,4 @@
-"""Conversations: text, ids and targets as transformers has them, in well-known formats; what is unsafe is refused."""
+"""Conversations: text, ids and targets equal those of transformers; unsafe templates are refused."""
 
 import json
 from pathlib import Path
@@ -23,6 +23,7 @@ from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.io.text import chat_template as chat_module
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+from tests.errors import refused
 
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "chats"
@@ -38,7 +39,7 @@ def tokenizer():
 
 
 def template_of(name: str, marked: bool = False) -> ChatTemplate:
-    """One of the formats; with `marked`, the comments that say where its marks would be become the marks."""
+    """One of the formats; `marked` turns the comments at generation blocks into the blocks."""
     source = (FOLDER / f"{name}.jinja").read_text()
     if marked:
         for word in ("generation", "endgeneration"):
@@ -59,26 +60,26 @@ def document(*roles: str, first: int = 0, **variables) -> Document:
 
 
 def written(template: ChatTemplate | str, *documents: Document) -> list[list[str]]:
-    """The parts of each document that are trained on."""
+    """The targets of each document."""
     template = ChatTemplate(source=template) if isinstance(template, str) else template
     found = render_documents(iter(documents), template)
     return [[(one.text or "")[start:stop] for start, stop in one.spans or ()] for one in found]
 
 
-@pytest.mark.slow(fast=("llama3-False",))
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.slow(fast=("llama3-plain",))
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_path):
-    """From the file through the store to the batches, token by token."""
+    """In the store and in batches."""
     expected = {chat: want for chat, want in RECORDED["templates"][name]["chats"].items() if want is not None}
-    if name == "gemma3":  # which leaves out calls of tools
+    if name == "gemma3":  # its template omits tool calls
         expected = {
             chat: want for chat, want in expected.items() if "tool_calls" not in str(RECORDED["conversations"][chat])
         }
     # transformers trains on empty answers
     expected = {chat: want for chat, want in expected.items() if chat not in ("empty answers", "blanks")}
     records = [RECORDED["conversations"][chat] for chat in expected]
-    wanted = [want for want in expected.values() if want["mask"]]  # without any the conversation is left out
+    wanted = [want for want in expected.values() if want["mask"]]  # a conversation without targets is dropped
     path, template = write(tmp_path / "a.jsonl", *records), template_of(name, marked)
     store = open_store(tmp_path / "s", tokenizer, path=path, held_out_fraction=0.0, template=template)
     assert len(store) == len(wanted) == len(records) - 1 >= 9
@@ -86,7 +87,7 @@ def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_
     for mask, want in zip(masks, wanted, strict=True):
         for start, stop in want["mask"]:
             mask[start:stop] = True
-        mask[0] = False  # nothing predicts it
+        mask[0] = False  # the first token has no prediction
     for number, (one, mask) in enumerate(zip(ids, masks, strict=True)):
         assert store[number].tolist() == one.tolist() and store.targets(number).tolist() == mask.tolist(), number
         assert tokenizer.encode(wanted[number]["text"], special=True).tolist() == one.tolist()
@@ -103,8 +104,8 @@ def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_
     assert sorted(found) == sorted((a.tolist(), b.tolist()) for a, b in zip(ids, masks, strict=True))
 
 
-def test_the_text_is_one_rendering_of_the_whole_conversation():
-    """Thoughts of earlier turns are no part of it, and what is thought last is trained on."""
+def test_reasoning_of_earlier_turns_is_removed():
+    """The text is one rendering of the conversation. Reasoning of the last turn is a target."""
     chat = RECORDED["conversations"]["thoughts beside"]
     found = written(template_of("qwen3"), Document("x", chat=ChatDocument(chat["messages"])))
     assert found == [["4<|im_end|>\n", "<think>\nhm\n\nwell\n</think>\n\n6<|im_end|>\n"]]
@@ -113,9 +114,9 @@ def test_the_text_is_one_rendering_of_the_whole_conversation():
     assert found == [["<|channel|>final<|message|>4<|end|>", last]]
 
 
-@pytest.mark.slow(fast=("False",))
-@pytest.mark.parametrize("marked", [False, True])
-def test_of_a_prompt_with_its_completion_only_the_completion_counts(marked):
+@pytest.mark.slow(fast=("plain",))
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_only_completions_are_targets(marked):
     talk = document("user", "assistant", "user", "assistant", "user", "assistant")
     for first, want in ((0, [1, 3, 5]), (2, [3, 5]), (4, [5]), (5, [5])):
         chat = talk._replace(chat=talk.chat._replace(first=first))
@@ -123,7 +124,7 @@ def test_of_a_prompt_with_its_completion_only_the_completion_counts(marked):
         assert found == [[f"assistant {number}<|eot_id|>" for number in want]], first
 
 
-def test_conversations_keep_their_place_among_texts_and_batches(monkeypatch):
+def test_conversations_and_texts_stay_in_order(monkeypatch):
     monkeypatch.setattr(chats_module, "CHATS_AT_ONCE", 3)
     documents = [
         document("user", "assistant", first=0, k=i) if i % 3 else Document(str(i), f"text {i}") for i in range(8)
@@ -132,11 +133,8 @@ def test_conversations_keep_their_place_among_texts_and_batches(monkeypatch):
     assert [one.text.partition("|>")[0] for one in found] == [f"<|user{i}" if i % 3 else f"text {i}" for i in range(8)]
 
 
-def test_what_stands_before_the_answer_may_depend_on_variables():
-    """With thinking turned off, a request for an answer ends with more than all answers begin with.
-
-    The span of the last answer is split where the request ends.
-    """
+def test_headers_may_depend_on_variables():
+    """With enable_thinking=False the generation prompt is longer than the header, and splits the last span."""
     talk = document("user", "assistant", "user", "assistant", enable_thinking=False)
     assert written(template_of("qwen3"), talk, document("user", "assistant")) == [
         ["assistant 1<|im_end|>\n", "<think>\n\n</think>\n\n", "assistant 3<|im_end|>\n"],
@@ -176,7 +174,7 @@ def test_forms_of_templates(name):
     ]
 
 
-def test_a_header_ends_where_requests_and_answers_part():
+def test_a_header_ends_where_generation_prompts_and_answers_differ():
     source = "{% for m in messages %}<{{ m.role }}>{{ '+1' if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
     source += "{% if add_generation_prompt %}<assistant>-1{% endif %}"
     assert written(source, document("user", "assistant")) == [["+1assistant 1</s>"]]
@@ -192,7 +190,7 @@ def test_headers_are_found_once_for_all_tools(monkeypatch):
 LOOP = "{% for m in messages %}"
 REQUEST = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 COLLECTED = "{% set x = namespace(t='') %}" + LOOP + "{% set x.t = x.t ~ '<|' ~ m.role ~ '|>' ~ m.content ~ '</s>' %}"
-# In forms of published templates (DeepSeek's and Reka's, Nemotron's, and Gemma 4's), and what is learned.
+# Forms of published templates (DeepSeek's and Reka's, Nemotron's, and Gemma 4's) with their targets.
 BY_REQUEST = {
     "collected first": (COLLECTED + "{% endfor %}{{ x.t }}" + REQUEST, ["assistant 1</s>", "assistant 3</s>"]),
     "by number": (
@@ -226,7 +224,7 @@ BY_REQUEST = {
 
 @pytest.mark.slow(fast=("by number",))
 @pytest.mark.parametrize("name", BY_REQUEST)
-def test_turns_are_told_by_the_requests_for_them(name):
+def test_turns_are_found_by_generation_prompts(name):
     source, learned = BY_REQUEST[name]
     talk = document("user", "assistant", "tool", "assistant")
     assert written(source, talk, talk) == [learned, learned]
@@ -234,7 +232,7 @@ def test_turns_are_told_by_the_requests_for_them(name):
 
 
 @pytest.mark.slow
-def test_what_is_rendered_up_to_each_turn_is_bounded(monkeypatch):
+def test_the_number_of_renderings_per_turn_is_bounded(monkeypatch):
     rendered, real = [], ChatTemplate.render_many
     monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
     monkeypatch.setattr(chats_module, "CHARACTERS_AT_ONCE", 300)
@@ -254,11 +252,11 @@ def calling(**message) -> Document:
 
 
 @pytest.mark.slow
-def test_calls_that_a_template_leaves_out_are_no_empty_turns():
-    """As SmolLM's, Granite's and others do."""
+def test_calls_that_a_template_omits_are_refused():
+    """As the templates of SmolLM and Granite do."""
     source = "{{ tools | tojson }}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + REQUEST
     assert written(source, document("user", "assistant")) == [["assistant 1</s>"]]
-    with pytest.raises(DataError, match=r"a\.jsonl:1.*'weather'"):
+    with refused(DataError, "a.jsonl:1", "'weather'"):
         written(source, calling(content=""))
     named = source.replace(
         "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
@@ -266,13 +264,12 @@ def test_calls_that_a_template_leaves_out_are_no_empty_turns():
     assert written(named, calling(content="")) == [["weather</s>", "assistant 3</s>"]]
     marked = LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     marked += "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endif %}{% endfor %}"
-    with pytest.raises(DataError, match="leaves out calls of tools"):
+    with refused(DataError, "a.jsonl:1", "calls"):
         written(marked, calling(content="x"))
     assert written(marked, calling(content="x")._replace(chat=calling(content="x").chat._replace(first=2)))
 
 
-def test_headers_are_those_of_the_chats_own_variables():
-    """In one batch: with other variables other headers."""
+def test_headers_of_conversations_with_different_variables():
     source = "{% set end = '<nothink>' if enable_thinking == false else '' %}" + LOOP
     source += "<|{{ m.role }}|>{{ end if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
     source += "{% if add_generation_prompt %}<|assistant|>{{ end }}{% endif %}"
@@ -299,7 +296,7 @@ def test_chats_with_and_without_tools_have_separate_processes_and_headers(monkey
     assert [each.text[slice(*each.spans[0])] for each in found] == ["assistant 1</s>"] * 40
 
 
-def test_messages_that_a_template_leaves_out_are_noted_or_refused():
+def test_messages_that_a_template_omits_are_noted_or_refused():
     source = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     source += "{% if add_generation_prompt %}<assistant>{% endif %}"
     report = ReadReport()
@@ -308,16 +305,16 @@ def test_messages_that_a_template_leaves_out_are_noted_or_refused():
     assert sorted(report.notes.values()) == [1, 1]
     assert all(any(role in note for note in report.notes) for role in ("'system'", "'tool'"))
     messages = [{"role": role, "content": "Q"} for role in ("narrator", "user", "assistant")]
-    with pytest.raises(DataError, match="narrator"):
+    with refused(DataError, "narrator"):
         written(source, Document("a.jsonl:1", chat=ChatDocument(messages)))
     merged = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ messages[0].content if loop.first }}"
     merged += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     report = ReadReport()
     list(render_documents(iter(chats[:1]), ChatTemplate(source=merged), report))
-    assert not [note for note in report.notes if "leaves out" in note]
+    assert not any("'system'" in note for note in report.notes)
 
 
-def test_reasoning_and_tools_that_a_template_leaves_out_are_noted():
+def test_reasoning_and_tools_that_a_template_omits_are_noted():
     messages = [
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": "answer", "reasoning_content": "long thoughts"},
@@ -340,7 +337,7 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_noted():
     assert not report.notes
 
 
-def test_text_beside_a_call_that_a_template_leaves_out_is_noted():
+def test_text_of_a_call_that_a_template_omits_is_noted():
     source = "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}"
     source += "{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     for content, notes in ((None, {}), ("let me look", {LEAVES_OUT_TEXT: 1})):
@@ -370,28 +367,26 @@ UNSAFE = {
 
 @pytest.mark.slow(fast=("twice", "marks that hold nothing"))
 @pytest.mark.parametrize("name", UNSAFE)
-def test_turns_that_cannot_be_told_apart_are_refused(name):
+def test_turns_whose_spans_are_unknown_are_refused(name):
     talk = document("user", "assistant", "tool", "assistant")
-    with pytest.raises(DataError, match=r"a\.jsonl:1.*assistant"):
+    with refused(DataError, "a.jsonl:1", "assistant"):
         written(UNSAFE[name], talk)
 
 
-def test_faults_name_the_record():
+def test_errors_name_the_record():
     good, bad = document("user", "assistant"), document("user")._replace(where="b.jsonl:7")
-    picky = (
-        CHATML
-        + "{% if messages | length == 1 and '@' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
-    )
-    with pytest.raises(DataError, match=r"b\.jsonl:7.*TemplateError"):
+    rule = "{% if messages | length == 1 and '@' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    picky = CHATML + rule
+    with refused(DataError, "b.jsonl:7", "TemplateError"):
         written(picky, good, bad)
     wrong = bad._replace(chat=ChatDocument([{"role": "user", "content": 3}]))
-    with pytest.raises(DataError, match=r"b\.jsonl:7: messages\[0\]: content='3'"):
+    with refused(DataError, "b.jsonl:7: messages[0]: content='3'"):
         written(CHATML, good, wrong)
-    with pytest.raises(DataError, match=r"a\.jsonl:1.*--init-from"):
+    with refused(DataError, "a.jsonl:1", "--init-from"):
         list(render_documents(iter([good]), None))
 
 
-def test_a_conversation_without_the_assistant_is_left_out():
+def test_conversations_without_an_assistant_message_are_dropped():
     assert len(written(CHATML, document("user"), document("user", "assistant"), document("user", "system"))) == 1
 
 
@@ -401,8 +396,8 @@ def test_a_thousand_conversations_are_rendered_by_one_process(monkeypatch):
     assert len(written(CHATML, *[document("user", "assistant")] * 1000)) == 1000 and len(calls) == 1
 
 
-def test_the_limit_on_letters_is_that_of_each_conversation(monkeypatch):
-    """Of many whose template has a long text of its own some are rendered by a further process."""
+def test_the_limit_on_characters_is_per_conversation(monkeypatch):
+    """Many conversations with a long template are rendered by more than one process."""
     start, calls = chat_module.RenderingProcess, []
     monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
     chats = [
@@ -413,39 +408,38 @@ def test_the_limit_on_letters_is_that_of_each_conversation(monkeypatch):
     assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 4
 
 
-@pytest.mark.slow(
-    fast=("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}-s of processor time",)
-)
+@pytest.mark.slow(fast=("time",))
 @pytest.mark.parametrize(
-    "source, says",
+    "source, name",
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "s of processor time"),
-        ("{{ ''.__class__.__mro__ }}", "not allowed"),
-        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "more than 10,000,000 characters"),
-        ("{{ messages[0].update({}) }}", "not allowed"),
-        ("{% for m in messages %}{% set _ = loop.__class__ %}{% endfor %}", "not allowed|cannot be told"),
-        ("{% for %}", "TemplateSyntaxError"),
+        pytest.param(
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "0.3", id="time"
+        ),
+        pytest.param("{{ ''.__class__.__mro__ }}", "__class__", id="class"),
+        pytest.param("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "10,000,000", id="size"),
+        pytest.param("{{ messages[0].update({}) }}", "update", id="update"),
+        pytest.param("{% for m in messages %}{% set _ = loop.__class__ %}{% endfor %}", "", id="loop-class"),
+        pytest.param("{% for %}", "TemplateSyntaxError", id="syntax"),
     ],
 )
-def test_hostile_templates_end_in_a_sentence(source, says, monkeypatch, tmp_path):
+def test_hostile_templates_are_refused(source, name, monkeypatch, tmp_path):
     monkeypatch.setattr(chat_module, "SECONDS", 0.3)
     path = write(tmp_path / "a.jsonl", {"messages": document("user", "assistant").chat.messages})
-    with pytest.raises((DataError, ConversionError), match=says) as caught:
+    with refused((DataError, ConversionError), name) as caught:
         open_store(tmp_path / "s", ByteTokenizer(), path=path, template=ChatTemplate(source=source))
     assert str(caught.value).isprintable() and not (tmp_path / "s" / "manifest.json").exists()
 
 
 def test_characters_of_several_tokens(tokenizer):
-    """Of the last character of a span only the first token counts, as in transformers; bytes know no such thing."""
+    """Only the first token of a span's last character is a target, as in transformers."""
     ((ids, mask),) = encode_spans(tokenizer, ["ab🦊cd🦊ef"], [[(2, 4), (5, 6)]])
     assert len(ids) == 14 and np.flatnonzero(mask).tolist() == [2, 3, 4, 5, 6, 8]
     ((ids, mask),) = encode_spans(ByteTokenizer(), ["ab🦊cd"], [[(0, 1), (2, 3)]])
     assert bytes(ids[mask].tolist()).decode() == "a🦊"
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_does_not_train_on_empty_answers(marked):
-    """The model would learn to end its turn at once."""
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_empty_answers_are_no_targets(marked):
     answer = "{% generation %}{{ m.content }}<|end|>{% endgeneration %}" if marked else "{{ m.content }}<|end|>"
     source = "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}" + answer
     source += "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
@@ -462,7 +456,7 @@ def test_does_not_train_on_empty_answers(marked):
     assert report.notes == {EMPTY_ANSWER: 1} and not report.dropped
     report = ReadReport()
     assert read({"content": ""}, report=report) == []
-    assert report.dropped == {"with empty answers": 1} and not report.notes
+    assert list(report.dropped.values()) == [1] and not report.notes
     report = ReadReport()
     assert read({"content": "", "reasoning_content": "why"}, report=report) == [["<|end|>"]]
     assert EMPTY_ANSWER not in report.notes

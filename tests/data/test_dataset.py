@@ -20,6 +20,7 @@ from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.stores import documents_of
 
 
@@ -28,7 +29,7 @@ FIELDS = ("tokens", "segment_ids", "positions", "loss_mask")
 
 
 class Numbers:
-    """Writes tokens as numbers, so that a test can make every token of a corpus another one. 0 separates documents."""
+    """Encodes texts of numbers as these numbers, so that all tokens of a corpus may differ. 0 separates documents."""
 
     vocab_size, bos_id, eos_id, content_hash = 10_000, 0, 0, "numbers"
 
@@ -93,7 +94,7 @@ def used(row):
     return row["tokens"][row["segment_ids"] > 0]
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "unpacked"])
 def test_an_epoch_has_every_token(make, pack):
     batches = make(pack=pack)
     epoch = batches.rows_per_epoch
@@ -151,7 +152,7 @@ def test_every_token_is_a_target_once(make, split, pack, seq_len):
     assert counts.targets == len(targets) + counts.documents
 
 
-def test_held_out_is_one_pass_of_whole_batches(make):
+def test_held_out_batches_are_one_epoch(make):
     batches = make("held_out")
     found = list(batches)
     assert len(found) == math.ceil(batches.rows_per_epoch / BATCH) and batches.rows_per_epoch % BATCH
@@ -207,7 +208,7 @@ def test_resume_with_other_batches(make):
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-@pytest.mark.parametrize("share", [[0, 1], [2], [0, 3], [3, 1, 2]])
+@pytest.mark.parametrize("share", [[0, 1], [2], [0, 3], [3, 1, 2]], ids=["01", "2", "03", "312"])
 def test_a_process_gets_its_rows_of_the_same_global_batches(make, split, share):
     alone = make(split)
     whole = take(alone, alone.rows_per_epoch // BATCH + 1)
@@ -220,45 +221,42 @@ def test_seeds_give_other_orders(make):
     assert [row["tokens"].tolist() for row in one] != [row["tokens"].tolist() for row in other]
 
 
-@pytest.mark.parametrize("change", [{"seed": 8}, {"seq_len": 8}, {"pack": False}, {"split": "held_out"}])
-def test_states_of_other_data_are_refused(make, change):
+@pytest.mark.parametrize("name, value", [("seed", 8), ("seq_len", 8), ("pack", False), ("split", "held_out")])
+def test_states_of_other_data_are_refused(make, name, value):
     state = make().get_state()
-    ((name, _),) = change.items()
-    with pytest.raises(DataError, match=f"the checkpoint's data differ: {name} was .* and is .*: go on with"):
-        make(**change).set_state(state)
+    with refused(DataError, name, state[name], value):
+        make(**{name: value}).set_state(state)
 
 
 def test_states_of_other_text_are_refused(make, corpus, tmp_path):
     config = DataConfig(path=str(corpus / "held_out.jsonl"), batch_size=BATCH, seq_len=SEQ_LEN, seed=7)
-    with (
-        make_dataset(config, Numbers(), folder=tmp_path) as other,
-        pytest.raises(DataError, match="differ: data was"),
-    ):
-        other.set_state(make().get_state())
+    state = make().get_state()
+    with make_dataset(config, Numbers(), folder=tmp_path) as other, refused(DataError, "data", state["data"]):
+        other.set_state(state)
 
 
 @pytest.mark.parametrize(
-    "settings, sentence",
+    "settings, names",
     [
-        ({"batch_size": 0}, r"DataConfig.batch_size=0 must be an integer of at least 1"),
-        ({"seq_len": 1}, r"DataConfig.seq_len=1 must be an integer of at least 2"),
-        ({"seed": -1}, r"DataConfig.seed=-1 must be"),
-        ({"held_out_fraction": 1.0}, r"held_out_fraction=1.0 must be a finite number of at least 0 and below 1"),
-        ({"held_out_fraction": -0.1}, r"held_out_fraction=-0.1 must be"),
-        ({"share": [0, 4]}, r"rows=\(0, 4\) must be one or more of the rows 0 to 3 .* DataConfig.batch_size=4"),
-        ({"share": []}, r"rows=\(\) must be one or more of the rows 0 to 3"),
-        ({"split": "heldout"}, r"Did you mean 'held_out'"),
+        pytest.param({"batch_size": 0}, ["DataConfig.batch_size=0", "1"], id="batch_size"),
+        pytest.param({"seq_len": 1}, ["DataConfig.seq_len=1", "2"], id="seq_len"),
+        pytest.param({"seed": -1}, ["DataConfig.seed=-1"], id="seed"),
+        pytest.param({"held_out_fraction": 1.0}, ["held_out_fraction=1.0", "0"], id="fraction-1"),
+        pytest.param({"held_out_fraction": -0.1}, ["held_out_fraction=-0.1"], id="fraction-negative"),
+        pytest.param({"share": [0, 4]}, ["rows=(0, 4)", "0 to 3", "DataConfig.batch_size=4"], id="rows"),
+        pytest.param({"share": []}, ["rows=()", "0 to 3"], id="no-rows"),
+        pytest.param({"split": "heldout"}, ["'heldout'", "'held_out'"], id="split"),
     ],
 )
-def test_wrong_settings(make, settings, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_bad_settings_are_refused(make, settings, names):
+    with refused(ConfigError, *names):
         make(**settings)
 
 
 def test_an_empty_split_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
     config = DataConfig(path=str(tmp_path / "one.txt"))
-    with pytest.raises(DataError, match=r"'held_out'.*--held-out"):
+    with refused(DataError, "'held_out'", "--held-out"):
         make_dataset(config, ByteTokenizer(), folder=tmp_path / "cache", split="held_out")
     with make_dataset(config, ByteTokenizer(), folder=tmp_path / "cache") as batches:
         row = next(batches)
@@ -298,7 +296,7 @@ def test_reading_threads_end(make):
 def test_the_missing_package_is_named(make, monkeypatch):
     batches = make()
     monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"):
+    with refused(ImportError, "eqx_decoders[train]"):
         next(batches)
 
 
@@ -320,7 +318,7 @@ TALK = ChatTemplate(source="{% for m in messages %}{{ m.content }} {% endfor %}"
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """Conversations of 2 to 50 numbers, each number once, in turns of any length; a few pairs and texts among them."""
+    """Conversations of 2 to 50 different numbers in turns of any length, with a few pairs and texts."""
     folder, numbers, generator = tmp_path_factory.mktemp("chats"), itertools.count(1), random.Random(0)
     records = []
     for size in [2, 3, 15, 16, 17, 30, 31, 32, 50, 8, 8, 8, 5, 4, 12, 13, 14, 2, 9, 10]:
@@ -352,7 +350,7 @@ def make_chats(chats):
 
 
 def targets_of(found):
-    """How often each token is a target, as the loss sees it."""
+    """How often each token is a target of the loss."""
     seen = collections.Counter()
     for row in found:
         same = (row["segment_ids"][1:] == row["segment_ids"][:-1]) & (row["segment_ids"][1:] > 0)

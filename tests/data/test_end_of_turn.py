@@ -46,6 +46,7 @@ def test_end_of_turn_tokens_of_published_templates(name, ends):
         ("<|end|> the end.", set()),
         ("{{ raise_exception('no') }}", set()),
     ],
+    ids=["end", "two", "newlines", "text", "end-and-text", "exception"],
 )
 def test_only_added_tokens_at_the_end_of_a_turn_count(end, ends):
     assert names(ChatTemplate(source=TURNS.replace("END", end))) == ends
@@ -71,6 +72,7 @@ def test_no_end_of_turn_tokens_without_a_template_or_added_tokens():
         ("{{ m.content }}<|end|>\n", 0),
         ("{{ m.content }}\n\n", 1),
     ],
+    ids=["after-generation", "in-generation", "end", "no-end"],
 )
 def test_answers_without_an_end_are_counted(answer, count, tmp_path):
     source = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{% if m.role == 'user' %}{{ m.content }}<|end|>"

@@ -1,6 +1,7 @@
 """Two real processes, two CPU devices each: they share batches, agree, and end together; the first one writes."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
 from tests.compare import assert_allclose
 from tests.encoders.directories import save_image, vision_directory
+from tests.errors import assert_names, refused
 
 
 # Each process: (folder, arguments of the training program as JSON).
@@ -132,7 +134,7 @@ with connected(60), no_renames(), mock.patch("eqx_decoders.training.run.loop.plo
 
 
 def launch(folder, options, worker=None, each=({}, {}), **settings):
-    """Two processes of `worker`, by default the training program itself; `each` has further options of its own."""
+    """Start two processes of `worker`, by default the training program. `each`: further options of each process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -177,7 +179,7 @@ def settings(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The folder in which two processes have trained, the options of their runs, and what they printed."""
+    """The folder in which two processes have trained, the options of their runs, and their output."""
     folder = tmp_path_factory.mktemp("two")
     options = settings(folder)
     both = launch(folder, options, worker=WORKER)
@@ -197,8 +199,8 @@ def test_every_process_places_the_rows_of_its_devices(two):
         assert {sums for _, sums in found.values()} == {total}
 
 
-def test_a_run_of_two_processes_is_that_of_one(two):
-    """The same losses, each row written once, by the first process; only that one prints the result and the samples."""
+def test_a_run_of_two_processes_equals_that_of_one(two):
+    """Only the first process writes metrics and prints results and samples."""
     folder, options, outputs = two
     _, alone_err = call("train", "--run-dir", folder / "alone", *flags(options))
     rows, alone = (steps_of(folder / name)[:3] for name in ("steps", "alone"))
@@ -209,14 +211,14 @@ def test_a_run_of_two_processes_is_that_of_one(two):
                 for name in ("steps", "alone")]  # fmt: skip
     assert_allclose(*held_out, rtol=1e-5)
     sample = next(line for line in alone_err.splitlines() if line.startswith("class Reader"))
-    assert "held-out loss" in outputs[0] and "gzip" in outputs[0] and "gzip" not in outputs[1]
+    assert "gzip" in outputs[0] and "gzip" not in outputs[1]
     assert sample in outputs[0] and "class Reader" not in outputs[1]
     assert (folder / "steps" / "loss.png").exists()
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """The folder of a run that two processes stop and resume, and what they printed."""
+    """The folder of a run that two processes stop and resume, and their output."""
     folder = tmp_path_factory.mktemp("resumed")
     both = launch(folder, settings(folder), worker=RESUMING)
     outputs = finish(both, 400)
@@ -227,31 +229,33 @@ def resumed(tmp_path_factory):
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_both_after_the_same_step(resumed):
     folder, outputs = resumed
-    assert all("stopped, saved at step 2" in output for output in outputs)
+    for output in outputs:
+        assert_names(output, "saved at step 2")
     assert [row["step"] for row in steps_of(folder / "stopped")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
-def test_all_go_back_to_the_step_that_each_of_them_can_read(resumed):
+def test_processes_resume_at_a_step_that_all_can_read(resumed):
     folder, outputs = resumed
-    assert all(output.count("resumed at step 2") == 2 for output in outputs)
-    assert all("torn Falling back to step 2" in output for output in outputs)
+    for output in outputs:
+        assert len(re.findall(r"resum\w*\D*2\b", output)) == 2
+        assert re.search(r"torn.*step 2\b", output)
     steps = folder / "stopped" / "checkpoints"
     assert {path.name for path in steps.iterdir()} == {"2", "3", "4"}
     assert {step for step in "234" if (steps / step / COMMITTED).exists()} == {"2", "4"}
 
 
-def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
+def test_an_error_in_one_process_ends_both_with_its_exit_code(two):
     folder, _, outputs = two
     found = {path.name for path in (folder / "steps" / "checkpoints").iterdir() if path.name.isdecimal()}
     assert found in ({"2", "3"}, {"2", "3", "4"})  # the last was being written as the error came
-    assert "error: row 32 is torn" in outputs[1]
-    assert "error: process 1 (" in outputs[0] and "row 32 is torn" in outputs[0]
+    assert_names(outputs[1], "error: row 32 is torn")
+    assert_names(outputs[0], "error: process 1 (", "row 32 is torn")
 
 
 @pytest.mark.slow
 def test_processes_train_on_images_of_other_sizes_and_numbers(tmp_path):
-    """The losses are those of one process, though each packs the images of its own rows; some rows have none."""
+    """The losses equal those of one process. Some rows have no images."""
     model, images = vision_directory(tmp_path / "model"), tmp_path / "images"
     images.mkdir()
     sizes = [(12 + 8 * (n % 3), 24 - 4 * (n % 2)) for n in range(12)]
@@ -268,7 +272,7 @@ def test_processes_train_on_images_of_other_sizes_and_numbers(tmp_path):
     data.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
     options = settings(tmp_path) | {"--data": data, "--init-from": model, "--seq-len": 64, "--sample-tokens": 0}
     outputs = finish(launch(tmp_path, options | {"--run-dir": tmp_path / "both"}), 400)
-    assert all("held-out loss" in output for output in outputs[:1]), outputs[0][-3000:]
+    assert_names(outputs[0], "gzip")
     call("train", "--run-dir", tmp_path / "alone", *flags(options))
     rows, alone = (steps_of(tmp_path / name) for name in ("both", "alone"))
     assert len(rows) == len(alone) == 3
@@ -276,7 +280,7 @@ def test_processes_train_on_images_of_other_sizes_and_numbers(tmp_path):
         assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=2e-5)
 
 
-def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):
+def test_processes_that_do_not_start_are_named(monkeypatch, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -293,22 +297,22 @@ def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 2 and all("processes 1, 3 of 4 did not start" in text for text in found.values())
+    assert len(found) == 2 and all("processes 1, 3 of 4" in text for text in found.values())
     for name, value in zip(VARIABLES, (address, "2", "1"), strict=True):
         monkeypatch.setenv(name, value)
     words = ("--run-dir", tmp_path / "run", "--distributed", "--distributed-timeout", 1)
     _, err = call("train", *words, code=1)
-    assert f"error: process 0 of 2 did not start, or does not reach {address}, within 1s" in err
+    assert_names(err, "error: process 0 of 2", address, "1s")
 
 
-def test_who_is_silent_or_waited_for_is_named(monkeypatch):
+def test_processes_that_hang_or_do_not_respond_are_named(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(heartbeat, "_lost", threading.Event())
     seen = {}
 
     def after(seconds, *points, silent=(), busy=0):
-        """Of the signs of life so many seconds later."""
+        """Return what is found in the heartbeats `seconds` later."""
         now[0] += seconds
         return heartbeat.find_lost(
             {
@@ -318,20 +322,20 @@ def test_who_is_silent_or_waited_for_is_named(monkeypatch):
             seen,
         )
 
-    assert after(0, 4, 4, 4) is None and after(heartbeat.WAIT + 1, 4, 4, 4) is None, "all are at the same place"
+    assert after(0, 4, 4, 4) is None and after(heartbeat.WAIT + 1, 4, 4, 4) is None  # all are at the same point
     assert after(1, 7, 5, 7) is None and after(heartbeat.WAIT, 7, 5, 7) is None
-    assert after(1, 8, 5, 8) is None, "some still move"
+    assert after(1, 8, 5, 8) is None  # others still move
     assert after(heartbeat.WAIT, 8, 5, 8) is None
-    told = after(1, 8, 5, 8)
-    assert (
-        told["stuck"] == [1] and "process 1 (host1, pid 1) hangs: the others have waited for it for 30m" in told["text"]
-    )
-    assert after(1, 8, 5, 8, busy=1) is None, "at something that takes time"
+    found = after(1, 8, 5, 8)
+    assert found["stuck"] == [1]
+    assert_names(found["text"], "process 1 (host1, pid 1)", "30m")
+    assert after(1, 8, 5, 8, busy=1) is None  # in a task that takes time
     assert after(1, 8, 6, 8) is None
     after(1, 9, 9, 9, silent=(2,))
     assert after(heartbeat.SILENT, 9, 9, 9, silent=(2,)) is None
-    told = after(1, 9, 9, 9, silent=(2,))
-    assert told["silent"] == 1 and "process 2 (host2, pid 2) died, or is heard of no more since 30s" in told["text"]
+    found = after(1, 9, 9, 9, silent=(2,))
+    assert found["silent"] == 1
+    assert_names(found["text"], "process 2 (host2, pid 2)", "30s")
 
 
 IMPATIENT = """
@@ -349,29 +353,32 @@ def test_a_start_that_fails_in_another_process_leaves_nothing_behind(tmp_path):
     both = launch(tmp_path, settings(tmp_path) | {"--run-dir": run}, worker=IMPATIENT, each=({}, {"--seq-len": 32}))
     outputs = finish(both, 100)
     assert [process.returncode for process in both] == [2, 2] and not run.exists(), outputs
-    assert all("--seq-len must be the same in all processes" in output for output in outputs), outputs
+    for output in outputs:
+        assert_names(output, "--seq-len")
 
 
 @pytest.mark.parametrize(
-    "given, sentence",
+    "variables, names",
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be set, too"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_PROCESS_ID=2: they"),
-        ({}, "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
+        pytest.param({"NUM_PROCESSES": "2"}, ["JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID"], id="count"),
+        pytest.param(
+            {"NUM_PROCESSES": "2", "PROCESS_ID": "2", "COORDINATOR_ADDRESS": "a:1"}, ["JAX_PROCESS_ID=2"], id="id"
+        ),
+        pytest.param({}, VARIABLES, id="none"),
     ],
 )
-def test_without_a_cluster_the_environment_must_say_all(given, sentence, monkeypatch):
+def test_without_a_cluster_all_environment_variables_are_needed(variables, names, monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=sentence):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    with refused(ConfigError, *names):
         find_cluster(1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_other_and_both_go_on(victim, tmp_path):
+def test_a_killed_process_ends_the_other_and_both_resume(victim, tmp_path):
     options = settings(tmp_path) | {"--run-dir": tmp_path / "run", "--steps": 400, "--eval-every": 0}
     both = launch(tmp_path, options)
     while len(steps_of(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 5:
@@ -380,7 +387,7 @@ def test_a_killed_process_ends_the_other_and_both_go_on(victim, tmp_path):
     both[victim].send_signal(signal.SIGKILL)
     outputs = finish(both, 60)
     assert both[1 - victim].returncode != 0
-    assert victim == 0 or ("process 1 (" in outputs[0] and "died, or is heard of no more" in outputs[0])
+    assert victim == 0 or "process 1 (" in outputs[0]
     saved = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
     both = launch(tmp_path, options | {"--steps": saved + 3})
     outputs = finish(both, 200)
@@ -388,7 +395,7 @@ def test_a_killed_process_ends_the_other_and_both_go_on(victim, tmp_path):
     assert [row["step"] for row in steps_of(tmp_path / "run")] == list(range(1, saved + 4))
 
 
-def test_one_process_holds_everything():
+def test_one_process_has_all_rows():
     layout = Layout.create(data=4, tensor=2)
     assert host_rows(layout, 8) == host_rows(Layout(), 8) == range(8)
     tokens = np.arange(16, dtype=np.int32).reshape(8, 2)

@@ -37,7 +37,7 @@ def test_plans_tile_every_document(plan, overlap, sizes, seq_len):
         assert all(room[place] >= seq_len - 1 for place in range(len(room) - 1))
 
 
-def test_permutations_are_fixed_for_all_times():
+def test_permutations_do_not_change_between_versions():
     assert permutation(8, "0/0/rows").tolist() == [1, 2, 6, 5, 3, 0, 7, 4]
     assert sorted(permutation(1000, "x")) == list(range(1000))
     assert permutation(1000, "x").tolist() != permutation(1000, "y").tolist()
@@ -71,7 +71,7 @@ def test_whole_documents_are_fitted_into_rows(sizes, seq_len, seed):
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_each_document_goes_into_the_fullest_row_that_has_room(sizes):
-    """As one document at a time does it, the largest first."""
+    """As best-fit decreasing does for one document at a time."""
     plan, rooms = plan_whole(np.arange(len(sizes)), np.array(sizes), 20), []
     for size in sorted(sizes, reverse=True):
         best = min((room for room in rooms if room >= size), default=20)

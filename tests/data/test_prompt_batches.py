@@ -1,6 +1,7 @@
-"""Prompts as tokens, and the cursor that deals them out."""
+"""Prompts as tokens, and their batches."""
 
 import json
+import re
 
 import pytest
 from tokenizers import processors
@@ -9,6 +10,7 @@ from eqx_decoders.data.prompt_batches import PromptBatches, Prompts, read_prompt
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
+from tests.errors import refused
 
 
 TEMPLATE = ChatTemplate(
@@ -40,48 +42,48 @@ def test_texts_and_conversations(file):
     assert tokenizer.decode(list(chat.tokens)) == "<user>2+2<a>"
     assert text.record == {"prompt": "1+1=", "answer": 2, "more": {"a": [1]}}
     assert chat.record["prompt"] == [{"role": "user", "content": "2+2"}] and chat.record["answer"] == 4
-    assert found.too_long == 1 and "left out: 1 of more than 40" in found.describe() and found.longest == 12
+    assert found.too_long == 1 and found.longest == 12
+    assert re.search(r"\b1\b.*\b40\b", found.describe())
 
 
 def test_tasks_are_any_objects(tmp_path):
     tasks = read_tasks(str(write(tmp_path / "tasks.jsonl", {"number": 3}, {"prompt": "a"})))
     assert tasks.prompts == [(0, (), {"number": 3}), (1, (), {"prompt": "a"})] and tasks.describe() == "2 tasks"
-    for rows, says in (([3], "must hold a JSON object"), ([], "is empty|has no task")):
-        with pytest.raises(DataError, match=says):
-            read_tasks(str(write(tmp_path / "bad.jsonl", *rows)))
+    with refused(DataError, "bad.jsonl:1"):
+        read_tasks(str(write(tmp_path / "bad.jsonl", 3)))
+    with refused(DataError, "bad.jsonl"):
+        read_tasks(str(write(tmp_path / "bad.jsonl")))
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "names"),
     [
-        ({"answer": 1}, "row|line 1.*has no field 'prompt' or 'messages'"),
-        ({"prompt": 3}, "field 'prompt' must be"),
-        ({"prompt": "a", "images": ["a.png"]}, "has images: prompts are read as text alone"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "there is nothing to be answered"),
-        ({"messages": []}, "at least one message"),
-        ({"prompt": "x" * 60}, "all 1 have more than 40 tokens: raise --seq-len"),
+        pytest.param({"answer": 1}, ["bad.jsonl:1", "'prompt'", "'messages'"], id="no-prompt"),
+        pytest.param({"prompt": 3}, ["bad.jsonl:1", "'prompt'"], id="number"),
+        pytest.param({"prompt": "a", "images": ["a.png"]}, ["bad.jsonl:1", "images"], id="images"),
+        pytest.param({"messages": [{"role": "assistant", "content": "a"}]}, ["bad.jsonl:1"], id="answer"),
+        pytest.param({"messages": []}, ["bad.jsonl:1", "message"], id="empty"),
+        pytest.param({"prompt": "x" * 60}, ["40 tokens", "--seq-len"], id="long"),
     ],
 )
-def test_bad_records(tmp_path, row, says):
-    with pytest.raises(DataError, match=says):
+def test_bad_records(tmp_path, row, names):
+    with refused(DataError, *names):
         read(write(tmp_path / "bad.jsonl", row))
 
 
 def test_conversations_need_a_template(file):
-    with pytest.raises(DataError, match="there is no chat template"):
+    with refused(DataError, "prompts.jsonl:2", "chat template"):
         read(file, template=None)
 
 
-def test_what_a_template_leaves_out_is_reported(tmp_path):
+def test_messages_and_tools_that_a_template_omits_are_reported(tmp_path):
     source = "{% for m in messages if m.role == 'user' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     users = ChatTemplate(source=source)
     chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2"}]
     row = {"prompt": chat, "tools": [{"type": "function", "function": {"name": "add"}}]}
     lines = read(write(tmp_path / "a.jsonl", row, row), template=users).describe().splitlines()
-    assert len(lines) == 3 and all(
-        line.startswith("warning: 2 prompts: the chat template leaves") for line in lines[1:]
-    )
-    with pytest.raises(DataError, match="'narrator'"):
+    assert len(lines) == 3 and all(line.startswith("warning: 2 prompts") for line in lines[1:])
+    with refused(DataError, "'narrator'"):
         read(write(tmp_path / "b.jsonl", {"prompt": [{**chat[0], "role": "narrator"}, chat[1]]}), template=users)
 
 
@@ -89,7 +91,7 @@ def dealt(batches, steps):
     return [[(each.number, each.record["prompt"]) for each in next(batches)] for _ in range(steps)]
 
 
-def test_every_prompt_comes_once_in_an_epoch_and_the_cursor_goes_on(tmp_path):
+def test_every_prompt_comes_once_in_an_epoch_and_resuming_is_exact(tmp_path):
     found = read(write(tmp_path / "prompts.jsonl", *({"prompt": str(number)} for number in range(10))))
     whole, batches = PromptBatches(found, count=4, seed=1), PromptBatches(found, count=4, seed=1)
     rows = dealt(whole, 10)
@@ -98,17 +100,17 @@ def test_every_prompt_comes_once_in_an_epoch_and_the_cursor_goes_on(tmp_path):
     epochs = [tuple(prompt for _, prompt in flat[start : start + 10]) for start in range(0, 40, 10)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs)) == 4
     assert dealt(batches, 3) == rows[:3] and batches.epochs == 1.2
-    more = batches.take(2)  # in place of others
+    more = batches.take(2)  # replaces other prompts
     state = json.loads(json.dumps(batches.get_state()))
     assert [each.number for each in more] == [12, 13]
     other = PromptBatches(found, count=4, seed=1)
     other.set_state(state)
     assert dealt(other, 2) == dealt(batches, 2)
-    with pytest.raises(DataError, match="seed was 1 and is 2"):
+    with refused(DataError, "seed", "1", "2"):
         PromptBatches(found, count=4, seed=2).set_state(state)
 
 
-def test_held_out_prompts_are_one_pass_in_their_order(tmp_path):
+def test_held_out_prompts_are_read_once_in_order(tmp_path):
     found = read(write(tmp_path / "prompts.jsonl", *({"prompt": str(number)} for number in range(5))))
     batches = PromptBatches(found, count=2, seed=1, held_out=True)
     for _ in range(2):
@@ -116,7 +118,7 @@ def test_held_out_prompts_are_one_pass_in_their_order(tmp_path):
         assert prompts == ["0", "1", "2", "3", "4"]
 
 
-def test_the_hash_is_of_what_a_reward_reads_too(tmp_path):
+def test_the_hash_depends_on_all_fields_of_records(tmp_path):
     one, other = (read(write(tmp_path / "a.jsonl", {"prompt": "a", "answer": answer})) for answer in (1, 2))
     assert isinstance(one, Prompts) and one.content_hash != other.content_hash
 
@@ -125,7 +127,7 @@ def test_an_empty_prompt_needs_a_token_that_starts_texts(tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": ""})
     assert [prompt.tokens for prompt in read(path).prompts][1] == (ByteTokenizer().bos_id,)
     inner = train_bpe(["a b"], 300)._inner
-    inner.post_processor = processors.Sequence([])  # puts nothing before a text
+    inner.post_processor = processors.Sequence([])  # adds no token
     tokenizer = JsonTokenizer(inner)
-    with pytest.raises(DataError, match=r"a\.jsonl:2.*'prompt'"):
+    with refused(DataError, "a.jsonl:2", "'prompt'"):
         read_prompts(str(path), tokenizer, most_tokens=40)

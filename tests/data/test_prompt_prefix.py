@@ -167,7 +167,7 @@ def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
 def test_documents_start_like_prompts(kind, tmp_path):
-    """A document of plain text starts like a prompt: with bos or nothing, but never with eos as a substitute."""
+    """With bos or nothing, but never with eos as a substitute."""
     tokenizer = tokenizer_of(kind)
     ((row, _),), _ = rows_of(write(tmp_path / "a.jsonl", {"text": "the capital of France"}), tokenizer, tmp_path)
     ids = prompt_ids(tokenizer, "the capital of France").tolist()
@@ -221,8 +221,8 @@ def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
-def test_a_prompt_may_end_within_what_is_trained_on(kind, marked, tmp_path):
-    """The generation prompt has the start of a thought, and whitespace that a token might join with the next text."""
+def test_a_prompt_may_end_within_the_targets(kind, marked, tmp_path):
+    """The generation prompt starts the reasoning and ends with whitespace that a token may join with the next text."""
     answer = "<|assistant|>{{ m.content }}<|end|>"
     answer = "{% generation %}" + answer + "{% endgeneration %}" if marked else answer
     source = (

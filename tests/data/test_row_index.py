@@ -27,7 +27,7 @@ MAKES = [plan_packed, plan_padded, plan_whole]
 
 
 class Corpus:
-    """Documents of these sizes. Writes down which ranges it was asked for."""
+    """Documents of these sizes; records the requested ranges."""
 
     def __init__(self, sizes, held_out=None):
         self.all = np.array(sizes, np.int64)
@@ -64,7 +64,7 @@ def small_windows(monkeypatch):
 
 @pytest.mark.parametrize("make", MAKES)
 def test_one_block_is_the_plan_of_the_whole_corpus(make):
-    """In the orders that runs of earlier versions were begun with."""
+    """In the order of earlier versions."""
     generator = np.random.default_rng(0)
     corpus = Corpus(generator.integers(1, 40, 50), generator.random(50) < 0.2)
     documents = np.flatnonzero(~corpus.held)
@@ -90,7 +90,7 @@ DOCUMENTS = st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, m
 
 
 def check_tiling(pieces, corpus, held_out, overlap):
-    """Every document of the split is there from its first to its last token; pieces overlap by so many tokens."""
+    """Check that the pieces have all tokens of the split's documents, with this overlap."""
     found = collections.defaultdict(list)
     for document, start, stop in itertools.chain(*pieces):
         found[document].append((start, stop))
@@ -144,7 +144,7 @@ def test_held_out_blocks_have_every_token_once(make, documents, seq_len, size):
         assert taken(HeldOutRows(rows._blocks), row, row + 1) == pieces[row : row + 1]
 
 
-def test_only_blocks_that_are_needed_are_looked_at():
+def test_only_needed_blocks_are_read():
     corpus = Corpus([10] * 400, [False] * 200 + [True] * 200)
     rows = HeldOutRows(Blocks(corpus, True, plan_overlapping, 16, 10))
     assert rows.reach(0) and max(stop for _, stop in corpus.asked) == 210
@@ -191,8 +191,8 @@ def test_an_epoch_differs_from_others_and_a_seed_from_others(small_windows):
     assert one != two and one != other and sorted(one) != sorted(two)
 
 
-def test_orders_are_fixed_for_all_times(monkeypatch):
-    """A run of many blocks resumes on the same rows with every later version."""
+def test_orders_do_not_change_between_versions(monkeypatch):
+    """A run of many blocks resumes on the same rows in later versions."""
     monkeypatch.setattr(module, "WINDOW", 16)
     rows = training(Corpus([3, 9, 4, 12, 7, 5, 8, 2, 11, 6, 1, 10, 13]), plan_packed, size=3)
     assert rows.per_epoch == 13
@@ -219,7 +219,7 @@ def test_blocks_that_follow_each_other_come_from_all_parts(count, parts):
         assert order.tolist() != module._spread(count, parts, "y").tolist()
 
 
-def test_numbers_of_rows_are_kept_and_made_again_where_they_are_lost(tmp_path):
+def test_numbers_of_rows_are_saved_and_repaired(tmp_path):
     corpus = Corpus(range(1, 50))
     rows = training(corpus, plan_packed, folder=tmp_path)
     (file,) = tmp_path.iterdir()

@@ -22,7 +22,7 @@ def names(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_a_shard_has_one_maker(tmp_path):
+def test_a_shard_is_made_by_one_process(tmp_path):
     one, other, of_another = (ShardLock(tmp_path / f"{name}.tokens") for name in "aab")
     assert one.take() and not other.take() and of_another.take()
     one.release()
@@ -33,7 +33,7 @@ def test_a_shard_has_one_maker(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_what_is_unfinished_goes_with_the_lock(tmp_path):
+def test_partial_files_are_deleted_with_the_lock(tmp_path):
     (tmp_path / "b.1.partial").write_bytes(b"of another shard")
     lock = ShardLock(tmp_path / "a.tokens")
     assert lock.take()
@@ -74,8 +74,8 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
         assert names(tmp_path) == []
 
 
-def test_what_killed_processes_left_goes_when_it_is_old(tmp_path):
-    """What is fresh may be another host's, whose lock this one does not see. Older versions had other files."""
+def test_old_files_of_killed_processes_are_deleted(tmp_path):
+    """New files may be another host's, whose lock is not visible here. Older versions had other files."""
     old = ["a.lock", "a.1.partial", "a.1.copy", "b.lock", "b.tokens", "c.claim", "c.2.partial", "c.2.beside", "5.clock"]
     fresh = ["d.lock", "d.3.partial", "d.3.copy", "e.4.partial", "e.4.copy", "f.claim", "f.5.partial"]
     for name in (*old, *fresh, "claims.lock"):
@@ -86,8 +86,8 @@ def test_what_killed_processes_left_goes_when_it_is_old(tmp_path):
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_the_lock_of_another_user_is_looked_at(tmp_path, monkeypatch, locks):
-    """On NFS a file that is only open for reading cannot be locked: then its age says whether it is held."""
+def test_the_lock_of_another_user(tmp_path, monkeypatch, locks):
+    """On NFS a file that is only open for reading cannot be locked: its age decides whether the lock is held."""
     path, real = tmp_path / "a.lock", os.open
     path.write_text("another user's")
 
@@ -114,8 +114,8 @@ def test_the_lock_of_another_user_is_looked_at(tmp_path, monkeypatch, locks):
             lock.take()
 
 
-def test_many_that_take_and_release_one_lock_never_hold_it_together(tmp_path):
-    """Also where one opens the file that another is about to delete."""
+def test_a_lock_is_never_held_twice(tmp_path):
+    """Also if a thread opens the file that another one is about to delete."""
     holders, most, taken = [], [], []
 
     def work():
@@ -138,7 +138,7 @@ def test_many_that_take_and_release_one_lock_never_hold_it_together(tmp_path):
 
 
 def test_the_lock_of_a_host_that_is_gone_is_not_waited_for(tmp_path):
-    """Some servers never free the locks of a client that does not come back."""
+    """Some servers never release the locks of a client that is gone."""
     shard = tmp_path / "a.tokens"
     gone, lock = ShardLock(shard), ShardLock(shard)
     assert gone.take()

@@ -1,4 +1,4 @@
-"""The token store: made once for all runs, as it was for one; changes of its data are named."""
+"""The token store: shared by runs, repaired after damage, and refused for changed data."""
 
 import contextlib
 import errno
@@ -29,6 +29,7 @@ from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from tests.compare import assert_array_equal
+from tests.errors import refused
 from tests.stores import all_tokens, documents_of
 
 
@@ -52,7 +53,7 @@ def build(corpus, run="run", **settings):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The names of the sources whose tokens are made, as they are made."""
+    """The names of the sources that are tokenized, in order."""
     found, real = [], tokenization.make_shard
 
     def noted(folder, job, *rest):
@@ -63,7 +64,7 @@ def made(monkeypatch):
     return found
 
 
-def test_the_store_holds_the_documents_in_order(corpus):
+def test_the_store_has_the_documents_in_order(corpus):
     store = build(corpus, held_out_fraction=0.3)
     assert [BYTES.decode(store[i]) for i in range(len(store))] == [
         document.text for document in read_documents(str(corpus))
@@ -79,7 +80,7 @@ def test_the_store_holds_the_documents_in_order(corpus):
     assert set(os.listdir(corpus.parent / "run")) == {"manifest.json", "lock"}
 
 
-def test_ranges_are_parts_of_the_whole(corpus):
+def test_ranges_of_documents(corpus):
     (corpus / "05.txt").write_text("")  # a source without documents
     (corpus / "06.txt").write_text("")
     store = build(corpus, held_out_fraction=0.3)
@@ -105,9 +106,8 @@ def test_few_files_are_open_at_a_time(corpus, monkeypatch):
     assert all_tokens(store) == all_tokens(build(corpus)) and store.shard.cache_info().currsize == 3
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_list_of_documents_says_what_the_shards_say(corpus, tmp_path, monkeypatch, own):
-    """Of few and of none of a shard, those of held-out data of its own among them."""
+@pytest.mark.parametrize("own", [False, True], ids=["fraction", "path"])
+def test_the_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, own):
     (corpus / "05.txt").write_text("")
     lines = "".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(7))
     (tmp_path / "v.jsonl").write_text(lines)
@@ -121,7 +121,7 @@ def test_a_list_of_documents_says_what_the_shards_say(corpus, tmp_path, monkeypa
     (file,) = (tmp_path / "another" / "tokens").glob("*/*.documents")
     assert store.manifest["counts"] == first.manifest["counts"] and len(store) == (18 if own else 11)
     again = build(corpus, "other", **held_out)
-    monkeypatch.setattr("eqx_decoders.data.store.token_store.Shard", None)  # nor is one opened
+    monkeypatch.setattr("eqx_decoders.data.store.token_store.Shard", None)  # no shard is opened
     for start, stop in ((0, 11), (3, 9), (4, 4), (10, 11), (0, len(sizes))):
         assert again.sizes(start, stop).tolist() == sizes[start:stop]
         assert again.is_held_out(start, stop).tolist() == chosen[start:stop]
@@ -134,8 +134,8 @@ def test_a_list_of_documents_says_what_the_shards_say(corpus, tmp_path, monkeypa
     assert build(corpus, "other", **held_out).sizes(0, 11).tolist() == sizes[:11]
 
 
-def test_what_stores_were_made_of_earlier_is_known_by_the_same_hash(corpus, tmp_path):
-    """As they were before there were conversations: with another hash their runs could not be resumed."""
+def test_hashes_of_earlier_versions(corpus, tmp_path):
+    """With other hashes, runs of earlier versions could not be resumed."""
     assert build(corpus).content_hash == "f0dd11016b4d8a2fc1bbf1793d0e7b7c"
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     template = ChatTemplate(source="no conversation")
@@ -163,7 +163,7 @@ def mixed(tmp_path):
     return build
 
 
-def test_targets_are_stored_where_only_a_part_is_trained_on(mixed):
+def test_targets_are_stored(mixed):
     store = mixed()
     bos, eos = BYTES.bos_id, BYTES.eos_id
     assert store.has_targets and [BYTES.decode(store[i][store.targets(i)]) for i in range(5)] == [
@@ -176,10 +176,10 @@ def test_targets_are_stored_where_only_a_part_is_trained_on(mixed):
     )
     counts = store.counts("train")
     assert counts.targets == sum(store.targets(i).sum() for i in range(5)) == 4 + 4 + 6 + 2 + 6
-    assert counts.tokens == store.sizes(0, 5).sum() and counts.bytes == 3 + 3 + 6 + 1 + 5, "bytes of what is trained on"
+    assert counts.tokens == store.sizes(0, 5).sum() and counts.bytes == 3 + 3 + 6 + 1 + 5  # bytes of targets
 
 
-def test_a_prompt_keeps_the_ends_that_it_has(tmp_path):
+def test_special_tokens_of_prompts_are_not_repeated(tmp_path):
     tokenizer = load_tokenizer(FIXTURES / "chat_llama")
     pairs = [{"prompt": "<|begin|>hello", "completion": " there<|end|>"}, {"prompt": "hello", "completion": " there"}]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
@@ -190,18 +190,17 @@ def test_a_prompt_keeps_the_ends_that_it_has(tmp_path):
     assert store.targets(0).sum() == len(there) + 1
 
 
-def test_a_store_of_conversations_is_of_one_template(mixed, tmp_path, made):
+def test_a_store_of_conversations_has_one_template(mixed, tmp_path, made):
     first = mixed()
-    with pytest.raises(DataError, match="--chat-template"):
-        mixed(CHATML + " ")
-    with pytest.raises(DataError, match="--chat-template"):
-        mixed(None)
+    for other in (CHATML + " ", None):
+        with refused(DataError, "--chat-template"):
+            mixed(other)
     assert mixed().content_hash == first.content_hash and made == ["a.jsonl"]
     shutil.rmtree(tmp_path / "run")
     assert mixed(CHATML + " ").content_hash != first.content_hash and made == ["a.jsonl"] * 2
 
 
-def test_only_so_many_documents(mixed, tmp_path):
+def test_the_first_documents(mixed, tmp_path):
     config = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0)
     whole = mixed()
     store = open_tokens(config, BYTES, tmp_path / "sample", template=ChatTemplate(source=CHATML), most=3)[""]
@@ -210,7 +209,7 @@ def test_only_so_many_documents(mixed, tmp_path):
     assert store.targets(2).tolist() == whole.targets(2).tolist()
 
 
-def test_where_the_cache_is(corpus, tmp_path, monkeypatch):
+def test_the_directory_of_the_cache(corpus, tmp_path, monkeypatch):
     def made_in(cache_dir, **environment):
         for name in ("EQX_DECODERS_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
@@ -227,9 +226,9 @@ def test_where_the_cache_is(corpus, tmp_path, monkeypatch):
     assert made_in(None, **own, **users) == tmp_path / "own"
     assert made_in(None, **users) == tmp_path / "users" / "eqx_decoders"
     assert made_in(None, HOME=tmp_path / "home") == tmp_path / "home" / ".cache" / "eqx_decoders"
-    with pytest.raises(ConfigError, match=r"DataConfig\.cache_dir='gs://x'"):
+    with refused(ConfigError, "DataConfig.cache_dir='gs://x'"):
         made_in("gs://x")
-    with pytest.raises(ConfigError, match="EQX_DECODERS_CACHE='gs://y'"):
+    with refused(ConfigError, "EQX_DECODERS_CACHE='gs://y'"):
         made_in(None, EQX_DECODERS_CACHE="gs://y")
 
 
@@ -243,7 +242,7 @@ def test_tokens_are_made_once_for_all_runs(corpus, made, monkeypatch):
     for file in corpus.iterdir():  # long enough ago to be remembered
         os.utime(file, (1, 1))
     build(corpus, "third")
-    monkeypatch.setattr(sources, "_hash", None)  # nor are unchanged files read again
+    monkeypatch.setattr(sources, "_hash", None)  # unchanged files are not read again
     assert all_tokens(build(corpus, "fourth")) == all_tokens(first) == all_tokens(build(corpus, "third"))
     assert len(made) == 12
 
@@ -258,12 +257,16 @@ def test_a_changed_file_makes_one_shard(corpus, made):
 
 
 @pytest.mark.parametrize(
-    "change", [{"tokenizer": load_tokenizer(FIXTURES / "chat_llama")}, {"text_field": "body"}, {"template": 1}]
+    "change",
+    [
+        {"tokenizer": load_tokenizer(FIXTURES / "chat_llama")},
+        {"text_field": "body"},
+        {"template": ChatTemplate(source="x")},
+    ],
+    ids=["tokenizer", "text_field", "template"],
 )
 def test_other_recipes_have_other_tokens(corpus, made, change):
     build(corpus)
-    if "template" in change:
-        change = {"template": ChatTemplate(source="x")}
     build(corpus, "other", **change)
     assert len(made) == 24
 
@@ -285,7 +288,7 @@ def test_another_share_of_held_out_documents_needs_no_new_tokens(corpus, made):
     assert len(made) == 12
 
 
-def test_equal_content_of_another_kind_is_not_the_same(tmp_path, made):
+def test_equal_content_in_files_of_other_kinds_is_not_shared(tmp_path, made):
     line = '{"text": "one"}\n'
     for name in ("a.txt", "b.jsonl"):
         (tmp_path / name).write_text(line)
@@ -304,8 +307,7 @@ def test_touched_and_moved_files_are_the_same_data(corpus, tmp_path):
     assert build(moved).content_hash == first.content_hash
 
 
-def test_files_of_others_are_left_as_they_are(corpus):
-    """Beside the manifest, in a folder where there are tokens and a manifest of one's own."""
+def test_foreign_files_are_not_changed(corpus):
     mine = {name: name.encode() for name in ("tokens.bin", "targets.bin", "offsets.npy", "held_out.npy")}
     run = corpus.parent / "run"
     run.mkdir()
@@ -314,7 +316,7 @@ def test_files_of_others_are_left_as_they_are(corpus):
     build(corpus)
     assert {name: (run / name).read_bytes() for name in mine} == mine
     (run / "manifest.json").write_text('{"name": "my page"}')
-    with pytest.raises(DataError, match=r"manifest\.json"):
+    with refused(DataError, "manifest.json"):
         build(corpus)
     assert (run / "manifest.json").read_text() == '{"name": "my page"}'
 
@@ -323,34 +325,30 @@ class Other(ByteTokenizer):
     content_hash = "other"
 
 
-@pytest.mark.slow(
-    fast=(
-        "<lambda>-train:03.txt has other contents0",
-        "<lambda>-train:03.txt has other contents1",
-        "<lambda>-train:99.txt is new",
-        "<lambda>-train:00.txt is gone",
-    )
-)
+@pytest.mark.slow(fast=("same-size", "longer", "new", "deleted"))
 @pytest.mark.parametrize(
-    "change, sentence",
+    "change, names",
     [
-        (lambda folder: (folder / "03.txt").write_text("document 7 🙂\n" * 4), "train:03.txt has other contents"),
-        (lambda folder: (folder / "03.txt").write_text("longer " * 40), "train:03.txt has other contents"),
-        (lambda folder: (folder / "99.txt").write_text("new"), "train:99.txt is new"),
-        (lambda folder: (folder / "00.txt").unlink(), "train:00.txt is gone"),
-        ({"tokenizer": Other()}, "--tokenizer was 'bytes-1' and is 'other'"),
-        ({"held_out_fraction": 0.5}, "held out was --held-out-fraction 0.05 and is --held-out-fraction 0.5"),
-        ({"text_field": "body"}, "--text-field was 'text' and is 'body'"),
+        pytest.param(("03.txt", "document 7 🙂\n" * 4), ["train:03.txt"], id="same-size"),
+        pytest.param(("03.txt", "longer " * 40), ["train:03.txt"], id="longer"),
+        pytest.param(("99.txt", "new"), ["train:99.txt"], id="new"),
+        pytest.param(("00.txt", None), ["train:00.txt"], id="deleted"),
+        pytest.param({"tokenizer": Other()}, ["--tokenizer", "'bytes-1'", "'other'"], id="tokenizer"),
+        pytest.param(
+            {"held_out_fraction": 0.5}, ["--held-out-fraction 0.05", "--held-out-fraction 0.5"], id="held-out-fraction"
+        ),
+        pytest.param({"text_field": "body"}, ["--text-field", "'text'", "'body'"], id="text-field"),
     ],
 )
-def test_changed_data_are_refused_by_name(corpus, change, sentence):
+def test_changed_data_are_refused_by_name(corpus, change, names):
     build(corpus)
     settings = change if isinstance(change, dict) else {}
     if not settings:
-        change(corpus)
-    with pytest.raises(
-        DataError, match=f"the data are not those of the tokens in .*: {sentence}.*another run directory"
-    ):
+        name, text = change
+        (corpus / name).unlink(missing_ok=True)
+        if text is not None:
+            (corpus / name).write_text(text)
+    with refused(DataError, corpus.parent / "run", *names):
         build(corpus, **settings)
 
 
@@ -358,13 +356,13 @@ def test_many_changes_are_counted(corpus):
     build(corpus)
     for file in corpus.iterdir():
         file.rename(file.with_name(f"new{file.name}"))
-    with pytest.raises(DataError, match=r"00\.txt.*16 more"):
+    with refused(DataError, "00.txt", "16"):
         build(corpus)
 
 
 @pytest.mark.slow(fast=("cut", "flipped", "gone"))
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest", "half a manifest"])
-def test_what_is_lost_is_made_again(corpus, made, damage):
+def test_damaged_stores_are_repaired(corpus, made, damage):
     first = build(corpus)
     want, manifest = all_tokens(first), corpus.parent / "run" / "manifest.json"
     shard = next((corpus.parent / "cache" / "tokens").glob("*/*.tokens"))
@@ -383,8 +381,8 @@ def test_what_is_lost_is_made_again(corpus, made, damage):
 
 
 @pytest.mark.parametrize("moment", ["writing", "moving", "manifest"])
-def test_an_interrupted_store_is_made_again(corpus, made, monkeypatch, moment):
-    """Stopped by an exception at the fifth shard, or at the manifest: what is finished stays, nothing else does."""
+def test_an_interrupted_store_is_completed(corpus, made, monkeypatch, moment):
+    """An exception at the fifth shard or at the manifest leaves the finished shards and no other files."""
     calls, replace = iter(range(100)), os.replace
 
     class Stop(BaseException):
@@ -424,15 +422,15 @@ def test_threads_make_one_store(corpus, made):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(made) == [f"{i:02}.txt" for i in range(12)], "each once"
+    assert sorted(made) == [f"{i:02}.txt" for i in range(12)]
     assert len(stores) == 4 and len({store.content_hash for store in stores}) == 1
 
 
-def test_a_tokenizer_without_ends_is_refused(corpus):
+def test_a_tokenizer_without_separators_is_refused(corpus):
     class Endless(ByteTokenizer):
         bos_id = eos_id = None
 
-    with pytest.raises(DataError, match="has neither bos nor eos"):
+    with refused(DataError, "bos", "eos"):
         build(corpus, tokenizer=Endless())
 
 
@@ -442,7 +440,7 @@ def test_refuses_a_tokenizer_without_eos_that_never_writes_bos(monkeypatch):
 
     assert shard_writer.separators(Half()) == ((256,), None)
     monkeypatch.setattr(shard_writer, "start_ids", lambda tokenizer: ())
-    with pytest.raises(DataError, match="bos_id=256"):
+    with refused(DataError, "bos_id=256"):
         shard_writer.separators(Half())
 
 
@@ -471,7 +469,7 @@ def test_held_out_tokens_count_their_bytes(tmp_path, fraction):
 
 
 def test_held_out_documents_without_text_have_no_baseline(tmp_path):
-    """Tokens that decode to nothing: no bytes, and no rate of compression."""
+    """Tokens that decode to an empty text."""
     np.save(tmp_path / "a.npy", np.array([258, 257] * 4, np.uint16))
     held_out = str(tmp_path / "a.npy")
     (tmp_path / "a.txt").write_text("text")
@@ -486,7 +484,7 @@ def test_held_out_documents_without_text_have_no_baseline(tmp_path):
 def test_all_documents_can_be_held_out(corpus, tmp_path):
     trained, held_out = build(corpus, held_out_fraction=0.0), build(corpus, "set", held_out_fraction=1.0)
     assert held_out.is_held_out(0, 12).all() and not trained.is_held_out(0, 12).any()
-    assert held_out.content_hash == trained.content_hash, "as it was when all was counted as training data"
+    assert held_out.content_hash == trained.content_hash  # the split is not a part of it
     counts = held_out.counts("held_out")
     assert counts[:4] == trained.counts("train")[:4] and counts.gzip_nats_per_byte > 0
     assert (
@@ -497,7 +495,7 @@ def test_all_documents_can_be_held_out(corpus, tmp_path):
     assert build(one, "single", held_out_fraction=1.0).is_held_out(0, 1).all()
 
 
-def test_a_set_that_was_counted_as_training_data_is_counted_anew(corpus, made):
+def test_a_store_is_counted_again_for_another_split(corpus, made):
     old = build(corpus, held_out_fraction=0.0)
     manifest = corpus.parent / "run" / "manifest.json"
     content = json.loads(manifest.read_bytes()) | {"fingerprint": "as it was"}
@@ -507,9 +505,9 @@ def test_a_set_that_was_counted_as_training_data_is_counted_anew(corpus, made):
     assert all_tokens(build(corpus, held_out_fraction=1.0)) == all_tokens(old)
 
 
-def test_gzip_gets_the_first_of_large_corpora_also_where_sizes_are_not_known(corpus, monkeypatch):
+def test_gzip_reads_the_start_of_large_corpora_of_unknown_size(corpus, monkeypatch):
     monkeypatch.setattr(counts_module, "COMPRESSED", 300)
-    monkeypatch.setattr(tokenization, "_setup", lambda recipe: contextlib.nullcontext())  # makes them in this process
+    monkeypatch.setattr(tokenization, "_setup", lambda recipe: contextlib.nullcontext())  # tokenize in this process
     real = store_module.make_task
     monkeypatch.setattr(store_module, "make_task", lambda *rest: real(*rest)._replace(size=None))
     counts = build(corpus, held_out_fraction=1.0).counts("held_out")
@@ -518,29 +516,28 @@ def test_gzip_gets_the_first_of_large_corpora_also_where_sizes_are_not_known(cor
     assert counts.gzip_bytes == next(total for total in itertools.accumulate(sizes) if total >= 300)
 
 
-# --- what cannot be read or written -----------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    rule = r"/file.* cannot be written: .*--cache-dir \(DataConfig\.cache_dir\)"
-    with pytest.raises(DataError, match=rule):
+    with refused(DataError, tmp_path / "file", "--cache-dir (DataConfig.cache_dir)"):
         build(corpus, cache_dir=tmp_path / "file")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shard_tasks, "write_shard", full)
-    with pytest.raises(DataError, match=r"/cache/tokens/\w+ cannot be written: No space left on device\. Make room"):
+    with refused(DataError, tmp_path / "cache" / "tokens", "No space left on device"):
         build(corpus)
     assert not list((tmp_path / "cache").glob("tokens/*/*"))
     monkeypatch.setattr(sources, "_hash", lambda *_: (tmp_path / "nowhere").read_bytes())
-    with pytest.raises(DataError, match=r"corpus/00\.txt"):
+    with refused(DataError, "corpus/00.txt"):
         build(corpus)
 
 
-def test_a_file_of_tokens_is_not_known_by_its_content_alone(tmp_path):
-    """A list of tokens in .npy has a header, which in .bin would be tokens."""
+def test_files_of_tokens_with_equal_bytes_and_other_endings(tmp_path):
+    """The header of an .npy file would be tokens in a .bin file."""
 
     class Wide(ByteTokenizer):
         vocab_size = 1 << 16
@@ -552,8 +549,8 @@ def test_a_file_of_tokens_is_not_known_by_its_content_alone(tmp_path):
     assert len(store) == 2 and store[0].tolist() == [256, 1, 2, 257] and len(store[1]) > 60
 
 
-def test_a_manifest_with_other_names_of_shards_goes_on(corpus):
-    """As where its images have moved."""
+def test_a_manifest_with_other_keys_of_shards_is_accepted(corpus):
+    """As after a move of the images that the documents refer to."""
     first = build(corpus)
     manifest = corpus.parent / "run" / "manifest.json"
     content = json.loads(manifest.read_bytes())
@@ -563,22 +560,21 @@ def test_a_manifest_with_other_names_of_shards_goes_on(corpus):
     assert all_tokens(again) == all_tokens(first) and again.order_hash == first.order_hash
 
 
-def test_held_out_data_of_ones_own_are_one_change(corpus, tmp_path):
+def test_a_new_held_out_path_is_one_change(corpus, tmp_path):
     build(corpus)
     (tmp_path / "v.txt").write_text("v")
-    with pytest.raises(DataError) as error:
+    with refused(DataError, "--held-out-fraction 0.05", "--held-out") as caught:
         build(corpus, held_out_path=str(tmp_path / "v.txt"))
-    changes = str(error.value).split(" of the tokens in ")[1].split(": ", 1)[1]
-    assert changes.startswith("held out was --held-out-fraction 0.05 and is the data of --held-out. Restore")
+    assert "v.txt" not in str(caught.value)
 
 
-def test_ids_beyond_the_table_are_named_where_the_data_have_them(corpus):
-    """A tokenizer may know more ids than a model, as Gemma 3's does: its documents may have none of these."""
+def test_token_ids_above_the_model_s_vocabulary_are_refused(corpus):
+    """A tokenizer may have more ids than the model (Gemma 3), as long as documents do not use them."""
     np.save(corpus / "x.npy", np.array([5, 6, 300, 7], np.uint16))
     tokenizer = load_tokenizer(FIXTURES / "chat_llama")
     store = build(corpus, tokenizer=tokenizer, held_out_fraction=0.0)
     store.check_ids(tokenizer.vocab_size)
     store.check_ids(301)
     store.check_ids(300, placeholders=(299, 300))
-    with pytest.raises(DataError, match=r"train:.*x\.npy.*has the id 300, and the model only ids below 300: leave"):
+    with refused(DataError, "train:", "x.npy", "300"):
         store.check_ids(300, placeholders=(299,))
