@@ -162,7 +162,7 @@ def test_rows_are_counted_without_a_plan(sizes, seq_len):
         assert count_rows(make, sizes, seq_len) == rows
 
 
-def test_each_block_is_planned_once_an_epoch_and_before_its_window_begins(small_windows):
+def test_blocks_are_planned_once_before_their_window(small_windows):
     corpus, planned = Corpus([5] * 203), []
 
     def make(documents, sizes, seq_len):

@@ -44,7 +44,7 @@ def plain():
 
 
 def noisy(model, size: float = 0.3):
-    """The model with every number of a pair moved."""
+    """The model with changed factors."""
     draws = np.random.default_rng(7)
     moved = {
         name: leaf + jax.device_put(draws.normal(0, size, leaf.shape).astype(leaf.dtype), leaf.sharding)
@@ -58,13 +58,13 @@ def noisy(model, size: float = 0.3):
 
 
 def written_out(update, base, a, b, magnitude, inner: tuple[int, ...]):
-    """The weight of DoRA, by its definition: the length of a column is a number in gradients."""
+    """The weight of DoRA by its definition, without gradients of column norms."""
     whole = base + 1.5 * jnp.einsum(update, a, b)
     first, length = (jnp.sqrt(jnp.sum(w**2, axis=inner, keepdims=True)) for w in (base, whole))
     return (first + magnitude.reshape(length.shape)) * whole / jax.lax.stop_gradient(length)
 
 
-def test_magnitudes_are_those_of_the_definition():
+def test_dora_equals_its_definition():
     """Values and gradients of products with two axes in and out, with experts, and of sorted rows."""
     draws = np.random.default_rng(0)
     counts, form = jnp.asarray((2, 0, 3)), RAGGED_DOT
@@ -98,7 +98,7 @@ def test_magnitudes_are_those_of_the_definition():
 
 
 @pytest.mark.slow
-def test_a_factor_near_1_is_not_lost_in_16_bits():
+def test_magnitudes_near_1_are_not_rounded():
     ones = jnp.ones((64, 2), jnp.bfloat16)
     node = LowRank(ones, jnp.zeros((64, 1)), jnp.zeros((1, 2)), 1.0, jnp.full((2,), 0.008))  # of 8
     y = einsum("b embed, embed mlp -> b mlp", jnp.full((1, 64), 1000.0, jnp.bfloat16), node, out_dtype=jnp.float32)
@@ -114,14 +114,14 @@ def born(plain):
 
 
 @pytest.mark.slow
-def test_new_magnitudes_change_no_bit(plain, born):
+def test_new_magnitudes_change_nothing(plain, born):
     tokens = some_tokens(4, 8)
     assert_array_equal(logits(born["dora"], tokens), logits(plain, tokens))
 
 
 @pytest.mark.slow
-def test_a_pair_is_the_part_with_the_largest_singular_values(plain, born):
-    """The base has the others; together they are the weight, to rounding, and so is the model at its start."""
+def test_pissa_factors_have_the_largest_singular_values(plain, born):
+    """The base has the others. Base and factors sum to the weight, up to rounding."""
     words = axes(plain)
     for path, node in low_rank_weights(born["both"]).items():
         inner = node.lora_a.ndim - 1 - words[path].count("layers")
@@ -144,7 +144,7 @@ def test_a_pair_is_the_part_with_the_largest_singular_values(plain, born):
 
 
 @pytest.mark.slow
-def test_a_new_model_is_the_old_one_to_rounding_and_its_start_to_the_bit(plain, born):
+def test_new_models_with_pissa_equal_the_plain_one(plain, born):
     tokens, model = some_tokens(4, 8), born["both"]
     before = logits(plain, tokens)
     assert_allclose(logits(model, tokens), before, atol=2e-6 * np.abs(before).max())
@@ -191,7 +191,7 @@ def expected(born):
 
 
 @pytest.mark.slow
-def test_merging_changes_no_logit(plain, born, expected):
+def test_merging_changes_no_logits(plain, born, expected):
     merged = merge_lora(noisy(born["both"]))
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
     assert_allclose(logits(merged, some_tokens(4, 8)), expected[0], atol=4e-5)
@@ -199,13 +199,13 @@ def test_merging_changes_no_logit(plain, born, expected):
 
 
 @pytest.mark.slow
-def test_scan_is_loop_with_and_without_remat(born, expected):
+def test_scan_equals_loop_with_remat(born, expected):
     changed = gradient_of_pairs(noisy(born["both"]).replace(scan=False, remat="full"), some_tokens(4, 8))
     jax.tree.map(lambda a, b: assert_close(a, b, units=512), changed, expected)
 
 
 @pytest.mark.slow
-def test_sharded_is_single(plain, born, expected):
+def test_sharded_equals_single_device(plain, born, expected):
     placed = plain.place(ed.Layout.create(fsdp=4, tensor=2))
     model = add_lora(placed, BOTH, key=jax.random.key(0))
     shardings = named_leaves(placed.execution.layout.shardings(model))
@@ -216,7 +216,7 @@ def test_sharded_is_single(plain, born, expected):
     jax.tree.map(lambda a, b: assert_close(a, b, units=1024), gradient_of_pairs(model, some_tokens(4, 8)), expected)
 
 
-def test_lengths_are_no_matrices(plain):
+def test_magnitudes_are_no_matrices(plain):
     assert muon_dimensions(("layers", "heads", "head_dim")) is None
     trainer = Trainer.create(
         OptimizerConfig(trainable=LORA_WEIGHTS), add_lora(plain, BOTH, key=jax.random.key(0)), steps=2
@@ -225,7 +225,7 @@ def test_lengths_are_no_matrices(plain):
 
 
 @pytest.mark.slow
-def test_steps_move_pairs_and_lengths_alone_and_are_resumed(plain, tmp_path):
+def test_steps_change_only_factors_and_magnitudes_and_resume_exactly(plain, tmp_path):
     model = add_lora(plain, BOTH, key=jax.random.key(0))
     first = jax.device_get(named_leaves(model))
     optimizer = OptimizerConfig(trainable=LORA_WEIGHTS, learning_rate=0.02, schedule="constant", warmup_steps=0)
@@ -245,7 +245,7 @@ def test_steps_move_pairs_and_lengths_alone_and_are_resumed(plain, tmp_path):
     jax.tree.map(assert_array_equal, named_leaves(back.model), named_leaves(state.model))
 
 
-# --- beside weights in few bits ---
+# --- quantized weights ---
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_the_head_counts_once_tied_or_not():
     assert ed.count_parameters(untied) == ed.count_parameters(TINY) + 256 * 4096
 
 
-def test_fused_projections_count_and_biases_norms_sinks_and_tables_do_not():
+def test_only_projections_are_counted():
     """One local block with three projections, one full block with a fused one, biases, sinks and norms of heads."""
     config = rich_decoder(2, positions=LearnedPositions(max_positions=64))
     block = EMBED * HEAD_DIM * (4 + 2 + 2) + 4 * HEAD_DIM * EMBED + 3 * EMBED * 24
@@ -48,7 +48,7 @@ def test_fused_projections_count_and_biases_norms_sinks_and_tables_do_not():
 
 @pytest.mark.slow(fast=("mask0-8",))
 @pytest.mark.parametrize(("mask", "keys"), [(SlidingWindow(8), 8), (Chunked(8), 8), (SlidingWindow(500), 100)])
-def test_windows_count_only_what_they_see(mask, keys):
+def test_windows_count_only_visible_keys(mask, keys):
     block = TINY.blocks[0]
     local = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, mask=mask))
     config = dataclasses.replace(TINY, blocks=(local, *TINY.blocks[1:]))
@@ -69,7 +69,7 @@ def test_a_cpu_is_measured_and_shared_by_its_forced_devices(monkeypatch):
         assert device_flops(layout, jnp.float32, peak_tflops=2.5) == 2.5e12
 
 
-def test_of_experts_those_count_that_a_token_uses():
+def test_experts_per_token_are_counted():
     experts = ExpertsConfig(num_experts=8, num_experts_per_token=3, mlp_dim=10, shared=MLPConfig(mlp_dim=20), bias=True)
     block = dataclasses.replace(TINY.blocks[0], mixer=None, pre_mixer_norm=None, mlp=experts)
     config = dataclasses.replace(TINY, blocks=(block,))
@@ -81,7 +81,7 @@ def test_of_experts_those_count_that_a_token_uses():
     assert matmul_parameters(dataclasses.replace(TINY, blocks=(chained,))) == count + 256 * 4096
 
 
-def test_depths_count_in_training_with_a_head_each():
+def test_mtp_depths_are_counted_in_training_with_a_head():
     config = ed.with_mtp(TINY, 2)
     layer = 256 * 64 * (4 + 2 + 2) + 4 * 64 * 256 + 3 * 256 * 704
     more = 2 * (layer + 2 * 256 * 256 + 256 * 4096)
@@ -90,14 +90,14 @@ def test_depths_count_in_training_with_a_head_each():
     assert flops_per_token(config, 100, backward=False) == flops_per_token(TINY, 100, backward=False)
 
 
-def test_depths_multiply_each_stream_that_they_read():
+def test_mtp_depths_read_every_stream():
     block = dataclasses.replace(TINY.blocks[0], residual=HyperConnections(streams=3))
     added = ed.with_mtp(dataclasses.replace(TINY, blocks=(block,)), 1)
     apart = dataclasses.replace(added, mtp=dataclasses.replace(added.mtp, all_streams=True))
     assert matmul_parameters(apart) - matmul_parameters(added) == 2 * 256 * 256
 
 
-def test_frozen_weights_cost_what_they_do():
+def test_operations_of_frozen_weights():
     """Forward 2; 2 more where a gradient goes through, and 2 where they are trained; scores 6, or 2 where none goes."""
     local = dataclasses.replace(TINY.blocks[0], mixer=dataclasses.replace(TINY.blocks[0].mixer, mask=SlidingWindow(8)))
     model = ed.abstract(dataclasses.replace(TINY, blocks=(local, *TINY.blocks[1:]), tied=False))

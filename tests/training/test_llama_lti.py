@@ -66,7 +66,7 @@ def model(request, teacher):
     return taught(teacher, request.param)
 
 
-def test_only_the_attention_changes_in_the_configuration():
+def test_only_the_mixers_of_the_configuration_change():
     for config in CONFIGS.values():
         assert ed.segments(config.blocks) == (((config.blocks[0],), 2),)
         assert config.blocks[0].mixer.attention == STUDENT.blocks[0].mixer
@@ -75,7 +75,7 @@ def test_only_the_attention_changes_in_the_configuration():
         assert hash(config) is not None
 
 
-def test_the_teachers_kernels_are_taken_over(model, teacher):
+def test_the_teachers_kernels_are_copied(model, teacher):
     for learned, given in zip(mixers(model), mixers(teacher), strict=True):
         for one, other in zip(kernels_of(learned.teacher), kernels_of(given), strict=True):
             assert_array_equal(one, other)
@@ -83,7 +83,7 @@ def test_the_teachers_kernels_are_taken_over(model, teacher):
 
 
 @pytest.mark.slow
-def test_a_teachers_kernels_come_to_the_models_mesh_and_dtype(teacher):
+def test_the_teachers_kernels_get_the_models_mesh_and_dtype(teacher):
     layout = ed.Layout.create(**MESH)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), filled(CONFIGS[False]).place(layout))
     model = with_teacher(half, teacher)
@@ -95,7 +95,7 @@ def test_a_teachers_kernels_come_to_the_models_mesh_and_dtype(teacher):
 
 
 @pytest.mark.slow
-def test_materialised_is_a_plain_llama_with_the_same_logits(model):
+def test_materialized_model_is_a_llama_with_the_same_logits(model):
     plain = materialize(model)
     assert plain.config == STUDENT
     assert plain.execution == model.execution
@@ -117,7 +117,7 @@ def test_materialised_is_a_plain_llama_with_the_same_logits(model):
 @pytest.mark.parametrize(
     "mesh", [pytest.param(MESH, marks=pytest.mark.slow), dict(stage=2, tensor_sequence=2, fsdp=2)], ids=str
 )
-def test_materialised_is_born_on_the_models_mesh(model, mesh):
+def test_materialized_model_is_on_the_models_mesh(model, mesh):
     layout = ed.Layout.create(**mesh)
     placed = materialize(model.place(layout))
     target = named_leaves(ed.abstract(STUDENT, layout=layout))
@@ -128,8 +128,7 @@ def test_materialised_is_born_on_the_models_mesh(model, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("general", GENERAL)
-def test_identity_maps_are_the_teacher(general):
-    """With the rest of the teacher the whole model is the teacher."""
+def test_identity_maps_give_the_teacher(general):
     config = llama_lti(STUDENT, teacher_heads=4, teacher_kv_heads=2, teacher_head_dim=8, general=general)
     source, student = filled(STUDENT, seed=5), filled(config)
 
@@ -156,7 +155,7 @@ gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("general", GENERAL)
-def test_gradients_reach_the_maps_alone_and_are_those_of_one_device(teacher, general):
+def test_only_maps_have_gradients_on_one_device_and_a_mesh(teacher, general):
     model = taught(teacher, general)
     tokens, segments = packed(8)
     (_, logits), gradient = gradients(model, tokens, segments)
@@ -170,7 +169,7 @@ def test_gradients_reach_the_maps_alone_and_are_those_of_one_device(teacher, gen
 
 
 @pytest.mark.slow
-def test_cached_decoding_is_the_forward_pass(teacher):
+def test_cached_decoding_equals_the_forward_pass(teacher):
     model, tokens, pieces = taught(teacher, False), some_tokens(2, 9), []
     cache = ed.init_cache(model.config, 2, 9, dtype=jnp.float32)
     for begin in (0, 3, 6):
@@ -180,8 +179,8 @@ def test_cached_decoding_is_the_forward_pass(teacher):
 
 
 @pytest.mark.slow
-def test_training_moves_all_but_the_teacher(teacher):
-    """Weight decay too leaves it alone, although its paths match the patterns."""
+def test_training_does_not_change_the_teacher(teacher):
+    """Nor does weight decay, although its paths match the patterns."""
     model = taught(teacher, False)
     names, start = set(named_leaves(model)), named(model, "")
     frozen = {name for name in names if ".teacher." in name}
@@ -247,7 +246,7 @@ def test_a_teacher_with_low_rank_pairs_is_refused(teacher):
 
 
 @pytest.mark.slow
-def test_pairs_beside_other_weights_stay_when_the_kernels_are_computed(teacher):
+def test_materialize_keeps_low_rank_pairs_of_other_weights(teacher):
     model = taught(teacher, False)
     with refused(ed.ConfigError, "LoRAConfig.targets", "'*.teacher.query'"):
         add_lora(model, LoRAConfig(targets=("*.teacher.query",)), key=jax.random.key(0))

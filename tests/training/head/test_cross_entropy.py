@@ -20,6 +20,7 @@ from eqx_decoders.training.head.head_tiles import tile_length
 from eqx_decoders.training.head.log_probs import linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import refused
 
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 8, 19
@@ -167,7 +168,7 @@ def test_reported_sums_carry_no_gradient():
 
 @pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_token_counts(dtype):
+def test_batches_without_targets(dtype):
     hidden, head, targets, _ = make(False, dtype, biased=True)
     nothing = jnp.zeros((BATCH, LENGTH))
     targets = targets.at[0].set(-100)
@@ -208,7 +209,7 @@ def test_large_logits_stay_finite(size):
 
 @pytest.mark.slow(fast=("shape0",))
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)])
-def test_nothing_and_one_token(shape):
+def test_empty_and_single_token_batches(shape):
     hidden, head, targets, _ = make(False, batch=shape[0], length=shape[1], biased=True)
     arguments = hidden, head, targets, jnp.ones(shape)
 
@@ -301,7 +302,6 @@ def test_any_positive_bound_is_accepted(rings, monkeypatch):
 
 @pytest.mark.parametrize(("rings", "bound", "ordered"), [(True, 15, True), (True, 16, False), (False, 15, False)])
 def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, ordered, monkeypatch):
-    """One that takes, with the kernel, more than half of the bound."""
     layout = Layout.create(fsdp=8)
     backend = dataclasses.replace(layout.backend, gradient_rings=rings)
     monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
@@ -355,7 +355,7 @@ def collectives(jaxpr, within=()):
 
 @pytest.mark.parametrize("over_data", [False, True])
 @pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
-def test_the_head_travels_once(head_bytes, parts, over_data):
+def test_the_head_is_gathered_once(head_bytes, parts, over_data):
     """Gathered before the tiles, and its gradient shared after them; each of its parts beside the products of the one
     before it, but for the last one of the first pass, with which the second begins. Between copies of the head its
     gradient is added up once, or each gets its part of it."""
@@ -400,8 +400,7 @@ def test_a_part_has_two_kernels_and_a_gradient(most, want):
     assert split.parts(jnp.zeros((2, 600)), jnp.bfloat16, most) == want
 
 
-def test_logits_are_never_whole():
-    """The largest intermediate is one tile, also where gradients are made."""
+def test_logits_are_computed_in_tiles():
     hidden, head, targets, weights = make(False, batch=2, length=64, biased=True)
 
     def loss(hidden, head):
@@ -501,9 +500,15 @@ def test_cross_entropy_is_its_formula(getkey):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"soft_cap": 0.0}, {"tiles": HeadTiles(0)}, {"z_loss": -1.0}, {"tied": True}, {"tiles": HeadTiles(head_bytes=0)}],
+    ("options", "names"),
+    [
+        pytest.param({"soft_cap": 0.0}, ["soft_cap=0.0"], id="soft_cap"),
+        pytest.param({"tiles": HeadTiles(0)}, ["HeadTiles.positions=0"], id="positions"),
+        pytest.param({"z_loss": -1.0}, ["z_loss=-1.0"], id="z_loss"),
+        pytest.param({"tied": True}, ["tied=True", str((EMBED, VOCAB))], id="tied"),
+        pytest.param({"tiles": HeadTiles(head_bytes=0)}, ["HeadTiles.head_bytes=0"], id="head_bytes"),
+    ],
 )
-def test_options_out_of_range(options):
-    with pytest.raises(ConfigError):
+def test_bad_options_are_refused(options, names):
+    with refused(ConfigError, *names):
         linear_cross_entropy(*make(False), **({"tied": False} | options))

@@ -14,6 +14,7 @@ from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles
 from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadWeights
 from tests.compare import assert_allclose, assert_array_equal, assert_close
+from tests.errors import refused
 from tests.training.head.test_cross_entropy import EMBED, FEW, PARTS, REST, VOCAB, after, make
 
 
@@ -238,7 +239,7 @@ def test_top_ids_with_a_tail():
     assert_allclose(log1mexp(near), np.log(-np.expm1(np.asarray(near, np.float64))), rtol=1e-5)
 
 
-def test_logits_are_never_whole():
+def test_logits_are_computed_in_tiles():
     hidden, head, targets, _ = make(False, batch=2, length=64, biased=True)
 
     def loss(hidden, head):
@@ -261,18 +262,32 @@ def test_targets_outside_and_large_logits():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("call", "names"),
     [
-        lambda a: linear_log_probs(*a, tied=False, temperature=0.0),
-        lambda a: linear_log_probs(*a, tied=True),
-        lambda a: linear_divergence(*a[:2], *a[:2], **FORMS, divergence=Divergence("other")),
-        lambda a: linear_divergence(*a[:2], *a[:2], **FORMS, divergence=Divergence("jsd", beta=1.0)),
-        lambda a: linear_divergence(*a[:2], a[0], HeadWeights(jnp.zeros((EMBED, 3))), **FORMS),
+        pytest.param(
+            lambda a: linear_log_probs(*a, tied=False, temperature=0.0), ["temperature=0.0"], id="temperature"
+        ),
+        pytest.param(lambda a: linear_log_probs(*a, tied=True), ["tied=True"], id="tied"),
+        pytest.param(
+            lambda a: linear_divergence(*a[:2], *a[:2], **FORMS, divergence=Divergence("other")),
+            ["Divergence.kind='other'", "jsd"],
+            id="kind",
+        ),
+        pytest.param(
+            lambda a: linear_divergence(*a[:2], *a[:2], **FORMS, divergence=Divergence("jsd", beta=1.0)),
+            ["Divergence.beta=1.0", "kind='reverse'"],
+            id="beta",
+        ),
+        pytest.param(
+            lambda a: linear_divergence(*a[:2], a[0], HeadWeights(jnp.zeros((EMBED, 3))), **FORMS),
+            ["linear_divergence", "3"],
+            id="vocabulary",
+        ),
     ],
 )
-def test_options_out_of_range(wrong):
-    with pytest.raises(ConfigError):
-        wrong(make(False)[:3])
+def test_bad_options_are_refused(call, names):
+    with refused(ConfigError, *names):
+        call(make(False)[:3])
 
 
 FORMS = {name: HeadForm(tied=False) for name in ("form", "teacher_form")}

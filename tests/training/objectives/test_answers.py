@@ -25,7 +25,7 @@ def test_sums_means_and_back():
 
 
 @pytest.mark.slow
-def test_gradients_reach_each_answer_alone():
+def test_gradients_of_each_answer():
     def loss(values):
         means = answer_means(values, jnp.asarray(ANSWERS), 2)
         return jnp.sum(to_tokens(means**2, jnp.asarray(ANSWERS)))  # 3 * 2^2 + 2 * 4.5^2 + 2 * 7^2

@@ -185,7 +185,7 @@ FORMS = ((ROWS, SHORT), (PACKED, LONG))
 
 
 @pytest.mark.slow
-def test_log_probs_of_tokens_stand_at_their_places():
+def test_log_probs_are_at_the_positions_of_tokens():
     """Also where a mesh puts tokens in another order; 0 for the first token of a document and for padding."""
     model, batch = filled(CONFIG), batch_of(PACKED, LONG)
     plain = token_log_probs(model, batch, temperature=TEMPERATURE)

@@ -148,8 +148,8 @@ def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
 
 
 @pytest.mark.parametrize("aggregation, wrong", [("row", 0.390001), ("token", 0.053749), ("constant", 0.026874)])
-def test_the_mean_of_the_means_of_microbatches_is_another_number(aggregation, wrong):
-    """What weights of each microbatch by itself would give, of rows 1 and 2, and of row 3."""
+def test_the_mean_over_microbatches_is_not_the_mean_over_the_batch(aggregation, wrong):
+    """With weights computed for each microbatch: rows 1 and 2, and row 3."""
     options, losses = dict(limit=4) if aggregation == "constant" else {}, []
     for rows in (slice(0, 2), slice(2, 3)):
         c = jnp.asarray(token_weights(REAL[rows], aggregation, **options))
@@ -228,8 +228,8 @@ def test_dppo(options, masked):
 
 
 @pytest.mark.slow
-def test_answers_of_one_row_are_rows():
-    """The three answers packed: the same numbers. A token of weight 0 counts for none, whatever its number."""
+def test_packed_answers_equal_answers_in_rows():
+    """Tokens of weight 0 do not count."""
     answers = np.array([[0, 1, 1, 1, 1, 2, 3, 3]], np.int32)
     real = np.array([[0, 1, 0, 1, 1, 1, 1, 1]], bool)
 

@@ -99,7 +99,7 @@ def test_pairs_and_metrics():
     same([metrics[name] for name in want], list(want.values()))
 
 
-def test_pairs_without_an_answer_count_for_nothing():
+def test_pairs_without_an_answer_do_not_count():
     short = dict(chosen_lengths=jnp.asarray([3, 0]))
     references = dict(reference_chosen=jnp.asarray([-2.0, NAN]))
     for config in (of("sigmoid"), of("ipo", over="tokens"), of("orpo", nll_weight=1.0)):

@@ -64,7 +64,7 @@ def own(model):
 
 
 @pytest.mark.slow
-def test_the_own_choice_changes_nothing(model, own):
+def test_replaying_the_router_s_own_choice_changes_nothing(model, own):
     """Values and gradients, to the last bit; where it is not known, the router chooses."""
     wanted = loss(model, batch_of(own))
     half = np.where(np.arange(LENGTH)[None, :, None, None] % 2, own, -1).astype(np.int16)
@@ -74,8 +74,7 @@ def test_the_own_choice_changes_nothing(model, own):
 
 
 @pytest.mark.slow
-def test_another_choice_is_of_the_token_that_is_read(model, own):
-    """One token of one layer goes elsewhere: what comes before it is the same, it and what follows are not."""
+def test_another_choice_changes_only_its_token_and_later_ones(model, own):
     place, layer = 4, 1
     others = own.copy()
     others[0, place, layer, :2] = (own[0, place, layer, :2] + 2) % 6

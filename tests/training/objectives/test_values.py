@@ -36,7 +36,7 @@ def with_returns(batch: Batch) -> Batch:
     return dataclasses.replace(batch, signals=dataclasses.replace(kept, most_answers=signals.most_answers))
 
 
-def test_values_are_those_behind_each_token():
+def test_values_after_each_token():
     model, batch = critic(), with_returns(batch_of(*FORMS[1]))
     found = values_behind(model, batch)
     arrays = dict(segment_ids=batch.segment_ids, positions=batch.positions)
@@ -46,7 +46,7 @@ def test_values_are_those_behind_each_token():
 
 
 @pytest.mark.slow
-def test_a_step_is_that_of_the_formula():
+def test_a_step_equals_the_formula():
     model, objective = critic(), ValueObjective(clip=CLIP)
     rows, packed = (with_returns(batch_of(*each)) for each in FORMS)
     values = values_behind(model, rows)

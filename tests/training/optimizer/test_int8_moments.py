@@ -25,15 +25,15 @@ SMALL = dataclasses.replace(ANY, moments_dtype="int8")
 
 
 def widths(shape, seed=0):
-    """Numbers of very different sizes, as moments are."""
+    """Numbers of very different sizes."""
     drawn = np.random.default_rng(seed).normal(size=(2, *shape))
     return jnp.asarray(drawn[0] * 10.0 ** (2 * drawn[1]), jnp.float32)
 
 
 @pytest.mark.slow(fast=("False",))
 @pytest.mark.parametrize("positive", [False, True])
-def test_numbers_are_right_in_the_mean(positive):
-    """Those far below the largest, too: 2000 drawings, each within its neighbouring codes."""
+def test_stochastic_rounding_is_unbiased(positive):
+    """Also for numbers far below the largest; each of 2000 samples is one of the two nearest codes."""
     x = jnp.square(widths((3, 40))) if positive else widths((3, 40))
     x = x.at[0, :3].set(0.0)
 
@@ -53,7 +53,7 @@ def test_numbers_are_right_in_the_mean(positive):
     assert np.all(found[:, 0, :3] == 0) and (not positive or found[:, size > 0].min() > 0)
 
 
-def test_a_second_moment_follows_with_a_slow_decay():
+def test_second_moments_follow_smaller_gradients():
     """Half of a row's gradients become ten times smaller: with beta2 = 0.999 each step changes their moments by far
     less than codes lie apart."""
     words, shape = {"up": ("embed", "mlp")}, (4, 64)
@@ -79,8 +79,8 @@ def test_a_second_moment_follows_with_a_slow_decay():
 
 
 @pytest.mark.slow
-def test_a_small_problem_is_solved_as_with_float32():
-    """Least squares, in whose rows gradients differ by a factor of 1000."""
+def test_least_squares_converge_as_with_float32():
+    """The gradients of its rows differ by a factor of 1000."""
     words, generator = {"up": ("embed", "mlp")}, np.random.default_rng(0)
     inputs, scale = jnp.asarray(generator.normal(size=(256, 16)), jnp.float32), jnp.logspace(-1.5, 0, 32)[None]
     truth = jnp.asarray(generator.normal(size=(16, 32)), jnp.float32)
@@ -111,7 +111,7 @@ def test_a_small_problem_is_solved_as_with_float32():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_steps_on_a_mesh_are_those_of_one_device(name):
-    """Codes may differ by one, where a number that was added up in another order was rounded the other way."""
+    """Codes may differ by one: sums in another order may be rounded differently."""
     config = dataclasses.replace(SMALL, name=name, max_grad_norm=None)
     model, found = filled(CONFIG), []
     for layout, over_data in ((ed.Layout(), False), (ed.Layout.create(data=2, fsdp=2, tensor=2), True)):
@@ -136,8 +136,8 @@ def test_steps_on_a_mesh_are_those_of_one_device(name):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_them_in_an_eighth_of_the_bytes_of_two_moments(tmp_path):
-    """But for the scales; restored elsewhere they are the same."""
+def test_checkpoints_have_int8_moments(tmp_path):
+    """Codes and scales are restored exactly."""
     models = [filled(BARE).place(layout) for layout in (ed.Layout.create(data=4, fsdp=2), ed.Layout())]
     saving, loading = (trainer_of(model, dataclasses.replace(SMALL, shard_over_data=True)) for model in models)
     state, _ = advanced(saving, first_state(saving, models[0]), [batch_of()])

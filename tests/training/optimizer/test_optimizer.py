@@ -46,7 +46,7 @@ def rates(steps: int = 100, **changes) -> np.ndarray:
 @pytest.mark.slow(fast=("wsd",))
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_warmup_is_linear_up_to_the_peak(schedule):
-    """Ten steps of warm-up: a tenth, two tenths, … of the peak; no step is lost to a rate of zero."""
+    """The first of ten steps has a tenth of the peak: no step has a rate of zero."""
     rate = rates(schedule=schedule, warmup_steps=10)
     assert_allclose(rate[:10], np.linspace(0.2, 2, 10), rtol=1e-6)
     assert rate[10] == pytest.approx(2.0)
@@ -59,7 +59,7 @@ def test_warmup_is_linear_up_to_the_peak(schedule):
     assert_allclose([float(long(step)) for step in (0, 499, 999, 1000)], [0.001, 0.5, 1, 1], rtol=1e-4)
 
 
-def test_courses_after_the_warmup():
+def test_schedules_after_the_warmup():
     after = np.arange(91) / 90
     cosine = rates(warmup_steps=10, min_lr_ratio=0.1)[10:]
     assert_allclose(cosine, 2 * (0.1 + 0.9 * (1 + np.cos(np.pi * after)) / 2), rtol=1e-5)
@@ -132,7 +132,7 @@ OTHER = dict(
 
 
 @pytest.mark.parametrize("reader", UNREAD)
-def test_settings_that_nothing_reads_are_refused(reader):
+def test_unread_settings_are_refused(reader):
     choice = {"name" if reader in ("adamw", "lion", "adafactor", "muon") else "schedule": reader}
     for field in list(OTHER)[:5] if "name" in choice else list(OTHER)[5:]:
         if field not in UNREAD[reader]:
@@ -162,7 +162,7 @@ CHANGES = {
 
 
 @pytest.mark.slow
-def test_every_setting_moves_the_weights_differently():
+def test_every_setting_takes_effect():
     """All fields; what the step reads itself is tested in test_step.py."""
     by_the_step = {"trainable", "max_grad_norm", "ema_decay", "shard_over_data"}
     assert CHANGES.keys() | by_the_step == {field.name for field in dataclasses.fields(OptimizerConfig)}
@@ -219,8 +219,8 @@ def test_adamw_equals_numpy_and_decays_by_path():
 
 @pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
-def test_weight_decay_alone_shrinks_what_is_not_exempt(name):
-    """With no gradient, a decayed weight is multiplied by `1 - rate * weight_decay`, and no other weight moves."""
+def test_weight_decay_without_gradients(name):
+    """A decayed weight is multiplied by `1 - rate * weight_decay`; exempt weights do not change."""
     config = OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", warmup_steps=0, weight_decay=0.5)
     weights = some_weights(0)
     still = {key: np.zeros_like(w) for key, w in weights.items()}
@@ -261,7 +261,7 @@ def test_a_pattern_without_a_weight_is_refused_with_examples():
 @pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_every_part_of_an_optimizer_follows_the_schedule(name):
-    """The first of two steps of warm-up moves every weight, decay included, half as far as the full rate."""
+    """The first of two warmup steps changes every weight, decay included, by half of the change at the full rate."""
     config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=2, schedule="constant", weight_decay=0.5)
     weights, gradients = some_weights(0), [some_weights(1)]
     full, _ = run(make_optimizer(dataclasses.replace(config, warmup_steps=0), WORDS, 10), weights, gradients)
@@ -296,12 +296,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("words", KINDS)
-def test_muon_knows_rows_and_columns_of_every_kind(words):
+def test_muon_dimensions_of_every_kind_of_weight(words):
     found = muon_dimensions(tuple(words.split()))
     assert (None if found is None else (found.reduction_axis, found.output_axis)) == KINDS[words]
 
 
-def test_muon_has_a_case_for_every_weight_of_the_rich_decoder():
+def test_every_weight_of_the_rich_decoder_has_muon_dimensions():
     words = axes(abstract(rich_decoder(4, positions=LearnedPositions(max_positions=16))))
     assert {" ".join(each) for each in words.values()} <= KINDS.keys()
 
@@ -314,8 +314,8 @@ STACKED = {
 DIMENSIONS = {"layers": 3, "embed": 6, "heads": 2, "head_dim": 4, "inputs": 2, "mlp": 5}
 
 
-def test_muon_orthogonalises_each_layer_and_projection_by_itself():
-    """A stack's update is that of optax's muon on each of its matrices, written out in two dimensions."""
+def test_muon_orthogonalizes_each_layer_and_projection_separately():
+    """The update of a stack equals that of optax's muon on each matrix."""
     config = OptimizerConfig(name="muon", learning_rate=0.1, schedule="constant", warmup_steps=0, weight_decay=0.0)
     generator = np.random.default_rng(0)
 
@@ -342,8 +342,7 @@ def test_muon_orthogonalises_each_layer_and_projection_by_itself():
         assert np.abs(want[name] - matrix).max() > 1e-2
 
 
-def test_muon_without_matrices_and_without_anything_else():
-    """Frozen parts may leave muon only what AdamW moves, or only matrices."""
+def test_muon_with_only_matrices_or_none():
     for kept in (["head.kernel"], [MATRIX]):
         words = {name: WORDS[name] for name in kept}
         weights = {name: some_weights(0)[name] for name in kept}
@@ -363,8 +362,8 @@ def test_optimizer_state_holds_two_moments_per_weight():
 
 @pytest.mark.slow(fast=("lion",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
-def test_multiplied_rates_are_those_of_two_optimizers(name):
-    """A group with a factor moves, decay included, as with an optimizer of that rate; the first match counts."""
+def test_lr_multipliers_equal_separate_optimizers(name):
+    """A group with a factor is updated as by an optimizer of that rate, decay included. The first match counts."""
     config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=2, weight_decay=0.5)
     pairs = (("*.mlp.up", 0.25), ("*.mlp.*", 3.0), ("head.*", 3.0))
     weights, gradients = some_weights(0), [some_weights(seed) for seed in (1, 2, 3)]
@@ -388,8 +387,8 @@ def test_a_multiplier_without_a_weight_is_refused_with_examples():
 
 @pytest.mark.slow(fast=("adamw-2",))
 @pytest.mark.parametrize("name, moments", [("adamw", 2), ("lion", 1), ("muon", 1)])
-def test_moments_in_half_precision_are_rounded_and_nothing_else_is(name, moments):
-    """Two steps from the rounded moments are two steps in float32 with a rounding between; half of the bytes."""
+def test_only_moments_are_rounded_to_bfloat16(name, moments):
+    """Two steps equal two steps in float32 with rounded moments between them."""
     config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=0)
     half = dataclasses.replace(config, moments_dtype="bfloat16")
     words = {MATRIX: WORDS[MATRIX]}
@@ -415,8 +414,7 @@ def test_moments_in_half_precision_are_rounded_and_nothing_else_is(name, moments
 
 @pytest.mark.slow(fast=("adamw",))
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
-def test_weights_in_half_precision_get_updates_in_float32(name):
-    """Those of the same weights in float32, from moments in float32."""
+def test_updates_of_bfloat16_weights_are_computed_in_float32(name):
     optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=0), WORDS, 4)
     half = {key: jnp.asarray(w, "bfloat16") for key, w in some_weights(0).items()}
     full, gradient = {key: w.astype("float32") for key, w in half.items()}, some_weights(1)

@@ -35,7 +35,7 @@ from tests.training.step.test_step import (
 )
 
 
-def test_data_splits_what_the_batch_splits_or_the_first_dimension_that_it_divides():
+def test_shardings_over_data():
     layout = ed.Layout.create(data=2, fsdp=2, tensor=2)
     assert layout.state_spec("layers embed mlp", (4, 8, 16)) == P(None, ("fsdp", "data"), "tensor")
     assert layout.state_spec("layers embed mlp", (4, 6, 16)) == P(None, "fsdp", ("tensor", "data"))
@@ -59,7 +59,7 @@ def test_data_splits_what_the_batch_splits_or_the_first_dimension_that_it_divide
     ],
     ids=str,
 )
-def test_three_steps_are_the_same_in_fewer_bytes(sizes, parts):
+def test_steps_are_equal_with_less_memory(sizes, parts):
     """To the bit, but for clipping (the norm is added up in another order) and for microbatches (each
     one's gradient is scattered)."""
     model, found = filled(CONFIG if parts == 1 else rich_decoder(4)).place(ed.Layout.create(**sizes)), []
@@ -81,7 +81,7 @@ def test_three_steps_are_the_same_in_fewer_bytes(sizes, parts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_all_optimizers_may_be_split(name):
+def test_every_optimizer_can_be_sharded_over_data(name):
     model, found = filled(rich_decoder(2)).place(ed.Layout.create(data=4, fsdp=2)), []
     for over_data in (False, True):
         trainer = trainer_of(model, dataclasses.replace(ANY, name=name, shard_over_data=over_data))
@@ -91,7 +91,7 @@ def test_all_optimizers_may_be_split(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved_split", [False, True])
-def test_a_checkpoint_is_restored_with_it_or_without(tmp_path, saved_split):
+def test_checkpoints_are_restored_with_and_without_sharding_over_data(tmp_path, saved_split):
     model = filled(BARE).place(ed.Layout.create(data=4, fsdp=2))
     splitting, whole = (
         trainer_of(model, dataclasses.replace(ANY, shard_over_data=over_data, ema_decay=0.5))
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_restored_with_it_or_without(tmp_path, saved_split):
         assert leaf.sharding.is_equivalent_to(place.sharding, leaf.ndim)
 
 
-def test_it_may_change_during_a_run(tmp_path):
+def test_a_resumed_run_may_change_shard_over_data(tmp_path):
     old, new = (TrainConfig(optimizer=OptimizerConfig(shard_over_data=over_data)) for over_data in (False, True))
     changes = changed_settings(old, new)
     assert set(changes) == {"optimizer.shard_over_data"}

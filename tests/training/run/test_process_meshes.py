@@ -76,8 +76,8 @@ def test_two_processes_have_the_losses_of_one(folder, name):
         assert_allclose(one, other, rtol=1e-2 if "half" in name else 1e-5)
 
 
-def test_another_number_of_processes_goes_on_with_the_same_losses(folder):
-    """One takes the first steps, two the next ones, one the last."""
+def test_a_run_resumes_with_another_number_of_processes(folder):
+    """One process, then two, then one."""
     options = settings(folder) | {"--checkpoint-every": 1, "--eval-every": 0, "--mesh.fsdp": 4, "--sample-tokens": 0}
     options |= {"--optimizer.schedule": "constant", "--optimizer.warmup-steps": 0}
     for steps, count in ((2, 1), (4, 2), (6, 1)):
@@ -95,8 +95,8 @@ def test_another_number_of_processes_goes_on_with_the_same_losses(folder):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_at_any_time_no_step_is_lost_or_taken_twice(tmp_path, seed):
-    """In the start, in a step, in a save: whichever process it is, the other ends, and all go on."""
+def test_kills_at_any_time_lose_and_repeat_no_step(tmp_path, seed):
+    """At the start, in a step or in a save: the other process ends, and both resume."""
     pick = random.Random(seed)
     options = settings(tmp_path) | {"--steps": 40, "--checkpoint-every": 3, "--eval-every": 7}
     options |= {"--distributed-timeout": 30}  # that one waits for the other that was killed before they met

@@ -1,4 +1,4 @@
-"""Two processes that learn from pairs or from a teacher have the losses of one, also where they keep numbers of it."""
+"""Two processes have the losses of one with every method."""
 
 import json
 
@@ -86,8 +86,8 @@ def test_two_processes_have_the_losses_of_one(folder, name):
     assert_allclose(both, alone, rtol=1e-4, atol=1e-6)  # the loss of a step on policy is near 0
 
 
-def test_tasks_are_answered_together_and_graded_by_one(folder):
-    """Twice in the run of two processes, with the scores of one."""
+def test_tasks_are_graded_by_one_process(folder):
+    """Two evaluations, with the scores of a run of one process."""
     graded = folder / "tasks.py.graded"
     assert graded.read_text().count("graded") <= 8  # fewer where answers were cut
     graded.unlink()

@@ -112,7 +112,7 @@ def stepped(trainer, model):
 
 @pytest.mark.slow
 def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
-    """And by that alone: neither weight decay nor the optimizer reaches them."""
+    """Weight decay and the optimizer do not change them."""
     state, metrics = stepped
     counts = np.asarray(metrics.stats.routing.counts)
     assert counts.shape == (4, 8) and not np.any(counts[1::2, 4:])
@@ -126,7 +126,7 @@ def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
 
 
 @pytest.mark.slow
-def test_microbatches_add_their_counts_up_before_the_sign_is_taken(model, stepped):
+def test_counts_are_summed_over_microbatches(model, stepped):
     """Losses, gradients and reports are those of the whole batch as well."""
     state, metrics = advanced(trainer_of(model, gradient_accumulation_steps=2), model, batch_of())
     batch = batch_of()
@@ -139,7 +139,7 @@ def test_microbatches_add_their_counts_up_before_the_sign_is_taken(model, steppe
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_moves_no_bias(trainer, model):
+def test_a_step_that_is_not_finite_changes_no_bias(trainer, model):
     table = model.embedding.table.at[POISONED].set(jnp.nan)
     poisoned = eqx.tree_at(lambda m: m.embedding.table, model, table)
     state, metrics = advanced(trainer, poisoned, batch_of(poison=True))
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_moves_no_bias(trainer, model):
 
 
 @pytest.mark.slow
-def test_sharded_steps_report_and_move_as_one_device_does(model, stepped):
+def test_sharded_steps_equal_those_of_one_device(model, stepped):
     """Losses and counts are those of the global batch, not of one device's rows."""
     placed = model.place(ed.Layout.create(data=4, fsdp=2))
     state, metrics = advanced(trainer_of(placed), placed, batch_of())
@@ -157,7 +157,7 @@ def test_sharded_steps_report_and_move_as_one_device_does(model, stepped):
 
 
 @pytest.mark.slow
-def test_the_loss_is_the_mean_over_layers_of_what_their_routers_ask_for(model):
+def test_the_balance_loss_is_the_mean_over_layers(model):
     loss, metrics = eqx.filter_jit(next_token_loss)(model, batch_of())
     stats = metrics.stats.routing
     layers = [jax.tree.map(lambda leaf, i=i: leaf[i], stats) for i in range(4)]
@@ -170,7 +170,7 @@ def test_the_loss_is_the_mean_over_layers_of_what_their_routers_ask_for(model):
 
 
 @pytest.mark.slow
-def test_a_rate_of_ones_own_and_statistics_of_an_output():
+def test_update_of_router_biases_outside_of_a_step():
     model = filled(MIXED, experts="dense")
     out = eqx.filter_jit(lambda model, tokens: model(tokens).stats)(model, jnp.asarray(batch_of().tokens))
     moved = update_router_bias(model, out, 3.0)
@@ -186,7 +186,7 @@ def test_a_rate_of_ones_own_and_statistics_of_an_output():
 
 
 @pytest.mark.slow
-def test_the_report_is_that_of_numpy(model):
+def test_routing_report_equals_numpy(model):
     out = eqx.filter_jit(lambda model, tokens: model(tokens).stats)(
         model.replace(experts="auto"), jnp.asarray(batch_of().tokens)
     )
@@ -205,7 +205,7 @@ def test_the_report_is_that_of_numpy(model):
 
 
 @pytest.mark.slow
-def test_relative_loads_are_those_of_each_layers_own_experts():
+def test_loads_are_relative_to_the_experts_of_their_layer():
     counts = np.array([[4.0, 0, 2, 2, 0, 0, 0, 0], [1.0, 1, 1, 5, 0, 0, 0, 0]])
     config = dataclasses.replace(CONFIG, blocks=(DENSE, EIGHT, DENSE, FOUR))
     loads = relative_loads(config, counts)

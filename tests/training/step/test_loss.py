@@ -27,7 +27,7 @@ ROWS, LENGTH = 4, 13
 
 
 def batch_of(**parts) -> Batch:
-    """Several documents per row, of one token too, with padding; `parts` are added or take their place."""
+    """Rows of several documents, also of one token, with padding. `parts`: fields to add or replace."""
     tokens, segments = packed(ROWS, LENGTH)
     return Batch(**{"tokens": tokens, "segment_ids": segments, **parts})
 
@@ -39,7 +39,6 @@ def some_mask(seed: int = 0) -> np.ndarray:
 
 
 def one_block(**changes):
-    """The cheapest decoder to compile that has attention and an MLP."""
     config = rich_decoder(1, **changes)
     block = dataclasses.replace(
         config.blocks[0], mixer=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8), post_mlp_norm=None
@@ -157,8 +156,7 @@ def test_next_tokens_equals_a_loop(part):
 
 
 @pytest.mark.slow
-def test_evaluate_adds_up_batches_of_any_fill():
-    """One pass over batches is the sum over all target tokens, not the mean of the batches' means."""
+def test_evaluate_weights_batches_by_their_targets():
     model, batch = filled(one_block()), batch_of(positions=None)
     few = batch_of(segment_ids=jnp.where(jnp.arange(ROWS)[:, None] == 1, batch.segment_ids, 0))
     host = [jax.tree.map(np.asarray, each) for each in (batch, few)]
@@ -175,8 +173,8 @@ def test_evaluate_adds_up_batches_of_any_fill():
 
 
 @pytest.mark.slow
-def test_a_mean_is_that_of_its_weights_whatever_they_add_up_to():
-    """Loss, what further depths add, gradients and evaluation; of no weights at all they are 0."""
+def test_means_do_not_depend_on_the_sum_of_weights():
+    """Loss, losses of MTP depths, gradients and evaluation; without weights they are 0."""
     config = dataclasses.replace(one_block(), blocks=(BlockConfig(mixer=None, mlp=None),))
     mtp = MTPConfig(num_depths=1, block=config.blocks[0], norm=RMSNormConfig(), loss_weight=0.5)
     model = filled(dataclasses.replace(config, mtp=mtp))

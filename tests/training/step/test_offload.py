@@ -52,8 +52,8 @@ def run(layout, optimizer, config=DEEP, remat="full", poison=False, **step):
     ],
     ids=str,
 )
-def test_steps_are_the_same(sizes, offload, optimizer, remat):
-    """To the bit; and arrays are where the layout says, before and after."""
+def test_offloaded_steps_are_exact(sizes, offload, optimizer, remat):
+    """Arrays are where the layout says, before and after."""
     layout = ed.Layout() if sizes is None else ed.Layout.create(**sizes)
     optimizer = dataclasses.replace(ANY, **optimizer)
     plain, rows = run(layout, optimizer, remat=remat)
@@ -84,8 +84,8 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 
 @pytest.mark.slow
-def test_checkpoints_save_and_restore_what_the_host_has(tmp_path):
-    """And what was saved with it is restored without."""
+def test_checkpoints_of_offloaded_states(tmp_path):
+    """They are also restored without offloading."""
     host = dataclasses.replace(ed.Layout.create(fsdp=4, data=2), offload=ALL)
     model = filled(DEEP).place(host)
     trainer = trainer_of(model)
@@ -100,7 +100,7 @@ def test_checkpoints_save_and_restore_what_the_host_has(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_on_the_host_generate_as_others_do():
+def test_generation_with_offloaded_weights():
     model = filled(rich_decoder(2))
     moved = model.place(dataclasses.replace(ed.Layout(), offload=Offload(weights=("*",))))
     assert same_bits(moved, model) and HOST in kinds(moved).values() and kinds(moved)["embedding.table"] != HOST
@@ -110,7 +110,7 @@ def test_weights_on_the_host_generate_as_others_do():
 
 
 @pytest.mark.slow
-def test_models_are_born_on_the_host():
+def test_models_are_initialized_on_the_host():
     layout = dataclasses.replace(ed.Layout(), offload=Offload(weights=("*.mlp.*",)))
     born = ed.init(DEEP, key=jax.random.key(0), layout=layout)
     assert {name for name, kind in kinds(born).items() if kind == HOST} == {
@@ -120,7 +120,7 @@ def test_models_are_born_on_the_host():
     assert same_bits(born, ed.init(DEEP, key=jax.random.key(0)))
 
 
-def test_the_memory_of_the_host_is_counted_apart():
+def test_host_memory_is_planned_separately():
     plain, host = (ed.Layout.create(fsdp=4, data=2, offload=offload) for offload in (Offload(), ALL))
     found = []
     for layout in (plain, host):
@@ -166,7 +166,7 @@ def test_settings_reach_the_layout():
 
 
 @pytest.mark.slow
-def test_tpus_need_less_memory_for_what_the_host_has():
+def test_offloading_saves_memory_of_tpus():
     """Layers of Llama 3.2 1B on four devices: the optimizer's state is no argument of theirs, and neither it nor the
     weights come all at once."""
     config = ed.get_config("llama3.2-1b")

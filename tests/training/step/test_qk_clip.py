@@ -42,8 +42,8 @@ def maxima(model, tokens, segments):
     return model.replace(attention_maxima=True)(tokens, segment_ids=segments).stats.max_scores
 
 
-def test_scores_become_as_large_as_the_threshold():
-    """Of the first layer, whose input stays: exactly where they were larger, not at all where they were smaller."""
+def test_scores_are_clipped_to_the_threshold():
+    """In the first layer, whose input does not change. Smaller scores stay."""
     tokens, segments = packed(4)
     model = filled(decoder())
     before = maxima(model, tokens, segments)
@@ -61,8 +61,8 @@ def test_scores_become_as_large_as_the_threshold():
     assert_array_equal(old[..., 6:], new[..., 6:])  # values
 
 
-def test_each_layer_and_head_has_its_own():
-    """By the formula: the root for what is not rotated, all of it for what is, of queries; the shared key stays."""
+def test_factors_of_layers_and_heads():
+    """The square root for weights without RoPE, the factor itself for rotated queries; the shared key stays."""
     model = filled(decoder())
     scores = jnp.asarray([[50.0, 200, 100, 400], [100, 800, 0, 0], [-5, 1, 1000, 2], [400, 0, 0, 0]])
     gamma = np.minimum(1, 100 / (np.maximum(scores, 0) + 1e-6))
@@ -78,7 +78,7 @@ def test_each_layer_and_head_has_its_own():
 
 @pytest.mark.slow
 def test_a_step_clips_after_the_optimizer():
-    """With microbatches: by the largest score over all of them. A threshold above all scores changes nothing."""
+    """By the largest score of all microbatches. A threshold above all scores changes nothing."""
     tokens, segments = packed(4)
     batch, model = Batch(tokens=tokens, segment_ids=segments), filled(decoder())
     largest = maxima(model, tokens, segments)
@@ -98,7 +98,7 @@ def test_a_step_clips_after_the_optimizer():
 
 
 @pytest.mark.slow
-def test_running_means_are_of_the_weights_after_it():
+def test_weight_averages_are_of_clipped_weights():
     tokens, segments = packed(2)
     model = filled(decoder())
     optimizer = OptimizerConfig(warmup_steps=0, ema_decay=0.75)
@@ -107,14 +107,14 @@ def test_running_means_are_of_the_weights_after_it():
     new, _ = eqx.filter_jit(trainer.advance)(state, Batch(tokens=tokens, segment_ids=segments))
     before, after = named_leaves(model), named_leaves(new.model)
     clipped = clipped_weights(model)
-    assert all(np.abs(after[name] - before[name]).max() > 1e-3 for name in clipped), "more than a step of 3e-4"
+    assert all(np.abs(after[name] - before[name]).max() > 1e-3 for name in clipped)  # more than a step of 3e-4
     want = {name: 0.75 * before[name] + 0.25 * after[name] for name in clipped}
     assert_close({name: new.ema[name] for name in clipped}, want, units=64)
 
 
 @pytest.mark.slow
 def test_largest_scores_may_be_negative():
-    """Of documents of one token; over microbatches, too."""
+    """Documents of one token, also in microbatches."""
     tokens = jnp.asarray([[3], [5]])
     model = filled(decoder())
     largest = maxima(model, tokens, jnp.ones_like(tokens))

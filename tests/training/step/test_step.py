@@ -46,7 +46,7 @@ ANY = dataclasses.replace(PLAIN, eps=OptimizerConfig().eps)  # for all optimizer
 
 
 def batch_of(poison: bool = False, rows: int = ROWS) -> Batch:
-    """Packed documents; rows have between 0 and 12 targets. Token `POISONED` occurs only on demand."""
+    """Packed documents with 0 to 12 targets per row; without token `POISONED` unless asked for."""
     tokens, segments = (np.array(x) for x in packed(rows, LENGTH))
     tokens[tokens == POISONED] = 1
     if poison:
@@ -61,7 +61,7 @@ def trainer_of(model, optimizer=PLAIN, **step) -> Trainer:
 
 
 def first_state(trainer: Trainer, model, seed: int = 0) -> TrainState:
-    """A new state with buffers of its own: a step gives its state's buffers away."""
+    """A new state with copies of the weights, since a step donates its state."""
     return trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(seed))
 
 
@@ -74,7 +74,7 @@ def advanced(trainer: Trainer, state: TrainState, batches) -> tuple[TrainState, 
 
 
 def host(tree):
-    """NumPy copies of all arrays, keys as their numbers."""
+    """NumPy copies of all arrays and key data."""
 
     def one(leaf):
         return np.array(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
@@ -113,7 +113,7 @@ def case():
 
 @pytest.fixture
 def compilations():
-    """The names of events of programs being compiled, as they happen."""
+    """The names of compilation events."""
     events: list[str] = []
 
     def listen(event, seconds, **_):
@@ -127,7 +127,7 @@ def compilations():
 
 @pytest.mark.slow
 def test_a_step_returns_before_it_is_computed(case):
-    """The batch depends on something that takes a while; the step is given to the devices all the same."""
+    """The step is dispatched although its batch is still being computed."""
     slow = jax.jit(lambda tokens, x: tokens + (jax.lax.fori_loop(0, 30, lambda _, x: x @ x, x)[0, 0] > 1).astype(int))
     zeros, batch = jnp.zeros((1500, 1500)), batch_of()
     state, _ = advanced(case.trainer, case.start(), [batch])
@@ -139,7 +139,7 @@ def test_a_step_returns_before_it_is_computed(case):
 
 @pytest.mark.slow
 def test_two_steps_are_clipped_adamw_on_the_plain_loss(case):
-    """Literally: gradient of the mean loss, clipped by its global norm, through AdamW in NumPy."""
+    """In NumPy: the gradient of the mean loss, clipped by its global norm, and AdamW."""
     gradient_of = eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))
     model, batch = case.model.replace(layer_stats=False), batch_of()
     weights = {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(model).items()}
@@ -181,7 +181,7 @@ def _decayed(name: str) -> bool:
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_accumulated_microbatches_equal_one_batch(case, count):
-    """Whatever numbers of targets the microbatches have, gradient and metrics are those of the whole batch."""
+    """Microbatches have different numbers of targets."""
     trainer = trainer_of(case.model, gradient_accumulation_steps=count)
     got, rows = advanced(trainer, first_state(trainer, case.model), [batch_of()] * 2)
     want, whole = case.two_steps
@@ -196,8 +196,8 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
 
 
 @pytest.mark.slow
-def test_a_step_is_that_of_the_mean_whatever_the_weights_add_up_to(case):
-    """Also one whose weights add up to less than 1, in microbatches and as a whole."""
+def test_steps_do_not_depend_on_the_sum_of_weights(case):
+    """Also if the sum is below 1, and in microbatches."""
     batch = batch_of()
     small = dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(np.float32) * 2.0**-10)
     want, (row,) = advanced(case.trainer, case.start(), [batch])
@@ -210,7 +210,7 @@ def test_a_step_is_that_of_the_mean_whatever_the_weights_add_up_to(case):
             assert getattr(own, name) == pytest.approx(getattr(row, name), rel=1e-5), name
 
 
-def test_a_batch_that_cannot_be_cut_is_refused(case):
+def test_a_batch_that_is_no_multiple_of_microbatches_is_refused(case):
     trainer = trainer_of(case.model, gradient_accumulation_steps=3)
     state = TrainState(model=case.model, optimizer=None, step=jnp.int32(0), skipped=jnp.int32(0), key=jax.random.key(0))
     with refused(ConfigError, "8", "StepConfig.gradient_accumulation_steps=3"):
@@ -226,7 +226,7 @@ def test_bad_step_settings_are_refused(field, value):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_changes_nothing_and_the_run_goes_on(case, poison):
+def test_a_step_that_is_not_finite_changes_nothing(case, poison):
     table = case.model.embedding.table.at[POISONED].set(poison)
     model = eqx.tree_at(lambda m: m.embedding.table, case.model, table)
     good, bad = batch_of(), batch_of(poison=True)
@@ -246,8 +246,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_run_goes_on(case, poi
     assert (int(went_on.step), int(went_on.skipped)) == (3, 1)
 
 
-def test_either_loss_or_gradient_that_is_not_finite_stops_a_step(case):
-    """A target outside the vocabulary gives a loss of NaN and a finite gradient; huge logits the other way round."""
+def test_a_loss_or_gradient_that_is_not_finite_skips_a_step(case):
+    """A target outside of the vocabulary has a loss of NaN and a finite gradient; huge logits have the reverse."""
     good, tokens = batch_of(), batch_of().tokens.copy()
     row, column = np.argwhere((good.segment_ids[:, 1:] == good.segment_ids[:, :-1]) & good.loss_mask[:, 1:])[0]
     tokens[row, column + 1] = 32
@@ -282,8 +282,8 @@ def test_the_old_state_is_donated_and_the_batch_is_not(case):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, batch)))
 
 
-def test_one_program_serves_all_steps(case, compilations):
-    """Also for weights that were nowhere in particular: places, weak types and counters come back as they went in."""
+def test_steps_are_compiled_once(case, compilations):
+    """Also for weights without a sharding: shardings, weak types and counters do not change."""
     trainer = trainer_of(case.model, dataclasses.replace(PLAIN, trainable=("final_norm.*", "*.out")))
     state, batch = first_state(trainer, case.model), place(batch_of(), ed.Layout(), ROWS)
     compilations.clear()
@@ -306,8 +306,8 @@ def test_the_same_seed_gives_the_same_bits(case):
 
 @pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("count", [1, 2])
-def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compilations, count):
-    """Of packed documents, with microbatches, too."""
+def test_sharded_steps_equal_those_of_one_device(case, compilations, count):
+    """With packed documents, also in microbatches; compiled once."""
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = case.model.place(layout)
     trainer = trainer_of(model, gradient_accumulation_steps=count)
@@ -326,7 +326,7 @@ def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compi
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), name
 
 
-def test_the_optimizer_is_born_with_the_shardings_of_its_weights():
+def test_optimizer_state_is_sharded_like_its_weights():
     model = filled(CONFIG).place(ed.Layout.create(fsdp=4, tensor=2))
     state = trainer_of(model).init(model, key=jax.random.key(0))
     weights = named_leaves(model)
@@ -362,7 +362,7 @@ def test_abstract_is_init_without_the_memory(name, mesh):
 @pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
-    """For weights in half precision, too, and with microbatches; nothing is compiled."""
+    """Also with bfloat16 weights and microbatches, without compilation."""
     model = ed.abstract(CONFIG, precision=ed.Precision(params=params, compute=jnp.bfloat16))
     for count in (1, 2):
         trainer = trainer_of(model, dataclasses.replace(ANY, name=name), gradient_accumulation_steps=count)
@@ -394,7 +394,7 @@ def test_every_optimizer_lowers_the_loss(name, config):
         assert np.all(np.isfinite(leaf)), path
 
 
-def test_frozen_weights_keep_their_bits_and_have_no_optimizer_state():
+def test_frozen_weights_do_not_change_and_have_no_optimizer_state():
     model = filled(CONFIG)
     config = dataclasses.replace(PLAIN, trainable=("*.mixer.qkv", "final_norm.*"))
     trainer = trainer_of(model, config)
@@ -449,7 +449,7 @@ def test_running_means_are_the_formula_over_a_loop(params):
 
 
 @pytest.mark.slow
-def test_a_state_in_half_precision_is_restored_bit_for_bit_and_goes_on(tmp_path):
+def test_a_bfloat16_state_is_restored_exactly(tmp_path):
     model = in_dtype(BARE, jnp.bfloat16)
     trainer = trainer_of(model, dataclasses.replace(PLAIN, moments_dtype="bfloat16", ema_decay=0.5))
     state, _ = advanced(trainer, first_state(trainer, model), [batch_of()] * 2)
@@ -464,8 +464,8 @@ def test_a_state_in_half_precision_is_restored_bit_for_bit_and_goes_on(tmp_path)
 
 
 @pytest.mark.slow
-def test_half_precision_halves_the_memory_of_weights_and_moments():
-    """As XLA measures what the step is given, of 4,096 x 64 weights twice."""
+def test_bfloat16_halves_the_memory_of_weights_and_moments():
+    """By XLA's size of the arguments, for two weights of 4,096 x 64."""
     config = dataclasses.replace(BARE, vocab_size=4096, embed_dim=64)
     sizes = []
     for params, moments in (("float32", "float32"), ("bfloat16", "bfloat16")):
@@ -498,8 +498,8 @@ DRAWS = {
 
 
 @pytest.mark.slow
-def test_whatever_draws_gets_a_key_and_nothing_else_does():
-    """Each kind of dropout and random routing alone: the step's program has random bits then, and only then."""
+def test_only_random_layers_get_a_key():
+    """Each kind of dropout, and random routing: only then does the program have random bits."""
 
     def draws(config) -> bool:
         model = ed.abstract(config)
@@ -513,7 +513,7 @@ def test_whatever_draws_gets_a_key_and_nothing_else_does():
 
 
 @pytest.mark.slow
-def test_microbatches_draw_dropout_each_for_themselves():
+def test_microbatches_have_different_dropout():
     """With one key for both, of a row each, it would not matter which comes first."""
     model = filled(dataclasses.replace(BARE, dropout=0.5))
     trainer = trainer_of(model, gradient_accumulation_steps=2)
@@ -523,7 +523,7 @@ def test_microbatches_draw_dropout_each_for_themselves():
 
 
 @pytest.mark.slow
-def test_dropout_draws_anew_each_step_and_in_each_microbatch():
+def test_dropout_differs_between_steps_and_microbatches():
     """Every kind of dropout, random routing and its losses: the fused step is the plain loss with the step's key."""
     blocks = (dataclasses.replace(HIDDEN, dropout=0.2), dataclasses.replace(NOTHING, mlp=RANDOM))
     model = filled(dataclasses.replace(BARE, blocks=blocks, dropout=0.5))

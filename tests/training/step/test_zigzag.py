@@ -35,7 +35,7 @@ from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 
 @eqx.filter_jit
 def results(model, batch):
-    """Loss, metrics, gradient, and what evaluation adds up."""
+    """Loss, metrics, gradient, and sums of evaluation."""
     loss = eqx.filter_value_and_grad(ed.next_token_loss, has_aux=True)
     return loss(model, batch), evaluation_sums(model, batch)
 
@@ -87,8 +87,7 @@ def with_depths() -> ed.Decoder:
     ],
     ids=str,
 )
-def test_later_tokens_are_those_of_the_text(options):
-    """Multi-token prediction over rows that are split: losses of all depths, gradients, and what evaluation adds up."""
+def test_multi_token_prediction_in_zigzag_order(options):
     batch, model = rows(), with_depths()
     many = model.place(ed.Layout.create(context=4, data=2)).replace(**options)
     (got, got_bar), got_sums = results(many, batch)
@@ -100,8 +99,8 @@ def test_later_tokens_are_those_of_the_text(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
-def test_no_device_has_the_streams_of_a_row(order):
-    """Of a step with two depths: only numbers of tokens are gathered along a row, and streams are not."""
+def test_residual_streams_are_not_gathered(order):
+    """In a step with two MTP depths only token ids are gathered along a row."""
     model = with_depths().place(ed.Layout.create(context=4, data=2)).replace(context_order=order, context_form="ring")
     arrays, static = eqx.partition((model, rows(64)), eqx.is_array)
     text = jax.jit(lambda arrays: results(*eqx.combine(arrays, static))).lower(arrays).compile().as_text()
@@ -110,7 +109,7 @@ def test_no_device_has_the_streams_of_a_row(order):
 
 
 @pytest.mark.slow
-def test_tokens_further_on_in_another_order():
+def test_next_tokens_in_zigzag_order():
     order, x = zigzag(24, 3), jnp.arange(1, 25)[None, :, None]
     for count in (0, 1, 5, 30):
         wanted = shift_left(x, count)[:, order]
@@ -118,8 +117,8 @@ def test_tokens_further_on_in_another_order():
 
 
 @pytest.mark.slow
-def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
-    """Each device has tokens of the front and of the end, with their targets; the keys that it gathers are in order."""
+def test_tokens_are_in_zigzag_order_and_keys_are_not(monkeypatch):
+    """Each device has tokens of the start and the end of a row, with their targets."""
     layout = ed.Layout.create(context=4, data=2)
     model = rich(False).place(layout).replace(context_order="zigzag")
     batch = ed.Batch(tokens=jnp.arange(32, dtype=jnp.int32)[None].repeat(2, 0))
