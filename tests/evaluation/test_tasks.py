@@ -1,4 +1,4 @@
-"""Tasks of a user's file: what is loaded, answered, graded and reported."""
+"""Tasks of user files are loaded, answered, graded and reported."""
 
 import dataclasses
 import json
@@ -20,6 +20,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
+from tests.errors import assert_names, refused
 from tests.evaluation.models import chat_model, small_engine
 
 
@@ -87,35 +88,36 @@ def test_forms_of_tasks(file):
     assert rows.grader == "rewards.py:exact" and rows.examples[1] == {"prompt": "b", "answer": [2, None]}
 
 
-@pytest.mark.parametrize(
-    "name, error, says",
-    [
-        ("nothing", ConfigError, "the file has no 'nothing'. The file has the tasks short, chats, elsewhere, own, bad"),
-        ("Own", ConfigError, "is a class: give an object of it, own = Own()"),
-        ("bare", ConfigError, "has no grade: it must have examples and grade(example, answer)"),
-        ("has_e", ConfigError, "its examples can't be made: TypeError: has_e() missing 2 required"),
-        ("bad", DataError, "bad' has no examples."),
-        ("unlike", DataError, "example 2 has no field 'prompt' or 'messages'; its fields: question. Rename"),
-        ("both", DataError, "example 2 has both 'prompt' and 'messages'"),
-        ("strange", DataError, "example 1 must be plain JSON"),
-        ("number", DataError, "example 1: the prompt must be a text or a list of messages"),
-        ("lost", DataError, "nowhere.jsonl' does not exist"),
-        ("raises", ConfigError, "its examples can't be made: KeyError: 'no key'"),
-    ],
-)
-def test_mistakes_in_tasks(file, name, error, says):
-    with pytest.raises(error, match=re.escape(says)):
+INVALID = {
+    "nothing": (ConfigError, ["'nothing'", "short, chats, elsewhere, own, bad"]),
+    "Own": (ConfigError, ["own = Own()"]),
+    "bare": (ConfigError, ["grade(example, answer)"]),
+    "has_e": (ConfigError, ["TypeError: has_e()"]),
+    "bad": (DataError, ["examples"]),
+    "unlike": (DataError, ["example 2", "'prompt'", "'messages'", "question"]),
+    "both": (DataError, ["example 2", "'prompt'", "'messages'"]),
+    "strange": (DataError, ["example 1", "JSON", "set"]),
+    "number": (DataError, ["example 1", "prompt"]),
+    "lost": (DataError, ["nowhere.jsonl'"]),
+    "raises": (ConfigError, ["KeyError: 'no key'"]),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_tasks_are_refused(file, name):
+    error, named = INVALID[name]
+    with refused(error, f"tasks='{file}:{name}'", *named):
         load_task(f"{file}:{name}")
 
 
-def test_mistakes_in_files(tmp_path):
+def test_invalid_task_files_are_refused(tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
-    for spec, says in (
-        ("tasks.py", "tasks='tasks.py' must be file.py:name, such as tasks.py:gsm8k"),
-        (f"{tmp_path}/none.py:a", "must be a Python file with the task 'a'"),
-        (f"{tmp_path}/broken.py:a", "can't be run: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    for spec, *named in (
+        ("tasks.py", "tasks='tasks.py'", "file.py:name"),
+        (f"{tmp_path}/none.py:a", f"tasks='{tmp_path}/none.py'", "'a'"),
+        (f"{tmp_path}/broken.py:a", f"tasks='{tmp_path}/broken.py'", "ModuleNotFoundError", "nothing_of_this_name"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(says)):
+        with refused(ConfigError, *named):
             load_task(spec)
 
 
@@ -132,19 +134,23 @@ def grade(example, answer):
 
 
 @pytest.mark.slow
-def test_grades_that_fail_leave_their_answers_unjudged(tmp_path):
+def test_answers_with_failed_grades_have_no_score(tmp_path):
     (tmp_path / "grades.py").write_text(GRADES)
     words = ["right", "raise", "hang", "nan", "none", "text", "columns", "right"]
     grader = f"{tmp_path}/grades.py:grade"
     found = grade_answers(grader, [({"do": word}, "x") for word in words], seconds=1.0)
     right, raised, hung, nan, none, text, columns, again = found
     assert right == again == Grade({"score": 1.0}) and none == Grade(None) and columns.columns == {"a": 1.0, "b": 0.5}
-    assert raised.error == "ValueError: of x (grades.py, line 6)" and hung.error == "it took more than 1 s"
-    assert nan.error == "it returned 'nan': it must be a finite number, a bool, several by name, or None"
-    assert text.error.startswith("it returned 'yes'")
-    with pytest.raises(ConfigError, match=r"failed for all 2 answers: \['ValueError: of x"):
+    for grade, names in (
+        (raised, ["ValueError: of x", "grades.py, line 6"]),
+        (hung, ["1 s"]),
+        (nan, ["'nan'"]),
+        (text, ["'yes'"]),
+    ):
+        assert_names(grade.error, *names)
+    with refused(ConfigError, f"'{grader}'", "2", "ValueError: of x"):
         grade_answers(grader, [({"do": "raise"}, "x")] * 2)
-    with pytest.raises(ConfigError, match=r"task='.*:nothing'"):
+    with refused(ConfigError, f"task='{tmp_path}/grades.py:nothing'"):
         grade_answers(f"{tmp_path}/grades.py:nothing", [({}, "x")], flag="grade of task")
     assert grade_answers("nowhere.py:f", []) == []
 
@@ -188,7 +194,7 @@ def test_tables():
         head == "| task | prompts | score | pass@1 | pass@2 | truncated | tokens: mean | most | right | wrong | ends |"
     )
     assert cells.startswith("| t | 4 | 0.4306 ± 0.1085 | 0.3611 ± 0.0735 | 0.6667 ± 0.0962 | 25.0% | 9 | 20 | 4 | 15 |")
-    assert "t: 31.2% of the answers could not be judged; they are in no mean." in lines
+    assert any(line.startswith("t: 31.2%") for line in lines)
     first, second = scored("rr", "rw", "ww", "nn", "rr"), scored("rw", "rw", "ww", "rr", "tt")
     lines = compare([first], [second], ("one", "other"))
     assert re.sub(r" +", " ", lines[0]) == "| task | one | other | difference | wins | ties | losses | p |"
@@ -199,26 +205,27 @@ def test_tables():
 def test_a_score_has_one_name():
     task = scored("rw")
     grades = [[Grade({"a": 1.0, "b": 1.0}), Grade({"b": 1.0})]]
-    with pytest.raises(ConfigError, match="its score: it must have one name, not a, b"):
+    with refused(ConfigError, "grade", "a, b"):
         _ = dataclasses.replace(task, grades=grades).columns
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, named",
     [
-        ({"samples": 4, "temperature": 0.0}, "are the same answer 4 times: give a temperature above 0"),
-        ({"samples": 2, "pass_at": (1, 4)}, "pass_at=4 needs samples=4 at least, and there are 2"),
-        ({"grade_workers": 0}, "grade_workers=0 must be an integer of at least 1"),
-        ({"samples": 0}, "samples=0 must be an integer of at least 1"),
-        ({"grade_seconds": math.nan}, "grade_seconds=nan must be a finite number"),
+        ({"samples": 4, "temperature": 0.0}, ["samples=4", "temperature=0.0"]),
+        ({"samples": 2, "pass_at": (1, 4)}, ["pass_at=4", "samples=4", "2"]),
+        ({"grade_workers": 0}, ["grade_workers=0"]),
+        ({"samples": 0}, ["samples=0"]),
+        ({"grade_seconds": math.nan}, ["grade_seconds=nan"]),
     ],
+    ids=["temperature", "pass_at", "grade_workers", "samples", "grade_seconds"],
 )
-def test_settings_that_make_no_sense(options, says):
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_invalid_settings_are_refused(options, named):
+    with refused(ConfigError, *named):
         AnswerSettings(**options)
 
 
-def test_what_settings_mean():
+def test_sampling_settings():
     assert AnswerSettings().drawn_at == 0.0 and AnswerSettings(samples=2).drawn_at == 1.0
     assert AnswerSettings(samples=16).ks == (1, 2, 4, 8) and AnswerSettings(samples=8, pass_at=(5,)).ks == (5,)
     settings = AnswerSettings(samples=2, temperature=0.5, top_k=3, top_p=0.9, seed=4)
@@ -229,7 +236,7 @@ def test_what_settings_mean():
     assert dataclasses.replace(settings, seed=5).sampling("task", 3, 1).seed != one.seed
 
 
-def test_prompts_are_messages_where_the_model_has_a_template(file):
+def test_prompts_are_messages_if_the_model_has_a_template(file):
     text, short = chat_model(), load_task(f"{file}:short")
     asked = answer_requests(text, short, AnswerSettings(samples=2, max_new_tokens=9))
     assert len(asked) == 6 and asked[0].prompt == asked[1].prompt and asked[0].max_new_tokens == 9
@@ -239,7 +246,7 @@ def test_prompts_are_messages_where_the_model_has_a_template(file):
     assert raw[1].prompt == tuple(text.encode("the lazy fox"))
     without = dataclasses.replace(text, chat=None)
     assert [each.prompt for each in answer_requests(without, short, AnswerSettings())] == [each.prompt for each in raw]
-    with pytest.raises(ConfigError, match="'chats'"):
+    with refused(ConfigError, "'chats'", "chat template"):
         answer_requests(without, load_task(f"{file}:chats"), AnswerSettings())
 
 
@@ -278,7 +285,7 @@ def test_a_model_is_evaluated(file, tmp_path):
     assert len(lines) == 9 and lines[4]["example"] == 1 and lines[4]["sample"] == 1
     assert lines[4]["answer"] == short.answers[1][1].text and lines[4]["example.answer"] == "lazy"
     long = dataclasses.replace(tasks[0], examples=({"prompt": "fox " * 80},))
-    with pytest.raises(ConfigError, match=r"'short', example 1.*max_length=64"):
+    with refused(ConfigError, "'short', example 1", "246 tokens", "max_new_tokens=6", "max_length=64"):
         evaluate_task(text, engine, long, settings)
 
 
@@ -291,9 +298,9 @@ def test_a_model_is_evaluated(file, tmp_path):
         ("ab, d.", (", d",), WrittenAnswer("ab", 5, "stop_string")),
         ("ab!c", ("c",), WrittenAnswer("ab", 3, "stop_token")),
     ],
+    ids=["no stop", "other stop", "start of a stop", "stop string", "stop token"],
 )
-def test_the_text_of_an_answer(text, stop, known):
-    """What was held back, since it could begin a stop string, belongs to it in the end."""
+def test_text_held_back_for_a_stop_string_is_returned_at_the_end(text, stop, known):
     tokenizer = ByteTokenizer()
     writer = _AnswerWriter(tokenizer, AnswerRequest((1,), 9, stop=stop, stop_ids=(ord("!"),)))
     for token in tokenizer.encode(text).tolist():
@@ -323,13 +330,13 @@ def test_a_conversation_that_ends_with_the_assistant_is_continued():
     continued = text.encode([question, {"role": "assistant", "content": "the dog"}]).tolist()
     answered = text.encode([question]).tolist()
     assert continued == [*answered, *text.tokenizer.encode("the dog").tolist()]
-    with pytest.raises(ConversionError, match="does not write the last message, 'the dog'"):
+    with refused(ConversionError, "chat template", "'the dog'"):
         silent = dataclasses.replace(text, chat=ChatTemplate(source="{{ messages[0].content }}"))
         silent.encode([question, {"role": "assistant", "content": "the dog"}])
 
 
-@pytest.mark.parametrize("content", ["", " ", "e", "the dog "])
-@pytest.mark.parametrize("strips", [False, True])
+@pytest.mark.parametrize("content", ["", " ", "e", "the dog "], ids=["empty", "space", "letter", "words"])
+@pytest.mark.parametrize("strips", [False, True], ids=["unchanged", "stripped"])
 def test_a_message_is_continued_whatever_its_text(strips, content):
     """The text may be empty, may also occur in the end of the turn, or, with its space, only in an earlier message."""
     source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endfor %}"

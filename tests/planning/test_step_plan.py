@@ -28,6 +28,7 @@ from eqx_decoders.planning.step_plan import make_plan, operations
 from eqx_decoders.sharding.chips import CHIPS, chip_of
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
+from tests.errors import assert_names
 
 
 V5P = dataclasses.replace({chip.name: chip for chip in CHIPS}["v5p"], links=4)  # a torus of two axes
@@ -206,14 +207,16 @@ def test_experts_compute_what_tokens_need(remat, again, monkeypatch):
 # --- memory and advice ---
 
 
-def test_what_the_compiler_needed():
-    said = "Ran out of memory, the total memory required for HLO temporaries (36.24G) exceeds available HBM (15.75G)"
-    assert needed_bytes(said) == int(36.24 * 2**30)
+def test_needed_bytes_of_compiler_messages():
+    message = "Ran out of memory, the total memory required for HLO temporaries (36.24G) exceeds available HBM (15.75G)"
+    assert needed_bytes(message) == int(36.24 * 2**30)
     assert needed_bytes("Used 120.5G of 95.74G hbm. Exceeded hbm capacity by 24.76G.") == int(120.5 * 2**30)
     assert needed_bytes("something else") is None
 
 
-def planned(line: Roofline | None = None, collectives: tuple[Collective, ...] | None = (), told="", **memory) -> Plan:
+def planned(
+    line: Roofline | None = None, collectives: tuple[Collective, ...] | None = (), message="", **memory
+) -> Plan:
     known: dict = dict(parameters=10e9, optimizer=20e9, means=0, gradients=10e9, capacity=95e9, peak=90e9)
     return Plan(
         machine=torus(4, 2),
@@ -222,7 +225,7 @@ def planned(line: Roofline | None = None, collectives: tuple[Collective, ...] | 
         collectives=collectives,
         roofline=line or Roofline(compute=2.0, memory=1.0, networks={}, model_flops_seconds=1.5),
         seconds=1.0,
-        compiler_message=told,
+        compiler_message=message,
         tokens=4096,
     )
 
@@ -238,26 +241,28 @@ def on_h100(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "plan, remat, words",
+    "plan, remat, names",
     [
-        (planned(needed=120e9, peak=None), "minimal", ["asks for 120.0 GB", "remat=save_dot_except_mlpwi", "batch"]),
-        (planned(needed=120e9, peak=None, optimizer=90e9), "full", ["alone are 110.0 GB", "mesh.fsdp is 4"]),
-        (planned(peak=100e9), "full", ["peak of 100.0 GB is above 95.0 GB", "mesh.context"]),
+        (planned(needed=120e9, peak=None), "minimal", ["120.0 GB", "remat=save_dot_except_mlpwi", "batch"]),
+        (planned(needed=120e9, peak=None, optimizer=90e9), "full", ["110.0 GB", "mesh.fsdp"]),
+        (planned(peak=100e9), "full", ["100.0 GB", "95.0 GB", "mesh.context"]),
         (on_h100(planned(peak=70e9, capacity=80e9)), "full", ["XLA_PYTHON_CLIENT_MEM_FRACTION"]),
-        (on_h100(planned(peak=90e9, capacity=80e9)), "full", ["compiled, but its peak of 90.0 GB is above 80.0"]),
-        (planned(peak=20e9), "full", ["75.0 GB are free, and 33%", "remat=save_qkv_proj"]),
-        (bound_by("fsdp"), "full", ["links along fsdp are the bound: 3 s", "512 tokens a device", "batch_size"]),
-        (bound_by("tensor", "all-reduce"), "full", ["mesh.tensor (now 2) smaller"]),
-        (bound_by("expert", "ragged-all-to-all"), "full", ["travel to their experts", "mesh.expert (now 1)"]),
-        (bound_by("data", "all-reduce"), "full", ["added up along it once"]),
-        (bound_by(ACROSS, "all-reduce"), "full", ["network between slices, nodes is the bound"]),
-        (planned(collectives=None, told="INTERNAL: no"), "full", ["cannot be printed", "INTERNAL: no", "jax[tpu]"]),
-        (planned(collectives=(collective("all-gather", (0, 1), unknown=True),)), "full", ["1 collectives are in"]),
+        (on_h100(planned(peak=90e9, capacity=80e9)), "full", ["90.0 GB", "80.0 GB"]),
+        (planned(peak=20e9), "full", ["75.0 GB", "33%", "remat=save_qkv_proj"]),
+        (bound_by("fsdp"), "full", ["fsdp", "3 s", "512 tokens", "batch_size"]),
+        (bound_by("tensor", "all-reduce"), "full", ["mesh.tensor", "2"]),
+        (bound_by("expert", "ragged-all-to-all"), "full", ["mesh.expert", "1"]),
+        (bound_by("data", "all-reduce"), "full", ["data", "Gradient", "batch_size"]),
+        (bound_by(ACROSS, "all-reduce"), "full", [ACROSS]),
+        (planned(collectives=None, message="INTERNAL: no"), "full", ["INTERNAL: no", "jax[tpu]"]),
+        (planned(collectives=(collective("all-gather", (0, 1), unknown=True),)), "full", ["1 collectives"]),
     ],
+    ids=["needed", "state", "peak", "memory fraction", "peak of a GPU", "free memory", "fsdp", "tensor", "expert",
+         "data", "across", "no text", "unknown loop"],
 )  # fmt: skip
-def test_advice_says_what_to_change(plan, remat, words):
-    said = " ".join(advice(plan, Execution(layout=ed.Layout.create(fsdp=4, tensor=2), remat=remat)))
-    assert [word for word in words if word not in said] == []
+def test_advice_names_what_to_change(plan, remat, names):
+    lines = advice(plan, Execution(layout=ed.Layout.create(fsdp=4, tensor=2), remat=remat))
+    assert_names(" ".join(lines), *names)
 
 
 def test_there_is_no_advice_for_a_step_that_fits_and_computes():
@@ -290,16 +295,14 @@ def test_a_plan_adds_up(tiny):
     assert plan.operations.model > plan.operations.attention > 0
     assert plan.operations.computed > plan.operations.model - plan.operations.attention
     text, data = report(plan, ["Do this."], rows=2), json.loads(json.dumps(as_data(plan, ["Do this."])))
-    for words in ("parameters", "activations kept", "peak", "all-gather along", "x 6ND", "<- the bound", "- Do this."):
-        assert words in text
+    assert_names(text, "parameters", "activations", "peak", "all-gather", "6ND", "Do this.", "0%", "chunked")
     assert data["memory"]["total"] == memory.total and data["seconds"]["bound"] == plan.roofline.bound
     assert len(data["collectives"]) == len(plan.collectives) and data["advice"] == ["Do this."]
-    assert data["overlapped"] == 0 and ", 0% of it beside products" in text and " alone " in text
-    assert data["attention"] == ["chunked"] and "(attention by the kernel chunked)" in text
+    assert data["overlapped"] == 0 and data["attention"] == ["chunked"]
 
 
 @pytest.mark.slow
-def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch):
+def test_a_program_without_a_text_has_a_plan_of_its_memory(tiny, monkeypatch):
     def fail(self):
         raise jax.errors.JaxRuntimeError("INTERNAL: should have 1 operands but sees 3")
 
@@ -308,11 +311,11 @@ def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch
     trainer = Trainer.create(OptimizerConfig(), model, steps=10)
     plan = make_plan(model, trainer, torus(4, 2), batch_size=8, seq_len=32)
     assert plan.collectives is None and "operands" in plan.compiler_message and plan.memory.peak == tiny[0].memory.peak
-    assert "unknown" in report(plan, [])
+    assert report(plan, [])
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_is_told_and_not_raised(tiny, monkeypatch):
+def test_a_step_that_does_not_fit_is_reported_and_not_raised(tiny, monkeypatch):
     def fail(self, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 120.5G of 95.74G hbm.")
 
@@ -321,4 +324,4 @@ def test_a_step_that_does_not_fit_is_told_and_not_raised(tiny, monkeypatch):
     plan = make_plan(model, Trainer.create(OptimizerConfig(), model, steps=10), torus(4, 2), batch_size=8, seq_len=32)
     assert not plan.memory.fits and plan.memory.needed == int(120.5 * 2**30)
     assert plan.memory.parameters == tiny[0].memory.parameters
-    assert "does not fit" in report(plan, advice(plan, model.execution))
+    assert_names(report(plan, advice(plan, model.execution)), f"{plan.memory.needed / 1e9:.1f} GB")
