@@ -21,6 +21,7 @@ from eqx_decoders.io.processors.processor import FileReader
 from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenVideos
 from eqx_decoders.io.processors.video import Video, open_video
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import assert_names, refused
 from tests.io.processors.media_files import audio, grey_frames, image, numbers_of, video
 
 
@@ -193,8 +194,8 @@ def sized(number: int) -> bytes:
     return video("h264", "libx264", frames=grey_frames(4, *((48, 32), (64, 48))[number]))
 
 
-def hostile_videos() -> dict[str, tuple[bytes, str]]:
-    """Of each kind the file, and what is said."""
+def hostile_videos() -> dict[str, bytes]:
+    """Malformed files by kind."""
     mp4, avi, mkv = video(), video(**FORMS["avi"]), video(**FORMS["mkv"])
     place = mp4.index(b"stsz")
     many = mp4[: place + 12] + struct.pack(">I", 0x7FFFFFFF) + mp4[place + 16 :]
@@ -203,38 +204,45 @@ def hostile_videos() -> dict[str, tuple[bytes, str]]:
     place = avi.index(b"strh")
     claims = avi[: place + 40] + struct.pack("<I", 0x7FFFFFFF) + avi[place + 44 :]
     return {
-        "nothing": (b"", "is empty, it has 0 bytes"),
-        "zeros": (bytes(5000), "is no video"),
-        "a beginning": (mp4[:32] + np.random.default_rng(0).bytes(5000), "is no video"),
-        "another beginning": (mkv[:64] + np.random.default_rng(0).bytes(5000), "is"),
-        "text": (b"this is no video. " * 100, "is no video"),
-        "an audio clip": (wav(audio(0.1)), "is no video"),
-        "only audio": (video(frames=[], audio=True), "has no moving images"),
-        "a cover": (video(codec="png", frames=grey_frames(1), coded_as="rgb24", cover=True, audio=True), "no moving"),
-        "an image": (image("RGB", 30, 30), "is no video"),
-        "2^31 frames": (many, "is"),
-        "frames that last long": (long, "longer than MediaLimits.max_seconds=7200"),
-        "gif of 4e9 pixels": (with_size("gif", video(**FORMS["gif"]), 65_535, 65_535), "or too large"),
-        "apng of 1e10 pixels": (with_size("apng", video(**FORMS["apng"]), 100_000, 100_000), "or damaged"),
-        "mkv of 6e9 pixels": (with_size("mkv", mkv, 100_000, 65_535), "or too large"),
-        "sizes that change": (sized(0) + sized(1), r"frame 4 has 64 x 48 pixels, but the first one has 48 x 32"),
-        "playlist": (b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nvideo.ts\n#EXT-X-ENDLIST\n", "is no video"),
-        "list": (b"ffconcat version 1.0\nfile video.ts\n", "is no video"),
-        "session": (b"v=0\no=- 0 0 IN IP4 ::1\ns=x\nc=IN IP4 ::1\nm=video 9 RTP/AVP 96\n", "is no video"),
-        "manifest": (b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>', "is no video"),
-        # claims alone do no harm: what they are about stands elsewhere, too
-        "claimed frames": (claims, "20"),
-        "claimed pixels": (with_size("avi", avi, 100_000, 100_000), "20"),
+        "nothing": b"",
+        "zeros": bytes(5000),
+        "a beginning": mp4[:32] + np.random.default_rng(0).bytes(5000),
+        "another beginning": mkv[:64] + np.random.default_rng(0).bytes(5000),
+        "text": b"this is no video. " * 100,
+        "an audio clip": wav(audio(0.1)),
+        "only audio": video(frames=[], audio=True),
+        "a cover": video(codec="png", frames=grey_frames(1), coded_as="rgb24", cover=True, audio=True),
+        "an image": image("RGB", 30, 30),
+        "2^31 frames": many,
+        "frames that last long": long,
+        "gif of 4e9 pixels": with_size("gif", video(**FORMS["gif"]), 65_535, 65_535),
+        "apng of 1e10 pixels": with_size("apng", video(**FORMS["apng"]), 100_000, 100_000),
+        "mkv of 6e9 pixels": with_size("mkv", mkv, 100_000, 65_535),
+        "sizes that change": sized(0) + sized(1),
+        "playlist": b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nvideo.ts\n#EXT-X-ENDLIST\n",
+        "list": b"ffconcat version 1.0\nfile video.ts\n",
+        "session": b"v=0\no=- 0 0 IN IP4 ::1\ns=x\nc=IN IP4 ::1\nm=video 9 RTP/AVP 96\n",
+        "manifest": b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>',
+        # wrong counts and sizes in one place do no harm if another place has the right ones
+        "claimed frames": claims,
+        "claimed pixels": with_size("avi", avi, 100_000, 100_000),
     }  # fmt: skip
+
+
+NAMED = {
+    "nothing": "0 bytes",
+    "frames that last long": "MediaLimits.max_seconds=7200",
+    "sizes that change": "64 x 48 pixels",
+}
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A folder with them, beside a video that none of them may open."""
+    """A folder with the malformed files, and a video that none of them may open."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "video.ts").write_bytes(video(**FORMS["ts"]))
     found = hostile_videos()
-    for name, (content, _) in found.items():
+    for name, content in found.items():
         (folder / f"{name}.mp4").write_bytes(content)
     return folder, found
 
@@ -252,33 +260,31 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_video_gets_a_sentence(hostile, monkeypatch, kind):
-    """As a file and as bytes, at once; and playlists open nothing, though there is what they name."""
+def test_malformed_videos_are_refused(hostile, monkeypatch, kind):
+    """Quickly, as files and as bytes; playlists do not open the video that they name."""
     folder, found = hostile
     monkeypatch.chdir(folder)
-    content, words = found[kind]
+    content, name = found[kind], NAMED.get(kind, "")
     for source in (f"{kind}.mp4", content):
         if source == b"":
             continue
         begin = time.perf_counter()
-        with pytest.raises(DataError, match=words) as caught:
+        with refused(DataError, repr(source) if isinstance(source, str) else "video 1 (bytes)", name) as caught:
             take_all(source)
         assert time.perf_counter() - begin < SECONDS
-        told = str(caught.value)
-        assert told.startswith(f"video {source!r}" if isinstance(source, str) else "video 1 (bytes)")
-        assert told.endswith(".") and "0x" not in told and "Errno" not in told
+        assert "0x" not in str(caught.value) and "Errno" not in str(caught.value)
 
 
-def test_claims_alone_do_no_harm(hostile):
-    assert [take_all(hostile[1][name][0]) for name in ("claimed frames", "claimed pixels")] == [20, 20]
+def test_wrong_counts_and_sizes_in_one_header_do_no_harm(hostile):
+    assert [take_all(hostile[1][name]) for name in ("claimed frames", "claimed pixels")] == [20, 20]
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeypatch):
-    """By counting what holds them, whatever a header says."""
+    """By counting packets, whatever a header says."""
     monkeypatch.setattr("eqx_decoders.io.processors.video._decoded", lambda *given: pytest.fail("decoded"))
     with (
-        pytest.raises(DataError, match="12 frames of 48 x 32 pixels: more than "),
+        refused(DataError, "12 frames", "48 x 32 pixels", "MediaLimits.max_decoded_pixels"),
         open_video(videos[name], MediaLimits(max_decoded_pixels=11 * 48 * 32)),
     ):
         pass
@@ -286,7 +292,7 @@ def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeyp
 
 @pytest.mark.slow
 def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
-    """And images those that are stored: before the first one is decoded."""
+    """Images share the limit of stored pixels, which is checked before the first one is decoded."""
     (tmp_path / "preprocessor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor", "patch_size": 2}')
 
     def read(**given):
@@ -294,17 +300,17 @@ def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
         return FileReader.load_rules(tmp_path, limits=limits).read(given)
 
     assert len(read(video=[videos["mp4"]])["video"]) == 1
-    with pytest.raises(DataError, match=r"video 2 \(bytes\) has 11 frames of 48 x 32 pixels: more than"):
+    with refused(DataError, "video 2 (bytes)", "11 frames", "48 x 32 pixels"):
         read(video=[videos["mp4"]] * 2)
     assert len(read(image=[image("RGB", 25, 20)] * 2)["image"]) == 2
-    with pytest.raises(DataError, match=r"images up to image 3 \(bytes\) have 1,500 pixels together: more than"):
+    with refused(DataError, "image 3 (bytes)", "1,500 pixels"):
         read(image=[image("RGB", 25, 20)[:200]] * 3)
 
 
 @pytest.mark.slow(fast=("mp4", "h264"))
 @pytest.mark.parametrize("name", FORMS)
 def test_videos_that_end_early_are_refused_or_shorter(videos, name):
-    """Where a file says how long it is, it must be so."""
+    """If a file has its length in a header, truncation is an error."""
     file = videos[name]
     for end in sorted({1, 4, 12, 40, 100, len(file) - 200, len(file) - 1, *range(0, len(file), len(file) // 6 + 1)}):
         try:
@@ -326,12 +332,14 @@ def test_damaged_videos_are_refused_or_read(videos):
             try:
                 take_all(bytes(damaged), MediaLimits(max_pixels=100_000, max_frames=100))
             except DataError as error:
-                assert str(error).startswith("video 1 (bytes) ")
+                assert_names(str(error), "video 1 (bytes)")
 
 
-@pytest.mark.parametrize("opened", [take_all, open_image, lambda source: open_audio(source, 16_000)])
+@pytest.mark.parametrize(
+    "opened", [take_all, open_image, lambda source: open_audio(source, 16_000)], ids=["video", "image", "audio"]
+)
 def test_only_files_are_opened(opened, tmp_path, monkeypatch):
-    """No addresses, nor what FFmpeg or libsndfile would take for more than a name; nothing waits for a pipe."""
+    """No addresses, nor names with a meaning for FFmpeg or libsndfile; nothing waits for a pipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.mp4").write_bytes(video())
     os.mkfifo(tmp_path / "pipe")
@@ -346,15 +354,9 @@ def test_only_files_are_opened(opened, tmp_path, monkeypatch):
         "-",
         "x\0",
     ]
-    said = {
-        "is an address: download it": addresses,
-        "cannot be opened: .*[.] Give the path of a file": [*names, "none.mp4", "n" * 300, "x\0"],
-        "is no file, but a directory, pipe or device": [".", "pipe", "/dev/zero"],
-        "is empty, it has 0 bytes": ["empty"],
-    }
-    for words, name in [(words, name) for words, some in said.items() for name in some]:
+    for name in (*addresses, *names, "none.mp4", "n" * 300, ".", "pipe", "/dev/zero", "empty"):
         begin = time.perf_counter()
-        with pytest.raises(DataError, match=rf"^(video|image|audio) '.*' {words}.*\.$"):
+        with refused(DataError, repr(name[:100])[:-1]):
             opened(name)
         assert time.perf_counter() - begin < SECONDS
 
@@ -372,14 +374,14 @@ def test_links_and_odd_names_are_files(tmp_path, monkeypatch):
 
 
 def test_limits_of_videos(videos):
-    for limits, words in (
-        (MediaLimits(max_frames=19), "has 20 frames: more than MediaLimits.max_frames=19"),
-        (MediaLimits(max_seconds=1.5), r"s: longer than MediaLimits.max_seconds=1\.5"),
-        (MediaLimits(max_pixels=1000), r"48 x 32 pixels: more than MediaLimits.max_pixels=1,000"),
-        (MediaLimits(max_decoded_pixels=20_000), r"frames of 48 x 32 pixels: more than MediaLimits.max_decoded_pixels"),
+    for limits, *named in (
+        (MediaLimits(max_frames=19), "20 frames", "MediaLimits.max_frames=19"),
+        (MediaLimits(max_seconds=1.5), " s", "MediaLimits.max_seconds=1.5"),
+        (MediaLimits(max_pixels=1000), "48 x 32 pixels", "MediaLimits.max_pixels=1,000"),
+        (MediaLimits(max_decoded_pixels=20_000), "48 x 32 pixels", "MediaLimits.max_decoded_pixels=20,000"),
     ):
         for name in ("mp4", "mkv", "gif", "ts"):
-            with pytest.raises(DataError, match=words):
+            with refused(DataError, *named):
                 take_all(videos[name], limits)
 
 
@@ -437,46 +439,49 @@ def patched(file: bytes, place: int, form: str, value: int) -> bytes:
     return file[:place] + new + file[place + len(new) :]
 
 
+FORMATS = "WAV, FLAC, Ogg Vorbis"
+
+
 def hostile_audio() -> dict[str, tuple[bytes, str]]:
+    """Malformed files by kind, and a name that the message has."""
     whole, flac = wav(audio(0.1)), wav(audio(0.1), form="FLAC")
     nan, infinite = audio(0.1), audio(0.1)
     nan[7], infinite[7] = np.nan, -np.inf
     length = int.from_bytes(flac[21:26], "big")  # of which the lower 36 bits are the number of samples
     return {
-        "zeros": (bytes(5000), "it begins like none of them"),
-        "text": (b"this is no audio. " * 100, "it begins like none of them"),
-        "a video": (video(), "it begins like none of them"),
-        "no samples": (wav(np.zeros(0, np.float32)), "has 0 s: an audio clip must have some"),
-        "nan": (wav(nan, kind="FLOAT"), "samples that are no numbers, or infinite"),
-        "infinite": (wav(infinite, kind="FLOAT"), "samples that are no numbers, or infinite"),
-        "1 Hz": (patched(whole, 24, "<I", 1), "has 1 samples in a second: must be 1,000 to 768,000"),
-        "1e9 Hz": (patched(whole, 24, "<I", 10**9), "has 1,000,000,000 samples in a second"),
-        "0 Hz": (patched(whole, 24, "<I", 0), "is no audio of a known format"),
-        "no channels": (patched(whole, 22, "<H", 0), "Channel count is zero"),
-        "65535 channels": (patched(whole, 22, "<H", 65_535), "Too many channels"),
-        "2 GB": (patched(whole, 40, "<I", 0x7000_0000), "cut short: its samples reach to byte 1,879,048,236, and it"),
-        "2^36 samples": (flac[:21] + (length | 0xFFFFFFFFF).to_bytes(5, "big") + flac[26:], "longer than MediaLimits"),
-        "untold": (flac[:21] + (length & ~0xFFFFFFFFF).to_bytes(5, "big") + flac[26:], "does not tell its length"),
-        "cut wav": (whole[:-100], "is cut short: its samples reach to byte 3,244, and it has 3,144"),
-        "cut flac": (flac[:-100], "is no audio of a known format"),
-        "cut ogg": (wav(audio(0.5), kind="VORBIS", form="OGG")[:3000], "is no audio of a known format"),
-        "beginning": (whole[:16] + np.random.default_rng(0).bytes(3000), "is no audio of a known format"),
+        "zeros": (bytes(5000), FORMATS),
+        "text": (b"this is no audio. " * 100, FORMATS),
+        "a video": (video(), FORMATS),
+        "no samples": (wav(np.zeros(0, np.float32)), "0 s"),
+        "nan": (wav(nan, kind="FLOAT"), "infinite"),
+        "infinite": (wav(infinite, kind="FLOAT"), "infinite"),
+        "1 Hz": (patched(whole, 24, "<I", 1), "768,000"),
+        "1e9 Hz": (patched(whole, 24, "<I", 10**9), "1,000,000,000"),
+        "0 Hz": (patched(whole, 24, "<I", 0), FORMATS),
+        "no channels": (patched(whole, 22, "<H", 0), FORMATS),
+        "65535 channels": (patched(whole, 22, "<H", 65_535), FORMATS),
+        "2 GB": (patched(whole, 40, "<I", 0x7000_0000), "1,879,048,236"),
+        "2^36 samples": (flac[:21] + (length | 0xFFFFFFFFF).to_bytes(5, "big") + flac[26:], "max_seconds=7200"),
+        "no length": (flac[:21] + (length & ~0xFFFFFFFFF).to_bytes(5, "big") + flac[26:], "length"),
+        "cut wav": (whole[:-100], "3,144"),
+        "cut flac": (flac[:-100], FORMATS),
+        "cut ogg": (wav(audio(0.5), kind="VORBIS", form="OGG")[:3000], FORMATS),
+        "beginning": (whole[:16] + np.random.default_rng(0).bytes(3000), FORMATS),
     }  # fmt: skip
 
 
 @pytest.mark.slow(fast=("zeros", "text", "a video", "no samples", "nan", "infinite", "1 Hz"))
 @pytest.mark.parametrize("kind", hostile_audio())
-def test_what_is_no_audio_gets_a_sentence(kind, tmp_path):
-    content, words = hostile_audio()[kind]
+def test_malformed_audio_is_refused(kind, tmp_path):
+    content, name = hostile_audio()[kind]
     path = tmp_path / "x.wav"
     path.write_bytes(content)
     for source in (path, content):
         begin = time.perf_counter()
-        with pytest.raises(DataError, match=words) as caught:
+        with refused(DataError, path if source is path else "audio 1 (bytes)", name) as caught:
             open_audio(source, 16_000)
         assert time.perf_counter() - begin < SECONDS
-        told = str(caught.value)
-        assert told.startswith("audio ") and told.endswith(".") and "0x" not in told
+        assert "0x" not in str(caught.value)
 
 
 def test_odd_audio_that_are_read():
@@ -503,11 +508,11 @@ def test_audio_that_end_early_are_refused_or_shorter(form, kind):
 
 
 def test_limits_of_audio():
-    with pytest.raises(DataError, match=r"0\.5 s.*MediaLimits.max_seconds=0\.4"):
+    with refused(DataError, "0.5 s", "MediaLimits.max_seconds=0.4"):
         open_audio(wav(audio(0.5)), 16_000, MediaLimits(max_seconds=0.4))
-    with pytest.raises(DataError, match=r"16,000.*MediaLimits.max_samples=9,000"):
+    with refused(DataError, "16,000", "MediaLimits.max_samples=9,000"):
         open_audio(wav(steps(16_000, 2)), 16_000, MediaLimits(max_samples=9000))
-    with pytest.raises(ConfigError, match=r"LogMel\.rate=1000000000"):
+    with refused(ConfigError, "LogMel.rate=1000000000"):
         LogMel(rate=10**9)
 
 
@@ -517,7 +522,7 @@ def test_limits_of_audio():
 def test_images_that_are_bombs_or_damaged():
     whole = image("RGB", 30, 20)
     for width, height in ((100_000, 100_000), (2**31 - 1, 2**31 - 1)):
-        with pytest.raises(DataError, match="pixels"):
+        with refused(DataError, "image 1 (bytes)", f"{width * height} pixels"):
             open_image(whole[:8] + chunk(b"IHDR", struct.pack(">II", width, height) + whole[24:29]) + whole[33:])
     generator = np.random.default_rng(0)
     for _ in range(30):
@@ -526,8 +531,8 @@ def test_images_that_are_bombs_or_damaged():
         try:
             open_image(bytes(damaged), MediaLimits(max_pixels=100_000))
         except DataError as error:
-            told = str(error)
-            assert told.startswith("image 1 (bytes) ") and told.endswith(".") and "0x" not in told
+            assert_names(str(error), "image 1 (bytes)")
+            assert "0x" not in str(error)
 
 
 BOMBS = """
@@ -568,7 +573,7 @@ def test_small_files_take_no_large_memory(tmp_path):
     with soundfile.SoundFile(tmp_path / "bomb.flac", "w", samplerate=500_000, channels=1, subtype="PCM_16") as file:
         for _ in range(60):
             file.write(np.zeros(1_000_000, np.int16))
-    for name, (content, _) in hostile_videos().items():
+    for name, content in hostile_videos().items():
         (tmp_path / f"bomb.{name}").write_bytes(content)
     large = np.zeros((6000, 8000, 3), np.uint8)
     (tmp_path / "bomb.large").write_bytes(video("mjpeg", "mjpeg", frames=[large], coded_as="yuvj420p"))

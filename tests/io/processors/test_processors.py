@@ -1,4 +1,4 @@
-"""Images, videos and audio become what transformers makes of them; files of strangers get a sentence."""
+"""Images, videos and audio are processed as in transformers; malformed files are refused."""
 
 import dataclasses
 import io
@@ -34,6 +34,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from tests.compare import assert_allclose
 from tests.encoders.directories import tokenizer_with, vision_directory
+from tests.errors import refused
 from tests.io.processors.media_files import IMAGES, PHI4_AUDIO, SECONDS, VIDEOS, audio, image, shown, video_frames
 
 
@@ -63,7 +64,7 @@ LIMITS = MediaLimits()
 
 @pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize("family", RULES)
-def test_images_are_those_of_transformers(family, name):
+def test_images_equal_those_of_transformers(family, name):
     rules, where = RULES[family], f"image {name!r}"
     kind, width, height = IMAGES[name]
     opened = open_image(image(kind, width, height), LIMITS, where)
@@ -78,15 +79,15 @@ def test_images_are_those_of_transformers(family, name):
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_spectra_are_those_of_transformers(seconds):
-    """Its torch and its NumPy differ by 5e-5; this one is the latter, to 1e-7."""
+def test_spectra_equal_those_of_transformers(seconds):
+    """Its forms in torch and NumPy differ by 5e-5; ours equals the one in NumPy to 1e-7."""
     made = LogMel()(audio(seconds))
     known = EXPECTED[f"sound/{seconds}/input_features"]
     assert [1, *made.shape] == EXPECTED[f"sound/{seconds}/input_features/shape"].tolist()
     assert_allclose(shown(made[None]), known, atol=1e-4)
 
 
-def test_spectra_of_phi_4_are_those_of_transformers():
+def test_spectra_of_phi_4_equal_those_of_transformers():
     known = np.load(FIXTURES / "gemma_audio.npz")
     clips = [audio(seconds) for seconds in PHI4_AUDIO]
     made, texts = Phi4Audio().process_all(clips, LIMITS, ["one", "two", "three"])
@@ -95,20 +96,20 @@ def test_spectra_of_phi_4_are_those_of_transformers():
     counts = made["audio_attention_mask"].sum(axis=1)
     for count, spectrum in zip(counts, made["audio_input_features"], strict=True):
         assert_allclose(shown(spectrum[:count]), known[f"phi4/{count}"], atol=1e-4)
-    with pytest.raises(DataError, match="one has 399 samples: an audio clip must have at least 400"):
+    with refused(DataError, "one has 399 samples", "400"):
         Phi4Audio().process_all([clips[0][:399]], LIMITS, ["one"])
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_tokens_of_phi_4_are_those_of_transformers(name):
-    """Which says 256 + 16 for the whole image, whatever its size is."""
+def test_tokens_of_phi_4_equal_those_of_transformers(name):
+    """transformers counts 256 + 16 for the thumbnail, whatever its size is."""
     kind, width, height = IMAGES[name]
     made = RULES["phi4"].process(open_image(image(kind, width, height), LIMITS, name), LIMITS, name)
     (known,) = EXPECTED[f"phi4/{name}/num_img_tokens"].tolist()
     assert made.text.count("<|image|>") == known - (256 + 16) + 4 + 2
 
 
-def test_audio_of_different_lengths_stand_together():
+def test_audio_of_different_lengths_is_batched():
     pytest.importorskip("soundfile")
     files = []
     for seconds in SECONDS:
@@ -126,21 +127,20 @@ def test_audio_of_different_lengths_stand_together():
 
 
 def test_videos_are_read_frame_by_frame():
-    """From images in a list; and their times are those of the frames that are taken."""
     frames = [np.full((20, 30, 3), 10 * number, np.uint8) for number in range(12)]
     with open_video(Video(frames=frames, fps=4.0), LIMITS) as clip:
         assert (clip.count, clip.seconds, clip.height, clip.width) == (12, 3.0, 20, 30)
         taken = list(clip.frames([0, 5, 5, 11]))
     assert [int(one.mean()) for one in taken] == [0, 50, 50, 110]
     with (
-        pytest.raises(DataError, match="frame 1 has 31 x 20 pixels"),
+        refused(DataError, "frame 1", "31 x 20 pixels", "30 x 20"),
         open_video([frames[0], np.zeros((20, 31, 3), np.uint8)], LIMITS) as clip,
     ):
         list(clip.frames([0, 1]))
 
 
 def video_rules(folder, family, settings):
-    """What a directory with these settings says."""
+    """Return the rules of a directory with these settings."""
     names = {"smolvlm": "SmolVLMProcessor", "gemma4": "Gemma4Processor", "internvl": "InternVLProcessor"}
     names |= {"glm4v": "Glm4vProcessor", "glm46v": "Glm46VProcessor"}
     whole = {"processor_class": names[family], "image_seq_len": 2, "image_seq_length": 2}
@@ -153,8 +153,8 @@ def video_rules(folder, family, settings):
 
 
 @pytest.mark.parametrize("name", VIDEOS)
-def test_videos_are_those_of_transformers(name, tmp_path):
-    """Which frames are taken, their arrays, and the text with their times."""
+def test_videos_equal_those_of_transformers(name, tmp_path):
+    """Sampled frames, their arrays, and the text with their times."""
     family, settings, count, fps, height, width = VIDEOS[name]
     rules = video_rules(tmp_path, family, settings)
     with open_video(Video(frames=[*video_frames(count, height, width)], fps=fps), LIMITS) as clip:
@@ -168,27 +168,27 @@ def test_videos_are_those_of_transformers(name, tmp_path):
         assert_allclose(shown(array), OF_VIDEOS[f"{name}/{key}"], atol=1e-6, err_msg=key)
 
 
-def test_videos_have_bounds_of_their_own():
-    """Gemma 4 takes all frames where there are fewer than wanted, of which transformers makes an error."""
+def test_videos_have_separate_limits():
+    """Gemma 4 takes all frames if there are fewer than requested, which is an error in transformers."""
     few = list(video_frames(3, 8, 8))
     gemma = Gemma4Videos(frame=Gemma4Images(size=2, merge=2, tokens=70))
     with open_video(Video(frames=few, fps=1.0), LIMITS) as clip:
         made = gemma.process(dataclasses.replace(clip, chosen=False), LIMITS)
         assert made.arrays["num_frames_per_video"].tolist() == [3]
         for rules in (SmolVLMVideos(size=16, tile=8), gemma):
-            with pytest.raises(DataError, match=r"MediaLimits.max_video_pixels=100"):
+            with refused(DataError, "MediaLimits.max_video_pixels=100"):
                 rules.process(clip, MediaLimits(max_video_pixels=100))
         many = SmolVLMVideos(size=16, tile=8, words=SmolWords(tokens=1 << 19))
-        with pytest.raises(DataError, match="becomes 1,572,864 tokens: more than 1,048,576"):
+        with refused(DataError, "1,572,864 tokens", "1,048,576"):
             many.process(clip, LIMITS)
 
 
 def test_settings_of_videos_are_checked(tmp_path):
-    with pytest.raises(ConversionError, match="video_sampling: max_frames is missing"):
+    with refused(ConversionError, "video_sampling", "max_frames"):
         video_rules(tmp_path, "smolvlm", {"video_sampling": {"fps": 1}})
-    with pytest.raises(ConversionError, match="resample=5"):
+    with refused(ConversionError, "resample=5"):
         video_rules(tmp_path, "gemma4", {"resample": 5})
-    with pytest.raises(ConfigError, match=r"fps=2.0.*count=8"):
+    with refused(ConfigError, "fps=2.0", "count=8"):
         video_rules(tmp_path, "gemma4", {"fps": 2, "num_frames": 8})
 
 
@@ -201,7 +201,7 @@ def test_numbers_have_words():
 
 @pytest.fixture(scope="module")
 def smol():
-    """The processor of a SmolVLM whose own template knows no videos."""
+    """The processor of a SmolVLM whose template has no videos."""
     tokenizer = tokenizer_with(("<image>", "<video>", "<fake_token_around_image>", "<global-img>"))
     words = SmolWords(tokens=2)
     return Processor(
@@ -212,8 +212,8 @@ def smol():
     )
 
 
-def test_videos_stand_among_images_in_their_order(smol):
-    """Where a family's videos are read as images."""
+def test_videos_and_images_keep_their_order(smol):
+    """In families that process videos as images."""
     grey = {level: np.full((8, 8, 3), level, np.uint8) for level in (0, 51, 102, 153, 204)}
     videos, images = [[grey[0], grey[51]], [grey[204]]], [grey[102], grey[153]]
     made = smol("<video>a<image>b<image>c<video>", images=images, videos=videos)
@@ -238,7 +238,7 @@ def processor(tmp_path_factory):
     return Processor.load(vision_directory(tmp_path_factory.mktemp("processor") / "model"))
 
 
-def test_prompts_have_a_place_for_each_file(processor):
+def test_prompts_have_a_placeholder_for_each_file(processor):
     image = processor.images.placeholder
     files = [np.zeros((16, 24, 3), np.uint8)] * 2
     made = processor(f"{image} and {image}?", images=files)
@@ -247,9 +247,9 @@ def test_prompts_have_a_place_for_each_file(processor):
     assert processor.with_placeholders(f"what {image}?", images=1) == f"what {image}?"
     video = processor(f"{processor.videos.placeholder}?", videos=[[files[0]] * 4])
     assert video.arrays["video_grid_thw"].shape == (1, 3) and "seconds>" in video.text
-    with pytest.raises(DataError, match=r"has 1 placeholders .*, but images has 2 files"):
+    with refused(DataError, "1 placeholders", "images has 2 files"):
         processor(f"{image}?", images=files)
-    with pytest.raises(DataError, match="audio has 1 files, but this model takes none"):
+    with refused(DataError, "audio has 1 files"):
         processor("?", audio=[b""])
 
 
@@ -259,23 +259,23 @@ def broken(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["cut", "none", "text", "head"])
-def test_what_is_no_image_gets_a_sentence(kind):
-    with pytest.raises(DataError, match=r"^image 'x.png'"):
+def test_malformed_images_are_refused(kind):
+    with refused(DataError, "image 'x.png'"):
         open_image(broken(kind), LIMITS, "image 'x.png'")
 
 
 def test_sizes_are_bounded_before_anything_is_decoded():
-    with pytest.raises(DataError, match=r"1,000 x 1,000.*MediaLimits.max_pixels=10,000"):
+    with refused(DataError, "1,000 x 1,000", "MediaLimits.max_pixels=10,000"):
         open_image(image("RGB", 1000, 1000), MediaLimits(max_pixels=10_000), "x")
     with (
-        pytest.raises(DataError, match="more than"),
+        refused(DataError, "30 frames", "MediaLimits.max_frames=20"),
         open_video([np.zeros((2, 2, 3), np.uint8)] * 30, MediaLimits(max_frames=20)),
     ):
         pass
 
 
 @pytest.mark.parametrize("kind", ["RGB", "L", "RGBA", "CMYK", "I;16"])
-def test_all_colours_become_three(kind):
+def test_all_color_modes_become_rgb(kind):
     pixels = open_image(image(kind, 40, 30), LIMITS)
     assert pixels.shape == (30, 40, 3) and pixels.dtype == np.uint8 and pixels.std() > 10
 
@@ -298,7 +298,7 @@ def test_images_with_an_unknown_range_of_values_are_refused(tmp_path):
         picture = Image.fromarray(np.ones((2, 2), dtype))
         picture.save(tmp_path / "image.tif")
         for source in (picture, tmp_path / "image.tif"):
-            with pytest.raises(DataError, match=f"'{mode}'"):
+            with refused(DataError, f"'{mode}'"):
                 open_image(source, LIMITS)
 
 
