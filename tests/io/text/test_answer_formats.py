@@ -341,23 +341,23 @@ def test_templates_select_the_format_of_their_calls():
     assert find_tool_format("{{ tools }}") is None
 
 
-@pytest.mark.parametrize(
-    ("name", "template"),
-    [
-        ("deepseek_v32", "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }}{% if message.tool_calls %}"),
-        ("deepseek_v4", "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'tool_calls>' }}"),
-        ("hy_v3_opensource", "{% set suffix = ':opensource' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}"),
-        ("hy_v3", "{% set suffix = '' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}"),
-        ("minicpm5", """{{ '<function name="f"><param name="a">' }}{{ content.split('<tool_sep>') }}"""),
-        ("glm4_moe", "{{ '<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>' }}"),
-        ("glm47_moe", "{{ '<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>' }}"),
-        ("lfm2", "{{ 'List of tools: [' }}{{ tools | tojson }}"),
-        ("xlam", "make calls in a single JSON array: {% if message.role == 'ipython' %}"),
-        ("phi4_mini", "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}"),
-    ],
-)
-def test_templates_of_related_models_select_different_formats(name, template):
-    assert find_tool_format(template) == name
+TEMPLATES = {
+    "deepseek_v32": "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }}{% if message.tool_calls %}",
+    "deepseek_v4": "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'tool_calls>' }}",
+    "hy_v3_opensource": "{% set suffix = ':opensource' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}",
+    "hy_v3": "{% set suffix = '' %}{{ '<tool_sep{}><arg_key{}>'.format(suffix, suffix) }}",
+    "minicpm5": """{{ '<function name="f"><param name="a">' }}{{ content.split('<tool_sep>') }}""",
+    "glm4_moe": "{{ '<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>' }}",
+    "glm47_moe": "{{ '<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>' }}",
+    "lfm2": "{{ 'List of tools: [' }}{{ tools | tojson }}",
+    "xlam": "make calls in a single JSON array: {% if message.role == 'ipython' %}",
+    "phi4_mini": "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_of_related_models_select_different_formats(name):
+    assert find_tool_format(TEMPLATES[name]) == name
 
 
 def test_minimax_m3_writes_lists_and_objects_as_elements():
@@ -412,6 +412,7 @@ def test_glm_calls_may_have_other_line_breaks(name, other):
         ("lfm2", f"<|tool_call_start|>\n[ {JSON_LIST[1:]}<|tool_call_end|>"),
         ("llama4_pythonic", f"<|python_start|>{PUBLISHED['llama3_json']}<|python_end|>"),
     ],
+    ids=["lfm2", "lfm2 with blanks", "llama4"],
 )
 def test_calls_of_pythonic_formats_may_be_json(name, text):
     for form in forms(name):
@@ -477,6 +478,7 @@ def test_granite_writes_the_marker_as_text():
         ("{{ '<beginning_of_sentence>ai name=assistant\\n' }}", "<think>\nHm.\n</think>\n\nYes."),
         ("{% set s = ':opensource' %}{{ '<think{}>'.format(s) }}", "<think:opensource>Hm.</think:opensource>Yes."),
     ],
+    ids=["response", "answer", "thought process", "final response", "no answer marker", "suffix"],
 )
 def test_answers_are_split_as_published(template, answer):
     form = AnswerFormat(None, reasoning_format(template))
@@ -528,6 +530,7 @@ WEATHER = FunctionCall("get_weather", {"text": "a"})
         ("mistral", '[{"name": "get_weather", "arguments": {"text": "a"}}', " and more"),
         ("llama4_pythonic", "[get_weather(text='a')", ", nope(y=1)] <|python_start|>[edit("),
     ],
+    ids=["llama3_json", "mistral", "llama4_pythonic"],
 )
 def test_returns_text_after_a_call_without_a_marker_once(name: Any, call, rest):
     for size in (1, 3, 1000):
@@ -548,6 +551,7 @@ def test_returns_text_after_a_call_without_a_marker_once(name: Any, call, rest):
         ("hermes", '<tool_call>{"name": "edit", "arguments": {"text": "x}}</tool_call>Then '
          '<tool_call>{"name": "get_weather", "arguments": {"text": "a"}}</tool_call>'),
     ],
+    ids=["lfm2", "gemma3", "hermes"],
 )  # fmt: skip
 def test_unterminated_string_does_not_discard_the_next_call(name: Any, text):
     for special in [SPECIAL[name]] if name in SPECIAL else [[], ["<tool_call>", "</tool_call>"]]:
@@ -650,6 +654,7 @@ def test_empty_harmony_message_does_not_depend_on_the_pieces():
         ("gemma4", "<|tool_call>call:find{a<|tool_call>:1}<tool_call|>"),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="find<minimax:tool_call>">\n</invoke>'),
     ],
+    ids=["glm4_moe", "gemma4 tool", "gemma4 parameter", "minimax_m2"],
 )
 def test_names_of_tools_and_parameters_contain_no_special_tokens(name: Any, text):
     form = AnswerFormat(name, None, re.findall(r"<[^ <>]+>|\[[A-Z_]+\]", text))
@@ -673,6 +678,7 @@ def test_names_of_tools_and_parameters_contain_no_special_tokens(name: Any, text
         # a marker that starts like a JSON list
         ("mistral_v11", f"[TOOL_CALLS][CALL_ID]x1[ARGS]{EDIT}" + PUBLISHED["mistral_v11"] * 2),
     ],
+    ids=["hunyuan", "lfm2", "minimax_m2", "mistral_v11"],
 )
 def test_result_of_answers_with_mistakes_does_not_depend_on_the_pieces(name: Any, text):
     for form in forms(name):

@@ -59,6 +59,7 @@ def convert(schema, text, **root):
         ({}, '"a"', "a"),
         ({"type": "string"}, " a\n", " a\n"),
     ],
+    ids=lambda value: repr(value)[:40],
 )
 def test_converts_arguments_to_the_types_of_the_schema(schema, text, value):
     definitions = {"s": {"type": "string"}, "a/b c": {"type": "string"}, "list": {"type": "array"}}
@@ -119,6 +120,7 @@ def test_accepts_cyclic_references():
         (["string", "integer"], "-7", -7),
         (["integer", "null"], "007", 7),
     ],
+    ids=str,
 )
 def test_converts_only_canonical_text_if_the_schema_allows_strings(types, text, value):
     for schema in ({"type": types}, {"anyOf": [{"type": word} for word in types]}):

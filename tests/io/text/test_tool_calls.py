@@ -1,4 +1,4 @@
-"""Calls of tools are what a model's format says, whatever stands around them; what can't be read is said."""
+"""Tool calls are parsed by the format of the model; malformed calls are returned as such."""
 
 import json
 from typing import Any
@@ -84,6 +84,7 @@ ARGUMENTS = '{"b": 1}'
         f"<|channel|>final to=functions.functions.a<|message|>{ARGUMENTS}<|call|>",
         f"<|channel|>analysis<|message|>Hm.<|channel|>commentary to=functions.a<|message|>{ARGUMENTS}<|call|>",
     ],
+    ids=["json", "end", "return", "start", "no start", "no message", "two messages", "functions twice", "reasoning"],
 )
 def test_accepts_common_mistakes_of_gpt_oss(text):
     assert parse_tool_calls(text, "harmony") == ("", (FunctionCall("a", {"b": 1}),), (), "")
@@ -150,6 +151,7 @@ def test_accepts_common_mistakes_of_gpt_oss(text):
         ),
         ("phi4_mini", 'functools[{"name": "a", "arguments": {}}]', [("a", {})], 0, False),
     ],
+    ids=lambda value: repr(value)[:40],
 )  # fmt: skip
 def test_unusual_and_malformed_calls(form: Any, text, calls, malformed, partial):
     found = parse_tool_calls(text, form, TOOLS)
