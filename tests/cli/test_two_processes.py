@@ -7,10 +7,10 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
-from eqx_decoders.io.huggingface.peft import save_peft
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.run.run_directory import RunDirectory
+from eqx_decoders.training.run.run_export import export_adapter
 from eqx_decoders.training.run.run_model import abstract_run
 from tests.commands import call, write_corpus
 from tests.data.test_host_rows import finish, launch
@@ -110,9 +110,9 @@ def test_exports_of_two_processes_equal_those_of_one(folder):
     call("convert", "export", folder / "run", folder / "one" / "merged")
     same_files(folder / "two" / "merged", folder / "one" / "merged")
     same_files(folder / "again" / "merged", folder / "one" / "merged")
-    run = folder / "run"
-    model = load_weights(run / "checkpoints", abstract_run(RunDirectory.open(run))).tree
-    save_peft(model, folder / "one" / "adapter")
+    run = RunDirectory.open(folder / "run")
+    model = load_weights(folder / "run" / "checkpoints", abstract_run(run)).tree
+    export_adapter(model, run, folder / "one" / "adapter")
     same_files(folder / "two" / "adapter", folder / "one" / "adapter")
     assert any(np.any(leaf) for name, leaf in named_leaves(model).items() if name.endswith("lora_b"))
 
