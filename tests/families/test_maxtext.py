@@ -25,6 +25,7 @@ from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
+from tests.errors import refused
 from tests.models import filled, packed, some_tokens
 from tests.oracles import attention_by_hand, experts_by_hand, mlp_by_hand, norm_by_hand, wide
 
@@ -272,13 +273,13 @@ def test_both_new_matrices_are_matrices(custom):
 
 
 def test_it_has_no_hugging_face_form(custom, tmp_path):
-    with pytest.raises(ed.ConversionError, match="No family of Hugging Face has this model"):
+    with refused(ed.ConversionError, "Hugging Face"):
         ed.save_hf(custom, tmp_path / "new")
 
 
 def test_a_narrow_output_needs_a_chained_block():
     for residual in ("sequential", "parallel", "plain"):
-        with pytest.raises(ed.ConfigError, match=r"out_dim=4.*BlockConfig\.residual='chained'"):
+        with refused(ed.ConfigError, "out_dim=4", "BlockConfig.residual='chained'"):
             dataclasses.replace(CUSTOM.blocks[0], residual=residual)
 
 

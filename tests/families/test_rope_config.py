@@ -10,6 +10,7 @@ from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import rope_config
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from tests.errors import refused
 from tests.families.samples import decode, mixers, sample
 
 
@@ -60,28 +61,28 @@ def test_spellings_of_a_rotary_embedding(keys, rope):
 
 
 @pytest.mark.parametrize(
-    "keys, sentence",
+    "keys, names",
     [
-        (dict(rope_parameters=dict(rope_type="spiral", factor=2)), "rope_parameters: rope_type=spiral is not known"),
-        (dict(rope_parameters=dict(rope_type="yarn")), "factor is missing"),
+        (dict(rope_parameters=dict(rope_type="spiral", factor=2)), ["rope_parameters", "rope_type=spiral"]),
+        (dict(rope_parameters=dict(rope_type="yarn")), ["factor"]),
+        (dict(rope_parameters=dict(rope_type="linear", factor=0.5)), ["factor=0.5"]),
+        (dict(rope_parameters=dict(rope_type="llama3", factor=8)), ["low_freq_factor"]),
+        (dict(rope_parameters=dict(LLAMA3, high_freq_factor=0.5)), ["high_frequency_factor=0.5"]),
+        (dict(rope_parameters=dict(short_factor=[1])), ["short_factor"]),
+        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor=0.5"]),
+        (dict(rope_parameters=dict(rope_theta=1e4), rope_theta=5e5), ["rope_theta=10000.0", "500000.0"]),
         (
-            dict(rope_parameters=dict(rope_type="linear", factor=0.5)),
-            "factor=0.5 must be a finite number of at least 1",
+            dict(rope_parameters=dict(rope_theta=1e4), rope_scaling=dict(type="linear", factor=2)),
+            ["rope_parameters", "rope_scaling"],
         ),
-        (dict(rope_parameters=dict(rope_type="llama3", factor=8)), "low_freq_factor is missing"),
-        (dict(rope_parameters=dict(LLAMA3, high_freq_factor=0.5)), "high_frequency_factor=0.5"),
-        (dict(rope_parameters=dict(short_factor=[1])), "Unknown keys: short_factor"),
-        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5 is not supported"),
-        (dict(rope_parameters=dict(rope_theta=1e4), rope_theta=5e5), "make them equal"),
-        (dict(rope_parameters=dict(rope_theta=1e4), rope_scaling=dict(type="linear", factor=2)), "remove one of them"),
-        (dict(rope_parameters=["yarn"]), "must be an object"),
-        (dict(rope_theta="1e4"), "rope_theta=.* must be a finite number above 0"),
+        (dict(rope_parameters=["yarn"]), ["rope_parameters"]),
+        (dict(rope_theta="1e4"), ["rope_theta="]),
     ],
     ids=str,
 )
-def test_bad_rotary_embeddings_are_refused(keys, sentence):
+def test_bad_rotary_embeddings_are_refused(keys, names):
     content = sample("llama", *ROPE_KEYS)
-    with pytest.raises(ed.ConversionError, match=sentence):
+    with refused(ed.ConversionError, *names):
         decode(content | dict(max_position_embeddings=128) | keys)
 
 
@@ -95,7 +96,7 @@ def test_old_files_of_gemma_3_and_olmo_3_have_two_thetas():
     names += [dict(type=None, rope_type="linear"), dict(type="linear", rope_type=None)]
     for scaling in (name | dict(factor=4.0) for name in names):
         assert decode(gemma | dict(rope_scaling=scaling)) == decode(gemma)  # transformers 4 reads and writes these
-    with pytest.raises(ed.ConversionError, match="type=yarn and rope_type=linear"):
+    with refused(ed.ConversionError, "type=yarn", "rope_type=linear"):
         decode(gemma | dict(rope_scaling=dict(type="yarn", rope_type="linear", factor=4.0)))
     olmo = sample("olmo3", *ROPE_KEYS)
     assert {mixer.rope.theta for mixer in mixers(decode(olmo | dict(rope_theta=1e4)))} == {1e4, 5e5}
@@ -142,24 +143,27 @@ def test_partial_rotation_and_positions_of_several_dimensions(keys, rope, sectio
 
 
 @pytest.mark.parametrize(
-    "keys, sentence",
+    "keys, names",
     [
-        (dict(rope_parameters=dict(partial_rotary_factor=0.5), partial_rotary_factor=0.25), "0.25 outside of it"),
-        (dict(partial_rotary_factor=0), "must be a finite number above 0"),
-        (dict(rope_scaling=dict(mrope_section=[1, 2])), "mrope_section must have 3 numbers"),
-        (dict(rope_scaling=dict(MROPE, mrope_interleaved=False)), "mrope_interleaved=false is not supported"),
+        (
+            dict(rope_parameters=dict(partial_rotary_factor=0.5), partial_rotary_factor=0.25),
+            ["partial_rotary_factor=0.5", "0.25"],
+        ),
+        (dict(partial_rotary_factor=0), ["partial_rotary_factor=0"]),
+        (dict(rope_scaling=dict(mrope_section=[1, 2])), ["mrope_section", 3]),
+        (dict(rope_scaling=dict(MROPE, mrope_interleaved=False)), ["mrope_interleaved=false"]),
     ],
     ids=str,
 )
-def test_bad_partial_rotations_are_refused(keys, sentence):
-    with pytest.raises(ed.ConversionError, match=sentence):
+def test_bad_partial_rotations_are_refused(keys, names):
+    with refused(ed.ConversionError, *names):
         rope_config.read_rope(Fields(keys), **QUARTER)
 
 
 def test_dimensions_that_a_family_does_not_have_are_refused():
-    with pytest.raises(ed.ConversionError, match=r"Unknown keys: .*mrope_interleaved"):
+    with refused(ed.ConversionError, "mrope_interleaved"):
         rope_config.read_rope(Fields(dict(rope_parameters=MROPE)), fraction=0.25)
-    with pytest.raises(ed.ConversionError, match=r"partial_rotary_factor=0\.5"):
+    with refused(ed.ConversionError, "partial_rotary_factor=0.5"):
         decode(sample("llama", partial_rotary_factor=0.5))
 
 
@@ -196,5 +200,5 @@ def test_a_zero_in_yarn_settings_means_the_default(kind, keys, same):
 
 def test_other_extrapolation_factors_are_refused():
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, extrapolation_factor=2.0)
-    with pytest.raises(ed.ConversionError, match=r"extrapolation_factor=2\.0"):
+    with refused(ed.ConversionError, "extrapolation_factor=2.0"):
         decode(sample("llama", *ROPE_KEYS) | dict(rope_scaling=yarn))
