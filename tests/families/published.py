@@ -1,5 +1,8 @@
 """`config.json` of published models, key by key as on Hugging Face."""
 
+from eqx_decoders.families.phi3 import _LONG
+
+
 COMMON = dict(
     attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, tie_word_embeddings=False, use_cache=True,
     torch_dtype="bfloat16",
@@ -281,4 +284,194 @@ FILES = {
     "arcee-ai/Trinity-Nano-Preview": ("trinity-nano-6b-a1b", TRINITY),
     "CohereLabs/c4ai-command-r7b-12-2024": ("command-r7b", R7B),
     "MiniMaxAI/MiniMax-M2": ("minimax-m2-229b-a10b", M2),
+}
+
+
+# --- models with encoders: sizes of published files, and further keys of the kind that such files hold ---
+
+SMOLVLM = dict(
+    architectures=["SmolVLMForConditionalGeneration"], model_type="smolvlm", image_token_id=49_190,
+    pad_token_id=128_002, scale_factor=4, tie_word_embeddings=False, torch_dtype="float32",
+    transformers_version="4.50.0.dev0",
+    use_cache=False, use_reentrant_checkpointing=False, vocab_size=49_280,
+    text_config=dict(
+        _flash_attn_2_enabled=True, _name_or_path="None", architectures=["VLlama3ForCausalLM"], attention_bias=False,
+        attention_dropout=0.0, head_dim=64, hidden_act="silu", hidden_size=960, initializer_range=0.02,
+        intermediate_size=2560, is_llama_config=True, max_position_embeddings=8192, mlp_bias=False, model_type="llama",
+        neftune_noise_alpha=0.0, num_attention_heads=15, num_hidden_layers=32, num_key_value_heads=5, pad_token_id=2,
+        perceiver_config=dict(model_type="vllama3", resampler_depth=6), pixel_shuffle_factor=4, pretraining_tp=1,
+        qk_layer_norms=False, rms_norm_eps=1e-05, rope_interleaved=False, rope_scaling=None, rope_theta=100_000,
+        torch_dtype="bfloat16", use_cache=True, use_resampler=False, vocab_size=49_280,
+        **{"transformers.js_config": dict(kv_cache_dtype=dict(fp16="float16"))},
+    ),
+    vision_config=dict(
+        hidden_size=768, image_size=512, max_image_size=dict(longest_edge=512), model_type="smolvlm_vision",
+        num_attention_heads=12, patch_size=16, size=dict(longest_edge=2048), tie_word_embeddings=False,
+        use_base_siglip=True,
+    ),
+)  # fmt: skip
+MISTRAL3 = dict(
+    architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", image_token_index=10,
+    multimodal_projector_bias=False, projector_hidden_act="gelu", spatial_merge_size=2, vision_feature_layer=-1,
+    torch_dtype="bfloat16", transformers_version="4.50.0.dev0",
+    text_config=dict(
+        attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=5120, initializer_range=0.02,
+        intermediate_size=32_768, max_position_embeddings=131_072, model_type="mistral", num_attention_heads=32,
+        num_hidden_layers=40, num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=1_000_000_000.0,
+        sliding_window=None, use_cache=True, vocab_size=131_072,
+    ),
+    vision_config=dict(
+        attention_dropout=0.0, head_dim=64, hidden_act="silu", hidden_size=1024, image_size=1540,
+        initializer_range=0.02, intermediate_size=4096, model_type="pixtral", num_attention_heads=16, num_channels=3,
+        num_hidden_layers=24, patch_size=14, rope_theta=10_000.0,
+    ),
+)  # fmt: skip
+MAVERICK_VISION = dict(
+    architectures=["Llama4ForConditionalGeneration"], model_type="llama4", boi_token_index=200_080,
+    eoi_token_index=200_081, image_token_index=200_092, torch_dtype="bfloat16", transformers_version="4.51.0.dev0",
+    text_config=dict(
+        _attn_implementation_autoset=True, attention_bias=False, attention_chunk_size=8192, attention_dropout=0.0,
+        bos_token_id=200_000, eos_token_id=[200_001, 200_007, 200_008], for_llm_compressor=False, head_dim=128,
+        hidden_act="silu", hidden_size=5120, initializer_range=0.02, interleave_moe_layer_step=2,
+        intermediate_size=8192, intermediate_size_mlp=16_384, max_position_embeddings=1_048_576,
+        model_type="llama4_text", no_rope_layers=[], num_attention_heads=40, num_experts_per_tok=1,
+        num_hidden_layers=48, num_key_value_heads=8, num_local_experts=128, output_router_logits=False,
+        pad_token_id=200_018, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=500_000.0,
+        router_aux_loss_coef=0.001, router_jitter_noise=0.0, torch_dtype="bfloat16", use_cache=True,
+        use_qk_norm=False, vocab_size=202_048, attn_temperature_tuning=4,
+    ),
+    vision_config=dict(
+        _attn_implementation_autoset=True, attention_dropout=0.0, hidden_act="gelu", hidden_size=1408, image_size=336,
+        initializer_range=0.02, intermediate_size=5632, model_type="llama4_vision_model",
+        multi_modal_projector_bias=False, norm_eps=1e-05, num_attention_heads=16, num_channels=3, num_hidden_layers=34,
+        patch_size=14, pixel_shuffle_ratio=0.5, projector_dropout=0.0, projector_input_dim=4096,
+        projector_output_dim=4096, rope_theta=10_000, vision_feature_layer=-1,
+        vision_feature_select_strategy="default", vision_output_dim=4096,
+    ),
+)  # fmt: skip
+INTERNVL = dict(
+    architectures=["InternVLForConditionalGeneration"], model_type="internvl", downsample_ratio=0.5,
+    image_seq_length=256, image_token_id=151_667, projector_hidden_act="gelu", torch_dtype="bfloat16",
+    transformers_version="4.52.0.dev0", vision_feature_layer=-1, vision_feature_select_strategy="default",
+    tie_word_embeddings=False,
+    text_config=dict(
+        _attn_implementation_autoset=True, attention_dropout=0.0, bos_token_id=151_643, eos_token_id=151_643,
+        hidden_act="silu", hidden_size=896, initializer_range=0.02, intermediate_size=4864,
+        max_position_embeddings=32_768, max_window_layers=70, model_type="qwen2", num_attention_heads=14,
+        num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-06,
+        rope_scaling=dict(factor=2.0, rope_type="dynamic", type="dynamic"), rope_theta=1_000_000.0,
+        sliding_window=None, torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151_674,
+    ),
+    vision_config=dict(
+        architectures=["InternVisionModel"], attention_bias=True, attention_dropout=0.0, hidden_act="gelu",
+        hidden_dropout_prob=0.0, hidden_size=1024, image_size=[448, 448], initializer_range=1e-10,
+        intermediate_size=4096, layer_norm_eps=1e-06, layer_scale_init_value=0.1, model_type="internvl_vision",
+        norm_type="layer_norm", num_attention_heads=16, num_channels=3, num_hidden_layers=24, patch_size=[14, 14],
+        projection_dropout=0.0, use_absolute_position_embeddings=True, use_mask_token=False, use_mean_pooling=True,
+        use_qk_norm=False,
+    ),
+)  # fmt: skip
+LFM2_VL = dict(
+    architectures=["Lfm2VlForConditionalGeneration"], model_type="lfm2_vl", do_image_splitting=True,
+    downsample_factor=2, encoder_patch_size=16, image_token_index=396, max_image_tokens=256, max_num_patches=1024,
+    max_pixels_tolerance=2.0, max_tiles=10, min_image_tokens=64, min_tiles=2, projector_bias=True,
+    projector_hidden_act="gelu", projector_hidden_size=2560, tile_size=512, torch_dtype="bfloat16",
+    transformers_version="4.56.0.dev0", use_image_special_tokens=True, use_thumbnail=True, vision_feature_layer=-1,
+    text_config=dict(
+        architectures=["Lfm2ForCausalLM"], block_auto_adjust_ff_dim=True, block_dim=1024, block_ff_dim=6656,
+        block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256, block_norm_eps=1e-05,
+        block_out_init_scale=1.0, block_use_swiglu=True, block_use_xavier_init=True, conv_L_cache=3, conv_bias=False,
+        conv_dim=1024, conv_dim_out=1024, conv_use_xavier_init=True, eos_token_id=7, hidden_size=1024,
+        initializer_range=0.02, max_position_embeddings=128_000, model_type="lfm2", norm_eps=1e-05,
+        num_attention_heads=16, num_heads=16, num_hidden_layers=16, num_key_value_heads=8, rope_theta=1_000_000.0,
+        layer_types=[
+            "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)
+        ], use_cache=True, use_pos_enc=True, vocab_size=65_536,
+    ),
+    vision_config=dict(
+        attention_dropout=0.0, hidden_act="gelu_pytorch_tanh", hidden_size=768, intermediate_size=3072,
+        layer_norm_eps=1e-06, model_type="siglip2_vision_model", num_attention_heads=12, num_channels=3,
+        num_hidden_layers=12, num_patches=256, patch_size=16, torch_dtype="bfloat16", vision_use_head=False,
+    ),
+)  # fmt: skip
+GRIDS = [(1, most) for most in range(1, 11)] + [(2, most) for most in range(1, 6)] + [(3, most) for most in (1, 2, 3)]
+GRIDS += [(4, 1), (4, 2), (5, 1), (5, 2), *((rows, 1) for rows in range(6, 11))]
+GRANITE_VISION = dict(
+    architectures=["LlavaNextForConditionalGeneration"], model_type="llava_next", image_seq_length=576,
+    image_grid_pinpoints=[[384 * rows, 384 * columns] for rows, columns in GRIDS], image_token_index=49_155,
+    multimodal_projector_bias=True, projector_hidden_act="gelu", tie_word_embeddings=True, torch_dtype="bfloat16",
+    transformers_version="4.49.0", use_image_newline_parameter=True, vision_feature_layer=[-24, -20, -12, -1],
+    vision_feature_select_strategy="full",
+    text_config=dict(
+        _name_or_path="ibm-granite/granite-3.1-2b-instruct", architectures=["GraniteForCausalLM"],
+        attention_bias=False, attention_dropout=0.1, attention_multiplier=0.015625, bos_token_id=0,
+        embedding_multiplier=12.0, eos_token_id=0, hidden_act="silu", hidden_size=2048, intermediate_size=8192,
+        logits_scaling=8.0, max_position_embeddings=131_072, mlp_bias=False, model_type="granite",
+        num_attention_heads=32, num_hidden_layers=40, num_key_value_heads=8, pad_token_id=0, residual_multiplier=0.22,
+        rms_norm_eps=1e-05, rope_theta=300_000, tie_word_embeddings=True, torch_dtype="bfloat16", vocab_size=49_156,
+    ),
+    vision_config=dict(
+        hidden_act="gelu_pytorch_tanh", hidden_size=1152, image_size=384, intermediate_size=4304, layer_norm_eps=1e-06,
+        model_type="siglip_vision_model", num_attention_heads=16, num_channels=3, num_hidden_layers=27, patch_size=14,
+        torch_dtype="bfloat16",
+    ),
+)  # fmt: skip
+LLAVA = dict(
+    architectures=["LlavaForConditionalGeneration"], model_type="llava", ignore_index=-100, image_token_index=32_000,
+    pad_token_id=32_001, projector_hidden_act="gelu", tie_word_embeddings=False, torch_dtype="float16",
+    transformers_version="4.36.0.dev0", vision_feature_layer=-2, vision_feature_select_strategy="default",
+    text_config=dict(
+        _name_or_path="lmsys/vicuna-7b-v1.5", architectures=["LlamaForCausalLM"], max_position_embeddings=4096,
+        model_type="llama", rms_norm_eps=1e-05, torch_dtype="float16", vocab_size=32_064,
+    ),
+    vision_config=dict(
+        hidden_size=1024, image_size=336, intermediate_size=4096, model_type="clip_vision_model",
+        num_attention_heads=16, num_hidden_layers=24, patch_size=14, projection_dim=768, vocab_size=32_000,
+    ),
+)  # fmt: skip
+LLAVA_TEXT = dict(
+    architectures=["MistralForCausalLM"], intermediate_size=14_336, max_position_embeddings=32_768,
+    model_type="mistral", num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=1_000_000.0, sliding_window=None,
+    vocab_size=32_064,
+)  # fmt: skip
+LLAVA_NEXT = LLAVA | dict(
+    architectures=["LlavaNextForConditionalGeneration"], model_type="llava_next", text_config=LLAVA_TEXT,
+    image_grid_pinpoints=[[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    use_image_newline_parameter=True,
+)  # fmt: skip
+PHI4 = dict(
+    architectures=["Phi4MultimodalForCausalLM"], model_type="phi4_multimodal", attention_dropout=0.0,
+    bos_token_id=199_999, embd_pdrop=0.0, eos_token_id=[199_999, 200_020], hidden_act="silu", hidden_size=3072,
+    initializer_range=0.02, intermediate_size=8192, max_position_embeddings=131_072, num_attention_heads=24,
+    num_hidden_layers=32, num_key_value_heads=8, original_max_position_embeddings=4096, pad_token_id=199_999,
+    partial_rotary_factor=0.75, resid_pdrop=0.0, rms_norm_eps=1e-05, rope_theta=10_000.0, sliding_window=262_144,
+    rope_scaling=dict(long_factor=list(_LONG), short_factor=[1.0] * 48, rope_type="longrope"), tie_word_embeddings=True,
+    torch_dtype="bfloat16", transformers_version="4.51.0.dev0", use_cache=True, vocab_size=200_064,
+    audio_config=dict(
+        activation="swish", audio_token_id=200_011, bias_max_distance=1000, bias_symmetric=False, chunk_size=-1,
+        conv_activation="swish", conv_glu_type="swish", depthwise_multiplier=1, depthwise_separable_out_channel=1024,
+        downsample_rate=1, dropout_rate=0.0, ext_pw_out_channel=1024, feature_layer=-2, hidden_size=1024,
+        initializer_range=0.02, input_size=80, intermediate_size=1536, kernel_size=3, left_chunk=18,
+        model_type="phi4_multimodal_audio", nemo_activation="relu", nemo_conv_channels=1024, nemo_final_size=10,
+        num_attention_heads=16, num_blocks=24, time_reduction=8,
+    ),
+    vision_config=dict(
+        attention_dropout=0.0, crop_size=448, feature_layer=-2, hidden_act="gelu_pytorch_tanh", hidden_size=1152,
+        image_size=448, image_token_id=200_010, intermediate_size=4304, layer_norm_eps=1e-06,
+        model_type="phi4_multimodal_vision", num_attention_heads=16, num_channels=3, num_hidden_layers=27,
+        patch_size=14,
+    ),
+)  # fmt: skip
+
+# name of the model in this library: its `config.json`
+WITH_ENCODERS = {
+    "granite-vision-3.2-2b": GRANITE_VISION,
+    "internvl3-1b": INTERNVL,
+    "lfm2-vl-450m": LFM2_VL,
+    "llama4-17b-128e-vision": MAVERICK_VISION,
+    "llava1.5-7b": LLAVA,
+    "llava1.6-mistral-7b": LLAVA_NEXT,
+    "mistral-small-3.1-24b": MISTRAL3,
+    "phi4-multimodal-4.7b": PHI4,
+    "smolvlm2-500m": SMOLVLM,
 }

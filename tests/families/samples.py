@@ -11,7 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
-from tests.families.published import FILES
+from tests.families.published import FILES, WITH_ENCODERS
 
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
@@ -63,14 +63,14 @@ def drop(*keys: str) -> dict[str, Absent]:
 
 
 def settings(source: str, keys: Mapping[str, Any]) -> dict:
-    """The `config.json` of a family's fixture, of a fixture's file, or of a published repository, with other keys.
+    """The `config.json` of a family's fixture, of a fixture's file, or of a published model, with other keys.
 
     `"attn_config.alibi"` is a key in a nested object; keys that are ABSENT are left out.
     """
     if source in FILES:
         content = FILES[source][1]
-    elif source in SAMPLES:
-        content = SAMPLES[source]
+    elif source in SAMPLES or source in WITH_ENCODERS:
+        content = (SAMPLES | WITH_ENCODERS)[source]
     else:
         content = next(content for content in SAMPLES.values() if content["model_type"] == source)
     content = copy.deepcopy(content)
@@ -78,7 +78,7 @@ def settings(source: str, keys: Mapping[str, Any]) -> dict:
         *outer, key = path.split(".")
         inner = content
         for name in outer:
-            inner = inner[name]
+            inner = inner[int(name) if isinstance(inner, list) else name]
         if value is ABSENT:
             inner.pop(key, None)
         else:

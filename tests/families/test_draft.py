@@ -109,6 +109,8 @@ def test_what_a_draft_finds_of_less_near_families(fixture, code, suspect):
     """And what no name shows: the report says what families with the same names have."""
     _, source, text = draft_of(FIXTURES / fixture, ())
     assert code in source and suspect in text
+    windows = [question for question in comments(source, "QUESTION: ") if "sliding_window=" in question]
+    assert bool(windows) == (fixture == "starcoder2_window")
 
 
 def test_renamed_modules_other_keys_and_unknown_tensors(tmp_path):

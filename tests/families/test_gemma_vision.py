@@ -26,6 +26,7 @@ from eqx_decoders.numerics.clipped_weight import ClippedWeight, with_clipping
 from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.sharding.axes import frozen, named_leaves
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.models import filled
 
 
@@ -262,39 +263,30 @@ def test_other_spellings_of_the_same():
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "message"),
+    ("name", "table", "keys", "names"),
     [
-        ("whole", dict(audio_config={"hidden_size": 9}), "audio_config: hidden_size=9 must be a multiple"),
-        ("whole", dict(vision_config=None), "vision_config is missing.*text_only=True"),
-        ("gemma3", dict(vision_config=None), "vision_config is missing"),
-        ("gemma3", dict(mm_tokens_per_image=3), "mm_tokens_per_image=3 must be a square"),
-        ("gemma3", dict(mm_tokens_per_image=9), "whose root divides the 4 patches"),
-        ("gemma3", dict(image_token_id=3), "image_token_id=3 and image_token_index=29 are the same setting"),
-        ("gemma3", dict(text_config=None), "text_config is missing"),
+        ("whole", None, dict(audio_config={"hidden_size": 9}), ["audio_config", "hidden_size=9"]),
+        ("whole", None, dict(vision_config=None), ["vision_config", "text_only=True"]),
+        ("gemma3", None, dict(vision_config=None), ["vision_config"]),
+        ("gemma3", None, dict(mm_tokens_per_image=3), ["mm_tokens_per_image=3"]),
+        ("gemma3", None, dict(mm_tokens_per_image=9), ["mm_tokens_per_image=9", "4 patches"]),
+        ("gemma3", None, dict(image_token_id=3), ["image_token_id=3", "image_token_index=29"]),
+        ("gemma3", None, dict(text_config=None), ["text_config"]),
+        ("gemma3", "text_config", dict(final_logit_softcapping=30.0), ["final_logit_softcapping=30.0", "null"]),
+        ("gemma3", "vision_config", dict(image_size=9), ["image_size=9", "patch_size=2"]),
+        ("gemma3", "vision_config", dict(num_attention_heads=3), ["hidden_size=8"]),
+        ("gemma3", "vision_config", dict(new=1), ["vision_config", "new"]),
+        ("whole", "vision_config", dict(attention_bias=True), ["attention_bias=true"]),
+        ("whole", "vision_config", dict(rope_parameters=dict(rope_type="yarn")), ["rope_type=yarn"]),
+        ("whole", "text_config", dict(use_bidirectional_attention="all"), ["use_bidirectional_attention=all"]),
+        ("whole", "text_config", dict(pad_token_id=-1), ["pad_token_id=-1"]),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value if isinstance(value, str) else "",
 )
-def test_settings_that_are_refused(name, keys, message):
-    with pytest.raises(ed.ConversionError, match=message):
-        decode(sample(name, **keys))
-
-
-@pytest.mark.parametrize(
-    ("name", "table", "keys", "message"),
-    [
-        ("gemma3", "text_config", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 must be null"),
-        ("gemma3", "vision_config", dict(image_size=9), "image_size=9 must be a multiple of patch_size=2"),
-        ("gemma3", "vision_config", dict(num_attention_heads=3), "hidden_size=8 must be a multiple"),
-        ("gemma3", "vision_config", dict(new=1), "vision_config: Unknown keys: new"),
-        ("whole", "vision_config", dict(attention_bias=True), "attention_bias=true"),
-        ("whole", "vision_config", dict(rope_parameters=dict(rope_type="yarn")), "rope_type=yarn"),
-        ("whole", "text_config", dict(use_bidirectional_attention="all"), "use_bidirectional_attention=all"),
-        ("whole", "text_config", dict(pad_token_id=-1), "pad_token_id=-1"),
-    ],
-)
-def test_settings_inside_that_are_refused(name, table, keys, message):
+def test_keys_that_are_refused(name, table, keys, names):
     content = sample(name)
-    content[table] |= keys
-    with pytest.raises(ed.ConversionError, match=message):
+    content |= keys if table is None else {table: content[table] | keys}
+    with refused(ed.ConversionError, *names):
         decode(content)
 
 
@@ -343,7 +335,7 @@ def test_audio_are_left_out_of_the_decoder_alone(exported, tmp_path):
     tensors["model.audio_tower.layers.0.weight"] = np.ones((2, 2), np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(content | {"audio_config": {"hidden_size": 2}}))
-    with pytest.raises(ed.ConversionError, match="hidden_size=2"):
+    with refused(ed.ConversionError, "hidden_size=2"):
         ed.load_hf(tmp_path)
     same_weights(ed.load_hf(tmp_path, text_only=True), ed.load_hf(exported, text_only=True))
 

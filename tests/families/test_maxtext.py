@@ -1,4 +1,4 @@
-"""MaxText's own blocks: sizes, parameters counted by hand, and outputs against NumPy in float64 and themselves."""
+"""GPT-3 and MaxText's blocks: parameters counted by hand, and outputs against NumPy in float64 and themselves."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from eqx_decoders.blocks.residual.residual import Chained
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.families import maxtext
 from eqx_decoders.families.common import DecoderSizes
+from eqx_decoders.families.gpt3 import gpt3
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -61,24 +62,6 @@ def head_by_hand(model, x):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_those_of_the_formula(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_sizes_are_those_of_the_base_configuration(name):
-    config = ed.get_config(name)
-    assert (config.vocab_size, config.embed_dim, len(config.blocks), config.tied) == (VOCAB, EMBED, LAYERS, False)
-    assert config.final_norm == RMSNormConfig(eps=1e-5)
-    assert len(ed.segments(config.blocks)) == 1
-
-
-def test_the_default_block_is_parallel_behind_one_norm():
-    block = ed.get_config("maxtext-default").blocks[0]
-    norms = (block.pre_mixer_norm, block.post_mixer_norm, block.pre_mlp_norm, block.post_mlp_norm)
-    assert norms == (RMSNormConfig(eps=1e-5), None, None, None)
-    assert block.mixer == AttentionConfig(num_heads=16, num_kv_heads=16, head_dim=128, rope=Rope(theta=10_000.0))
-    assert block.mlp == MLPConfig(mlp_dim=7168)
-    dropped = maxtext.default(maxtext.BASE, dropout=0.25)
-    assert (dropped.dropout, dropped.blocks[0].dropout, dropped.blocks[0].mlp.dropout) == (0.25,) * 3
 
 
 def test_default_is_the_sum_of_both_branches():
@@ -291,3 +274,65 @@ def test_dropout_is_that_of_the_whole_output():
     x, y = (wide(run(model, jax.random.key(1))) for model in (bare, dropping))
     gone = np.abs(y) < 1e-6
     assert np.all(gone ^ (np.abs(y - 2 * x) < 1e-4)) and 0 < gone.mean() < 1
+
+
+# --- GPT-3 ---
+
+# layers, embed, mlp, heads, head_dim, vocab, positions
+GPT3_SIZES = {
+    "gpt3-52k": (1, 16, 64, 2, 8, 1024, 2048),
+    "gpt3-6b": (48, 3072, 12_288, 12, 256, 32_768, 16_384),
+    "gpt3-22b": (48, 6144, 24_576, 24, 256, 32_768, 16_384),
+    "gpt3-175b": (96, 12_288, 49_152, 96, 128, 50_304, 16_384),
+}
+# the smallest, added up with pencil and paper: tables of tokens and positions, final norm, block
+GPT3_PARAMETERS = {"gpt3-52k": 16_384 + 32_768 + 32 + 3280}
+GPT3_SMALL = DecoderSizes(
+    vocab_size=32, embed_dim=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=12, eps=1e-5, tied=True,
+    activation="gelu_tanh",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GPT3_SIZES)
+def test_parameters_of_gpt3_are_those_of_the_formula(name):
+    layers, embed, mlp, heads, head_dim, vocab, positions = GPT3_SIZES[name]
+    wide = heads * head_dim
+    norm = 2 * embed
+    attention = (embed + 1) * 3 * wide + (wide + 1) * embed
+    feed_forward = (embed + 1) * mlp + (mlp + 1) * embed
+    count = (vocab + positions) * embed + layers * (2 * norm + attention + feed_forward) + norm
+    assert ed.count_parameters(ed.get_config(name)) == count == GPT3_PARAMETERS.get(name, count)
+
+
+def test_names_of_gpt3_say_billions():
+    for name, billions in (("gpt3-6b", 6), ("gpt3-22b", 22), ("gpt3-175b", 175)):
+        assert ed.count_parameters(ed.get_config(name)) / 1e9 == pytest.approx(billions, rel=0.07)
+
+
+def test_new_norms_of_gpt3_store_a_scale_of_zero():
+    block = gpt3(GPT3_SMALL, max_positions=4).blocks[0].pre_mixer_norm.build(8)
+    assert not np.any(block.scale) and not np.any(block.bias)
+
+
+def test_dropout_goes_everywhere():
+    config = gpt3(GPT3_SMALL, max_positions=16, dropout=0.1)
+    assert (config.dropout, config.blocks[0].dropout, config.blocks[0].mlp.dropout) == (0.1,) * 3
+    config = maxtext.default(maxtext.BASE, dropout=0.25)
+    assert (config.dropout, config.blocks[0].dropout, config.blocks[0].mlp.dropout) == (0.25,) * 3
+
+
+def test_the_forward_pass_of_gpt3_is_the_formula():
+    model = filled(gpt3(GPT3_SMALL, max_positions=16))
+    tokens = some_tokens(2, 5)
+    positions, same_segment = np.tile(np.arange(5), (2, 1)), np.ones((2, 5), int)
+    table = wide(model.embedding.table)
+
+    x = table[np.asarray(tokens)] + wide(model.positions.table)[:5]
+    for block in model.unstacked():
+        x = x + attention_by_hand(block.mixer, normed(block.pre_mixer_norm, x), positions, same_segment)
+        x = x + mlp_by_hand(block.mlp, normed(block.pre_mlp_norm, x))
+    want = normed(model.final_norm, x) @ table.T
+    cache = ed.init_cache(model.config, 2, 8, dtype=jnp.float32)
+    out = eqx.filter_jit(model)(tokens, cache=cache)
+    assert_close(out.logits, want)
+    assert out.cache.length.tolist() == [5, 5]

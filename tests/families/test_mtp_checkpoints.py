@@ -43,6 +43,7 @@ class Stored:
     - `ends`: the model's table, final norm and head.
     - `offset`: 1 if norms are stored as w - 1.
     - `streams`: residual streams, all of which a depth reads.
+    - `normed_depths`: a later depth reads what the one before it gives after its final norm.
     """
 
     fixture: str
@@ -55,6 +56,7 @@ class Stored:
     ends: tuple[str, str, str] = ("model.embed_tokens", "model.norm", "lm_head")
     offset: int = 0
     streams: int = 1
+    normed_depths: bool = True
 
 
 DEEPSEEK_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -65,7 +67,7 @@ QWEN = dict(
 KINDS = {
     "deepseek_v3": Stored(
         "deepseek3_groups", ("model.layers.2.", "model.layers.3."), {"model.layers.1.": ""},
-        norms=("enorm", "hnorm", "shared_head.norm"), copies=DEEPSEEK_COPIES,
+        norms=("enorm", "hnorm", "shared_head.norm"), copies=DEEPSEEK_COPIES, normed_depths=False,
     ),
     "deepseek_v4": Stored(
         "deepseek_v4", ("mtp.0.", "mtp.1."),
@@ -217,7 +219,7 @@ def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.nd
         places = jnp.where(jnp.arange(tokens.shape[1]) < tokens.shape[1] - depth - 1, jnp.arange(tokens.shape[1]), -1)
         ctx = ed.Context(positions=jnp.broadcast_to(places, tokens.shape))
         x = np.asarray(run_block(model.mtp.unstacked()[depth].block, jnp.asarray(x, jnp.float32), ctx), np.float64)
-        stream = x if stored.streams > 1 else rms(x, final_norm, eps)
+        stream = rms(x, final_norm, eps) if stored.streams == 1 and stored.normed_depths else x
         if kind == "qwen4_exp_text":
             found.append(gated_mean(x, tensors, eps) @ head.T)
             continue

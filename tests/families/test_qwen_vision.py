@@ -25,6 +25,7 @@ from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import named_leaves
 from tests.compare import assert_allclose, assert_array_equal
+from tests.errors import refused
 from tests.families.samples import FIXTURES, decode
 
 
@@ -73,7 +74,7 @@ def opened(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.slow), *NAMES[1:]])
+@pytest.mark.parametrize("name", NAMES)
 def test_features_logits_and_positions_are_those_of_transformers(name):
     model, media, inputs, wanted = opened(name)
     features = model.encode(media).features[: len(wanted["features"])]
@@ -83,7 +84,7 @@ def test_features_logits_and_positions_are_those_of_transformers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_transformers(name):
     model, media, inputs, wanted = opened(name)
     count = wanted["generated_ids"].shape[1]
@@ -105,9 +106,7 @@ def test_an_export_is_the_same_to_the_bit(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "plain"), [("qwen2_5_vl", "qwen2"), pytest.param("qwen3_omni", "qwen3_moe", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "plain"), [("qwen2_5_vl", "qwen2"), ("qwen3_omni", "qwen3_moe")])
 def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
     whole, text = opened(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
     assert text.config.media is None and text.vision is None
@@ -191,7 +190,7 @@ def test_as_many_times_as_videos():
     ids, patches = np.full((1, 4), config.media.video_token), np.zeros((16, 24), np.float32)
     given = dict(input_ids=ids, pixel_values_videos=patches, video_grid_thw=[[1, 4, 4]])
     ed.Media.create(config, **given, second_per_grid_ts=[0.5])
-    with pytest.raises(ed.DataError, match="2 times between frames for 1 videos"):
+    with refused(ed.DataError, "2 times", "1 videos"):
         ed.Media.create(config, **given, second_per_grid_ts=[0.5, 0.5])
 
 
@@ -280,7 +279,7 @@ def test_the_thinker_of_a_whole_model(tmp_path):
     ed.save_hf(model, tmp_path / "new")
     assert content_of(tmp_path / "new")["model_type"] == "qwen3_omni_moe_thinker"
     assert load_file(tmp_path / "new" / WEIGHTS).keys() == load_file(directory / WEIGHTS).keys()
-    with pytest.raises(ed.ConversionError, match="architectures"):
+    with refused(ed.ConversionError, "architectures"):
         find_family("qwen3_omni_moe").decode(whole | {"architectures": ["Qwen3OmniMoeTalker"]})
 
 
@@ -336,11 +335,7 @@ KINDS = {
 @pytest.mark.slow(fast=("qwen2_5_vl-qwen2.5-vl-3b",))
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        pytest.param(kind, name, marks=pytest.mark.slow if index else ())
-        for kind, names in KINDS.items()
-        for index, name in enumerate(names)
-    ],
+    [(kind, name) for kind, names in KINDS.items() for name in names],
 )
 def test_published_models_have_a_config_json(kind, name):
     config, family = ed.get_config(name), FAMILIES[kind]
@@ -360,7 +355,8 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in PARAMETERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
     leaves = named_leaves(ed.abstract(ed.get_config(name)))
     assert sum(leaf.size for leaf in leaves.values()) == PARAMETERS[name]
@@ -372,39 +368,3 @@ def test_windows_are_those_of_the_file():
     assert set(masks) == {Bidirectional(), Bidirectional(64)}
     written = FAMILIES["qwen2_5_vl"].encode(ed.get_config("qwen2.5-vl-7b"))["vision_config"]
     assert (written["window_size"], written["fullatt_block_indexes"]) == (112, [7, 15, 23, 31])
-
-
-@pytest.mark.parametrize(
-    ("name", "table", "keys", "message"),
-    [
-        ("qwen2_5_vl", None, dict(vision_config=None), "vision_config is missing"),
-        ("qwen2_5_vl", None, dict(text_config=3), "text_config=3 must be an object"),
-        (
-            "qwen2_5_vl",
-            "vision_config",
-            dict(out_hidden_size=8),
-            "out_hidden_size=8 must be the decoder's hidden_size=16",
-        ),
-        ("qwen2_5_vl", "vision_config", dict(window_size=3), "window_size=3 must be at least 4 pixels"),
-        ("qwen2_5_vl", "vision_config", dict(num_heads=3), "must be a multiple of num_heads=3"),
-        ("qwen2_5_vl", "vision_config", dict(window_sice=3), "Unknown keys: window_sice"),
-        ("qwen2_5_vl", "text_config", dict(rope_parameters={"mrope_interleaved": True}), "mrope_interleaved=true"),
-        ("qwen3_omni", "text_config", dict(rope_parameters={"mrope_interleaved": False}), "mrope_interleaved=false"),
-        ("qwen3_omni", None, dict(audio_config=None), "audio_config is missing"),
-        (
-            "qwen3_omni",
-            "audio_config",
-            dict(scale_embedding=True),
-            "scale_embedding=true is not supported",
-        ),
-        ("qwen3_omni", "audio_config", dict(n_window_infer=99), "n_window_infer=99 must be at least 2 x n_window=50"),
-        ("qwen3_omni", "audio_config", dict(output_dim=8), "output_dim=8 must be the decoder's hidden_size=16"),
-        ("qwen3_omni", "vision_config", dict(num_position_embeddings=8), "must be a square"),
-        ("qwen3_omni", "vision_config", dict(apply_vit_abs_pos_embed=False), "apply_vit_abs_pos_embed=false"),
-    ],
-)
-def test_what_is_not_understood_is_refused(name, table, keys, message):
-    content = content_of(FIXTURES / name)
-    changed = content | keys if table is None else content | {table: content[table] | keys}
-    with pytest.raises(ed.ConversionError, match=message):
-        decode(changed)
