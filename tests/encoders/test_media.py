@@ -325,7 +325,7 @@ def test_fixed_images_are_cut_into_the_same_patches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [None, MEDIA.positions])
+@pytest.mark.parametrize("positions", [None, MEDIA.positions], ids=short)
 def test_depths_of_multi_token_prediction_read_features_too(positions):
     """They are those of a text whose embeddings the features are, at the same rotary positions."""
     vision = dataclasses.replace(MEDIA.vision, deepstack=(), deepstack_projector=None)

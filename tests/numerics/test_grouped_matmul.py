@@ -45,9 +45,9 @@ def products_and_gradients(x, weights, counts, outward, form):
     return outs, back(outward)
 
 
-@pytest.mark.slow(fast=("(3, 1, 2, 2)-GroupedForm(kind='ragged_dot', block=0, interpret=False)",))
-@pytest.mark.parametrize("form", [*FORMS, GroupedForm("blocks", 64)], ids=str)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.slow(fast=("3,1,2,2-ragged_dot,0,False",))
+@pytest.mark.parametrize("form", [*FORMS, GroupedForm("blocks", 64)], ids=short)
+@pytest.mark.parametrize("counts", COUNTS, ids=short)
 def test_values_and_gradients_are_those_of_a_loop(counts, form):
     """Of two weights at once; what stands beyond the groups, NaN too, reaches neither weights nor other rows."""
     total, rows = sum(counts), 40 + form.block
@@ -122,8 +122,8 @@ def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     assert_close(gradient[0], rows[:19].T.astype(np.float64) @ want[:19], units=2, dtype="bfloat16")
 
 
-@pytest.mark.slow(fast=("GroupedForm(kind='ragged_dot', block=0, interpret=False)",))
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.slow(fast=("ragged_dot,0,False",))
+@pytest.mark.parametrize("form", FORMS, ids=short)
 def test_a_weight_in_parts_is_that_of_its_merged_one(form):
     counts, x = jnp.asarray((3, 1, 2, 2)), jnp.asarray(draws(8 + form.block, INNER))
     pair = LowRank(

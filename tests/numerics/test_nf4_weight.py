@@ -105,7 +105,7 @@ def test_products_match_the_array(kind, flatten):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=str)
+@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=short)
 def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     """Below a low-rank pair, too; one expert's weight is a row of the array."""
     counts, x = jnp.asarray((9, 0, 4, 3)), draw(1, (24, 16))

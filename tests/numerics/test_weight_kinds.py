@@ -59,7 +59,7 @@ def test_a_kind_says_what_it_stands_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=str)
+@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=short)
 def test_several_kinds_in_one_product_keep_their_order(form):
     counts, x, weights = jnp.asarray((9, 0, 7)), draw(0, (24, 16)), kinds(3)
     run = jax.jit(lambda x, weights: grouped_products(x, weights, counts, form=form))

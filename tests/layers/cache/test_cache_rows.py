@@ -29,8 +29,8 @@ def with_pages(cache):
 KINDS = (*MIXERS, "states", "pages")
 
 
-@pytest.mark.slow(fast=("keys-[3, 0]",))
-@pytest.mark.parametrize("some", [[3, 0], [2]], ids=str)
+@pytest.mark.slow(fast=("keys-3,0",))
+@pytest.mark.parametrize("some", [[3, 0], [2]], ids=short)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
     """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""
