@@ -16,9 +16,8 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.laws import check_ragged_pieces
 from tests.layers.common import context, drawn, normal
-from tests.models import EMBED, VOCAB, extend, filled, packed, run
+from tests.models import EMBED, VOCAB, extend, filled
 from tests.oracles import best, norm_by_hand, plain_frequencies, rotate_by_hand, wide
 
 
@@ -130,25 +129,6 @@ def decoder(**options) -> ed.DecoderConfig:
     mixer = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, selection=dataclasses.replace(INDEXER, head_dim=8))
     block = ed.BlockConfig(mixer=dataclasses.replace(mixer, **options), mlp=None, pre_mixer_norm=norm)
     return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
-
-
-@pytest.mark.slow
-def test_fast_is_plain():
-    tokens, segments = packed(4)
-    model = filled(decoder(), scan=False, attention="dot")
-    want = run(model, tokens, segments)
-    fast = model.replace(scan=True, attention="chunked", remat="full").place(ed.Layout.create(fsdp=4, tensor=2))
-    assert_close(run(fast, tokens, segments), want, units=256)
-    dense = run(filled(decoder(selection=None)), tokens, segments)[0]
-    assert np.abs(dense - want[0]).max() > 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["largest", "means"])
-def test_tokens_and_chunks_decode_as_the_whole(kind):
-    means = PooledIndexerConfig(size=3, top_k=1, num_heads=8, head_dim=8)
-    config = decoder() if kind == "largest" else decoder(selection=means)
-    check_ragged_pieces(filled(config), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
 @pytest.mark.parametrize("local", [1, 2, 3])

@@ -13,13 +13,10 @@ import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.mask import SlidingWindow
-from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_close
 from tests.errors import refused
-from tests.laws import check_pieces, check_rejection
 from tests.layers.common import apply, context, drawn, normal
-from tests.models import filled
 from tests.oracles import ready_by_hand, sees, wide
 
 
@@ -86,16 +83,6 @@ def test_biases_learn_from_scores():
     gradient = eqx.filter_jit(eqx.filter_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x, CONTEXT)[0]))))
     gradient = gradient(layer, jnp.asarray(normal(2, 7, 6)))
     assert all(jnp.all(jnp.abs(leaf) > 0) for leaf in (gradient.rate, gradient.step))
-
-
-@pytest.mark.slow
-def test_a_cache_chooses_as_whole_rows_do():
-    """With equal tokens, whose biases are equal in the first layer."""
-    block = ed.BlockConfig(mixer=masked(top_k=3), mlp=None)
-    config = ed.DecoderConfig(vocab_size=32, embed_dim=16, blocks=(block,) * 2, final_norm=RMSNormConfig())
-    model = filled(config)
-    check_pieces(model, (5, 1, 1, 6))
-    check_rejection(model)
 
 
 @pytest.mark.parametrize("field, value", [("value_dim", 3), ("spans", True), ("kv_shared_from", "it")])

@@ -24,7 +24,6 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.laws import check_ragged_pieces
 from tests.layers.attention.test_mla import (
     POSITIONS,
     SEGMENTS,
@@ -220,16 +219,6 @@ def test_fast_is_plain():
 
 
 @pytest.mark.slow
-def test_documents_of_a_row_choose_as_if_alone():
-    tokens = some_tokens(1, 13)
-    segments = jnp.asarray([[1] * 6 + [2] * 7])
-    model = filled(decoder())
-    whole = eqx.filter_jit(model)(tokens, segment_ids=segments).logits
-    alone = [eqx.filter_jit(model)(part).logits for part in (tokens[:, :6], tokens[:, 6:])]
-    assert_close(whole, jnp.concatenate(alone, axis=1), units=256)
-
-
-@pytest.mark.slow
 def test_the_loss_of_training_is_the_mean_over_layers_and_tokens():
     """With a weight per layer; and microbatches of unequal length give the gradient of the whole."""
     tokens, segments = packed(4)
@@ -270,12 +259,6 @@ def test_warmup_leaves_attention_dense():
 
 
 @pytest.mark.slow
-def test_tokens_and_chunks_decode_as_the_whole():
-    """A padded prefill in chunks, which mask the past, then tokens, which gather what they choose of it."""
-    check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("length", "slots", "top_k", "form"), [
     (1, 8, 3, "gathers"), (2, 9, 4, "gathers"), (3, 9, 3, "masks"), (4, 3, 3, "masks"), (2, 3, 5, "takes all"),
 ])  # fmt: skip
@@ -308,22 +291,6 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
         got = np.any(np.asarray(choice.slots)[..., None] == np.arange(count), axis=2)
     assert_array_equal(got, want[..., :count])
     assert_array_equal(np.asarray(choice.present[:, 0]) & seen[..., count:], want[..., count:])
-
-
-@pytest.mark.slow
-def test_shared_choices_decode_as_the_whole():
-    """In a cycle of two layers, behind a layer that chooses for itself; scanned."""
-    config = decoder(5)
-    mixers = [config.blocks[0].mixer] + [
-        dataclasses.replace(
-            config.blocks[0].mixer, indexer=dataclasses.replace(config.blocks[0].mixer.indexer, **names)
-        )
-        for names in (dict(shares_as="it"), dict(shared_from="it")) * 2
-    ]
-    blocks = (dataclasses.replace(config.blocks[0], mixer=mixer) for mixer in mixers)
-    model = filled(dataclasses.replace(config, blocks=tuple(blocks)))
-    assert [segment.repeats for segment in model.segments] == [1, 2]
-    check_ragged_pieces(model, ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
 @pytest.mark.slow

@@ -28,9 +28,8 @@ from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.laws import check_ragged_pieces
 from tests.layers.common import apply
-from tests.models import EMBED, VOCAB, filled, packed, run, some_tokens
+from tests.models import EMBED, VOCAB, filled, some_tokens
 from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by_hand
 from tests.programs import tpu_devices
 
@@ -286,26 +285,6 @@ def decoder(layers: int = 4) -> ed.DecoderConfig:
     return ed.DecoderConfig(
         vocab_size=VOCAB, embed_dim=EMBED, blocks=(blocks * layers)[:layers], final_norm=norm, tied=True
     )
-
-
-@pytest.mark.slow
-def test_scanned_chunked_rematerialised_and_sharded_equals_plain():
-    """All at once; the laws' random decoders have latent attention among their mixers, and do it one by one."""
-    tokens, segments = packed(4)
-    blocks = decoder(2).blocks[:1] * 2
-    model = filled(dataclasses.replace(decoder(), blocks=blocks), scan=False, attention="dot")
-    want = run(model, tokens, segments)
-    fast = model.replace(scan=True, attention="chunked", remat="minimal_with_context")
-    assert_close(run(fast.place(ed.Layout.create(fsdp=4, tensor=2)), tokens, segments), want, units=256)
-
-
-@pytest.mark.slow
-def test_chunks_and_ragged_rows_decode_as_the_whole():
-    """Two pieces of a padded prefill, then each row at its own place, while windows wrap.
-
-    On a mesh that splits heads, and no latent.
-    """
-    check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.models import EMBED, VOCAB, extend, filled, packed, run, some_tokens
+from tests.models import EMBED, VOCAB, extend, filled, some_tokens
 from tests.oracles import best
 
 
@@ -103,44 +103,6 @@ def decoder(**options) -> ed.DecoderConfig:
         mixer=dataclasses.replace(mixer, **options), mlp=MLPConfig(mlp_dim=8), pre_mixer_norm=norm, pre_mlp_norm=norm
     )
     return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
-
-
-@pytest.mark.slow
-def test_fast_is_plain():
-    tokens, segments = packed(4)
-    model = filled(decoder(), scan=False, attention="dot")
-    want = run(model, tokens, segments)
-    fast = model.replace(scan=True, attention="chunked", remat="full").place(ed.Layout.create(fsdp=4, tensor=2))
-    assert_close(run(fast, tokens, segments), want, units=256)
-    dense = run(filled(decoder(selection=None)), tokens, segments)[0]
-    assert np.abs(dense - want[0]).max() > 1e-2
-
-
-@pytest.mark.slow
-def test_documents_of_a_row_choose_as_if_alone():
-    tokens, segments = some_tokens(1, 21), jnp.asarray([[1] * 10 + [2] * 11])
-    model = eqx.filter_jit(filled(decoder()))
-    alone = [model(part).logits for part in (tokens[:, :10], tokens[:, 10:])]
-    assert_close(model(tokens, segment_ids=segments).logits, jnp.concatenate(alone, axis=1), units=256)
-
-
-@pytest.mark.slow
-def test_tokens_and_chunks_decode_as_the_whole():
-    """Blocks of which some tokens are in the cache and some in the call; rows that stand elsewhere."""
-    tokens, lengths = some_tokens(4, 17), jnp.asarray([9, 1, 5, 8])
-    model = filled(decoder(sinks=True))
-    want = eqx.filter_jit(model)(tokens).logits
-    cache = ed.init_cache(model.config, 4, 17, dtype=jnp.float32)
-    for begin in (0, 5):
-        here = jnp.arange(begin, begin + 5)[None]
-        logits, cache = extend(model, tokens[:, begin : begin + 5], cache, jnp.where(here < lengths[:, None], here, -1))
-        counts = np.clip(lengths - begin, 0, 5)
-        for row, length in ((row, counts[row]) for row in np.flatnonzero(counts)):
-            assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
-    for _ in range(8):
-        here = cache.length[:, None]
-        logits, cache = extend(model, jnp.take_along_axis(tokens, here, axis=1), cache)
-        assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
 
 
 @pytest.mark.slow
