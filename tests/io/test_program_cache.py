@@ -39,12 +39,7 @@ def test_least_recently_used_programs_are_deleted(tmp_path):
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
     (tmp_path / "autotuning").mkdir()  # XLA writes such a folder
     os.utime(tmp_path / "a", (2000, 1000))  # access time and modification time: written first, and read last
-    for limits, left in (
-        ({}, "abcd"),
-        (dict(max_bytes=30), "acd"),
-        (dict(max_files=2), "ad"),
-        (dict(max_bytes=9), ""),
-    ):
+    for limits, left in (({}, "abcd"), (dict(max_bytes=30), "acd"), (dict(max_files=2), "ad"), (dict(max_bytes=9), "")):
         delete_oldest(tmp_path, **limits)
         assert {file.name for file in tmp_path.iterdir()} == {"autotuning", *left}
     delete_oldest(tmp_path / "absent")

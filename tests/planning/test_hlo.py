@@ -9,14 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.planning.collectives import (
-    Collective,
-    axes_of,
-    collectives,
-    groups_of,
-    overlapped_fraction,
-    phase_of,
-)
+from eqx_decoders.planning.collectives import Collective, axes_of, collectives, groups_of, overlapped_fraction, phase_of
 from eqx_decoders.planning.device_memory import stacked_bytes
 from eqx_decoders.planning.hlo import functions, members, parse, shape_bytes
 

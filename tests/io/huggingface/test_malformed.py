@@ -222,10 +222,7 @@ case("not causal", config(is_causal=False), "is_causal=false")
 case("unknown key", config(logits_scaling=2.0), "logits_scaling")
 case("unknown key, misspelled", config(silding_window=2), "silding_window", "sliding_window")
 case(
-    "bidirectional",
-    config(use_bidirectional_attention=True),
-    "use_bidirectional_attention=true",
-    fixture="gemma2_odd",
+    "bidirectional", config(use_bidirectional_attention=True), "use_bidirectional_attention=true", fixture="gemma2_odd"
 )
 case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config")
 case(
@@ -244,10 +241,7 @@ case(
 )
 case("trust", config(trust_remote_code=True), "trust_remote_code", fixture="llama_bf16")
 case(
-    "other weights",
-    config(transformers_weights="../weights.safetensors"),
-    "transformers_weights",
-    fixture="llama_bf16",
+    "other weights", config(transformers_weights="../weights.safetensors"), "transformers_weights", fixture="llama_bf16"
 )
 case(
     "other configuration",
@@ -410,6 +404,7 @@ case("other prefix", tensors(lambda t: [t.update({f"module.{n}": t.pop(n)}) for 
 
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
 TABLE = "model.embed_tokens.weight"
+index_case = functools.partial(case, fixture="llama_rope")
 
 
 def index(edit: Callable[[dict[str, Any]], Any]) -> Break:
@@ -449,54 +444,36 @@ PATHS = (
     ".safetensors/..", "",
 )  # fmt: skip
 for number, file in enumerate(PATHS):
-    case(f"index path {number}", outside(file), INDEX, "weight_map", TABLE, fixture="llama_rope")
-case("index a pickle", sends("pytorch_model.bin"), "pytorch_model.bin", fixture="llama_rope")
+    index_case(f"index path {number}", outside(file), INDEX, "weight_map", TABLE)
+index_case("index a pickle", sends("pytorch_model.bin"), "pytorch_model.bin")
 for name, value in {"null": None, "number": 3, "list": [FIRST], "object": {}}.items():
-    case(f"index file {name}", sends(value), INDEX, "weight_map", fixture="llama_rope")
-case(
-    "index file missing",
-    sends("model-00009-of-00003.safetensors"),
-    "model-00009-of-00003.safetensors",
-    fixture="llama_rope",
-)
-case("shard missing", remove(SECOND), SECOND, fixture="llama_rope")
-case("shard link out", link_out(SECOND), SECOND, fixture="llama_rope")
-case(
-    "shard cut",
-    lambda d: void((d / SECOND).write_bytes((d / SECOND).read_bytes()[:-5])),
-    SECOND,
-    fixture="llama_rope",
-)
-case("tensor in another shard", sends(SECOND), SECOND, TABLE, fixture="llama_rope")
-case(
-    "tensor in no shard",
-    sends(FIRST, "model.layers.7.mlp.gate_proj.weight"),
-    FIRST,
-    "model.layers.7",
-    fixture="llama_rope",
-)
-case(
+    index_case(f"index file {name}", sends(value), INDEX, "weight_map")
+index_case("index file missing", sends("model-00009-of-00003.safetensors"), "model-00009-of-00003.safetensors")
+index_case("shard missing", remove(SECOND), SECOND)
+index_case("shard link out", link_out(SECOND), SECOND)
+index_case("shard cut", lambda d: void((d / SECOND).write_bytes((d / SECOND).read_bytes()[:-5])), SECOND)
+index_case("tensor in another shard", sends(SECOND), SECOND, TABLE)
+index_case("tensor in no shard", sends(FIRST, "model.layers.7.mlp.gate_proj.weight"), FIRST, "model.layers.7")
+index_case(
     "tensor in two shards",
     tensors(lambda t: t.update({TABLE: t["model.layers.0.mlp.up_proj.weight"]}), SECOND),
     TABLE,
     SECOND,
-    fixture="llama_rope",
 )
-case(
+index_case(
     "shard holds more",
     tensors(lambda t: t.update(extra=t["model.layers.0.mlp.up_proj.weight"]), SECOND),
     SECOND,
     "extra",
-    fixture="llama_rope",
 )
-case("index empty", index(lambda content: content["weight_map"].clear()), "weight_map", fixture="llama_rope")
-case("index without map", index(lambda content: content.pop("weight_map")), "weight_map", fixture="llama_rope")
-case("index map a list", index(lambda content: content.update(weight_map=[FIRST])), "weight_map", fixture="llama_rope")
-case("index no JSON", text("{", INDEX), INDEX, "JSON", fixture="llama_rope")
-case("index a list", text("[]", INDEX), INDEX, "JSON", "list", fixture="llama_rope")
-case("index a directory", folder_instead(INDEX), INDEX, fixture="llama_rope")
-case("index link out", link_out(INDEX), INDEX, fixture="llama_rope")
-case("index name twice", again(INDEX, TABLE), INDEX, "key", fixture="llama_rope")
+index_case("index empty", index(lambda content: content["weight_map"].clear()), "weight_map")
+index_case("index without map", index(lambda content: content.pop("weight_map")), "weight_map")
+index_case("index map a list", index(lambda content: content.update(weight_map=[FIRST])), "weight_map")
+index_case("index no JSON", text("{", INDEX), INDEX, "JSON")
+index_case("index a list", text("[]", INDEX), INDEX, "JSON", "list")
+index_case("index a directory", folder_instead(INDEX), INDEX)
+index_case("index link out", link_out(INDEX), INDEX)
+index_case("index name twice", again(INDEX, TABLE), INDEX, "key")
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
