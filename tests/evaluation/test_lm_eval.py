@@ -116,13 +116,13 @@ def test_refuses_continuations_without_tokens(context, continuation):
         methods().encode_pair(context, continuation)
 
 
-def test_an_empty_context_is_the_token_with_which_texts_begin():
+def test_an_empty_context_is_the_bos_token():
     bos, tokens = chat_model().tokenizer.bos_id, chat_model().tokenizer.encode("the fox").tolist()
     assert methods().encode_pair("", "the fox") == ([bos], tokens)
     assert methods().encode_pair("", "<|begin|>the fox") == ([bos], tokens)
 
 
-def test_a_template_has_written_what_texts_begin_with():
+def test_bos_is_not_added_to_a_rendered_template():
     """It is not put there twice."""
     text = methods().apply_chat_template([{"role": "user", "content": "the fox"}])
     assert methods().encode(text) == chat_model().encode([{"role": "user", "content": "the fox"}]).tolist()
@@ -131,7 +131,7 @@ def test_a_template_has_written_what_texts_begin_with():
     assert name.startswith("chat__llama-") and chat_model().chat.content_hash in name
 
 
-def test_nothing_is_put_before_a_conversation():
+def test_bos_is_not_added_to_a_conversation():
     chat = ChatTemplate(source="{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>")
     text, question = dataclasses.replace(chat_model(), chat=chat), {"role": "user", "content": "the fox"}
     model = EngineMethods(text, small_engine())
@@ -152,7 +152,7 @@ def test_a_prefix_of_the_answer_is_continued(prefix):
 
 
 @pytest.mark.slow
-def test_log_likelihoods_are_those_of_a_forward_pass():
+def test_log_likelihoods_equal_those_of_a_forward_pass():
     """lm-eval's requests: several continuations of each context, some of which the model would write."""
     contexts = ["the quick brown", "a lazy dog while many small birds", "", "sing in old "]
     pairs = [(context, end) for context in contexts for end in (" fox", " jumps over", " the lazy dog")]
@@ -196,7 +196,7 @@ def test_answers_end_at_until_and_are_drawn_by_their_numbers():
     assert repeated == several
 
 
-def test_an_empty_context_of_an_answer_is_the_token_with_which_texts_begin():
+def test_an_empty_prompt_is_the_bos_token():
     """Also if the tokenizer puts nothing before a text."""
     model = merging_methods(False)
     tokenizer = JsonTokenizer(merging_tokenizer(False)._inner, eos=END_OF_TEXT)
@@ -248,7 +248,7 @@ def test_names_of_tasks():
     assert task_names(["tasks.py:a", "lm-eval:b,c", "lm-eval:d"]) == ["b", "c", "d"]
 
 
-def test_random_numbers_of_the_program_are_left_as_they_were():
+def test_the_global_random_state_is_restored():
     random.seed(1)
     np.random.seed(1)
     known = random.random(), np.random.random()

@@ -51,7 +51,7 @@ def test_results_do_not_depend_on_order():
 
 
 @pytest.mark.slow
-def test_long_contexts_lose_their_beginning():
+def test_long_contexts_are_cut_at_the_start():
     context, end = drawn(100), drawn(4, 1)
     (found,) = score_continuations(small_engine(), [(context, end)])
     assert found.logprob == pytest.approx(forward([*context, *end][-64:], 60)[0], abs=1e-4)
@@ -61,14 +61,14 @@ def test_long_contexts_lose_their_beginning():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 10, 11, 47])
 @pytest.mark.parametrize("context", [1, 4, 9])
-def test_windows_score_each_token_once_with_as_much_before_it_as_fits(count, context):
+def test_windows_score_each_token_once_with_the_longest_context(count, context):
     windows = list(rolling_windows(count, 10, context))
     assert [at for _, first, stop in windows for at in range(first, stop)] == list(range(1, count))
     assert all(stop - begin == min(10, stop) for begin, _, stop in windows)
     assert all(first - begin >= context for begin, first, _ in windows[1:])
 
 
-def test_windows_are_those_of_lm_eval():
+def test_windows_equal_those_of_lm_eval():
     utils = pytest.importorskip("lm_eval.utils")
     for count, window, context in ((1, 5, 1), (7, 5, 1), (23, 5, 2), (23, 9, 4), (24, 24, 1)):
         tokens = [-1, *range(count)]
@@ -77,7 +77,7 @@ def test_windows_are_those_of_lm_eval():
         assert [(tokens[begin : stop - 1], tokens[first:stop]) for begin, first, stop in found] == known
 
 
-def test_a_context_leaves_something_to_score():
+def test_contexts_of_a_full_window_are_refused():
     with refused(ConfigError, "context of 10 tokens", "windows of 10 tokens", "max_length"):
         list(rolling_windows(20, 10, 10))
 

@@ -67,7 +67,7 @@ def sent_by(
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_a_step_sends_no_more(name):
+def test_steps_send_at_most_the_recorded_bytes(name):
     sizes, options, most = MOST[name]
     found = sent_by("v5p:2x2x1", sizes, **options)
     sent = sum(each.total for each in found) / 1e9
@@ -84,7 +84,7 @@ def test_a_step_sends_no_more(name):
         ("v5e:4x8", 32, "llama3-8b", 4, 0.9),
     ],
 )
-def test_weights_of_layers_travel_beside_products(topology, fsdp, name, layers, least):
+def test_collectives_of_layer_weights_overlap_with_products(topology, fsdp, name, layers, least):
     """With the options of training: gathers of weights, and sums of their gradients. The head's are alone.
 
     Gemma's layers are two cycles of six, whose weights are gathered for one layer after the other.
@@ -97,7 +97,7 @@ def test_weights_of_layers_travel_beside_products(topology, fsdp, name, layers, 
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
-def test_gradients_of_experts_travel_beside_products(topology):
+def test_collectives_of_expert_gradients_overlap_with_products(topology):
     """XLA's kernel of grouped products and Pallas's: no sum of a whole array, and rings go on beside the products."""
     found = sent_by(topology, dict(fsdp=4), layers=2, name="qwen3-30b-a3b")
     sums = [each for each in found if each.cause.startswith("experts") and each.phase == "backward"]

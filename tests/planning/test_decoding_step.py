@@ -76,7 +76,7 @@ def test_copies_and_kernels_of_a_program():
     assert pallas_kernels(program) == {"grouped_rows_kernel": 1, "paged_attention": 3}
 
 
-def test_experts_are_read_as_far_as_rows_choose_them():
+def test_only_experts_that_rows_choose_are_read():
     """One of four experts by a token alone, all by many; an untied embedding table is not read. Of rows a device reads
     its own, and those of the devices with other experts."""
     config = ed.get_config("mixtral-8x7b")

@@ -54,7 +54,7 @@ def devices_of(topology):
     ]
 
 
-def test_a_machine_of_devices_is_that_of_its_topology():
+def test_a_machine_of_devices_equals_that_of_its_topology():
     """In any order of the mesh: what counts is the node."""
     devices = devices_of("h100:2x4")
     assert Machine.of(devices) == gpus_of("h100:2x4").machine
@@ -109,7 +109,7 @@ def test_gpus_are_compiled_for_if_their_compiler_is_installed(monkeypatch):
 
 @pytest.mark.parametrize("text, shape", [("h100:1x4", "2x2x1"), ("h100:1x8", "2x2x2"), ("b200:4x8", "2x4x4"),
                                          ("h200:16x8", "4x4x8"), ("h100:128x8", "8x8x16")])  # fmt: skip
-def test_the_stand_in_has_as_many_devices(text, shape):
+def test_the_tpu_stand_in_has_the_same_number_of_devices(text, shape):
     gpus = gpus_of(text)
     assert gpus.stand_in == f"v5p:{shape}" and math.prod(map(int, shape.split("x"))) == gpus.nodes * gpus.each
 

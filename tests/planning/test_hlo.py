@@ -121,7 +121,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 MESH = {"data": 2, "tensor": 2}
 
 
-def test_every_collective_is_counted_as_often_as_it_runs():
+def test_collectives_are_counted_once_per_execution():
     """By hand: bytes of the largest buffer, trips of all loops around it, axes, and the heavier of two branches."""
     found = collectives(parse(TEXT), MESH)
     rows = {(one.kind, one.times, one.bytes, one.axes, one.phase, one.cause) for one in found}
@@ -142,7 +142,7 @@ def test_every_collective_is_counted_as_often_as_it_runs():
     assert max(found, key=lambda one: one.total).shape == "f32[8]"
 
 
-def test_of_ragged_exchanges_the_smaller_side_counts():
+def test_ragged_exchanges_count_the_smaller_buffer():
     """There and back: the larger buffer has room for the worst case."""
     text = """ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
   %x = bf16[4,8] parameter(0)
@@ -155,7 +155,7 @@ def test_of_ragged_exchanges_the_smaller_side_counts():
     assert (found.kind, found.bytes, found.times, found.axes) == ("ragged-all-to-all", 64, 2, ("tensor",))
 
 
-def test_text_of_a_kernel_may_have_lines_of_its_own():
+def test_kernel_text_may_have_several_lines():
     """Splash attention describes its blocks so; what follows belongs to the same computation."""
     text = """ENTRY %main (x: bf16[4]) -> bf16[8] {
   %x = bf16[4] parameter(0)
@@ -208,7 +208,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_is_started_and_done_later_is_what_is_done_at_once(name):
+def test_asynchronous_collectives_count_like_synchronous_ones(name):
     """Operands that a start returns beside its results are not sent twice."""
     *both, size = PAIRS[name]
 
@@ -312,7 +312,7 @@ LOOP = '%l = (f32[8,8]) while(%x), condition=%condition, body=%body, backend_con
         ((OTHER, START, "%e = f32[8,8] async-done(%o), calls=%deep", DONE), (), 0),
     ],
 )
-def test_collectives_are_beside_the_products_between_their_start_and_end(entry, body, share):
+def test_collectives_overlap_with_products_between_start_and_end(entry, body, share):
     lines = {"  BODY": body, "  ENTRY": entry}
     text = SCHEDULE
     for word, each in lines.items():
@@ -321,7 +321,7 @@ def test_collectives_are_beside_the_products_between_their_start_and_end(entry, 
 
 
 @pytest.mark.parametrize("kind, share", [("dot", 1), ("add", 0)])
-def test_a_collective_that_products_are_fused_with_is_one(kind, share):
+def test_a_collective_fused_with_products_is_counted_once(kind, share):
     """XLA:TPU writes it three times: in its start, in the fusion with a product, and in its end."""
     lines = """
   %async-collective-start.1 = (f32[4,8], f32[8,8]) fusion(%x), kind=kCustom, calls=%gather
@@ -332,11 +332,11 @@ def test_a_collective_that_products_are_fused_with_is_one(kind, share):
     assert (found.kind, found.times, found.bytes, found.overlapped) == ("all-gather", 1, 256, share)
 
 
-def test_where_nothing_is_sent_nothing_waits():
+def test_overlap_without_collectives_is_1():
     assert overlapped_fraction([]) == 1
 
 
-def test_what_a_loop_keeps_is_what_it_writes_piece_by_piece():
+def test_saved_activations_are_the_slices_that_a_loop_writes():
     """Three pieces of 16 bytes; the weights that it reads, of three pieces, too, are none."""
     program = parse(TEXT)
     (loop, *_) = program.loops()
@@ -376,7 +376,7 @@ def test_members_of_tuples():
         ("source_target_pairs={{0,1},{1,0}}, x", ((0, 1), (1, 0))),
     ],
 )
-def test_groups_in_all_spellings(text, groups):
+def test_groups_in_all_formats(text, groups):
     assert groups_of(text, 4) == groups
 
 
@@ -418,7 +418,7 @@ def test_a_compiled_program_has_the_traffic_that_it_was_written_with():
     assert sum(one.total for one in compiled()) == 3 * 5 * 7 * 4
 
 
-def test_products_belong_to_the_layers_that_ask_for_them():
+def test_products_are_attributed_to_their_layers():
     """And not to `einsum`, through which those of all layers pass."""
     layer = MLPConfig(mlp_dim=8).build(8, key=jax.random.key(0))
     ctx = Context(positions=jnp.arange(4, dtype=jnp.int32)[None], execution=Execution())

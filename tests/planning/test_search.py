@@ -16,7 +16,7 @@ V5P = {chip.name: chip for chip in CHIPS}["v5p"]
 MACHINE = Machine(V5P, tuple((0, (i,), 0) for i in range(8)), (8,))
 
 
-def test_meshes_are_all_that_the_devices_can_be():
+def test_all_meshes_of_the_devices_are_listed():
     found = meshes(4, 1, ("data", "fsdp"))
     assert found == [{"data": 1, "fsdp": 4}, {"data": 2, "fsdp": 2}, {"data": 4, "fsdp": 1}]
     assert meshes(4, 2, ("data", "fsdp")) == found[1:]
@@ -28,7 +28,7 @@ def model(name: str = "tiny", **sizes: int):
     return ed.abstract(ed.get_config(name), layout=ed.Layout.create(**sizes), precision=precision)
 
 
-def test_weights_are_gathered_along_what_splits_them_alone():
+def test_weights_are_gathered_along_fsdp_only():
     """Of `tiny` (4.75 M weights) all matrices are split by fsdp; half of them, two bytes each, with tensor=2."""
     matrices = sum(leaf.size for leaf in _leaves(model(fsdp=8)) if leaf.sharding.spec and any(leaf.sharding.spec))
     assert _gathered(model(fsdp=8)) == {("fsdp",): 2 * matrices}
@@ -60,7 +60,7 @@ def guess(batch_size: int, **sizes: int):
     return estimate(one, Trainer.create(OptimizerConfig(), one, steps=10), MACHINE, batch_size=batch_size, seq_len=256)
 
 
-def test_estimates_rank_meshes_as_their_traffic_does():
+def test_estimates_rank_meshes_by_their_traffic():
     """Few tokens: gathers cost most; many: sums of activations do. State and gradients are 16 bytes a weight."""
     count = ed.count_parameters(ed.get_config("tiny"))
     assert guess(8, fsdp=8).state == pytest.approx(16 * count / 8, rel=0.02)

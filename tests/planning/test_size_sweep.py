@@ -24,7 +24,7 @@ def test_one_of_each_family_comes_first():
     assert order == ["gemma-2b", "llama3-8b", "gemma-7b", "llama3-70b", "llama3-405b"]
 
 
-def test_flags_are_those_of_the_program_and_rows_no_longer_than_positions():
+def test_flags_are_parsed_and_lengths_do_not_exceed_positions():
     config = parse(flags("llama3-8b", slice_of(8 * 10**9), 4))
     assert (config.model, config.search, config.json, config.seq_len) == ("llama3-8b", 1, True, 4096)
     short = parse(flags("gpt2-xl", slice_of(2 * 10**9), 4))

@@ -51,12 +51,12 @@ CONFIG = with_fields(ed.get_config("gpt3-52k"), ("num_layers=3",))
 # --- machine and time ---
 
 
-def test_chips_are_found_by_what_jax_calls_their_devices():
+def test_chips_are_found_by_device_kind():
     assert chip_of("TPU v5 lite").name == "v5e" and chip_of("TPU v5").name == "v5p" and chip_of("TPU v9") is None
     assert all(chip.source and chip.eight_bit >= chip.bf16 > 1e14 > chip.memory_bandwidth > 0 for chip in CHIPS)
 
 
-def test_links_of_a_group_are_those_of_the_axes_along_which_it_goes():
+def test_links_of_a_group_follow_from_its_axes():
     """v5p: 100 GB/s a link; four chips in a row close a ring and send both ways, two or six do not."""
     machine = torus(4, 2)
     assert machine.route((0, 2, 4, 6)).bandwidth == 200e9  # x: a ring of four
@@ -76,7 +76,7 @@ def test_links_of_a_group_are_those_of_the_axes_along_which_it_goes():
         ("v6e", (8, 8), (False, False)),
     ],
 )
-def test_a_slice_is_closed_along_whole_rings(name, extents, closed):
+def test_slices_have_wraparound_links_along_complete_rings(name, extents, closed):
     """v5p: cubes of 4 x 4 x 4 and multiples of them; v6e: an axis of sixteen, whatever the other one is."""
     (chip,) = (chip for chip in CHIPS if chip.name == name)
     assert chip.closed(extents) == closed
@@ -96,7 +96,7 @@ def test_seconds_on_a_ring_of_four(kind, seconds):
     assert collective_seconds(collective(kind, (0, 1, 2, 3)), torus(4, 1)) == {"fsdp": pytest.approx(seconds)}
 
 
-def test_a_permutation_takes_one_link_and_little_takes_a_hop():
+def test_permutations_use_one_link_and_small_messages_take_a_hop():
     pairs = collective("collective-permute", (0, 1))
     pairs = dataclasses.replace(pairs, groups=((0, 1), (1, 2), (2, 3), (3, 0)))
     assert collective_seconds(pairs, torus(4, 1)) == {"fsdp": pytest.approx(0.08, rel=1e-3)}
@@ -107,7 +107,7 @@ def test_a_permutation_takes_one_link_and_little_takes_a_hop():
     assert collective_seconds(collective("all-reduce", (0, 1, 2, 3), 4), torus(4, 1)) == {"fsdp": 2e-6}
 
 
-def test_between_slices_goes_what_the_links_have_left():
+def test_traffic_between_slices_is_what_links_within_slices_leave():
     """Two slices of four chips: a sum of 8 GB leaves 2 GB for each chip, of which one half crosses, there and back."""
     found = collective_seconds(collective("all-reduce", tuple(range(8))), torus(4, 1, slices=2))
     assert found[ACROSS] == pytest.approx(2 * 8e9 / 4 / 2 / 6.25e9) and found["fsdp"] == pytest.approx(0.06)
@@ -117,7 +117,7 @@ def test_between_slices_goes_what_the_links_have_left():
     assert alone == {ACROSS: pytest.approx(8e9 / 2 / 6.25e9)}
 
 
-def test_devices_that_share_a_chip_share_its_figures():
+def test_devices_of_one_chip_share_its_rates():
     v7x = {chip.name: chip for chip in CHIPS}["v7x"]
     machine = Machine(v7x, tuple((0, (i,), core) for i in range(2) for core in range(2)), (2,))
     assert machine.flops == 2307e12 / 2 and machine.memory == 96e9
@@ -125,7 +125,7 @@ def test_devices_that_share_a_chip_share_its_figures():
     assert machine.route((0, 1)).bandwidth > machine.route((0, 2)).bandwidth == 50e9
 
 
-def test_a_step_takes_its_longest_part_or_all_of_them():
+def test_step_time_with_and_without_overlap():
     line = Roofline(compute=2.0, memory=1.0, networks={"fsdp": 3.0, "tensor": 1.0}, model_flops_seconds=1.5)
     assert (line.bound, line.overlapped, line.one_by_one, line.mfu) == ("fsdp", 3.0, 6.0, (0.25, 0.5))
 
@@ -187,7 +187,7 @@ def test_products_of_loops_branches_and_devices(monkeypatch):
 
 @pytest.mark.slow(fast=("none-1",))
 @pytest.mark.parametrize("remat, again", [("none", 1), ("full", 4 / 3)])
-def test_experts_compute_what_tokens_need(remat, again, monkeypatch):
+def test_experts_count_products_of_their_tokens(remat, again, monkeypatch):
     """However much room their rows have, and in loops that data decide, too: three products of each of its experts."""
     config = ed.get_config("tiny-moe")
     model, mlp = ed.abstract(config, remat=remat), config.blocks[-1].mlp
@@ -265,7 +265,7 @@ def test_advice_names_what_to_change(plan, remat, names):
     assert_names(" ".join(lines), *names)
 
 
-def test_there_is_no_advice_for_a_step_that_fits_and_computes():
+def test_no_advice_for_a_compute_bound_step_that_fits():
     for plan in (planned(), on_h100(planned(peak=59e9, capacity=80e9))):
         assert advice(plan, Execution(layout=ed.Layout.create(fsdp=8), remat="full")) == []
 

@@ -31,7 +31,7 @@ def stepped(remat: str, config: ed.DecoderConfig = CONFIG, **sizes: int):
     return model, Trainer.create(OptimizerConfig(), model, steps=10)
 
 
-def test_a_loop_keeps_what_a_later_one_reads():
+def test_a_loop_saves_what_its_gradient_reads():
     """Of five sines the five arguments' cosines, and nothing of a loop without a gradient."""
 
     def sines(x):
@@ -47,7 +47,7 @@ def test_a_loop_keeps_what_a_later_one_reads():
 
 @pytest.mark.slow(fast=("full-1",))
 @pytest.mark.parametrize("remat, widths", [("full", 1), ("save_qkv_proj", 4)])
-def test_policies_keep_what_they_name(remat, widths):
+def test_remat_policies_save_what_they_name(remat, widths):
     """The stream that enters each layer, and its queries, keys and values, which are as wide, in two bytes each."""
     config = ed.get_config("gpt3-52k")
     assert (config.embed_dim, config.blocks[0].mixer.num_heads * config.blocks[0].mixer.head_dim) == (16, 16)
@@ -59,7 +59,7 @@ def test_policies_keep_what_they_name(remat, widths):
 
 
 @pytest.mark.slow
-def test_a_prediction_is_of_what_is_compiled():
+def test_predicted_memory_equals_that_of_the_compiled_step():
     """Kept is what the program keeps; with state and gradients and a layer it is about what the program needs."""
     model, trainer = stepped("save_qkv_proj", fsdp=8)
     plan = make_plan(model, trainer, MACHINE, **SHAPE)
@@ -85,7 +85,7 @@ allocation 382: size 67043328, color 1, page 0, preallocated-temp:
 """
 
 
-def test_allocations_of_the_main_memory_are_added_up():
+def test_allocations_in_device_memory_are_added_up():
     """Arguments (those that results take the place of, too), temporaries, other results; not what has another color."""
     found = assigned_sizes(ALLOCATIONS)
     assert (found.argument_size_in_bytes, found.temp_size_in_bytes) == (1048576 + 512, 135593984)
@@ -107,7 +107,7 @@ class Compiling:
         time.sleep(1)
 
 
-def test_a_compilation_is_left_when_memory_is_assigned(monkeypatch):
+def test_a_compilation_is_abandoned_once_memory_is_assigned(monkeypatch):
     monkeypatch.setattr(compile, "abandoned", [])
     files = {"after_optimizations-buffer-assignment.txt": ALLOCATIONS}
     files |= {"after_optimizations_after_buffer_assignment.txt": "HloModule f", "debug_options": ""}
