@@ -13,6 +13,7 @@ import eqx_decoders as ed
 from tests.cases import FACTORS, decoder_config, legal
 from tests.laws import check_documents, check_pieces, check_ragged_pieces, check_rejection
 from tests.models import filled
+from tests.programs import drop_compiled_programs
 
 
 PLAIN = types.MappingProxyType(
@@ -55,4 +56,5 @@ def decoder(layer: str) -> ed.Decoder:
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("invariant", INVARIANTS)
 def test_invariant_of_a_layer(layer, invariant):
+    drop_compiled_programs()
     INVARIANTS[invariant](decoder(layer))
