@@ -82,7 +82,7 @@ def settings(source: str, keys: Mapping[str, Any]) -> dict:
         if value is ABSENT:
             inner.pop(key, None)
         else:
-            inner[key] = value
+            inner[key] = copy.deepcopy(value)
     return content
 
 
@@ -154,7 +154,7 @@ def replaced(owner: Any, path: str, value: Any) -> Any:
 def row(source: str, *columns: Any, name: Mapping[str, Any] | None = None) -> pytest.param:
     """A case whose id is its source with the keys in the next column, such as `gemma2-sliding_window=7`."""
     keys = columns[0] if name is None else name
-    given = [f"{key}={text(value)[:44]}" for key, value in keys.items() if value is not ABSENT]
+    given = [f"{key}={text(value)[:60]}" for key, value in keys.items() if value is not ABSENT]
     left_out = [f"no_{key}" for key, value in keys.items() if value is ABSENT]
     return pytest.param(source, *columns, id="-".join([source, *given, *left_out])[:120])
 

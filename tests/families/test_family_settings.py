@@ -17,7 +17,7 @@ from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from tests.errors import refused
 from tests.families.samples import (
     ABSENT,
@@ -42,6 +42,9 @@ from tests.families.samples import (
 
 FULL, LOCAL, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 NO_ROPE = drop("rope_parameters", "rope_theta", "rope_scaling")
+LLAMA3_KEYS = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+YARN_KEYS = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+GEMMA3_ROPE = NO_ROPE | dict(rope_theta=5e5, rope_local_base_freq=2e4)
 NO_WINDOW = drop(*WINDOW_KEYS)
 GRANITE_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 FALCON_H1_MULTIPLIERS = [key for key in sample("falcon_h1") if key.endswith(("_multiplier", "_multipliers"))]
@@ -218,6 +221,9 @@ SETTINGS = [
     row("gemma2", dict(final_logit_softcapping=None), {"logit_soft_cap": None}),
     row("gemma2", dict(attn_logit_softcapping=None), {"mixer.soft_cap": None}),
     row("gemma3_text", dict(hidden_act="relu"), {"mlp.activation": "gelu_tanh"}),  # is not read
+    # old files have two keys
+    row("gemma3_text", GEMMA3_ROPE | dict(rope_scaling=dict(rope_type="linear", factor=4.0)), {
+        "mixer.rope": [*[Rope(theta=2e4)] * 2, LinearRope(theta=5e5, factor=4.0), *[Rope(theta=2e4)] * 2]}),
     row("gemma3n_text", drop("activation_sparsity_pattern") | dict(intermediate_size=20),
         {"mlp.mlp_dim": 20, "mlp.gate_sparsity": 0.0}),
     row("gemma3n_text", dict(intermediate_size=[20, 24, 28, 32]), {"mlp.mlp_dim": [20, 24, 28, 32]}),
@@ -310,6 +316,31 @@ SETTINGS = [
     )),
     row("llama", dict(hidden_act="gelu"), {"mlp.activation": "gelu"}),
     row("llama", dict(hidden_act="swish"), {"mlp.activation": "silu"}),
+    *rows("llama", NO_ROPE | dict(max_position_embeddings=128), (
+        ({}, {"mixer.rope": Rope(theta=10_000.0)}),
+        (dict(rope_theta=5e5), {"mixer.rope": Rope(theta=5e5)}),
+        (dict(rope_theta=500000, rope_scaling=None), {"mixer.rope": Rope(theta=5e5)}),
+        (dict(rope_parameters=dict(rope_theta=5e5)), {"mixer.rope": Rope(theta=5e5)}),
+        (dict(rope_theta=5e5, rope_scaling=dict(type="linear", factor=2)),
+         {"mixer.rope": LinearRope(theta=5e5, factor=2.0)}),
+        (dict(rope_scaling=dict(factor=2.0)), {"mixer.rope": Rope()}),
+        (dict(rope_theta=5e5, rope_scaling=LLAMA3_KEYS | dict(original_max_position_embeddings=64)),
+         {"mixer.rope": Llama3Rope(theta=5e5, original_length=64)}),
+        (dict(rope_scaling=LLAMA3_KEYS, max_position_embeddings=2048),
+         {"mixer.rope": Llama3Rope(original_length=2048)}),
+        (dict(rope_scaling=dict(type="yarn", factor=4, original_max_position_embeddings=32, finetuned=True)),
+         {"mixer.rope": YarnRope(factor=4.0, original_length=32)}),
+        (dict(max_position_embeddings=96, original_max_position_embeddings=32,
+              rope_scaling=dict(type="yarn", factor=None)), {"mixer.rope": YarnRope(factor=3.0, original_length=32)}),
+        (dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1, mscale_all_dim=1, truncate=False)),
+         {"mixer.rope": YarnRope(factor=2.0, original_length=128, mscale=1.0, mscale_all_dim=1.0, truncate=False)}),
+        (dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1, mscale_all_dim=2.0, attention_factor=1.5)),
+         {"mixer.rope": YarnRope(factor=2.0, original_length=128, mscale_all_dim=2.0, attention_factor=1.5)}),
+        (dict(rope_scaling=dict(type="dynamic", factor=2)),
+         {"mixer.rope": DynamicRope(factor=2.0, original_length=128)}),
+        (dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1.0, beta_fast=16)),
+         {"mixer.rope": YarnRope(factor=2.0, original_length=128, beta_fast=16.0)}),
+    )),
     # sizes that have defaults
     row("gemma2", SIZES, {"mixer.num_kv_heads": 4, "mixer.head_dim": 256}),
     row("llama", SIZES, {"mixer.num_kv_heads": 4, "mixer.head_dim": 8}),
@@ -368,6 +399,7 @@ SETTINGS = [
         (dict(rope_parameters={"rope_type": "default"}), {"blocks.1.mixer.rope.theta": 1e4}),
         (dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}), {"blocks.1.mixer.rope.theta": 5e5}),
     )),
+    row("olmo3", NO_ROPE | dict(rope_theta=1e4), {"mixer.rope.theta": [5e5, 5e5, 5e5, 1e4, 5e5]}),
     row("opt", {}, {"final_norm": LayerNormConfig(), "blocks.0.pre_mlp_norm": LayerNormConfig()}),
     *rows("opt", dict(do_layer_norm_before=False, word_embed_proj_dim=16), [
         (keys, {"final_norm": None, "pre_mlp_norm": None, "config.residual": PostNorm(norm=norm), "embedding_rank": 16,
@@ -514,6 +546,15 @@ EQUAL = [
     row("dbrx", {"ffn_config.uniform_expert_assignment": False}, {}),
     row("deepseek_v2", dict(norm_topk_prob=True), dict(norm_topk_prob=False)),  # weights are never divided
     row("falcon_h1", ALL_ONES, drop(*ALL_ONES)),
+    # transformers 4 reads and writes these
+    *rows("gemma3_text", GEMMA3_ROPE | dict(rope_scaling=dict(factor=4.0)), [
+        (names, GEMMA3_ROPE | dict(rope_scaling=dict(rope_type="linear", factor=4.0)))
+        for names in (
+            {"rope_scaling.type": "linear"}, {"rope_scaling.type": "linear", "rope_scaling.rope_type": "linear"},
+            {"rope_scaling.type": None, "rope_scaling.rope_type": "linear"},
+            {"rope_scaling.type": "linear", "rope_scaling.rope_type": None},
+        )
+    ]),
     row("gemma4_text", dict(use_bidirectional_attention="vision"), {}),  # images, and there are none
     row("gpt2", drop("n_embd", "n_positions", "n_head", "n_layer") | dict(
         hidden_size=24, max_position_embeddings=32, num_attention_heads=4, num_hidden_layers=2), {}),
@@ -532,6 +573,19 @@ EQUAL = [
     row("jetmoe", dict(architectures=["JetMoEForCausalLM"]), {}),
     row("llama", dict(temperature=0.6, top_k=20, max_length=4096), {}),
     row("llama", dict(_attn_implementation="org/kernel"), {}),
+    # transformers tests these numbers as booleans: `if mscale and mscale_all_dim`
+    *rows(("llama", "deepseek_v3", "gpt_oss"), NO_ROPE | dict(rope_scaling=YARN_KEYS), [
+        ({f"rope_scaling.{key}": value for key, value in keys.items()}, NO_ROPE | dict(rope_scaling=YARN_KEYS | same))
+        for keys, same in (
+            (dict(mscale_all_dim=0), {}),
+            (dict(mscale_all_dim=0.0, mscale=1.0), {}),
+            (dict(mscale=0, mscale_all_dim=0), {}),
+            (dict(mscale=0, mscale_all_dim=0.7), dict(mscale_all_dim=0.7)),
+            (dict(beta_fast=0, beta_slow=0), {}),
+            (dict(extrapolation_factor=1.0, attn_factor=1), {}),
+            (dict(mscale=0.7, mscale_all_dim=1.0), dict(mscale=0.7, mscale_all_dim=1)),
+        )
+    ]),
     row("llama4_text", dict(attn_temperature_tuning=4), {}),  # Scout was published with a number
     row("minimax_m3_vl_text", drop("layer_types"), drop("layer_types", "index_block_size")),
     row("mistral", dict(attention_bias=True, mlp_bias=True, use_sliding_window=False, max_window_layers=1), {}),
@@ -745,6 +799,8 @@ REFUSED = [
     refusal("gemma2", NO_WINDOW | dict(num_hidden_layers=3, layer_types=[FULL, LOCAL]), "layer_types", 2, 3),
     refusal("gemma2", NO_WINDOW | dict(num_hidden_layers=1, layer_types=["chunked_attention"]),
             "layer_types", "chunked_attention"),
+    refusal("gemma3_text", GEMMA3_ROPE | dict(rope_scaling=dict(type="yarn", rope_type="linear", factor=4.0)),
+            "type=yarn", "rope_type=linear"),
     refusal("gemma3n_text", dict(activation_sparsity_pattern=[0.5]), "activation_sparsity_pattern", 4),
     refusal("gemma3n_text", dict(activation_sparsity_pattern=[1.0] * 4), "activation_sparsity_pattern", 4),
     refusal("gemma3n_text", dict(altup_active_idx=1), "altup_active_idx=1"),
@@ -817,6 +873,21 @@ REFUSED = [
     refusal("llama", dict(rms_norm_eps=0), "rms_norm_eps=0"),
     refusal("llama", dict(rms_norm_eps=10**400), "rms_norm_eps="),
     refusal("llama", dict(rms_norm_eps=float("nan")), "rms_norm_eps=NaN"),
+    *rows("llama", NO_ROPE | dict(max_position_embeddings=128), (
+        (dict(rope_parameters=dict(rope_type="spiral", factor=2)), ["rope_parameters", "rope_type=spiral"]),
+        (dict(rope_parameters=dict(rope_type="yarn")), ["factor"]),
+        (dict(rope_parameters=dict(rope_type="linear", factor=0.5)), ["factor=0.5"]),
+        (dict(rope_parameters=dict(rope_type="llama3", factor=8)), ["low_freq_factor"]),
+        (dict(rope_parameters=LLAMA3_KEYS | dict(high_freq_factor=0.5)), ["high_frequency_factor=0.5"]),
+        (dict(rope_parameters=dict(short_factor=[1])), ["short_factor"]),
+        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor=0.5"]),
+        (dict(rope_parameters=dict(rope_theta=1e4), rope_theta=5e5), ["rope_theta=10000.0", "500000.0"]),
+        (dict(rope_parameters=dict(rope_theta=1e4), rope_scaling=dict(type="linear", factor=2)),
+         ["rope_parameters", "rope_scaling"]),
+        (dict(rope_parameters=["yarn"]), ["rope_parameters"]),
+        (dict(rope_scaling=dict(extrapolation_factor=2.0) | YARN_KEYS), ["extrapolation_factor=2.0"]),
+        (dict(rope_theta="1e4"), ["rope_theta="]),
+    )),
     refusal("llama", dict(sliding_window=128), "sliding_window"),
     refusal("llama", dict(temperature=[1.0]), "temperature=[1.0]"),
     refusal("llama", dict(tie_word_embeddings="no"), "tie_word_embeddings=no"),

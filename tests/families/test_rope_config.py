@@ -1,4 +1,4 @@
-"""Rotary embeddings in `config.json`: all spellings, and what is refused."""
+"""Rotary embeddings in `config.json`: partial rotation, sections, and tables by kind of layer."""
 
 import dataclasses
 
@@ -9,116 +9,44 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import rope_config
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import LinearRope, ProportionalRope, Rope, YarnRope
 from tests.errors import refused
-from tests.families.samples import decode, mixers, sample
-
-
-ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-ROPES = [
-    (dict(rope_theta=5e5), Rope(theta=5e5)),
-    (dict(rope_theta=500000, rope_scaling=None), Rope(theta=5e5)),
-    (dict(), Rope(theta=10_000.0)),
-    (dict(rope_parameters=dict(rope_theta=5e5)), Rope(theta=5e5)),
-    (dict(rope_theta=5e5, rope_scaling=dict(type="linear", factor=2)), LinearRope(theta=5e5, factor=2.0)),
-    (dict(rope_scaling=dict(factor=2.0)), Rope()),
-    (
-        dict(rope_theta=5e5, rope_scaling=LLAMA3 | dict(original_max_position_embeddings=64)),
-        Llama3Rope(theta=5e5, original_length=64),
-    ),
-    (dict(rope_scaling=LLAMA3, max_position_embeddings=2048), Llama3Rope(original_length=2048)),
-    (
-        dict(rope_scaling=dict(type="yarn", factor=4, original_max_position_embeddings=32, finetuned=True)),
-        YarnRope(factor=4.0, original_length=32),
-    ),
-    (
-        dict(
-            rope_scaling=dict(type="yarn", factor=None), original_max_position_embeddings=32, max_position_embeddings=96
-        ),
-        YarnRope(factor=3.0, original_length=32),
-    ),
-    (
-        dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1, mscale_all_dim=1, truncate=False)),
-        YarnRope(factor=2.0, original_length=128, mscale=1.0, mscale_all_dim=1.0, truncate=False),
-    ),
-    (
-        dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1, mscale_all_dim=2.0, attention_factor=1.5)),
-        YarnRope(factor=2.0, original_length=128, mscale_all_dim=2.0, attention_factor=1.5),
-    ),
-    (dict(rope_scaling=dict(type="dynamic", factor=2)), DynamicRope(factor=2.0, original_length=128)),
-    (
-        dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1.0, beta_fast=16)),
-        YarnRope(factor=2.0, original_length=128, beta_fast=16.0),
-    ),
-]
-
-
-@pytest.mark.parametrize("keys, rope", ROPES, ids=str)
-def test_spellings_of_a_rotary_embedding(keys, rope):
-    content = sample("llama", *ROPE_KEYS, max_position_embeddings=128)
-    assert decode(content | keys).blocks[0].mixer.rope == rope
-
-
-@pytest.mark.parametrize(
-    "keys, names",
-    [
-        (dict(rope_parameters=dict(rope_type="spiral", factor=2)), ["rope_parameters", "rope_type=spiral"]),
-        (dict(rope_parameters=dict(rope_type="yarn")), ["factor"]),
-        (dict(rope_parameters=dict(rope_type="linear", factor=0.5)), ["factor=0.5"]),
-        (dict(rope_parameters=dict(rope_type="llama3", factor=8)), ["low_freq_factor"]),
-        (dict(rope_parameters=dict(LLAMA3, high_freq_factor=0.5)), ["high_frequency_factor=0.5"]),
-        (dict(rope_parameters=dict(short_factor=[1])), ["short_factor"]),
-        (dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor=0.5"]),
-        (dict(rope_parameters=dict(rope_theta=1e4), rope_theta=5e5), ["rope_theta=10000.0", "500000.0"]),
-        (
-            dict(rope_parameters=dict(rope_theta=1e4), rope_scaling=dict(type="linear", factor=2)),
-            ["rope_parameters", "rope_scaling"],
-        ),
-        (dict(rope_parameters=["yarn"]), ["rope_parameters"]),
-        (dict(rope_theta="1e4"), ["rope_theta="]),
-    ],
-    ids=str,
-)
-def test_bad_rotary_embeddings_are_refused(keys, names):
-    content = sample("llama", *ROPE_KEYS)
-    with refused(ed.ConversionError, *names):
-        decode(content | dict(max_position_embeddings=128) | keys)
-
-
-def test_old_files_of_gemma_3_and_olmo_3_have_two_thetas():
-    gemma = sample("gemma3_text", *ROPE_KEYS) | dict(
-        rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling=dict(rope_type="linear", factor=4.0)
-    )
-    ropes = {mixer.mask: mixer.rope for mixer in mixers(decode(gemma))}
-    assert set(ropes.values()) == {LinearRope(theta=5e5, factor=4.0), Rope(theta=2e4)}
-    names = [dict(type="linear"), dict(type="linear", rope_type="linear")]
-    names += [dict(type=None, rope_type="linear"), dict(type="linear", rope_type=None)]
-    for scaling in (name | dict(factor=4.0) for name in names):
-        assert decode(gemma | dict(rope_scaling=scaling)) == decode(gemma)  # transformers 4 reads and writes these
-    with refused(ed.ConversionError, "type=yarn", "rope_type=linear"):
-        decode(gemma | dict(rope_scaling=dict(type="yarn", rope_type="linear", factor=4.0)))
-    olmo = sample("olmo3", *ROPE_KEYS)
-    assert {mixer.rope.theta for mixer in mixers(decode(olmo | dict(rope_theta=1e4)))} == {1e4, 5e5}
+from tests.families.samples import decode, sample
 
 
 QUARTER = dict(theta=100.0, fraction=0.25, sections=(11, 11, 10))
 MROPE = dict(mrope_section=[1, 2, 3], mrope_interleaved=True)
-PARTIAL = [
-    (dict(), Rope(theta=100.0, fraction=0.25)),
-    (dict(rope_theta=5e5, partial_rotary_factor=0.5, rope_scaling=None), Rope(theta=5e5, fraction=0.5)),
-    (dict(rope_parameters=dict(rope_theta=5e5, partial_rotary_factor=0.5)), Rope(theta=5e5, fraction=0.5)),
-    (dict(rope_parameters=dict(rope_theta=5e5), partial_rotary_factor=1), Rope(theta=5e5)),
-    (dict(rope_parameters=dict(rope_type="linear", factor=2)), LinearRope(theta=100.0, fraction=0.25, factor=2.0)),
-]
-AXES = [
-    (dict(), Rope(theta=100.0, fraction=0.25, sections=(11, 11, 10))),
-    (dict(rope_scaling=dict(MROPE, rope_type="default")), Rope(theta=100.0, fraction=0.25, sections=(1, 2, 3))),
-    (
+# a spelling, what it means, and the sections that a family has by default
+SPELLINGS = {
+    "none": ({}, Rope(theta=100.0, fraction=0.25), ()),
+    "null": (
+        dict(rope_theta=5e5, partial_rotary_factor=0.5, rope_scaling=None),
+        Rope(theta=5e5, fraction=0.5),
+        (),
+    ),
+    "inside": (
+        dict(rope_parameters=dict(rope_theta=5e5, partial_rotary_factor=0.5)),
+        Rope(theta=5e5, fraction=0.5),
+        (),
+    ),
+    "outside": (dict(rope_parameters=dict(rope_theta=5e5), partial_rotary_factor=1), Rope(theta=5e5), ()),
+    "linear": (
+        dict(rope_parameters=dict(rope_type="linear", factor=2)),
+        LinearRope(theta=100.0, fraction=0.25, factor=2.0),
+        (),
+    ),
+    "sections": ({}, Rope(**QUARTER), (11, 11, 10)),
+    "sections-default": (
+        dict(rope_scaling=dict(MROPE, rope_type="default")),
+        Rope(theta=100.0, fraction=0.25, sections=(1, 2, 3)),
+        (11, 11, 10),
+    ),
+    "sections-yarn": (
         dict(rope_parameters=dict(MROPE, rope_type="yarn", factor=4, original_max_position_embeddings=32)),
         YarnRope(theta=100.0, fraction=0.25, sections=(1, 2, 3), factor=4.0, original_length=32),
+        (11, 11, 10),
     ),
-]
+}
 
 
 def written(rope, **options) -> dict:
@@ -128,11 +56,7 @@ def written(rope, **options) -> dict:
     return rope_config.write_rope(config, **options)
 
 
-@pytest.mark.parametrize(
-    "keys, rope, sections",
-    [(*case, ()) for case in PARTIAL] + [(*case, (11, 11, 10)) for case in AXES],
-    ids=str,
-)
+@pytest.mark.parametrize("keys, rope, sections", SPELLINGS.values(), ids=SPELLINGS)
 def test_partial_rotation_and_positions_of_several_dimensions(keys, rope, sections):
     options = dict(theta=100.0, fraction=0.25, sections=sections)
     assert rope_config.read_rope(Fields(keys), **options) == rope
@@ -153,7 +77,7 @@ def test_partial_rotation_and_positions_of_several_dimensions(keys, rope, sectio
         (dict(rope_scaling=dict(mrope_section=[1, 2])), ["mrope_section", 3]),
         (dict(rope_scaling=dict(MROPE, mrope_interleaved=False)), ["mrope_interleaved=false"]),
     ],
-    ids=str,
+    ids=["both", "zero", "two_sections", "not_interleaved"],
 )
 def test_bad_partial_rotations_are_refused(keys, names):
     with refused(ed.ConversionError, *names):
@@ -176,29 +100,3 @@ def test_rotation_in_proportion_is_nested():
     assert written(want)["rope_parameters"] == proportional  # transformers knows no factor there
     scaled = dataclasses.replace(want, factor=2.0)
     assert rope_config.read_rope(Fields(dict(rope_parameters=written(scaled)["rope_parameters"]))) == scaled
-
-
-YARN_ZEROS = [
-    (dict(mscale_all_dim=0), {}),
-    (dict(mscale_all_dim=0.0, mscale=1.0), {}),
-    (dict(mscale=0, mscale_all_dim=0), {}),
-    (dict(mscale=0, mscale_all_dim=0.7), dict(mscale_all_dim=0.7)),
-    (dict(beta_fast=0, beta_slow=0), {}),
-    (dict(extrapolation_factor=1.0, attn_factor=1), {}),
-    (dict(mscale=0.7, mscale_all_dim=1), dict(mscale=0.7, mscale_all_dim=1)),
-]
-
-
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gpt_oss"])
-@pytest.mark.parametrize("keys, same", YARN_ZEROS, ids=str)
-def test_a_zero_in_yarn_settings_means_the_default(kind, keys, same):
-    """transformers tests these numbers as booleans: `if mscale and mscale_all_dim`."""
-    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-    content = sample(kind, *ROPE_KEYS)
-    assert decode(content | dict(rope_scaling=yarn | keys)) == decode(content | dict(rope_scaling=yarn | same))
-
-
-def test_other_extrapolation_factors_are_refused():
-    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, extrapolation_factor=2.0)
-    with refused(ed.ConversionError, "extrapolation_factor=2.0"):
-        decode(sample("llama", *ROPE_KEYS) | dict(rope_scaling=yarn))
