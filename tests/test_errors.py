@@ -67,7 +67,7 @@ class Declared(CheckedFields):
         {"words": ("left",)},
         {"words": ()},
         {"pairs": ((0, 0.5), (1, 2))},
-        {"free": object()},
+        {"free": ...},
         {"mixed": "a"},
         {"mixed": -1},
     ],
