@@ -41,6 +41,7 @@ jaxtyping.install_import_hook(
     "beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))",
 )
 
+from tests.ids import short  # noqa: E402
 from tests.programs import drop_compiled_programs  # noqa: E402
 
 
@@ -72,6 +73,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = {test: sorted(names) for test, names in unseen.items() if names}
     if missing and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"slow(fast=...) names cases that do not exist: {missing}")
+
+
+def pytest_make_parametrize_id(val) -> str | None:
+    """`fsdp=2 tensor=4` of a mesh, `Rope(theta=100.0)` of a configuration; None: as pytest writes it."""
+    return short(val)
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from eqx_decoders.sharding.chips import compute_capability
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_allclose
-from tests.ids import short
 from tests.layers.attention.kernels.test_registry import all_of, make, packed, packed_places, plain, weights_for
 from tests.layers.common import attend_past, normal
 
@@ -60,7 +59,7 @@ CASES += [(*DIMS[0], Causal(), 999, 30.0, "packed"), (*DIMS[1], SlidingWindow(10
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("heads, kv_heads, dim, value_dim, mask, length, soft_cap, rows", CASES, ids=short)
+@pytest.mark.parametrize("heads, kv_heads, dim, value_dim, mask, length, soft_cap, rows", CASES)
 def test_attention(heads, kv_heads, dim, value_dim, mask, length, soft_cap, rows, dtype):
     """Values, log-sum-exp and gradients by all kernels that can do it, and "auto" takes one."""
     sizes = dict(heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
@@ -97,7 +96,7 @@ def test_attention(heads, kv_heads, dim, value_dim, mask, length, soft_cap, rows
 @pytest.mark.parametrize(
     "heads, kv_heads, dim, size, count", [(8, 2, 128, 16, 1), (8, 8, 64, 8, 3), (16, 1, 256, 64, 1)]
 )
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(700)], ids=short)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(700)])
 def test_pages(stored, heads, kv_heads, dim, size, count, mask):
     """Attention to pages by the kernel is that to gathered ones: rows of many lengths, one of them empty."""
     lengths = (1300, 0, 16, 1, 555, 64)

@@ -20,7 +20,6 @@ from eqx_decoders.layers.mask import Causal
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
-from tests.ids import short
 from tests.layers.common import attend_on_mesh
 from tests.programs import tpu_devices
 
@@ -35,7 +34,7 @@ def devices():
     return tpu_devices("v5p:2x2x1")
 
 
-@pytest.mark.parametrize("sizes", [dict(data=2, tensor=2), dict(context=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(data=2, tensor=2), dict(context=2, tensor=2)])
 def test_a_decode_step_does_not_copy_the_cache(devices, sizes):
     """Nor gather it, where a mesh splits its slots."""
     layout = ed.Layout.create(**sizes, devices=devices)
@@ -54,7 +53,7 @@ def test_a_decode_step_does_not_copy_the_cache(devices, sizes):
     assert memory.temp_size_in_bytes < 0.005 * share
 
 
-@pytest.mark.parametrize("sizes", [dict(fsdp=4), dict(fsdp=2, tensor=2), dict(data=2, context=2)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(fsdp=4), dict(fsdp=2, tensor=2), dict(data=2, context=2)])
 def test_a_training_step_fits_and_keeps_its_state_split(devices, sizes):
     """Llama 3.2 1B in float32 with AdamW: the state's bytes on a device are its share, and the step compiles."""
     layout = ed.Layout.create(**sizes, devices=devices)
@@ -77,7 +76,7 @@ def test_a_training_step_fits_and_keeps_its_state_split(devices, sizes):
 
 
 @pytest.mark.parametrize("exchange, kind", [("gather", "reduce_scatter"), ("all_to_all", "ragged_all_to_all")])
-@pytest.mark.parametrize("sizes", [dict(expert=4), dict(fsdp=2, expert=2), dict(expert=2, tensor=2)], ids=short)
+@pytest.mark.parametrize("sizes", [dict(expert=4), dict(fsdp=2, expert=2), dict(expert=2, tensor=2)])
 def test_experts_on_several_devices_compile(devices, sizes, exchange, kind):
     """A training step whose tokens are exchanged as asked, with grouped products and ragged travel as TPUs run them."""
     layout = ed.Layout.create(**sizes, devices=devices)

@@ -71,7 +71,6 @@ class Declared(CheckedFields):
         {"mixed": "a"},
         {"mixed": -1},
     ],
-    ids=short,
 )
 def test_accepts_declared_values(fields):
     declared = Declared(**fields)

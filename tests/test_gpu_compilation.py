@@ -31,7 +31,6 @@ from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.commands import ROOT
-from tests.ids import short
 
 
 pytestmark = pytest.mark.slow
@@ -194,7 +193,7 @@ def test_benchmarks_compile(monkeypatch):
     assert {"cudnn", "triton", "grouped product by triton", "grouped product by blocks"} <= kinds
 
 
-@pytest.mark.parametrize("sizes", [dict(tensor=4), dict(data=4)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(tensor=4), dict(data=4)])
 def test_the_loop_of_generation_compiles(devices, sizes):
     layout = ed.Layout.create(**sizes, devices=devices)
     config = ed.get_config("llama3-8b")
@@ -212,7 +211,7 @@ def test_the_loop_of_generation_compiles(devices, sizes):
 @pytest.mark.parametrize(
     ("name", "page_size", "kernels"),
     [("llama3-8b", None, {}), ("llama3-8b", 64, {"paged_attention": 2}),
-     ("qwen3-30b-a3b", 64, {"paged_attention": 2, "grouped_rows_kernel": 6})], ids=short,
+     ("qwen3-30b-a3b", 64, {"paged_attention": 2, "grouped_rows_kernel": 6})],
 )  # fmt: skip
 def test_a_step_of_the_engine_compiles(devices, name, page_size, kernels):
     """A decoding step of eight slots copies neither cache nor weights, but small arrays of its sampling."""

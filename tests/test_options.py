@@ -965,7 +965,7 @@ def test_learned_kernels_are_those_of_separate_projections(field):
         LearnedInitConfig(**(TAUGHT | dict(attention=attention)))
 
 
-@pytest.mark.parametrize("blocks", [(None,), (MLP,), (BLOCK, "block")], ids=str)
+@pytest.mark.parametrize("blocks", [(None,), (MLP,), (BLOCK, "block")])
 def test_blocks_of_a_wrong_type_are_refused(blocks):
     index = len(blocks) - 1
     with pytest.raises(ed.ConfigError, match=re.escape(f"blocks[{index}]={blocks[index]!r} must be a BlockConfig")):

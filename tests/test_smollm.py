@@ -17,7 +17,6 @@ from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.quantize import group_sizes
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from tests import smollm
-from tests.ids import short
 from tests.serving.processes import served
 
 
@@ -78,7 +77,7 @@ def test_what_few_bits_cost(text, file):
     )
 
 
-@pytest.mark.parametrize("flags", [(), ("--quantize", "int4")], ids=short)
+@pytest.mark.parametrize("flags", [(), ("--quantize", "int4")])
 def test_a_chat_through_the_server(file, flags):
     with served(file, *flags, "--dtype", "float32") as (_, server):
         for question, answer in RECORDED["chats"].items():

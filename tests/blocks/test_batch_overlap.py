@@ -59,7 +59,7 @@ def test_parts_of_microbatches_in_a_pipeline():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(context=2), dict(context=4), dict(tensor_sequence=2)], ids=str)
+@pytest.mark.parametrize("options", [dict(context=2), dict(context=4), dict(tensor_sequence=2)])
 def test_rows_that_are_split_too(options):
     model = filled(rich_decoder(4), remat="full")
     tokens, segments = packed(16, 16)

@@ -14,7 +14,6 @@ from hypothesis import given, strategies as st
 import eqx_decoders as ed
 from eqx_decoders.sharding.axes import axes, named_leaves
 from tests.compare import assert_allclose
-from tests.ids import short
 from tests.models import filled, packed, rich_decoder
 
 
@@ -39,7 +38,6 @@ def cut(text: str) -> list[tuple[str, int]]:
         ("abac" * 4, [("abac", 4)]),
         ("aabaaab", None),
     ],
-    ids=short,
 )
 def test_known_patterns(text, runs):
     found = cut(text)

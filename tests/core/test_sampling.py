@@ -9,7 +9,6 @@ import eqx_decoders as ed
 from eqx_decoders.core.sampling import DrawSettings, choose_tokens, is_stop, min_logits
 from tests.compare import assert_allclose
 from tests.errors import refused
-from tests.ids import short
 
 
 def passing(sampler, logits):
@@ -37,7 +36,6 @@ LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
         (ed.Sample(top_k=4, top_p=0.8, min_p=0.6), 2),
         (ed.Sample(temperature=0.5, min_p=0.3), 2),
     ],
-    ids=short,
 )
 def test_filters_keep_the_right_tokens(sampler, kept):
     finite = np.isfinite(passing(sampler, LOGITS))[0]
@@ -45,7 +43,7 @@ def test_filters_keep_the_right_tokens(sampler, kept):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [ed.Sample(temperature=2.0), ed.Sample(top_k=3), ed.Sample(top_p=0.8)], ids=short)
+@pytest.mark.parametrize("sampler", [ed.Sample(temperature=2.0), ed.Sample(top_k=3), ed.Sample(top_p=0.8)])
 def test_draws_follow_the_distribution(sampler):
     """Chi-square over 20,000 draws; the bound is the 99.9 % quantile for four degrees of freedom."""
     keys = jax.random.split(jax.random.key(0), 20_000)

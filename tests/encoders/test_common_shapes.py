@@ -11,7 +11,6 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
 from tests.compare import assert_allclose
 from tests.encoders.samples import FRAME_AUDIO, MEDIA, audio, media_decoder, patches, text
-from tests.ids import short
 from tests.models import filled
 
 
@@ -77,7 +76,7 @@ def check_parts(model, parts, batch, media_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]], ids=short)
+@pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]])
 def test_parts_make_the_whole(model, parts):
     check_parts(model, parts, batch, media_of)
 

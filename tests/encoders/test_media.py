@@ -15,7 +15,6 @@ from eqx_decoders.model.init import with_mtp
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, media_decoder, patches, text
 from tests.errors import refused
-from tests.ids import short
 from tests.models import filled
 
 
@@ -90,7 +89,6 @@ def test_merging_is_the_loop():
         dict(remat="full"),
         dict(attention="chunked"),
     ],
-    ids=str,
 )
 def test_every_way_to_run_gives_the_same(model, media, whole, options):
     close(model.replace(**options)(TOKENS, media=media).logits, whole.logits)
@@ -325,7 +323,7 @@ def test_fixed_images_are_cut_into_the_same_patches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [None, MEDIA.positions], ids=short)
+@pytest.mark.parametrize("positions", [None, MEDIA.positions])
 def test_depths_of_multi_token_prediction_read_features_too(positions):
     """They are those of a text whose embeddings the features are, at the same rotary positions."""
     vision = dataclasses.replace(MEDIA.vision, deepstack=(), deepstack_projector=None)

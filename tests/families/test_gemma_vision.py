@@ -233,9 +233,7 @@ def test_the_published_settings_are_ours(name, content):
 
 
 @pytest.mark.slow(fast=("4b-4300079472",))
-@pytest.mark.parametrize(
-    ("name", "count"), [("4b", 4_300_079_472), ("12b", 12_187_325_040), ("27b", 27_432_406_640)], ids=str
-)
+@pytest.mark.parametrize(("name", "count"), [("4b", 4_300_079_472), ("12b", 12_187_325_040), ("27b", 27_432_406_640)])
 def test_parameters_are_the_published_ones(name, count):
     assert ed.count_parameters(ed.get_config(f"gemma3-{name}-vision")) == count
 

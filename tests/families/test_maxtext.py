@@ -126,7 +126,7 @@ NORMS = dict(
 )
 
 
-@pytest.mark.parametrize("mlp", [None, LinearConfig(), MLPConfig(mlp_dim=12)], ids=str)
+@pytest.mark.parametrize("mlp", [None, LinearConfig(), MLPConfig(mlp_dim=12)])
 @pytest.mark.parametrize(
     "mixer", [None, AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)], ids=["none", "attention"]
 )

@@ -17,7 +17,6 @@ from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.provenance import Provenance
 from tests.compare import assert_array_equal
 from tests.errors import refused
-from tests.ids import short
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 
@@ -118,7 +117,6 @@ def test_prompts_and_budgets_of_many_lengths_share_few_programs(model, call):
 @pytest.mark.parametrize(
     "lengths",
     [range(1, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129), range(513, 641), [64], [1025]],
-    ids=short,
 )
 def test_buckets_are_few_and_hold_what_they_must(lengths):
     sizes = {bucket(length) for length in lengths}
@@ -162,7 +160,7 @@ SHARDED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, sampler, sizes", SHARDED, ids=short)
+@pytest.mark.parametrize("rows, sampler, sizes", SHARDED)
 def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, sizes):
     """Rows that the axes divide, and those that they don't: these are the same on several devices."""
     placed = model.place(ed.Layout.create(**sizes))

@@ -8,7 +8,6 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, interval, spans_of, visible
 from tests.compare import assert_array_equal
 from tests.errors import refused
-from tests.ids import short
 
 
 def by_hand(mask, q, k):
@@ -28,7 +27,6 @@ def by_hand(mask, q, k):
 @pytest.mark.parametrize(
     "mask",
     [Causal(), SlidingWindow(1), SlidingWindow(3), Chunked(1), Chunked(4), Bidirectional(), Bidirectional(4)],
-    ids=short,
 )
 def test_every_mask_is_the_loop(mask):
     queries = np.array([[0, 1, 2, 7, -1, 3], [-1, 5, 6, 11, 12, 0]])
@@ -85,7 +83,7 @@ def test_spans_are_the_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), Chunked(4), Bidirectional()], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), Chunked(4), Bidirectional()])
 def test_the_rest_of_a_span_is_seen_by_its_tokens(mask):
     """The union of the mask and of "later in the same span"; it is an interval; documents stay apart."""
     positions = jnp.asarray([[0, 1, 2, 3, 4, 5, 6, -1, 0, 1, 2, 3]], jnp.int32)

@@ -14,7 +14,6 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.xielu import XIELU
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.common import context, drawn, normal
 from tests.oracles import BY_HAND, mlp_by_hand, wide, xielu_by_hand
 
@@ -42,7 +41,6 @@ def test_activations(name):
         dict(activation_scale=1.7, gated=False),
         dict(gate_sparsity=0.8, fused=True, bias=True, gate_scale=2.0),
     ],
-    ids=short,
 )
 @pytest.mark.parametrize("activation", ["silu", "gelu", "xielu"])
 def test_mlp(options, activation):

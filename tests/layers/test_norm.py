@@ -6,7 +6,6 @@ import pytest
 
 from eqx_decoders.layers.norm import LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from tests.compare import assert_close
-from tests.ids import short
 from tests.layers.common import drawn, normal
 from tests.oracles import norm_by_hand, wide
 
@@ -21,7 +20,6 @@ from tests.oracles import norm_by_hand, wide
         LayerNormConfig(offset=1.0, bias=False, eps=0.3),
         LayerNormConfig(offset=1.0),
     ],
-    ids=short,
 )
 def test_norms(config):
     layer = drawn(lambda key: config.build(7))

@@ -20,7 +20,6 @@ from eqx_decoders.layers.rope import (
 )
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.common import normal
 from tests.oracles import llama3_by_hand, plain_frequencies, rotate_by_hand, yarn_by_hand
 
@@ -78,7 +77,7 @@ def check_rotation(rope, frequencies, magnitude):
     assert_close(half.astype(jnp.float32), want, units=4, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("rope", LLAMA3, ids=short)
+@pytest.mark.parametrize("rope", LLAMA3)
 def test_llama3_is_the_loop_over_wavelengths(rope):
     for dim in (8, 128):
         assert_allclose(rope.frequencies(dim), llama3_by_hand(rope, dim), rtol=1e-12)
@@ -89,7 +88,7 @@ def test_llama3_is_the_loop_over_wavelengths(rope):
     check_rotation(rope, llama3_by_hand(rope, 8), 1.0)
 
 
-@pytest.mark.parametrize("rope", YARN, ids=short)
+@pytest.mark.parametrize("rope", YARN)
 def test_yarn_is_the_formula(rope):
     for dim in (8, 64):
         assert_allclose(rope.frequencies(dim), yarn_by_hand(rope, dim), rtol=1e-12)
@@ -103,7 +102,7 @@ def test_yarn_truncation_matters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rope", [Rope(), Rope(pairing="interleaved"), Rope(fraction=0.5), LLAMA3[0]], ids=short)
+@pytest.mark.parametrize("rope", [Rope(), Rope(pairing="interleaved"), Rope(fraction=0.5), LLAMA3[0]])
 def test_rotation_keeps_norms_and_only_differences_count(rope):
     query, key = jnp.asarray(normal(1, 6, 2, 8)), jnp.asarray(normal(1, 6, 2, 8, seed=2))
     places = jnp.arange(6)[None]
@@ -118,7 +117,7 @@ def test_rotation_keeps_norms_and_only_differences_count(rope):
 
 
 @pytest.mark.slow(fast=("Rope(theta=500000.0)",))
-@pytest.mark.parametrize("rope", [Rope(theta=500_000.0), Rope(pairing="interleaved"), YARN[0]], ids=short)
+@pytest.mark.parametrize("rope", [Rope(theta=500_000.0), Rope(pairing="interleaved"), YARN[0]])
 def test_far_positions_are_turned_by_float32_angles(rope):
     """Angles of 10^5 radians are known up to 10^5 * 2^-23; those of bfloat16 or of float16 would be anything."""
     x, positions = normal(1, 4, 1, 8), np.array([[99_991, 65_537, 131_071, 100_003]])
@@ -140,8 +139,8 @@ SECTIONS = [
 ]
 
 
-@pytest.mark.slow(fast=("plain-(3, 3, 2)-[0, 1, 2, 0, 1, 2, 0, 1]",))
-@pytest.mark.parametrize("sections, axes", SECTIONS, ids=str)
+@pytest.mark.slow(fast=("plain-3,3,2-0,1,2,0,1,2,0,1",))
+@pytest.mark.parametrize("sections, axes", SECTIONS)
 @pytest.mark.parametrize("kind", [Rope(theta=100.0, fraction=0.5), YARN[2]], ids=["plain", "yarn"])
 def test_pairs_turn_by_the_dimensions_in_turn(kind, sections, axes):
     rope = dataclasses.replace(kind, sections=sections)

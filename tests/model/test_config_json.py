@@ -13,7 +13,6 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.model.config_json import FORMER_CLASSES, FORMER_FIELDS, present_name, with_fields
 from tests.cases import covering_array, decoder_config
 from tests.errors import refused
-from tests.ids import short
 from tests.models import rich_decoder
 
 
@@ -145,7 +144,6 @@ def test_the_pattern_of_layers_is_cut_or_continued(layers, want):
         ("blocks=3", ["set='blocks'"]),
         ("dropout=2", ["dropout=2"]),
     ],
-    ids=short,
 )
 def test_fields_that_cannot_be_changed_are_refused(pair, names):
     with refused(ed.ConfigError, *names):

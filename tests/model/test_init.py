@@ -14,7 +14,6 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import out_shardings, partitions
 from tests.compare import assert_allclose, assert_close
-from tests.ids import short
 from tests.models import rich_decoder
 
 
@@ -38,9 +37,7 @@ def random_arrays(build) -> collections.Counter:
     return counts
 
 
-@pytest.mark.parametrize(
-    "unit, repeats", [((LOCAL,), 3), ((LOCAL, LOCAL, FULL, LOCAL), 2), ((FULL, LOCAL), 1)], ids=short
-)
+@pytest.mark.parametrize("unit, repeats", [((LOCAL,), 3), ((LOCAL, LOCAL, FULL, LOCAL), 2), ((FULL, LOCAL), 1)])
 def test_each_layer_is_built_from_its_own_key(unit, repeats):
     keys = jax.random.split(jax.random.key(1), len(unit) * repeats)
     layers = jax.jit(lambda: eqx.filter(Segment.build(unit, 16, keys=keys).unstacked(), eqx.is_array))()

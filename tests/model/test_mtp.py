@@ -33,7 +33,6 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
-from tests.ids import short
 from tests.models import filled, packed
 
 
@@ -457,7 +456,7 @@ def test_depths_are_added_to_a_model_and_leave_it_as_it_is():
         ed.add_mtp(more, 1, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize(("count", "want"), [(1, [0, 0, 1, 1, 0, 0]), (2, [0, 0, 1, 0, 0, 0])], ids=short)
+@pytest.mark.parametrize(("count", "want"), [(1, [0, 0, 1, 1, 0, 0]), (2, [0, 0, 1, 0, 0, 0])])
 def test_padding_within_a_document_is_not_crossed(count, want):
     positions, segments = jnp.asarray([[0, -1, 1, 2, 3, 0]]), jnp.asarray([[1, 0, 1, 1, 1, 2]])
     assert same_document(positions, segments, count)[0].astype(int).tolist() == want

@@ -21,7 +21,6 @@ from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.product_plan import product_plan
 from eqx_decoders.sharding.chips import chip_of
 from tests.compare import assert_array_equal, assert_close
-from tests.ids import short
 from tests.models import draw
 
 
@@ -131,7 +130,6 @@ def test_sums_travel_in_the_dtype_of_the_weight():
             ((8, 2, 16), (2, 16, 12)),
         ),
     ],
-    ids=short,
 )
 def test_there_is_no_ring(sizes, pattern, shapes):
     assert ring_of(pattern, ed.Layout.create(**sizes), shapes) is None
@@ -209,7 +207,7 @@ def test_terms_are_as_wide_as_their_products_need(kind, across, width):
         assert chip is not None and got * across / (got + across) > 0.9 * chip.bf16 / chip.memory_bandwidth
 
 
-@pytest.mark.parametrize("pattern, across", [(IN, 3), (OUT, 3), (HEADS, 1)], ids=short)
+@pytest.mark.parametrize("pattern, across", [(IN, 3), (OUT, 3), (HEADS, 1)])
 def test_terms_have_half_or_a_quarter_of_what_a_device_has_of_the_other_dimensions(monkeypatch, pattern, across):
     seen = []
     monkeypatch.setattr(rings, "term_width", lambda kind, across: seen.append(across) or 4)
@@ -239,7 +237,6 @@ def layout_of(monkeypatch, size):
         (512, 16384, 2048, ((16, 8, 4), 2)),  # two levels would be 46 additions
         (64, 256, 2048, ((1, 8, 8), 2)),
     ],
-    ids=short,
 )
 def test_terms_are_cut_in_four_where_that_hides_much(monkeypatch, size, columns, across, want):
     layout = layout_of(monkeypatch, size)
@@ -277,7 +274,6 @@ def test_quarters_of_terms_do_not_wait_for_their_operands(monkeypatch):
         (64, 16, {(16, 4): 2, (8, 8): 2, (4, 16): 2, (2, 32): 2, (1, 64): 1}, (16, 4)),  # one level alone is too many
         (37, 16, {}, (1, 37)),
     ],
-    ids=short,
 )
 def test_levels_are_those_that_share_no_links(size, most, shared, want):
     assert rings.ring_levels(size, most, lambda count, distance: shared.get((count, distance), 1)) == want
@@ -292,7 +288,6 @@ def test_levels_are_those_that_share_no_links(size, most, shared, want):
         (64, {(8, 8): 4}, (16, 4)),
         (512, {}, (8, 8, 8)),
     ],
-    ids=short,
 )
 def test_levels_of_sums_without_products_have_few_additions(size, shared, want):
     load = lambda count, distance: shared.get((count, distance), 1)  # noqa: E731
@@ -317,7 +312,7 @@ def test_a_first_level_has_a_bound(monkeypatch):
 
 
 @pytest.mark.slow(fast=("0-16,5",))
-@pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))], ids=short)
+@pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))])
 def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
     """Halves of odd sizes and of none, too. The numbers are whole, so that the order of the sums does not matter."""
     layout = ed.Layout.create(fsdp=8)

@@ -15,7 +15,6 @@ from eqx_decoders.numerics.grouped_matmul_gpu import GroupedPlan, grouped_rows
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.sharding.backend import backend_of
 from tests.compare import assert_array_equal, assert_close
-from tests.ids import short
 
 
 INNER, OUTER = 5, 3
@@ -46,8 +45,8 @@ def products_and_gradients(x, weights, counts, outward, form):
 
 
 @pytest.mark.slow(fast=("3,1,2,2-ragged_dot,0,False",))
-@pytest.mark.parametrize("form", [*FORMS, GroupedForm("blocks", 64)], ids=short)
-@pytest.mark.parametrize("counts", COUNTS, ids=short)
+@pytest.mark.parametrize("form", [*FORMS, GroupedForm("blocks", 64)])
+@pytest.mark.parametrize("counts", COUNTS)
 def test_values_and_gradients_are_those_of_a_loop(counts, form):
     """Of two weights at once; what stands beyond the groups, NaN too, reaches neither weights nor other rows."""
     total, rows = sum(counts), 40 + form.block
@@ -69,7 +68,7 @@ def test_values_and_gradients_are_those_of_a_loop(counts, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS[2:], ids=short)
+@pytest.mark.parametrize("form", FORMS[2:])
 def test_several_tiles_with_remainders(form, monkeypatch):
     """Groups that begin within a tile of rows, and features of which the last tile has fewer."""
     monkeypatch.setattr(megablox, "_even", functools.partial(lambda even, size, most: even(size, 128), megablox._even))
@@ -101,7 +100,7 @@ def test_programs_of_a_gpu_may_run_in_any_order():
 
 
 @pytest.mark.slow(fast=("ragged_dot,0,False",))
-@pytest.mark.parametrize("form", FORMS, ids=short)
+@pytest.mark.parametrize("form", FORMS)
 def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     counts = (19, 0, 1, 12)
     x = jnp.asarray(draws(40 + form.block, 512), jnp.bfloat16)
@@ -123,7 +122,7 @@ def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
 
 
 @pytest.mark.slow(fast=("ragged_dot,0,False",))
-@pytest.mark.parametrize("form", FORMS, ids=short)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_weight_in_parts_is_that_of_its_merged_one(form):
     counts, x = jnp.asarray((3, 1, 2, 2)), jnp.asarray(draws(8 + form.block, INNER))
     pair = LowRank(
@@ -154,7 +153,7 @@ def test_a_weight_in_parts_is_that_of_its_merged_one(form):
      ("gpu", "NVIDIA B200", "10.0", "float32", 2**31, GroupedForm("blocks", 160)),
      ("gpu", "NVIDIA B200", "10.0", "float64", 1, GroupedForm("blocks", 160)),
      ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "bfloat16", 1, GroupedForm("blocks", 160)),
-     ("gpu", "AMD Instinct MI300X", "gfx942", "bfloat16", 1, GroupedForm("blocks", 160))], ids=short,
+     ("gpu", "AMD Instinct MI300X", "gfx942", "bfloat16", 1, GroupedForm("blocks", 160))],
 )  # fmt: skip
 def test_the_form_is_that_of_the_devices(platform, kind, capability, dtype, largest, wanted):
     """The kernel for GPUs counts places in 32 bits, and is for generations that it is compiled for."""

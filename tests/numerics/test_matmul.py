@@ -18,7 +18,6 @@ from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import Layout
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.models import draw
 
 
@@ -54,7 +53,7 @@ def value_and_gradients(pattern, flatten, x, weight):
 
 
 @pytest.mark.slow(fast=("batch length embed, embed mlp -> batch length mlp",))
-@pytest.mark.parametrize("pattern", PATTERNS, ids=short)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_flattened_is_plain(pattern):
     dtypes = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")][: 3 if pattern == MLP else 2]
     cases = [operands(pattern, *pair) for pair in dtypes]

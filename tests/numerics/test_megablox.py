@@ -29,7 +29,7 @@ def test_tiles_hold_all_features():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_no_row_is_multiplied_by_all_weights(topology, dtype):
     """Values and gradients on every generation: three products with as many operations as there are rows for."""

@@ -24,7 +24,6 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.models import draw, filled, rich_decoder, some_tokens
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
@@ -105,7 +104,7 @@ def test_products_match_the_array(kind, flatten):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=short)
+@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)])
 def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     """Below a low-rank pair, too; one expert's weight is a row of the array."""
     counts, x = jnp.asarray((9, 0, 4, 3)), draw(1, (24, 16))

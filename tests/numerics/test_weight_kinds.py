@@ -15,7 +15,6 @@ from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.rounded_weight import Rounded
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.models import draw
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
@@ -59,7 +58,7 @@ def test_a_kind_says_what_it_stands_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=short)
+@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)])
 def test_several_kinds_in_one_product_keep_their_order(form):
     counts, x, weights = jnp.asarray((9, 0, 7)), draw(0, (24, 16)), kinds(3)
     run = jax.jit(lambda x, weights: grouped_products(x, weights, counts, form=form))

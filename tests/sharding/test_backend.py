@@ -11,7 +11,6 @@ import eqx_decoders as ed
 from eqx_decoders.model.weight_table import describe
 from eqx_decoders.sharding import backend as module
 from eqx_decoders.sharding.backend import BACKENDS, Backend, backend_of
-from tests.ids import short
 
 
 SOURCES = sorted(pathlib.Path(ed.__path__[0]).rglob("*.py"))
@@ -53,7 +52,7 @@ def test_an_unknown_platform_is_any_accelerator():
 
 
 @pytest.mark.slow(fast=("default-True",))
-@pytest.mark.parametrize("sizes, single", [({}, True), ({"fsdp": 1}, True), ({"fsdp": 2}, False)], ids=short)
+@pytest.mark.parametrize("sizes, single", [({}, True), ({"fsdp": 1}, True), ({"fsdp": 2}, False)])
 def test_a_layout_has_the_choices_of_its_devices(sizes, single):
     devices = jax.devices()[: sizes.get("fsdp", 1)]
     layout = ed.Layout.create(**sizes, devices=devices) if sizes else ed.Layout()

@@ -98,7 +98,7 @@ STEPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", STEPS, ids=str)
+@pytest.mark.parametrize("case", STEPS)
 def test_a_step_is_the_same_program_and_its_state_keeps_its_types(case):
     """On Auto axes XLA may choose where a new state lies; told to leave it where it was, it makes the same program."""
     sizes, config, execution, step, optimizer = STEPS[case]

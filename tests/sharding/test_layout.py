@@ -19,7 +19,6 @@ from eqx_decoders.sharding.mesh import _factorizations
 from eqx_decoders.training import host_rows
 from tests.compare import assert_array_equal
 from tests.errors import refused
-from tests.ids import short
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import tpu_devices
 
@@ -65,7 +64,7 @@ OTHER_MESH = pytest.param(dict(expert=2, fsdp_transpose=2, data=2), marks=pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(fsdp=4, tensor=2), OTHER_MESH], ids=short)
+@pytest.mark.parametrize("sizes", [dict(fsdp=4, tensor=2), OTHER_MESH])
 def test_init_is_born_sharded_and_the_same_on_every_mesh(sizes):
     layout = ed.Layout.create(**sizes)
     config = rich_decoder(1)
@@ -249,7 +248,6 @@ def test_unequal_layouts_print_differently():
         (dict(fsdp=32, tensor=2), 64, None),
         (dict(data=2, fsdp=4, tensor=8), 64, None),
     ],
-    ids=short,
 )
 def test_the_hosts_of_a_slice_hold_every_row_of_a_batch(sizes, rows, first):
     layout = ed.Layout.create(**sizes, devices=tpu_devices("v5p:4x4x4"))

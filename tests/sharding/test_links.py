@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 import eqx_decoders as ed
 from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.sharding.links import busiest_link, ring_load, ring_pairs
-from tests.ids import short
 
 
 CHIP = {chip.name: chip for chip in CHIPS}
@@ -43,7 +42,6 @@ def load(name, extents, size, distance):
         ("v6e", (16, 16), 16, 16, 1),
         ("v6e", (2, 2), 4, 1, 2),
     ],
-    ids=short,
 )
 def test_messages_that_share_a_link(name, extents, size, distance, want):
     assert load(name, extents, size, distance) == want

@@ -24,7 +24,6 @@ from eqx_decoders.training.mesh_config import MeshConfig, describe_pipeline
 from tests.cases import check, draw, legal
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
 from tests.programs import drop_compiled_programs
 from tests.steps import ATTENTION, DENSE, NORM, ROUTED, SPARSE, decoder, results
@@ -180,7 +179,6 @@ def test_statistics_of_experts_match_the_whole_batch(depths):
         (dict(stage=2, fsdp_transpose=2, tensor_sequence=2), 3, 2, False),
         (dict(stage=2, context=2, tensor=2), 4, 2, True),
     ],
-    ids=short,
 )
 def test_every_mesh_equals_one_device(sizes, microbatches, repeats, delay, gather):
     tokens, segments = packed(24, 16)

@@ -27,7 +27,7 @@ def test_norms_are_replicated_and_nothing_else():
     assert held - fair == pytest.approx(norms * 4 * 7 / 8)  # all that is held beyond a fair part
 
 
-@pytest.mark.parametrize("sizes", [dict(data=8), dict(stage=2, data=4), dict()], ids=str)
+@pytest.mark.parametrize("sizes", [dict(data=8), dict(stage=2, data=4), dict()])
 def test_meshes_that_split_no_weights_replicate_none(sizes):
     layout = ed.Layout.create(**sizes) if sizes else ed.Layout()
     model = ed.abstract(rich_decoder(2), layout=layout)
@@ -49,9 +49,7 @@ def test_a_table_decides_which_axes_split_weights():
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt3-52k"])
-@pytest.mark.parametrize(
-    "sizes", [dict(fsdp=4, data=2), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, data=4)], ids=str
-)
+@pytest.mark.parametrize("sizes", [dict(fsdp=4, data=2), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, data=4)])
 def test_small_models_pass_whatever_their_share(name, sizes):
     layout = ed.Layout.create(**sizes)
     check_replicated(ed.abstract(ed.get_config(name), layout=layout), layout, TrainConfig().replicated_tolerance)

@@ -46,7 +46,7 @@ def test_only_projections_are_counted():
     assert matmul_parameters(config) == 2 * block + EMBED * VOCAB
 
 
-@pytest.mark.slow(fast=("mask0-8",))
+@pytest.mark.slow(fast=("SlidingWindow(size=8)-8",))
 @pytest.mark.parametrize(("mask", "keys"), [(SlidingWindow(8), 8), (Chunked(8), 8), (SlidingWindow(500), 100)])
 def test_windows_count_only_visible_keys(mask, keys):
     block = TINY.blocks[0]

@@ -46,7 +46,7 @@ def whole(found, shape) -> np.ndarray:
 
 
 @pytest.mark.slow(fast=("700 bytes-P()",))
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("size", [700, 10, 10**9], ids="{} bytes".format)
 def test_all_bits_arrive(mesh, spec, size, monkeypatch):
     """By the program of several processes, and as one process reads its own devices: with a copy, or as NumPy sees it.
@@ -101,7 +101,7 @@ def compiled(leaf, lead: int):
         "0-P(None, ('expert', 'fsdp'), None, 'tensor')",
     )
 )
-@pytest.mark.parametrize("spec", SPECS[1:], ids=str)
+@pytest.mark.parametrize("spec", SPECS[1:])
 @pytest.mark.parametrize("lead", [0, 1, 2])
 def test_a_device_holds_a_few_pieces_at_most(mesh, spec, lead, monkeypatch):
     """Whatever is split: neither a layer, nor a layer's experts, nor a table is ever on one device."""
@@ -112,7 +112,7 @@ def test_a_device_holds_a_few_pieces_at_most(mesh, spec, lead, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(fsdp=64), dict(fsdp=16, tensor=4), dict(fsdp=8, expert=8)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(fsdp=64), dict(fsdp=16, tensor=4), dict(fsdp=8, expert=8)])
 def test_large_models_fit_small_devices(sizes):
     """Compiled for 64 TPUs: the largest weights of Llama 3 70B and DeepSeek V3, whose layers of experts have 15 GB."""
     layout = ed.Layout.create(**sizes, devices=tpu_devices("v5p:4x4x4"))

@@ -73,7 +73,6 @@ def test_stop_ids(tmp_path, value, ids):
         ("repetition_penalty", -1),
         ("do_sample", "no"),
     ],
-    ids=str,
 )
 def test_invalid_values_are_refused(tmp_path, name, value):
     with refused(ConversionError, "generation_config.json", f"{name}=", value):

@@ -149,8 +149,8 @@ def test_export_is_what_was_imported(loaded, tmp_path):
 LAYOUTS = (dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, fsdp=4))
 
 
-@pytest.mark.slow(fast=("{'fsdp': 8}",))
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.slow(fast=("fsdp=8",))
+@pytest.mark.parametrize("sizes", LAYOUTS)
 def test_weights_are_loaded_sharded(sizes):
     """fsdp splits a dimension, tensor splits heads, data replicates."""
     single = named_leaves(ed.load_hf(FIXTURES / "qwen2_mixed"))

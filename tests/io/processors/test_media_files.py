@@ -87,7 +87,13 @@ def seen(rules, source):
         return rules.process(clip, MediaLimits())
 
 
-@pytest.mark.slow(fast=("rules0-indices0", "rules1-indices1", "rules2-indices2"))
+@pytest.mark.slow(
+    fast=(
+        "QwenVideos(least=784)-0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19",
+        "QwenVideos(least=784 choose=True fps=2.0)-0,5,10,15",
+        "QwenVideos(least=784 choose=True count=6)-0,3,6,10,13,16",
+    )
+)
 @pytest.mark.parametrize(
     "rules, indices",
     [

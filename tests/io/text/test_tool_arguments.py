@@ -120,7 +120,6 @@ def test_accepts_cyclic_references():
         (["string", "integer"], "-7", -7),
         (["integer", "null"], "007", 7),
     ],
-    ids=str,
 )
 def test_converts_only_canonical_text_if_the_schema_allows_strings(types, text, value):
     for schema in ({"type": types}, {"anyOf": [{"type": word} for word in types]}):

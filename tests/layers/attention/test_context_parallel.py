@@ -15,7 +15,6 @@ from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.sharding.rules import ACTIVATIONS
-from tests.ids import short
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
 from tests.layers.common import attend_on_mesh
 
@@ -73,7 +72,6 @@ def selection(heads, length, kv_length):
         (SEQUENCE, "chunked", dict(mask=Chunked(9))),
         (HEADS, "dot", dict(mask=Causal())),
     ],
-    ids=short,
 )
 def test_packed_rows_with_spans(sizes, kernel, options):
     """Documents, padding, spans across shards, narrow values, and half as many heads of keys."""
@@ -81,7 +79,7 @@ def test_packed_rows_with_spans(sizes, kernel, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(200)], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(200)])
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_loops_over_blocks(mask, order):
     """Blocks of queries of one device against blocks of all keys, by positions."""
@@ -105,7 +103,6 @@ def test_loops_over_blocks(mask, order):
         (dict(tensor=4, tensor_sequence=2), 8, 2),
         (dict(tensor=2, tensor_sequence=2, context=2), 4, 2),
     ],
-    ids=short,
 )
 def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
     """Every device takes those that its queries use: one, some, or each for fewer queries than it is for."""
@@ -113,7 +110,7 @@ def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [ALL, CONTEXT], ids=str)
+@pytest.mark.parametrize("sizes", [ALL, CONTEXT])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_selected_keys(sizes, heads):
     places = packed_places(32) | {"selected": selection(heads, 32, 32)}
@@ -124,7 +121,6 @@ def test_selected_keys(sizes, heads):
 @pytest.mark.parametrize(
     ("sizes", "batch", "length"),
     [(ALL, 3, 13), (LONG, 1, 16), (LONG, 4, 1)],
-    ids=str,
 )
 def test_dimensions_that_the_mesh_does_not_divide_are_replicated(sizes, batch, length):
     """Odd batches, odd lengths, a single token."""
@@ -142,7 +138,6 @@ def test_dimensions_that_the_mesh_does_not_divide_are_replicated(sizes, batch, l
             8, 4, dict(mask=Chunked(7), order="zigzag", form="all_to_all", alibi=ALIBI), marks=pytest.mark.slow
         ),
     ],
-    ids=short,
 )
 def test_the_slots_of_a_cache(length, kv_heads, options):
     """Keys in any order, some of them empty, all of a device's, too; each device has its own, unless a row of the table
@@ -207,7 +202,6 @@ def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads
         (ALL, 4, 1, dict(mask=Causal())),
         (CONTEXT, 8, 8, dict(mask=Chunked(9))),
     ],
-    ids=short,
 )
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_heads_for_tokens(sizes, heads, kv_heads, options, chosen):

@@ -17,7 +17,6 @@ from eqx_decoders.model.init import computed_buffers
 from eqx_decoders.sharding.axes import computed, frozen, named_leaves
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.common import BF16, apply, context, drawn, normal
 from tests.oracles import norm_by_hand, ready_by_hand, sees, wide
 
@@ -73,7 +72,6 @@ def differential_by_hand(layer, x, positions, segments):
         dict(qkv_bias=True, out_bias=True),
         dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=4),
     ],
-    ids=short,
 )
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 def test_it_is_the_loop(options, kernel):

@@ -59,7 +59,7 @@ def masked_by_hand(layer, x, positions, segments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")], ids=str)
+@pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")])
 def test_it_is_the_loop(options, kernel):
     layer = drawn(lambda key: masked(**options).build(6, key=key))
     x = normal(2, 7, 6)

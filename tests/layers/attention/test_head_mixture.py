@@ -18,7 +18,6 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.compare import assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.common import BF16, apply, context, drawn, normal
 from tests.models import filled, some_tokens
 from tests.oracles import ready_by_hand, route_by_hand, sees, wide
@@ -63,7 +62,6 @@ def mixture_by_hand(layer, x, positions, segments):
 @pytest.mark.parametrize(
     "options",
     [dict(out_bias=True), dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=2)],
-    ids=short,
 )
 @pytest.mark.parametrize("experts", ["dense", "dropless"])
 def test_mixture_is_the_loop(options, experts):

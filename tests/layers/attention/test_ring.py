@@ -13,7 +13,6 @@ from eqx_decoders.layers.attention.kernels.chunked import may_see
 from eqx_decoders.layers.attention.kernels.common import make_cotangents
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend, attend_gradients, with_sink
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
-from tests.ids import short
 from tests.layers.attention.kernels.test_pallas_flash import interpret
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
 from tests.layers.attention.test_context_parallel import (
@@ -90,7 +89,6 @@ def check_ring(
         pytest.param(SEQUENCE, Causal(), dict(kernel="chunked"), marks=slow),
         pytest.param(SEQUENCE, Causal(), dict(kernel="chunked", form="ring_all_to_all"), marks=slow),
     ],
-    ids=short,
 )
 def test_packed_rows_in_a_ring(sizes, mask, options):
     check_ring(sizes, 64, mask, **options)
@@ -107,7 +105,6 @@ def test_packed_rows_in_a_ring(sizes, mask, options):
         ("interval", Chunked(300)),
         ("triton", SlidingWindow(200)),
     ],
-    ids=short,
 )
 def test_kernels_in_a_ring(interpreted, kernel, mask, order, form):
     """Our kernels, several blocks of a piece."""
@@ -129,7 +126,7 @@ def test_selected_keys_in_a_ring(heads, form):
 
 
 @slow
-@pytest.mark.parametrize(("sizes", "length"), [(TWO, 13), (FOUR, 1)], ids=short)
+@pytest.mark.parametrize(("sizes", "length"), [(TWO, 13), (FOUR, 1)])
 def test_dimensions_that_the_mesh_does_not_divide_are_replicated(sizes, length):
     places = dict.fromkeys(("query_positions", "key_positions"), plain(length, 2))
     check(sizes, make(length), places, mask=Causal(), form="ring")
@@ -239,7 +236,6 @@ def ring_text(form, mask, counts=(8, 4), **options):
         ("ring", Causal(), 12),  # three
         ("ring_all_to_all", Causal(), 4),
     ],
-    ids=short,
 )
 def test_collectives_of_a_ring(form, mask, count):
     """Keys and values, as far as they are seen, and their gradients as far, and home; nothing is gathered or added up.

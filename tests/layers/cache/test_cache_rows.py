@@ -12,7 +12,6 @@ import eqx_decoders as ed
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from tests.compare import assert_allclose
-from tests.ids import short
 from tests.layers.cached_mixers import MIXERS, decoder
 from tests.models import filled
 
@@ -30,7 +29,7 @@ KINDS = (*MIXERS, "states", "pages")
 
 
 @pytest.mark.slow(fast=("keys-3,0",))
-@pytest.mark.parametrize("some", [[3, 0], [2]], ids=short)
+@pytest.mark.parametrize("some", [[3, 0], [2]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
     """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""

@@ -20,7 +20,6 @@ from eqx_decoders.layers.cache.recurrent_state import (
 )
 from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow
 from tests.compare import assert_array_equal, assert_close
-from tests.ids import short
 from tests.layers.common import normal
 from tests.models import extend, filled, rich_decoder, some_tokens
 
@@ -37,7 +36,6 @@ ORDER = jnp.arange(7)[None]
         (SlidingWindow(9), 9, 9, False),
         (Chunked(5), 3, 3, False),
     ],
-    ids=short,
 )
 def test_slots_of_keys_and_values(mask, max_length, slots, ring):
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, mask=mask)
@@ -111,7 +109,6 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
         ChannelShape(key_dim=3, channels=2),
         ConvShape(taps=2, channels=2, dtype="int32"),
     ],
-    ids=short,
 )
 def test_rows_are_reset_and_copied_alone(shape):
     empty = shape.build(LAYERS, BATCH, jnp.float32)

@@ -173,7 +173,7 @@ def test_pages_in_few_bits_and_of_other_sizes(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(data=2, tensor=2, context=2), dict(data=4, tensor=2)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(data=2, tensor=2, context=2), dict(data=4, tensor=2)])
 @pytest.mark.parametrize("kind", ["keys", "indexed", "latents"])
 def test_pages_on_many_devices(kind, sizes):
     layout = ed.Layout.create(**sizes)

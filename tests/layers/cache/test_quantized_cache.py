@@ -13,7 +13,6 @@ from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.cached_mixers import decoder
 from tests.layers.common import attend_past, normal
 from tests.models import extend, filled, rich_decoder, some_tokens
@@ -184,7 +183,6 @@ def check_pieces(model, cache, pieces, bound):
         ("latents", "int8", 0.05),
         ("latents", "float8_e4m3fn", 0.3),
     ],
-    ids=short,
 )
 def test_pieces_are_one_call(kind, given, bound):
     """Windows that turn round, a row that stops, prefill in pieces and tokens."""
@@ -195,9 +193,7 @@ def test_pieces_are_one_call(kind, given, bound):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "given", ["int8", CacheFormat(dtype="float8_e4m3fn", scale_over="heads_and_head_dim")], ids=short
-)
+@pytest.mark.parametrize("given", ["int8", CacheFormat(dtype="float8_e4m3fn", scale_over="heads_and_head_dim")])
 @pytest.mark.parametrize("kind", ["keys", "indexed", "latents"])
 def test_many_devices_read_and_write_what_one_does(kind, given):
     tokens, model = some_tokens(4, 13), filled(decoder(kind))

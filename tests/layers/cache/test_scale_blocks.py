@@ -98,7 +98,6 @@ def test_the_kernel_of_pages_leaves_blocks_to_the_general_path():
 @pytest.mark.parametrize(
     ("kind", "block", "sizes"),
     [("latents", 6, dict(tensor=2, data=4)), ("keys", 4, dict(tensor=2, context=4))],
-    ids=str,
 )
 def test_many_devices_read_and_write_what_one_does(kind, block, sizes):
     """Also where devices share a head of latents, and each has the scales of some of its blocks."""

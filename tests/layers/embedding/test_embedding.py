@@ -16,11 +16,10 @@ from eqx_decoders.layers.embedding.embedding import (
     document_positions,
 )
 from tests.compare import assert_allclose, assert_array_equal, assert_close
-from tests.ids import short
 from tests.layers.common import BF16, context, drawn, normal
 
 
-@pytest.mark.parametrize("precision", [ed.Precision(), BF16], ids=short)
+@pytest.mark.parametrize("precision", [ed.Precision(), BF16])
 def test_token_embedding(precision):
     table = normal(6, 5)
     tokens, ctx = jnp.asarray([[0, 5, 6, 99, -1, 3]]), context(np.zeros((1, 6)), precision=precision)
@@ -116,10 +115,8 @@ def test_both_lookups_are_the_rows():
         assert_allclose(gradient, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow(fast=("{'tensor': 8}",))
-@pytest.mark.parametrize(
-    "mesh", [dict(tensor=8), dict(tensor=4, fsdp=2), dict(tensor_sequence=2, data=2, fsdp=2)], ids=str
-)
+@pytest.mark.slow(fast=("tensor=8",))
+@pytest.mark.parametrize("mesh", [dict(tensor=8), dict(tensor=4, fsdp=2), dict(tensor_sequence=2, data=2, fsdp=2)])
 def test_a_table_that_is_split_over_the_vocabulary_gives_the_same(mesh):
     layout = ed.Layout.create(**mesh)
     spec = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec("vocab embed", TABLE.shape))

@@ -15,7 +15,6 @@ from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngr
 from eqx_decoders.layers.mlp import LinearConfig
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.common import apply
 from tests.models import filled
 from tests.oracles import sigmoid, wide
@@ -54,7 +53,6 @@ def layer():
         (1, (3221, 17_679, 13_313), (226_241, 226_267, 226_283, 226_307)),
         (4, (21_221, 18_979, 8171), (226_313, 226_337, 226_357, 226_367)),
     ],
-    ids=short,
 )
 def test_multipliers_and_sizes_match_maxtext(layer, multipliers, sizes):
     config = EngramConfig(embed_dim=1, vocab_size=100_000, layers=(1, 4), layer=layer, num_heads=2)
@@ -178,7 +176,7 @@ def test_one_stream_is_that_of_a_plain_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 6)], ids=str)
+@pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 6)])
 @pytest.mark.parametrize("accept_all", [True, False])
 def test_pieces_equal_the_whole(layer, pieces, accept_all):
     whole, _ = apply(layer, jnp.asarray(X), context(TOKENS))
@@ -208,7 +206,7 @@ def test_packed_documents_are_alone(layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [(2, 3, 4), (0, 1, 10), (0, 4, 9)], ids=str)
+@pytest.mark.parametrize("places", [(2, 3, 4), (0, 1, 10), (0, 4, 9)])
 def test_padding_changes_nothing(layer, places):
     """Padding within a row, before it and behind it."""
     real = np.ones(LENGTH, bool)

@@ -28,7 +28,6 @@ from eqx_decoders.numerics import einsum, gradient_ring
 from eqx_decoders.numerics.grouped_matmul import block_rows
 from eqx_decoders.numerics.low_rank import LowRank
 from tests.compare import assert_close
-from tests.ids import short
 from tests.models import VOCAB, filled, packed
 from tests.numerics.test_grouped_matmul import TRITON
 from tests.programs import drop_compiled_programs
@@ -193,8 +192,8 @@ def test_devices_that_multiply_unequally_often_have_no_ring(rings, mesh, some):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=short)
-@pytest.mark.parametrize("mesh", MESHES, ids=short)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("config", [SHARED, ALL, SCALED], ids=["shared", "all", "scaled"])
 def test_every_mesh_equals_one_device(config, mesh, exchange):
     if config.num_experts % mesh.get("expert", 1) or (exchange == "all_to_all" and "expert" not in mesh):
@@ -417,7 +416,7 @@ def test_a_model_on_a_mesh_equals_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=short)
-@pytest.mark.parametrize("mesh", MESHES, ids=short)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_model_on_every_mesh_equals_one_device(mesh, exchange):
     check_model(mesh, exchange)

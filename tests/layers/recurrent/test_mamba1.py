@@ -15,7 +15,6 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh, selective_scan
 from tests.compare import assert_allclose, assert_close
-from tests.ids import short
 from tests.layers.common import context, drawn, normal
 from tests.oracles import silu, wide
 
@@ -57,7 +56,6 @@ def by_hand(layer, x, positions, segments):
 @pytest.mark.parametrize(
     "options",
     [{}, dict(bias=True, taps_bias=False, norm=RMSNormConfig(eps=0.1)), dict(norm=RMSNormConfig())],
-    ids=short,
 )
 def test_it_is_the_loop(options):
     """Of packed rows with padding in between."""
@@ -111,7 +109,6 @@ def test_chunks_are_single_tokens(chunk):
 @pytest.mark.parametrize(
     "sizes",
     [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)],
-    ids=str,
 )
 @pytest.mark.parametrize("stateless", [True, False])
 def test_pieces_of_a_row(sizes, stateless):

@@ -7,7 +7,6 @@ import pytest
 
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from tests.compare import assert_close
-from tests.ids import short
 from tests.layers.common import context, drawn, normal
 from tests.oracles import silu, wide
 
@@ -62,7 +61,6 @@ SCALES = (2.0, 0.5, 3.0, 0.25, 1.5)
 @pytest.mark.parametrize(
     "options",
     [dict(in_bias=True, out_bias=True, in_scales=SCALES, norm="before_gate"), dict(norm=None, dt_max=0.6)],
-    ids=short,
 )
 def test_it_is_the_loop(options):
     """Of packed rows with padding in between."""

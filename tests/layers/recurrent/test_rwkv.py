@@ -11,7 +11,6 @@ import eqx_decoders as ed
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from tests.compare import assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.common import context, drawn, normal
 from tests.oracles import sigmoid, wide
 
@@ -72,7 +71,6 @@ def channels_by_hand(layer, x):
         (TimeMixConfig(embed_dim=6, channels=5), means_by_hand),
         (ChannelMixConfig(embed_dim=6, mlp_dim=5), channels_by_hand),
     ],
-    ids=short,
 )
 def test_it_is_the_loop(config, by_hand):
     """Of packed rows with padding in between."""
@@ -82,9 +80,7 @@ def test_it_is_the_loop(config, by_hand):
     assert_close(np.asarray(got)[real], by_hand(layer, wide(x))[real], units=64)
 
 
-@pytest.mark.parametrize(
-    "config", [TimeMixConfig(embed_dim=8, channels=4), ChannelMixConfig(embed_dim=8, mlp_dim=4)], ids=short
-)
+@pytest.mark.parametrize("config", [TimeMixConfig(embed_dim=8, channels=4), ChannelMixConfig(embed_dim=8, mlp_dim=4)])
 def test_the_stream_is_the_config_s(config):
     with refused(ed.ConfigError, "MixConfig.embed_dim=8", "6"):
         drawn(lambda key: config.build(6, key=key))

@@ -10,7 +10,6 @@ from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.engine.sampler import SamplingParams
-from tests.ids import short
 from tests.serving.engines import FIXTURES, SMALL
 
 
@@ -55,7 +54,6 @@ def answers(engine, wanted):
         ("falcon_mamba", {}, dict(data=4, tensor=2)),
         ("qwen3_next", dict(expert_choices=True), {}),
     ],
-    ids=short,
 )
 def test_answers_to_a_prompt_that_begin_together_match_each_alone(fixture, options, mesh, monkeypatch):
     layout = ed.Layout.create(**mesh) if mesh else ed.Layout()

@@ -19,7 +19,6 @@ from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
-from tests.ids import short
 from tests.serving.engines import FIXTURES, SMALL, engine_for, request_pool
 
 
@@ -183,7 +182,6 @@ def test_answers_match_steps_that_are_read_first(engine, monkeypatch):
         ("deepseek2_groups", dict(cache_dtype="int8")),
         ("qwen3_moe_mixed", dict(expert_choices=True)),
     ],
-    ids=short,
 )
 def test_answers_of_any_model_match_steps_that_are_read_first(fixture, changes, monkeypatch):
     engine = engine_for(fixture, **changes)

@@ -25,7 +25,6 @@ from eqx_decoders.serving.frontend.answer_grammar import (
 from eqx_decoders.serving.frontend.schema_reader import SchemaReader
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, reserved_tokens
 from tests.errors import refused
-from tests.ids import short
 from tests.serving.fake_engine import allowed_tokens
 
 
@@ -528,7 +527,7 @@ INNER = [{"minItems": None}, {"type": "object", "required": True}, {"type": "any
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "lfm2", "gemma4"])
-@pytest.mark.parametrize("parameters", [*BROKEN, *({"properties": {"a": inner}} for inner in INNER)], ids=short)
+@pytest.mark.parametrize("parameters", [*BROKEN, *({"properties": {"a": inner}} for inner in INNER)])
 def test_invalid_parameters_are_refused_only_if_a_call_is_required(parameters, name):
     prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=False)))
     with pytest.raises(ConfigError):
@@ -544,7 +543,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "lfm2", "gemma4"])
-@pytest.mark.parametrize("inner", WRONG, ids=short)
+@pytest.mark.parametrize("inner", WRONG)
 def test_errors_about_parameters_name_the_tool(inner, name):
     if "pattern" in inner and name in ("qwen3_coder", "gemma4"):
         pytest.skip("this format does not constrain the pattern of a string")

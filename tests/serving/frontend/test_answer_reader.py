@@ -14,7 +14,6 @@ from eqx_decoders.serving.frontend.answer_reader import create_reader
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest
 from eqx_decoders.serving.http.protocol import CompletionRequest
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas
-from tests.ids import short
 
 
 TOKENIZER: Any = load_tokenizer(Path(__file__).parents[2] / "fixtures" / "chats")
@@ -150,7 +149,7 @@ def take(choice, ids, size=1, end: Any = "length"):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stop", [(), ("Yes",), ("m",), ("</",), ("\n",), ('"what"',)], ids=short)
+@pytest.mark.parametrize("stop", [(), ("Yes",), ("m",), ("</",), ("\n",), ('"what"',)])
 def test_stream_and_complete_answer_have_the_same_parts(name, stop):
     source, prompt, text, *_ = CASES[name]
     for fields in ({}, {"min_tokens": 5}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False}):

@@ -8,7 +8,6 @@ from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.serving.frontend.detokenizer import UNKNOWN, Detokenizer, StopStrings, TokenTexts, byte_letters
-from tests.ids import short
 from tests.serving.servers import CHAT
 
 
@@ -57,7 +56,7 @@ def pieces(tokenizer, ids, before=(), **options) -> list[str]:
     return [*(decoder.push(token) for token in ids), decoder.flush()]
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=short)
+@pytest.mark.parametrize("text", TEXTS)
 def test_the_pieces_are_the_text_and_no_half_of_a_character_is_shown(tokenizer, text):
     ids = tokenizer.encode(text).tolist()
     found = pieces(tokenizer, ids)
@@ -65,7 +64,7 @@ def test_the_pieces_are_the_text_and_no_half_of_a_character_is_shown(tokenizer, 
     assert not any(UNKNOWN in piece for piece in found)
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=short)
+@pytest.mark.parametrize("text", TEXTS)
 def test_wherever_a_prompt_ends_the_answer_goes_on_from_it(tokenizer, text):
     """The text before and the pieces are the whole text, also where a character or a word is cut."""
     ids = tokenizer.encode(text).tolist()
@@ -104,7 +103,7 @@ def test_endless_rubbish_is_shown_and_forgotten():
     assert shown > 960 and len(decoder._ids) <= 33
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=short)
+@pytest.mark.parametrize("text", TEXTS)
 def test_the_pieces_match_the_package_tokenizers(text):
     from tokenizers.decoders import DecodeStream
 
@@ -138,7 +137,7 @@ def shown(parts, stops, include: bool = False) -> tuple[list[str], str | None]:
 STOPS = [["ab"], ["aab"], ["b", "ab"], ["abc", "bc"], ["aba", "b"], ["\n\n", "a\n"], ["aaaa"], ["ab", "cab", "bcab"]]
 
 
-@pytest.mark.parametrize("stops", STOPS, ids=short)
+@pytest.mark.parametrize("stops", STOPS)
 @pytest.mark.parametrize("include", [False, True])
 def test_however_a_text_is_split_it_ends_at_the_first_stop_string(stops, include):
     random_ = random.Random(0)
@@ -179,7 +178,7 @@ def test_nothing_comes_behind_a_stop_string():
 # --- single tokens ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=short)
+@pytest.mark.parametrize("text", TEXTS)
 def test_the_bytes_of_tokens_match_their_text(tokenizer, text):
     texts, ids = TokenTexts(tokenizer), tokenizer.encode(text).tolist()
     whole = b"".join(texts.content(token) for token in ids)

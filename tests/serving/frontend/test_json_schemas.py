@@ -12,7 +12,6 @@ from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend.json_schemas import UNSUPPORTED, prepare_schema
 from eqx_decoders.serving.frontend.structured_output import Grammar, GrammarCompiler
 from tests.errors import refused
-from tests.ids import short
 from tests.serving.fake_engine import allowed_tokens
 
 
@@ -144,7 +143,6 @@ def test_objects_with_declared_properties_are_closed():
 @pytest.mark.parametrize(
     "siblings",
     [{"discriminator": {"propertyName": "a"}}, {"deprecated": True}, {"$id": "x"}, {"type": "object"}],
-    ids=short,
 )
 def test_keywords_next_to_a_composition_do_not_open_objects(siblings):
     inner = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}

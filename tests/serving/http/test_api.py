@@ -20,7 +20,6 @@ from eqx_decoders.serving.http.protocol import choice_seed
 from eqx_decoders.serving.http.server import ServerConfig
 from tests.data.test_chats import FOLDER as SPECIAL
 from tests.errors import assert_names, refused
-from tests.ids import short
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import Running, chat_frontend, serving
 
@@ -217,7 +216,6 @@ def test_prompts_are_texts_or_ids_or_lists_of_them(server):
         ({"seed": -5}, "seed", -5),
         ({"seed": None, "top_p": None}, "top_p", None),
     ],
-    ids=short,
 )
 def test_sampling_is_passed_on(server, given, field, value):
     assert getattr(asked_of(server, **given).sampling, field) == value
@@ -238,7 +236,6 @@ def test_sampling_is_passed_on(server, given, field, value):
         ({}, "client", "127.0.0.1"),
         ({"cache_salt": "x"}, "cache_salt", "x"),
     ],
-    ids=short,
 )
 def test_the_rest_is_passed_on(server, given, field, value):
     assert getattr(asked_of(server, **given), field) == value
@@ -305,7 +302,6 @@ def test_max_tokens_defaults_to_the_remaining_length(chats, server):
         ({"stop_token_ids": [101], "include_stop_str_in_output": True}, "bcde", 4, 101),
         ({"stop": ["fgz"], "max_tokens": 6}, "bcdefg", 6, None),
     ],
-    ids=short,
 )
 def test_answer_ends_at_stop_strings_and_tokens(server, options, text, tokens, reason, stream):
     body = dict(prompt="a", max_tokens=20, temperature=0, return_token_ids=True) | options
@@ -384,7 +380,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
         {"guided_json": json.dumps(SCHEMA)},
         {"structured_outputs": {"json": SCHEMA}},
     ],
-    ids=short,
 )
 def test_answers_have_the_schema_that_is_asked_for(server, options):
     for seed in range(3):

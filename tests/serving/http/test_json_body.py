@@ -14,7 +14,6 @@ from eqx_decoders.serving.http.json_body import parse, write
 from eqx_decoders.serving.http.other_fields import IGNORED, NEUTRAL, changes_nothing
 from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, read_body
 from tests.errors import refused
-from tests.ids import short
 
 
 CONFIG = ApiConfig(name="m", max_length=8192, vocab_size=1000)
@@ -256,7 +255,6 @@ def test_other_values_of_unknown_fields_are_refused(kind):
         ],
         *[("guided_decoding_backend", "xgrammar"), ("guidance_scale", 1.0), ("custom_logit_processor", "")],
     ],
-    ids=short,
 )
 def test_accepts_settings_that_are_off_in_other_servers(name, value):
     assert changes_nothing(name, value) and not changes_nothing(name, "other")
@@ -302,7 +300,7 @@ def test_tool_choice_becomes_a_grammar_of_calls(name):
 
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True},
                                     {"tool_choice": "none", "parallel_tool_calls": False}, {"tool_choice": None},
-                                    {"tools": [], "parallel_tool_calls": False}], ids=short)  # fmt: skip
+                                    {"tools": [], "parallel_tool_calls": False}])  # fmt: skip
 def test_unconstrained_calls_have_no_grammar(fields):
     assert chat(**fields).calls("hermes") is None
 
@@ -324,7 +322,7 @@ def test_constraints_on_calls_need_a_known_format():
     {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
     {"type": "allowed_tools", "allowed_tools": 5},
     {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "function": {"name": "h"}}]}},
-], ids=short)  # fmt: skip
+])  # fmt: skip
 def test_invalid_tool_choices_are_refused(choice):
     with pytest.raises(ApiError) as error:
         chat(tool_choice=choice)
@@ -334,14 +332,13 @@ def test_invalid_tool_choices_are_refused(choice):
 @pytest.mark.parametrize(
     ("message", "content"),
     [({"tool_calls": []}, ""), ({"refusal": "no", "tool_calls": []}, "no"), ({}, ""), ({"content": "a"}, "a")],
-    ids=short,
 )
 def test_assistant_messages_without_tool_calls_have_text_content(message, content):
     messages, _ = conversation(chat(messages=[{"role": "user", "content": "a"}, {"role": "assistant", **message}]))
     assert messages[1]["content"] == content
 
 
-@pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}], ids=short)
+@pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 3}])
 def test_constrained_calls_exclude_ignore_eos_and_min_tokens(field):
     with pytest.raises(ApiError) as error:
         chat(tool_choice="required", **field)

@@ -207,7 +207,7 @@ def test_large_logits_stay_finite(size):
     assert jnp.isfinite(loss) and all(jnp.isfinite(each).all() for each in jax.tree.leaves(gradients))
 
 
-@pytest.mark.slow(fast=("shape0",))
+@pytest.mark.slow(fast=("2,0",))
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)])
 def test_empty_and_single_token_batches(shape):
     hidden, head, targets, _ = make(False, batch=shape[0], length=shape[1], biased=True)
@@ -246,8 +246,8 @@ FEW = [(MESHES[0], False), (MESHES[0], True), (MESHES[1], False)]
 REST = [(mesh, tied) for mesh in MESHES for tied in (False, True) if (mesh, tied) not in FEW]
 
 
-@pytest.mark.slow(fast=("{'fsdp': 4, 'tensor': 2}-False",))
-@pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST], ids=str)
+@pytest.mark.slow(fast=("fsdp=4 tensor=2-False",))
+@pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST])
 def test_on_a_mesh(mesh, tied, monkeypatch):
     """Kernel, bias and gradients at once and in parts, gradients summed by XLA or (tied) in rings: losses, gradients
     and predictions of one device."""
@@ -449,7 +449,7 @@ def with_ties(tied, vocab=24):
     return jnp.asarray(hidden), head, jnp.asarray(targets, jnp.int32), best
 
 
-@pytest.mark.slow(fast=("mesh0-False-tiles0", "mesh1-True-tiles1"))
+@pytest.mark.slow(fast=("default-False-4,None", "tensor=4 fsdp=2-True-None,1"))
 @pytest.mark.parametrize(
     ("mesh", "tied", "tiles"),
     [

@@ -48,7 +48,7 @@ def value_and_gradients(function, weights):
 ALL = {"soft_cap": 3.0, "temperature": 0.7}
 
 
-@pytest.mark.slow(fast=("False-True-False-options0",))
+@pytest.mark.slow(fast=("False-True-False-soft_cap=3.0 temperature=0.7",))
 @pytest.mark.parametrize(
     ("tied", "biased", "several", "options"),
     [
@@ -84,7 +84,7 @@ def test_fused_is_plain(tied, biased, several, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST], ids=str)
+@pytest.mark.parametrize(("mesh", "tied"), [*FEW, *REST])
 def test_on_a_mesh(mesh, tied):
     """Log-probs of one and of several targets, and divergences, at once and in parts of the vocabulary."""
     draws = np.random.default_rng(0)

@@ -206,7 +206,7 @@ def test_kto_baseline():
 # --- reward models ---
 
 
-@pytest.mark.slow(fast=("options0-0.788632-gradient0",))
+@pytest.mark.slow(fast=("default-0.788632--0.18877,-0.334094,0.18877,0.334094",))
 @pytest.mark.parametrize(
     "options, value, gradient",
     [

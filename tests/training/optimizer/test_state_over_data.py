@@ -57,7 +57,6 @@ def test_shardings_over_data():
         (dict(data=4, tensor=2), 1),
         (dict(data=4, tensor=2), 2),
     ],
-    ids=str,
 )
 def test_steps_are_equal_with_less_memory(sizes, parts):
     """To the bit, but for clipping (the norm is added up in another order) and for microbatches (each

@@ -50,7 +50,6 @@ def run(layout, optimizer, config=DEEP, remat="full", poison=False, **step):
         (None, Offload(optimizer=("*",)), dict(name="lion"), "minimal"),
         (dict(fsdp=4, tensor=2), ALL, dict(moments_dtype="bfloat16"), "full"),
     ],
-    ids=str,
 )
 def test_offloaded_steps_are_exact(sizes, offload, optimizer, remat):
     """Arrays are where the layout says, before and after."""

@@ -339,7 +339,7 @@ def test_optimizer_state_is_sharded_like_its_weights():
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in moments.values()) < whole / 4
 
 
-@pytest.mark.slow(fast=("adamw-None", "adafactor-mesh1"))
+@pytest.mark.slow(fast=("adamw-None", "adafactor-fsdp=4 tensor=2"))
 @pytest.mark.parametrize("mesh", [None, dict(fsdp=4, tensor=2)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_abstract_is_init_without_the_memory(name, mesh):

@@ -85,7 +85,6 @@ def with_depths() -> ed.Decoder:
         pytest.param(dict(context_order="plain"), marks=pytest.mark.slow),
         pytest.param(dict(context_order="zigzag", context_form="ring"), marks=pytest.mark.slow),
     ],
-    ids=str,
 )
 def test_multi_token_prediction_in_zigzag_order(options):
     batch, model = rows(), with_depths()

@@ -134,7 +134,12 @@ def random_parts(kind: str, rng: np.random.Generator, rows: int, columns: int) -
     return parts | {"weight.quant_state.bitsandbytes__nf4": ("U8", text)}
 
 
-@pytest.mark.slow(fast=("nvfp4-scheme0-uint4", "nf4-scheme3-nf4"))
+@pytest.mark.slow(
+    fast=(
+        "nvfp4-quant_method=compressed-tensors format=nvfp4-pack--uint4",
+        "nf4-quant_method=bitsandbytes load_in_4bit=True-nf4",
+    )
+)
 @pytest.mark.parametrize(
     ("kind", "scheme", "form"),
     [("nvfp4", NVFP4, "uint4"), ("modelopt", MODELOPT, "uint4"), ("mxfp8", MXFP8, "uint8"), ("nf4", FOUR, "nf4")],

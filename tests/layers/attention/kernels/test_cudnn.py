@@ -24,7 +24,6 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, 
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.sharding.chips import compute_capability
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, selection, weights_for
 from tests.models import filled
 
@@ -177,7 +176,6 @@ def test_auto_is_exact_in_every_combination():
 @pytest.mark.parametrize(
     ("device", "capability", "largest"),
     [("9.0", (9, 0), 256), ("12.0", (12, 0), 256), ("8.6", (8, 6), 128), ("gfx942", None, 0), (None, None, 0)],
-    ids=short,
 )
 def test_head_dims_of_devices(device, capability, largest):
     """By the compute capability; others than NVIDIA's have none."""

@@ -26,7 +26,6 @@ from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from eqx_decoders.sharding.chips import compute_capability
 from tests.compare import assert_array_equal
 from tests.errors import assert_names, refused
-from tests.ids import short
 from tests.layers.attention.kernels.test_registry import all_of, make, packed_places, plain, same, weights_for
 from tests.programs import tpu_devices
 
@@ -94,7 +93,6 @@ def layouts(length):
         *((kernel, Chunked(100), None) for kernel in ("interval", "triton")),
         *((kernel, Bidirectional(), 2.0) for kernel in ("interval", "triton")),
     ],
-    ids=str,
 )
 def test_flash_is_dot(kernel, mask, soft_cap):
     """An odd length, three query heads a key head, narrow values."""
@@ -237,7 +235,7 @@ def test_one_token(kernel):
 
 
 @slow
-@pytest.mark.parametrize("dims", [(16, 16), (24, 16)], ids=short)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16)])
 def test_widths_of_triton(dims):
     """Widths that are powers of two, which no tile fills up, and those of latent attention."""
     dim, value_dim = dims
@@ -341,7 +339,6 @@ def first_run(whole):
         Bidirectional(),
         Bidirectional(48),
     ],
-    ids=str,
 )
 def test_tiles_are_those_that_are_seen(mask):
     """Against a count in NumPy: none is missed, and those that all see are known, also past the numbers of `_code`."""
@@ -428,7 +425,7 @@ def test_auto_takes_it_where_it_can(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, 1, 128, 129, 511, 640, 1024, 1025, 8192, 8320, 100_000])
-@pytest.mark.parametrize("sizes", [SAFE, *BLOCK_SIZES.values()], ids=short)
+@pytest.mark.parametrize("sizes", [SAFE, *BLOCK_SIZES.values()])
 def test_blocks_fit_the_length(sizes, length):
     fit = sizes.fit(length)
     assert fit.streamed % 128 == 0 and fit.held % fit.streamed == 0 and fit.vmem_bytes == sizes.vmem_bytes

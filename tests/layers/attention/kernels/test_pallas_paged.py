@@ -20,7 +20,6 @@ from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import device_bytes
 from tests.compare import assert_close
 from tests.errors import refused
-from tests.ids import short
 from tests.layers.cache.test_paged import check_paged
 from tests.layers.common import attend_past, normal
 from tests.programs import tpu_devices
@@ -91,7 +90,6 @@ LENGTHS = (13, 0, 16, 1, 40)
         ("float8_e4m3fn", 4, 4, True, Chunked(16), 3.0),
         ("bfloat16", 18, 9, True, Causal(), None),
     ],
-    ids=short,
 )
 @pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
 def test_the_kernel_is_the_general_path(kernel, dtype, heads, kv_heads, values, mask, soft_cap):
@@ -139,7 +137,6 @@ def test_scales_over_all_heads_spans_and_16_bits(kernel):
         ("interval", dict(data=2, tensor=2, context=2), 8, 4),
         ("interval", dict(tensor=4, data=2), 4, 1),
     ],
-    ids=short,
     indirect=["kernel"],
 )
 def test_heads_are_split_over_devices(kernel, sizes, heads, kv_heads):
@@ -191,7 +188,7 @@ STEPS = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS, ids=short)
+@pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS)
 def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topology, sizes, dtype, page_size, rows):
     """Compiled for TPUs and GPUs, whose kernels read the pages."""
     monkeypatch.undo()
@@ -229,7 +226,6 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
         (9, 3, 80, True, 8, "float32", 3),
         (8, 1, 128, True, 16, "float32", 512),
     ],
-    ids=str,
 )
 def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, values, page_size, dtype, count):
     """Latents are too wide for GPUs: there their pages are gathered."""

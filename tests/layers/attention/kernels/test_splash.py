@@ -49,7 +49,6 @@ def layouts(length):
         (Bidirectional(), None),
         (Bidirectional(60), None),
     ],
-    ids=str,
 )
 def test_splash_is_dot(interpreted, mask, soft_cap):
     """An odd length, three query heads a key head, narrow values."""
@@ -59,7 +58,7 @@ def test_splash_is_dot(interpreted, mask, soft_cap):
         same(results(qkv, places, kernel="splash", **options), results(qkv, places, kernel="dot", **options))
 
 
-@pytest.mark.parametrize("mask", [SlidingWindow(70), pytest.param(Causal(), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mask", [SlidingWindow(70), pytest.param(Causal(), marks=pytest.mark.slow)])
 def test_rows_of_dense_positions(interpreted, mask):
     qkv, places = make(300), dict.fromkeys(("query_positions", "key_positions"), plain(300))
     options = dict(mask=mask, aligned=True, dense_positions=True, needs_lse=False)

@@ -41,7 +41,6 @@ def carried(*args, chunk=16):
         pytest.param(3, "linear", {}, marks=slow),
         pytest.param(97, "head", dict(key_heads=1, heads=3), marks=slow),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
 def test_carried_states_match_tokens(length, kind, options, resets):

@@ -15,7 +15,6 @@ from eqx_decoders.layers.recurrent.kernels.pallas_scan import fits, run_kernel
 from eqx_decoders.layers.recurrent.scans import recurrence
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
-from tests.ids import short
 from tests.layers.recurrent.scans.test_recurrence import documents, make, same
 from tests.layers.recurrent.scans.test_sharded_scan import results
 from tests.programs import tpu_devices
@@ -43,7 +42,6 @@ def inputs(length, kind, **options):
         pytest.param(3, "linear", {}, marks=slow),
         pytest.param(97, "head", dict(key_heads=1, heads=3), marks=slow),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
 def test_kernels_are_tokens(length, kind, options, resets):
@@ -111,7 +109,7 @@ def test_chunks_as_large_as_on_a_tpu(kind):
 
 @slow
 @pytest.mark.parametrize("kind", ["head", "linear", "channel"])
-@pytest.mark.parametrize("sizes", [dict(data=4, tensor=2), dict(data=2, tensor=4), dict(context=4, tensor=2)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(data=4, tensor=2), dict(data=2, tensor=4), dict(context=4, tensor=2)])
 def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
     """Behind `recur_on_mesh`, with value heads that share a key head on two devices, and with pieces of rows."""
     calls, layout = [], ed.Layout.create(**sizes)
@@ -141,7 +139,6 @@ def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
         (dict(kind="channel"), True),
         (dict(kind="channel", value_dim=64, key_heads=1), False),
     ],
-    ids=short,
 )
 def test_what_kernels_can(shape, wanted):
     shape = dict(length=128, kind="head", key_dim=128, value_dim=128) | shape

@@ -52,7 +52,7 @@ def test_chunks_are_single_tokens(law):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)], ids=str)
+@pytest.mark.parametrize("sizes", [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)])
 def test_pieces_of_a_row(sizes):
     (decay, *tokens), start = inputs(MEANS, 80)
     args = (

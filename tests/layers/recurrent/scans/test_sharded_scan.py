@@ -16,7 +16,6 @@ from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
 from tests.cases import RECURRENT
-from tests.ids import short
 from tests.layers.common import drawn, normal
 from tests.layers.recurrent.scans.test_recurrence import documents, make, same
 
@@ -53,7 +52,6 @@ def results(function, args, rest, options=()):
         (dict(context=2, tensor=4), "linear", dict(key_heads=2, heads=8)),
         (dict(context=2, tensor=4), "head", dict(key_heads=2, heads=4)),
     ],
-    ids=short,
 )
 @pytest.mark.parametrize("resets", [True, False])
 def test_pieces_of_a_recurrence(sizes, kind, options, resets):
@@ -81,7 +79,7 @@ def test_what_is_forgotten_stays_forgotten():
 
 @pytest.mark.parametrize("dilation", [1, pytest.param(3, marks=slow)])
 @pytest.mark.parametrize("tailed", [True, pytest.param(False, marks=slow)])
-@pytest.mark.parametrize("sizes", [FOUR, pytest.param(EIGHT, marks=slow)], ids=str)
+@pytest.mark.parametrize("sizes", [FOUR, pytest.param(EIGHT, marks=slow)])
 def test_pieces_of_a_convolution(sizes, dilation, tailed):
     """Gaps in rows, whole pieces of padding, documents that come back; pieces shorter than what is looked back at."""
     draws, channels, taps = np.random.default_rng(0), 6, 4
@@ -138,7 +136,7 @@ MIXERS = ("delta net", "mamba2", "mamba", "kimi delta", "gated unit", "time mix"
 
 # on context=2, data=2, tensor=2 XLA for CPU (jax 0.10) crashes in the decay by channel of one chunk of 32 tokens
 @slow
-@pytest.mark.parametrize("sizes", [FOUR, EIGHT, dict(context=2, data=4)], ids=str)
+@pytest.mark.parametrize("sizes", [FOUR, EIGHT, dict(context=2, data=4)])
 @pytest.mark.parametrize("name", [*MIXERS, "lightning", "mamba2 and attention"])
 def test_layers(name, sizes):
     """Packed rows with padding: outputs, and gradients of weights and inputs."""
