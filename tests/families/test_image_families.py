@@ -248,53 +248,27 @@ def test_llama4_both_ways(tiny, tmp_path):
 # --- published models ---
 
 PARAMETERS = {
-    "smolvlm2-256m": 256_484_928,
-    "smolvlm2-500m": 507_482_304,
-    "smolvlm2-2.2b": 2_246_784_880,
+    "smolvlm2-256m": 256_484_928, "smolvlm2-500m": 507_482_304, "smolvlm2-2.2b": 2_246_784_880,
     "mistral-small-3.1-24b": 24_011_361_280,
     "ministral3-8b-vision": 8_918_026_240,
-    "internvl3-1b": 938_193_024,
-    "internvl3-2b": 2_088_957_440,
-    "internvl3-8b": 7_944_373_760,
-    "internvl3-14b": 15_117_256_704,
-    "internvl3-38b": 38_388_164_992,
-    "internvl3-78b": 78_408_318_336,
-    "internvl3.5-1b": 1_060_897_792,
-    "internvl3.5-2b": 2_348_347_392,
-    "internvl3.5-4b": 4_732_489_216,
-    "internvl3.5-8b": 8_528_318_464,
-    "internvl3.5-14b": 15_119_523_840,
-    "internvl3.5-38b": 38_390_405_504,
-    "internvl3.5-30b-a3b": 30_848_730_112,
-    "internvl3.5-241b-a28b": 240_699_370_368,
-    "lfm2-vl-450m": 450_822_656,
-    "lfm2-vl-1.6b": 1_584_804_000,
-    "llama4-17b-16e-vision": 108_641_793_536,
-    "llama4-17b-128e-vision": 401_583_781_376,
-}
+    "internvl3-1b": 938_193_024, "internvl3-2b": 2_088_957_440, "internvl3-8b": 7_944_373_760,
+    "internvl3-14b": 15_117_256_704, "internvl3-38b": 38_388_164_992, "internvl3-78b": 78_408_318_336,
+    "internvl3.5-1b": 1_060_897_792, "internvl3.5-2b": 2_348_347_392, "internvl3.5-4b": 4_732_489_216,
+    "internvl3.5-8b": 8_528_318_464, "internvl3.5-14b": 15_119_523_840, "internvl3.5-38b": 38_390_405_504,
+    "internvl3.5-30b-a3b": 30_848_730_112, "internvl3.5-241b-a28b": 240_699_370_368,
+    "lfm2-vl-450m": 450_822_656, "lfm2-vl-1.6b": 1_584_804_000,
+    "llama4-17b-16e-vision": 108_641_793_536, "llama4-17b-128e-vision": 401_583_781_376,
+}  # fmt: skip
 
 
-@pytest.mark.slow(
-    fast=(
-        "smolvlm2-256m",
-        "smolvlm2-500m",
-        "smolvlm2-2.2b",
-        "mistral-small-3.1-24b",
-        "ministral3-8b-vision",
-        "internvl3-1b",
-        "internvl3-2b",
-        "internvl3-8b",
-        "internvl3-14b",
-        "internvl3-38b",
-        "internvl3-78b",
-        "internvl3.5-1b",
-        "internvl3.5-2b",
-        "internvl3.5-4b",
-        "internvl3.5-8b",
-        "internvl3.5-14b",
-        "internvl3.5-38b",
-    )
-)
+FAST = (
+    "smolvlm2-256m", "smolvlm2-500m", "smolvlm2-2.2b", "mistral-small-3.1-24b", "ministral3-8b-vision",
+    "internvl3-1b", "internvl3-2b", "internvl3-8b", "internvl3-14b", "internvl3-38b", "internvl3-78b",
+    "internvl3.5-1b", "internvl3.5-2b", "internvl3.5-4b", "internvl3.5-8b", "internvl3.5-14b", "internvl3.5-38b",
+)  # fmt: skip
+
+
+@pytest.mark.slow(fast=FAST)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]

@@ -126,7 +126,7 @@ NORMS = dict(
 )
 
 
-@pytest.mark.parametrize("mlp", [None, LinearConfig(), MLPConfig(mlp_dim=12)])
+@pytest.mark.parametrize("mlp", [None, LinearConfig(), MLPConfig(mlp_dim=12)], ids=["none", "linear", "mlp"])
 @pytest.mark.parametrize(
     "mixer", [None, AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)], ids=["none", "attention"]
 )
@@ -167,12 +167,7 @@ gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
-    [
-        maxtext.simple(SMALL),
-        *(pytest.param(config, marks=pytest.mark.slow) for config in (maxtext.simple_mlp(SMALL), CUSTOM)),
-    ],
-    ids=["simple", "simple_mlp", "custom"],
+    "config", [maxtext.simple(SMALL), maxtext.simple_mlp(SMALL), CUSTOM], ids=["simple", "simple_mlp", "custom"]
 )
 def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
     tokens, segments = packed(8)

@@ -274,8 +274,11 @@ def test_stored_depths_are_read_written_and_run_by_the_formula(kind, tmp_path):
         assert count > 0 and not different
 
 
+OTHER_NAMES = ("deepseek_v4", "longcat_flash", "mimo", "mimo_v2_flash")  # than those of their layers
+
+
 @pytest.mark.slow(fast=("deepseek_v3", "ernie4_5_moe", "qwen3_5_text"))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OTHER_NAMES])
 def test_tensors_of_a_depth_mean_what_those_of_layers_do(kind):
     stored = KINDS[kind]
     content = json.loads((FIXTURES / stored.fixture / "config.json").read_text())

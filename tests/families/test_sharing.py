@@ -90,12 +90,8 @@ LAYOUTS = {
 
 
 @pytest.mark.slow(fast=("one block-between heads-whole", "one block-between heads-pieces"))
-@pytest.mark.parametrize("piece", [load._READ, pytest.param(4 * 24, marks=pytest.mark.slow)], ids=["whole", "pieces"])
-@pytest.mark.parametrize(
-    "layout",
-    ["between heads", "inside of heads and blocks"]
-    + [pytest.param(layout, marks=pytest.mark.slow) for layout in ("one device", "inside of blocks")],
-)
+@pytest.mark.parametrize("piece", [load._READ, 4 * 24], ids=["whole", "pieces"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_path):
     _, model, directory = saved
     monkeypatch.setattr(load, "_READ", piece)
