@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from eqx_decoders.errors import ConversionError
+
 
 def by_key(reasons: Mapping[str, str]) -> dict[str, str]:
     """Return a reason for each key, from reasons for several keys with spaces between them."""
@@ -78,6 +80,14 @@ ACTIVATIONS = {
 }
 
 
+def key_of(values: Mapping[str, Any], value: Any, key: str) -> str:
+    """Return the first name of `value` in `values`. Raises ConversionError, about the setting `key`, if it has none."""
+    for name, other in values.items():
+        if other == value:
+            return name
+    raise ConversionError(f"{key} can't be {value!r} in this family: it must be one of {', '.join(values)}.")
+
+
 def activation_name(activation: str) -> str:
     """Return transformers' name of an activation."""
-    return next(name for name, ours in ACTIVATIONS.items() if ours == activation)
+    return key_of(ACTIVATIONS, activation, "activation")

@@ -48,6 +48,8 @@ def test_rows_are_read_and_written():
     assert write_all(ROWS, MLP) == {"width": 6, "act": "smooth", "use_bias": False, "drop": 0.0}
     with refused(ed.ConversionError, "config.json", "width"):
         read_all(ROWS, Fields({}))
+    with refused(ed.ConversionError, "act", "'relu'", "plain, smooth, gelu"):
+        write_all(ROWS, dataclasses.replace(MLP, activation="relu"))
 
 
 def test_a_path_begins_with_the_kind_of_a_layer():

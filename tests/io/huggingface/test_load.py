@@ -70,7 +70,7 @@ def loaded(request):
 
 def test_every_family_has_a_checkpoint():
     found = {json.loads((FIXTURES / name / "config.json").read_text())["model_type"] for name in NAMES}
-    without = {"mimo"}  # which transformers has not: tests/families/test_stored_depths.py
+    without = {"mimo"}  # which transformers has not: tests/families/test_mtp_checkpoints.py
     assert found | without >= {kind for kind, family in FAMILIES.items() if family.text is None}
 
 
