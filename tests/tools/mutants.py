@@ -8,6 +8,7 @@ Which tests reach a line is found once: coverage.py watches each file of tests i
 function once and reuses the compiled program, so a line belongs to the whole file of tests that traced it. The map is
 kept in `.pytest_cache/` and renewed for each file of tests that changed. In sources that changed since, a mutant counts
 as reached by all tests that reach its file; `--map` makes the whole map anew. Slow tests are run with `--slow` alone.
+`--tests tests/layers tests/model` takes only these tests, in less time: what they catch is a lower bound.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import coverage
@@ -299,7 +300,7 @@ class Tracer:
             for line, tests in found.contexts_by_lineno(file).items():
                 for name in tests:
                     lines = self.tests[name]["lines"] if name else imported
-                    lines.setdefault(source, []).append(line)
+                    lines[source] = lines.get(source, 0) | 1 << line  # a set of lines as bits
         Path(path).write_text(json.dumps(dict(tests=self.tests, imported=imported, failed=sorted(set(self.failed)))))
 
 
@@ -324,23 +325,31 @@ def digest(path: Path) -> str:
 class Map:
     """Which tests reach which lines, and how long they take; kept from run to run."""
 
-    def __init__(self, slow: bool):
+    def __init__(self, slow: bool, folders: Sequence[str] = ("tests",)):
         self.slow = slow
-        self.path = ROOT / ".pytest_cache" / f"mutants-{'all' if slow else 'not-slow'}.json"
-        self.files = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.folders = tuple(folder.rstrip("/") for folder in folders)
+        self.directory = ROOT / ".pytest_cache" / f"mutants-{'all' if slow else 'not-slow'}"
+        self.files = {
+            path.stem.replace(",", "/"): json.loads(path.read_text()) for path in self.directory.glob("*.json")
+        }
 
     def renew(self, everything: bool, workers: int) -> None:
         present = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-        self.files = {} if everything else {file: self.files[file] for file in present if file in self.files}
-        stale = [file for file in present if file not in self.files or not self.knows(file, file)]
+        self.files = {file: self.files[file] for file in present if file in self.files}
+        wanted = [file for file in present if self.has(file)]
+        stale = [file for file in wanted if everything or file not in self.files or not self.knows(file, file)]
         if not stale:
             return
-        print(f"Tracing {len(stale)} of {len(present)} files of tests …", flush=True)
-        self.path.parent.mkdir(exist_ok=True)
+        print(f"Tracing {len(stale)} of {len(wanted)} files of tests …", flush=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         with copies(workers) as roots:
             for file, traced in zip(stale, each(stale, roots, self.trace), strict=True):
                 self.files[file] = traced
-                self.path.write_text(json.dumps(self.files))
+                (self.directory / f"{file.replace('/', ',')}.json").write_text(json.dumps(traced))
+
+    def has(self, file: str) -> bool:
+        """Whether a file of tests is among those that may catch mutants."""
+        return any(file == folder or file.startswith(f"{folder}/") for folder in self.folders)
 
     def knows(self, tests: str, file: str) -> bool:
         """Whether a file is still what it was when these tests were traced."""
@@ -362,7 +371,9 @@ class Map:
         mirror = str("tests" / source.with_name(f"test_{source.name}"))
         parts, failed = [collections.defaultdict(list) for _ in range(3)], set(self.failed())
         for file, traced in self.files.items():
-            lines = set(mutant.lines) if self.knows(file, mutant.file) else None
+            if not self.has(file):
+                continue
+            lines = sum(1 << line for line in mutant.lines) if self.knows(file, mutant.file) else None
             runs = {name for name, test in traced["tests"].items() if _meet(test["lines"], mutant.file, lines)}
             if runs or _meet(traced["imported"], mutant.file, lines):
                 for name, test in traced["tests"].items():
@@ -380,9 +391,9 @@ class Map:
         return [name for traced in self.files.values() for name in traced["failed"]]
 
 
-def _meet(reached: dict[str, list[int]], source: str, lines: set[int] | None) -> bool:
-    """Whether any of these lines is reached; None: any line of the source."""
-    return source in reached and (lines is None or not lines.isdisjoint(reached[source]))
+def _meet(reached: dict[str, int], source: str, lines: int | None) -> bool:
+    """Whether any of these lines, as bits, is reached; None: any line of the source."""
+    return source in reached and (lines is None or lines & reached[source] != 0)
 
 
 def run_pytest(root: Path, job: dict, timeout: float | None) -> tuple[int, str]:
@@ -493,6 +504,7 @@ def main() -> None:
     parser.add_argument("--file", help="only in this file, such as layers/rope.py")
     parser.add_argument("--line", type=int, help="only in this line of it")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="only tests of these folders and files")
     parser.add_argument("--slow", action="store_true", help="the slow tests, too")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of tests per mutant")
     parser.add_argument("--map", action="store_true", help="find again which tests reach which lines, and stop")
@@ -500,7 +512,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.job:
         sys.exit(do_job(options.job))
-    tests = Map(options.slow)
+    tests = Map(options.slow, options.tests)
     tests.renew(options.map, options.workers)
     if tests.failed():
         print("These tests fail without any mutant and are left out:", *tests.failed(), sep="\n  ")
