@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import types
 from typing import Any
 
 import jax
@@ -10,13 +11,20 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, load_weights
+from eqx_decoders.model.decoder_config import with_scores
 from eqx_decoders.model.init import add_score_head
+from eqx_decoders.rl.answer_batch import AnswerPacker
+from eqx_decoders.rl.drawn_answers import JudgedAnswer
+from eqx_decoders.rl.rl_run import RLRun
+from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import call, steps_of
-from tests.compare import assert_allclose
+from tests.compare import assert_allclose, assert_close
 from tests.errors import assert_names
+from tests.models import VOCAB, filled, rich_decoder
 from tests.rl.test_environment_run import GAMES
 from tests.rl.test_rl_run import BASE, REWARDS, answers_of, train
 
@@ -124,6 +132,23 @@ def test_settings_take_effect(folder, flags):
     assert len(steps_of(folder / name)) == 4
 
 
+def test_values_of_packed_answers_are_read_before_their_tokens():
+    critic, draws = filled(with_scores(rich_decoder(1), 1)), np.random.default_rng(0)
+    answers = []
+    for number, (before, count) in enumerate(((3, 3), (1, 1), (4, 2))):
+        tokens = draws.integers(0, VOCAB, count).astype(np.int32)
+        rollout = Rollout(tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), "stop")
+        prompt = Prompt(number, tuple(draws.integers(0, VOCAB, before).tolist()), {"prompt": "1+1"})
+        answers.append(JudgedAnswer(prompt, rollout, "2", 0.0, {"reward": 0.0}, None, 0.25))
+    packer = AnswerPacker(ed.Layout(), choices=[1, 2], seq_len=12, answers_per_row=2)
+    run: Any = types.SimpleNamespace(_packed=packer)
+    found = RLRun._values(run, answers, critic)
+    for answer, values in zip(answers, found, strict=True):
+        tokens = np.asarray([[*answer.prompt.tokens, *answer.rollout.tokens]])
+        assert_close(values.astype(np.float32), critic(tokens).logits[0, len(answer.prompt.tokens) - 1 :, 0])
+
+
+@pytest.mark.slow
 def test_a_value_is_read_before_its_token(folder):
     """The critic starts as a reward model. All completions were truncated, so that the last value is bootstrapped."""
     scorer = add_score_head(ed.load_hf(BASE), key=jax.random.key(1))
