@@ -87,13 +87,7 @@ def seen(rules, source):
         return rules.process(clip, MediaLimits())
 
 
-@pytest.mark.slow(
-    fast=(
-        "QwenVideos(least=784)-0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19",
-        "QwenVideos(least=784 choose=True fps=2.0)-0,5,10,15",
-        "QwenVideos(least=784 choose=True count=6)-0,3,6,10,13,16",
-    )
-)
+@pytest.mark.slow(fast=("all", "by rate", "by count"))
 @pytest.mark.parametrize(
     "rules, indices",
     [
@@ -106,6 +100,7 @@ def seen(rules, source):
         (Qwen3Videos(fps=3.0), [0, 4, 8, 11, 15, 19]),
         (Qwen3Videos(fps=None, count=3), [0, 10, 19]),
     ],
+    ids=["all", "by rate", "by count", "at most", "qwen3", "qwen3, at least", "qwen3, by rate", "qwen3, by count"],
 )
 def test_each_family_takes_its_frames(videos, rules, indices):
     made, whole = seen(rules, videos["h264"]), decoded(videos["h264"])

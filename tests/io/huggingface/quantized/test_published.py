@@ -134,15 +134,11 @@ def random_parts(kind: str, rng: np.random.Generator, rows: int, columns: int) -
     return parts | {"weight.quant_state.bitsandbytes__nf4": ("U8", text)}
 
 
-@pytest.mark.slow(
-    fast=(
-        "nvfp4-quant_method=compressed-tensors format=nvfp4-pack--uint4",
-        "nf4-quant_method=bitsandbytes load_in_4bit=True-nf4",
-    )
-)
+@pytest.mark.slow(fast=("nvfp4", "nf4"))
 @pytest.mark.parametrize(
     ("kind", "scheme", "form"),
     [("nvfp4", NVFP4, "uint4"), ("modelopt", MODELOPT, "uint4"), ("mxfp8", MXFP8, "uint8"), ("nf4", FOUR, "nf4")],
+    ids=["nvfp4", "modelopt", "mxfp8", "nf4"],
 )
 def test_weights_stay_in_few_bits(kind, scheme, form, tmp_path):
     """Kept and then expanded they are those that are expanded at once."""
