@@ -192,6 +192,15 @@ def test_preference_answers_follow_the_prompt_at_inference(kind, tmp_path):
     assert mismatches == found.notes.get(JOINED, 0) and mismatches <= 10
 
 
+@pytest.mark.slow(
+    fast=(
+        "trained here-chatml",
+        "bytes bos-lines",
+        "pieces first bos-words",
+        "pieces legacy bos-lines",
+        "unigram always-words",
+    )
+)
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
 def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
@@ -219,6 +228,7 @@ def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
     assert mismatches <= report.notes[JOINED] + report.notes[SPLIT] and mismatches <= 5
 
 
+@pytest.mark.slow(fast=("trained here-False", "bytes bos-True", "pieces first bos-True", "unigram always-False"))
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
 def test_a_prompt_may_end_within_the_targets(kind, marked, tmp_path):

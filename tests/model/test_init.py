@@ -37,7 +37,12 @@ def random_arrays(build) -> collections.Counter:
     return counts
 
 
-@pytest.mark.parametrize("unit, repeats", [((LOCAL,), 3), ((LOCAL, LOCAL, FULL, LOCAL), 2), ((FULL, LOCAL), 1)])
+@pytest.mark.slow(fast=("two kinds",))
+@pytest.mark.parametrize(
+    "unit, repeats",
+    [((LOCAL,), 3), ((LOCAL, LOCAL, FULL, LOCAL), 2), ((FULL, LOCAL), 1)],
+    ids=["one kind", "two kinds", "no repetition"],
+)
 def test_each_layer_is_built_from_its_own_key(unit, repeats):
     keys = jax.random.split(jax.random.key(1), len(unit) * repeats)
     layers = jax.jit(lambda: eqx.filter(Segment.build(unit, 16, keys=keys).unstacked(), eqx.is_array))()

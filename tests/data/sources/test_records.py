@@ -321,6 +321,7 @@ def test_arguments_in_json_are_objects_as_in_the_server(arguments):
         assert list(call["function"]) == ["name", "arguments"]
 
 
+@pytest.mark.slow(fast=("weight-plain", "train-generation", "loss_mask-generation", "masked-plain"))
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "generation"])
 @pytest.mark.parametrize("flag", [*TRAIN_FLAGS, *INVERTED_FLAGS])
 def test_flags_of_messages_decide_what_is_trained_on(flag, template):
