@@ -205,6 +205,7 @@ def test_an_empty_prompt_is_the_bos_token():
     assert model._answer_request(0, "a", {"max_gen_toks": 4}).prompt == tuple(tokenizer.encode("a").tolist())
 
 
+@pytest.mark.slow
 def test_warns_of_contexts_that_are_cut(caplog):
     """They lose their start, with the examples or the instruction."""
     model, long = methods(), "the quick brown fox " * 20

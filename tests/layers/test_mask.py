@@ -23,7 +23,6 @@ def by_hand(mask, q, k):
     return k <= q
 
 
-@pytest.mark.slow(fast=("Causal()",))
 @pytest.mark.parametrize(
     "mask",
     [Causal(), SlidingWindow(1), SlidingWindow(3), Chunked(1), Chunked(4), Bidirectional(), Bidirectional(4)],

@@ -48,13 +48,11 @@ YARN = [
 ]
 
 
-@pytest.mark.slow(fast=("Rope(theta=100.0, fraction=1.0, pairing=-[1.0, 0.31622776601683794, 0.1, 0.031622-1.0",))
 @pytest.mark.parametrize("rope, frequencies, magnitude", ROPES, ids=lambda x: str(x)[:40])
 def test_rotation_is_the_loop(rope, frequencies, magnitude):
     check_rotation(rope, frequencies, magnitude)
 
 
-@pytest.mark.slow
 def test_the_base_grows_beyond_the_original_length():
     """Row by row; padding has positions of -1."""
     rope, positions = DynamicRope(factor=4.0, original_length=6), jnp.array([[0, 1, 2, 5], [0, 3, 8, -1]])
@@ -116,7 +114,6 @@ def test_rotation_keeps_norms_and_only_differences_count(rope):
     assert not np.allclose(scores(0), unturned, atol=0.1)
 
 
-@pytest.mark.slow(fast=("Rope(theta=500000.0)",))
 @pytest.mark.parametrize("rope", [Rope(theta=500_000.0), Rope(pairing="interleaved"), YARN[0]])
 def test_far_positions_are_turned_by_float32_angles(rope):
     """Angles of 10^5 radians are known up to 10^5 * 2^-23; those of bfloat16 or of float16 would be anything."""

@@ -73,6 +73,7 @@ def test_weights_are_equal_on_a_mesh():
     assert_close(placed, expected, units=4)  # XLA rounds a vector and the remainder of one differently
 
 
+@pytest.mark.slow(fast=("mesh",))
 @pytest.mark.parametrize("sizes", [{}, dict(fsdp=4, tensor=2)], ids=["one device", "mesh"])
 def test_temporary_memory_is_bounded_by_the_size_of_a_few_layers(sizes):
     config = dataclasses.replace(ed.get_config("llama3.2-1b"), vocab_size=128)

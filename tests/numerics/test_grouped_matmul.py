@@ -44,7 +44,6 @@ def products_and_gradients(x, weights, counts, outward, form):
     return outs, back(outward)
 
 
-@pytest.mark.slow(fast=("3,1,2,2-ragged_dot,0,False",))
 @pytest.mark.parametrize("form", [*FORMS, GroupedForm("blocks", 64)])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_values_and_gradients_are_those_of_a_loop(counts, form):
@@ -99,7 +98,6 @@ def test_programs_of_a_gpu_may_run_in_any_order():
     assert np.any(one[:37], axis=1).all() and not np.any(one[37:])
 
 
-@pytest.mark.slow(fast=("ragged_dot,0,False",))
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     counts = (19, 0, 1, 12)

@@ -105,7 +105,6 @@ def test_the_product_is_that_of_the_merged_weight(kind):
         assert not np.any(to_base)
 
 
-@pytest.mark.slow
 def test_merged_weight_equals_its_formula():
     for kind, (_, _, *sizes) in KINDS.items():
         if kind == "transposed":  # no weight of a model is stored like this

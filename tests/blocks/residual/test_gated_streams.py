@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.base import BranchFunction
@@ -39,7 +38,6 @@ def mean_by_hand(mean, x):
     return np.mean(gate * n, axis=2), flat
 
 
-@pytest.mark.slow
 def test_streams_are_read_and_written_by_the_formula():
     residual = drawn(CONFIG.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0)))
     branches = [BranchFunction(lambda y, m=m: jnp.tanh(y @ m)) for m in MATRICES]

@@ -80,7 +80,6 @@ def token_by_hand(config, connection, x, branch):
     return np.stack([sum(mix[k, m] * x[k] for k in range(n)) + write[m] * out for m in range(n)])
 
 
-@pytest.mark.slow(fast=("once",))
 @pytest.mark.parametrize(
     "config",
     [SINKHORN, PERMUTATIONS, dataclasses.replace(SINKHORN, iterations=1, norm=RMSNormConfig(scale=False, eps=1e-2))],

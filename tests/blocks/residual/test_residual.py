@@ -20,7 +20,6 @@ from tests.oracles import norm_by_hand, wide
 NORM = LayerNormConfig(bias=False)
 
 
-@pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("normed", [True, False])
 def test_each_branch_is_added_to_what_is_kept(normed):
     config = Weighted(keeps_normed=normed, keep=(0.5, 1.5), add=(2.0, 3.0), gains=True)

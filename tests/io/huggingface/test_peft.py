@@ -452,6 +452,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.slow(fast=("gate_up-mixtral_window", "gate_up and down-gpt_oss_yarn", "older down-qwen3_moe_mixed"))
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize(
     "adapted, older",

@@ -51,7 +51,6 @@ def attention(**options) -> AttentionConfig:
     return AttentionConfig(**(dict(num_heads=4, num_kv_heads=2, head_dim=4, rope=Rope(theta=10.0)) | options))
 
 
-@pytest.mark.slow(fast=("plain",))
 @pytest.mark.parametrize("options", ATTENTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_attention_is_the_loop(options):
     layer = drawn(lambda key: attention(**options).build(6, key=key))
@@ -132,7 +131,6 @@ def test_fused_attention_equals_unfused():
     assert_close(apply(fused, x, ctx)[0], np.asarray(apply(one, x, ctx)[0]), units=32)
 
 
-@pytest.mark.slow
 def test_bfloat16_stays_bfloat16():
     layer = drawn(lambda key: attention(**ATTENTIONS[2]).build(6, key=key))
     x, mlp = normal(2, 7, 6), drawn(lambda key: MLPConfig(mlp_dim=9, bias=True).build(6, key=key))

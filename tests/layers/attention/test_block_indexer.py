@@ -106,7 +106,6 @@ def pooled_by_hand(layer, x, positions, local):
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("local", [1, 2])
 def test_blocks_of_the_best_means_are_those_of_the_loop(local):
     """Also where the context does not say that positions are contiguous."""

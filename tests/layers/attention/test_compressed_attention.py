@@ -88,7 +88,6 @@ def attention_by_hand(layer, x):
     return out
 
 
-@pytest.mark.slow(fast=("chosen-some at a time",))
 @pytest.mark.parametrize("tile", [topk.TILE, 100], ids=["whole", "some at a time"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_layer_is_the_loop(form, tile, monkeypatch):

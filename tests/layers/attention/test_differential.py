@@ -65,7 +65,6 @@ def differential_by_hand(layer, x, positions, segments):
     return out if layer.out_bias is None else out + wide(layer.out_bias)
 
 
-@pytest.mark.slow(fast=("dot-qkv_bias=True out_bias=True",))
 @pytest.mark.parametrize(
     "options",
     [

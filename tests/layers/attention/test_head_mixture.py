@@ -58,7 +58,6 @@ def mixture_by_hand(layer, x, positions, segments):
     return out
 
 
-@pytest.mark.slow(fast=("dense-out_bias=True",))
 @pytest.mark.parametrize(
     "options",
     [dict(out_bias=True), dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=2)],
@@ -87,7 +86,6 @@ def test_forms_have_the_same_gradients():
     assert_close(fast, plain, units=128)
 
 
-@pytest.mark.slow(fast=("dropless",))
 @pytest.mark.parametrize("experts", ["dense", "dropless"])
 def test_bfloat16_chooses_the_same_heads(experts):
     """Routing is in float32: from inputs that bfloat16 holds, only the sums are rounded."""

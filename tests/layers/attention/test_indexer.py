@@ -105,7 +105,6 @@ def divergence_by_hand(scores, shares, chosen):
     return total
 
 
-@pytest.mark.slow(fast=("interleaved",))
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_the_layer_attends_to_what_the_loop_chooses(pairing):
     layer = drawn(indexer=INDEXER, rope=Rope(theta=10.0, pairing=pairing))
@@ -119,7 +118,6 @@ def test_the_layer_attends_to_what_the_loop_chooses(pairing):
     assert np.abs(apply(other, jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] - out).max() > 1e-2
 
 
-@pytest.mark.slow
 def test_the_indexer_pairs_features_in_its_own_way():
     layer = drawn(indexer=dataclasses.replace(INDEXER, pairing="interleaved"), rope=Rope(theta=10.0))
     out, _ = apply(layer, jnp.asarray(X), context(POSITIONS, SEGMENTS))

@@ -81,14 +81,12 @@ def layer(request):
     return drawn(request.param, RICH)
 
 
-@pytest.mark.slow(fast=("factored",))
 def test_kernels_are_the_sums(layer):
     for got, want in zip(kernels_of(layer.materialized(ed.Layout())), kernels_by_hand(layer), strict=True):
         assert got.dtype == jnp.float32
         assert_close(got, want, units=32)
 
 
-@pytest.mark.slow(fast=("factored",))
 def test_the_layer_is_attention_with_these_kernels(layer):
     """With biases, norms, sinks and a gate of its own."""
     x = jnp.asarray(X)
@@ -102,7 +100,6 @@ def test_the_layer_is_attention_with_these_kernels(layer):
     assert layer.config.cache_shape(7) == RICH.cache_shape(7)
 
 
-@pytest.mark.slow(fast=("factored",))
 def test_kernels_are_float32_in_bfloat16_models(layer):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer)
     for got, want in zip(kernels_of(half.materialized(ed.Layout())), kernels_by_hand(half), strict=True):

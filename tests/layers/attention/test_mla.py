@@ -121,7 +121,6 @@ def latent_by_hand(config, w, x, positions=POSITIONS, segments=SEGMENTS):
     return out
 
 
-@pytest.mark.slow(fast=("plain",))
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_the_layer_is_the_loop(options):
     layer = drawn(**options)
@@ -151,7 +150,6 @@ def test_zeros_fill_the_last_lane_of_a_cache():
         assert config.cached_dim == config.cache_shape(4).head_dim == cached
 
 
-@pytest.mark.slow
 def test_gradients_are_the_differences_of_the_formula():
     """Of every weight and of x, along random directions: central differences in float64."""
     layer = drawn(**RICH)
@@ -260,7 +258,6 @@ def test_documents_of_a_call_with_a_past_do_not_touch():
     assert_close(out, latent_by_hand(layer.config, weights_of(layer), wide(X)), units=128)
 
 
-@pytest.mark.slow(fast=("expanded",))
 @pytest.mark.parametrize("past", [None, nothing()], ids=["expanded", "absorbed"])
 def test_bfloat16_stays_near(past):
     layer = drawn(q_rank=None, mask=SlidingWindow(3))

@@ -28,7 +28,7 @@ def with_pages(cache):
 KINDS = (*MIXERS, "states", "pages")
 
 
-@pytest.mark.slow(fast=("keys-3,0",))
+@pytest.mark.slow
 @pytest.mark.parametrize("some", [[3, 0], [2]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_whole(kind, some, monkeypatch):

@@ -95,7 +95,6 @@ def test_rows_of_63_bits_reach_back_to_an_end():
     assert built.key_bias is built.value_bias is None and not np.any(built.key_scale)
 
 
-@pytest.mark.slow(fast=("2-False",))
 @pytest.mark.parametrize("classes", [True, False])
 @pytest.mark.parametrize("max_ngram", [2, 4])
 def test_rows_equal_hashes_by_hand(max_ngram, classes):
@@ -109,7 +108,6 @@ def test_rows_equal_hashes_by_hand(max_ngram, classes):
         assert rows[row, place].tolist() == row_by_hand(config, known[before])
 
 
-@pytest.mark.slow
 def test_no_product_overflows():
     """The largest vocabulary and the largest id: hashes are those of whole numbers without bounds."""
     config = EngramConfig(embed_dim=1, vocab_size=262_144, layers=(0,), layer=0, num_heads=1)
@@ -158,7 +156,6 @@ def layer_by_hand(layer, x, rows):
     return values + (smooth * sigmoid(smooth)).reshape(values.shape)
 
 
-@pytest.mark.slow
 def test_equals_its_formula(layer):
     ctx = context(TOKENS)
     rows = np.asarray(ngram_rows(SMALL, ctx.tokens, jnp.full((2, 2), -1, jnp.int32), ctx.positions))

@@ -211,7 +211,6 @@ def test_an_expert_takes_as_many_tokens_as_the_formula_says(length, chosen, expe
     assert config.capacity(length) == room
 
 
-@pytest.mark.slow(fast=("0.1-gpt_oss",))
 @pytest.mark.parametrize(("factor", "name"), [(1.0, "deepseek"), (0.5, "llama4, all of three"), (0.1, "gpt_oss")])
 def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
     """Each row on its own; no weight makes up for what is dropped, and the rest has its gradients."""
@@ -226,7 +225,6 @@ def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
     assert np.any(gradient[0].down) == (config.capacity(9) > 0) == (factor > 0.1)
 
 
-@pytest.mark.slow
 def test_within_a_token_the_better_expert_finds_room_first():
     """One place each, and the second token wants first what the first token took second."""
     config = ExpertsConfig(num_experts=3, num_experts_per_token=2, mlp_dim=4, capacity_factor=0.5)
@@ -432,7 +430,6 @@ def test_gradients_are_finite_differences_often(config, form, seed):
     check_differences(dataclasses.replace(config, limit=None), form, seed)
 
 
-@pytest.mark.slow(fast=("1-1",))
 @pytest.mark.parametrize(("experts", "chosen"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 3), (7, 1)])
 def test_one_token_finds_its_experts(experts, chosen):
     """As in decoding: with more experts than tokens, and with all of them."""

@@ -101,7 +101,6 @@ def test_experts_of_token_ids():
         dataclasses.replace(config, selection_bias=True)
 
 
-@pytest.mark.slow(fast=("mixtral",))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_routing_is_that_of_a_loop(name):
     """Choice, order of the choice, weights and statistics; padding goes nowhere and is not counted."""
@@ -140,7 +139,6 @@ def test_routing_is_that_of_a_loop(name):
     assert float(router_z_loss(stats)) == pytest.approx(want["z"] / 8, rel=1e-5)
 
 
-@pytest.mark.slow(fast=("of everything", "phi3.5"))
 @pytest.mark.parametrize("name", ["of everything", "deepseek_v2", "phi3.5"])
 def test_replayed_experts_have_the_weights_of_the_own_scores(name):
     """The own choice changes nothing; another one has the plain formula's weights and gradients."""
@@ -239,7 +237,6 @@ def test_a_trained_bias_has_a_gradient():
     assert np.any(gradient.bias) and np.any(gradient.kernel)
 
 
-@pytest.mark.slow(fast=("gemma4",))
 @pytest.mark.parametrize(
     "name",
     ["deepseek_v3", "gemma4", "gpt_oss", "deepseek_v2"],
@@ -311,7 +308,6 @@ def test_random_routing_draws_different_experts_with_a_key_and_only_then():
     assert not np.array_equal(indices, route(router, x, places, key=jax.random.key(1))[0])
 
 
-@pytest.mark.slow(fast=("megatron",))
 @pytest.mark.parametrize("form", ["switch", "megatron"])
 def test_the_balance_loss_is_1_if_balanced_and_e_if_collapsed(form):
     """One expert a token; its gradient is that of the mean shares, the loads being constants."""

@@ -52,7 +52,6 @@ def by_hand(layer, x, positions, segments):
     return out + part(layer.out_bias)
 
 
-@pytest.mark.slow(fast=("default",))
 @pytest.mark.parametrize(
     "options",
     [{}, dict(bias=True, taps_bias=False, norm=RMSNormConfig(eps=0.1)), dict(norm=RMSNormConfig())],

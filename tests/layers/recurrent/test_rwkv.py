@@ -64,7 +64,6 @@ def channels_by_hand(layer, x):
     return out
 
 
-@pytest.mark.slow(fast=("ChannelMixConfig(embed_dim=6 mlp_dim=5)-channels_by_hand",))
 @pytest.mark.parametrize(
     ("config", "by_hand"),
     [

@@ -121,7 +121,6 @@ def test_a_packed_row_is_the_sum_of_its_documents():
     assert together.stats is None
 
 
-@pytest.mark.slow(fast=("tokens",))
 @pytest.mark.parametrize("part", ["tokens", "segments", "positions", "mask", "all", "weights", "one token"])
 def test_next_tokens_equals_a_loop(part):
     tokens, segments = (np.asarray(x) for x in packed(ROWS, LENGTH))

@@ -134,7 +134,7 @@ def test_strong_decays(kind):
     same(all_of(tuple(args), None, kind, 64), all_of(tuple(args), None, kind, None))
 
 
-@pytest.mark.slow(fast=("channel",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_do_not_touch(kind):
     """Not a bit of what a document gives depends on those beside it; nor do its gradients."""
