@@ -140,6 +140,7 @@ def decoded(tokenizer: Tokenizer, ids) -> str:
     return tokenizer.decode(ids, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.decode(ids)
 
 
+@pytest.mark.slow(fast=("own", "trained here", "bytes prefix bos", "pieces first bos", "unigram always"))
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
 def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
     """For prompts and completions that are texts, in `generate`, the server and RL."""

@@ -83,6 +83,12 @@ def test_every_option_of_an_encoder_is_read(kind, field):
     assert ((kind, field) in UNREAD) == bool(np.allclose(before, after, atol=1e-4))
 
 
+@pytest.mark.slow(
+    fast=(
+        *("AxialRope-theta", "EncoderConfig-blocks", "PatchStemConfig-positions", "ProjectionConfig-norm"),
+        *("EncoderTokensConfig-first", "PlaneAttentionConfig-head_dim"),
+    )
+)
 @pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_every_option_of_an_encoder_comes_back_from_json(kind, field):
     base, place, values = ENCODER_OPTIONS[kind]

@@ -60,6 +60,21 @@ def rewritten(directory, change) -> pathlib.Path:
 
 # what `make test` runs: attention and its windows, experts, latents, recurrences, learned positions, fused tensors
 FAST = ("chat_llama", "deepseek3_fp8", "gemma3_pattern", "gpt2", "lfm2_bias", "mamba", "minimax_m2", "phi3_long")
+# families with a layer that no other one of these has
+OWN_LAYERS = (
+    *("bloom", "cohere2_pattern", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "gemma3n", "gpt_oss_yarn"),
+    *(
+        "granite",
+        "jetmoe",
+        "kimi_linear",
+        "llama4_mixed",
+        "longcat_flash",
+        "minimax",
+        "minimax_m3",
+        "nemotron_h_latent",
+    ),
+    *("olmo_clip", "opt_narrow", "qwen3_next", "qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zamba2"),
+)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -79,7 +94,7 @@ def logits_of(model, ids):
     return model(ids).logits
 
 
-@pytest.mark.slow(fast=FAST)
+@pytest.mark.slow(fast=(*FAST, *OWN_LAYERS))
 def test_logits_are_those_of_transformers(loaded):
     directory, model, expected = loaded
     logits = logits_of(dataclasses.replace(model, origin=None), expected["input_ids"])

@@ -140,7 +140,7 @@ def test_teacher_axes_are_split_like_heads():
     assert layout.weight_spec("teacher_heads heads") == jax.sharding.PartitionSpec(None, ("tensor",))
 
 
-@pytest.mark.slow(fast=("True",))
+@pytest.mark.slow
 @pytest.mark.parametrize("general", [False, True])
 def test_new_kernels_have_their_teachers_variance(general):
     """Whatever the student's sizes: with the fan-in of another axis than the contracted one it would be half of it."""

@@ -119,7 +119,7 @@ def run(layer, x, positions, form):
     return out, stats, gradient
 
 
-@pytest.mark.slow(fast=("gpt_oss", "nemotron"))
+@pytest.mark.slow(fast=("gpt_oss",))
 @pytest.mark.parametrize("name", CASES)
 def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
     config, shape = CASES[name]

@@ -49,7 +49,8 @@ def one_by_one(layer, x, real, starts):
     return jnp.swapaxes(jax.lax.scan(token, start, tuple(inputs))[1], 0, 1)
 
 
-@pytest.mark.parametrize("gate_cap", [pytest.param(3.0, marks=pytest.mark.slow), 40.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("gate_cap", [3.0, 40.0])
 def test_it_is_the_law(gate_cap):
     """Of packed rows with padding; with gates far apart, and an `eps` that is seen."""
     config = MLSTMConfig(num_heads=2, key_dim=3, value_dim=4, gate_cap=gate_cap, eps=0.1, norm_eps=0.1)
