@@ -19,10 +19,13 @@ def _text(value: Any) -> str:
         return " ".join(f"{name}={_text(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
         return ",".join(map(_text, value))
+    if isinstance(value, set | frozenset):  # whose order differs from process to process
+        return ",".join(sorted(map(_text, value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
         changed = {name: each for name, (each, default) in fields.items() if str(each) != str(default)}
         return f"{type(value).__name__}({_text(changed)})"
     if hasattr(value, "shape"):
         return "x".join(map(str, value.shape))
-    return getattr(value, "__name__", str(value))
+    text = getattr(value, "__name__", str(value))
+    return type(value).__name__ if " at 0x" in text else text
