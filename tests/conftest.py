@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_make_parametrize_id(val) -> str | None:
-    """`fsdp=2 tensor=4` of a mesh, `Rope(theta=100.0)` of a configuration; None: as pytest writes it."""
+    """Return the id of a parameter, the same in every process; None: pytest's own id."""
     return short(val)
 
 

@@ -1,4 +1,4 @@
-"""Ids of parametrized tests: `@pytest.mark.parametrize("mesh", MESHES, ids=short)`."""
+"""Ids of parametrized tests, which `conftest.py` makes of all parameters without ids of their own."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ LONGEST = 50
 
 
 def short(value: Any) -> str | None:
-    """`fsdp=2 tensor=4` of a mesh, `Rope(theta=100.0)` of a configuration; None: as pytest writes it."""
+    """Return the id of a parameter, such as `fsdp=2 tensor=4` or `Rope(theta=100.0)`; None: pytest's own id."""
     if value is None or isinstance(value, bool | int | float | str):
         return None if len(str(value)) <= LONGEST else str(value)[:LONGEST]
     return _text(value)[:LONGEST] or ("default" if isinstance(value, dict) else "empty")

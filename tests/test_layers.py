@@ -1,33 +1,28 @@
-"""Layers x invariants: a small decoder of each layer, called in pieces, with packed documents and rejected tokens.
+"""Invariants of every layer, in a small decoder: calls in pieces, packed documents and rejected tokens.
 
 A new layer is one value of a factor in `cases.py`. That its fast forms (kernels, scan, remat, meshes) equal the plain
 one is tested by the covering array of `test_laws.py`.
 """
 
-import functools
-import types
-
 import pytest
 
 import eqx_decoders as ed
-from tests.cases import FACTORS, decoder_config, legal
+from tests.cases import FACTORS, Case, decoder_config, legal
 from tests.laws import check_documents, check_pieces, check_ragged_pieces, check_rejection
 from tests.models import filled
 from tests.programs import drop_compiled_programs
 
 
-PLAIN = types.MappingProxyType(
-    dict(
-        mixer="split", heads="multi-head", mask="causal", rope="plain", qk_norm="none", kv_shared_from=False,
-        channel="gated", residual="sequential", further="none", norm="RMSNorm", dropout=0.0, mtp=0, tied=True,
-        loss="plain",
-    )
+PLAIN: Case = dict(
+    mixer="split", heads="multi-head", mask="causal", rope="plain", qk_norm="none", kv_shared_from=False,
+    channel="gated", residual="sequential", further="none", norm="RMSNorm", dropout=0.0, mtp=0, tied=True,
+    loss="plain",
 )  # fmt: skip
 LAYERS = {
     value: {factor: value}
     for factor in ("mixer", "channel", "residual", "further")
     for value in FACTORS[factor]
-    if value not in ("none", "capacity")  # with a capacity, other tokens of a piece find no place than of the whole
+    if value not in ("none", "capacity")  # a capacity drops other tokens of a piece than of the whole sequence
 }
 LAYERS |= {
     "dynamic mask": dict(mixer="dynamic mask", rope="none"),
@@ -45,16 +40,11 @@ INVARIANTS = {
 }
 
 
-@functools.lru_cache(1)
-def decoder(layer: str) -> ed.Decoder:
-    case = {**PLAIN, **LAYERS[layer]}
-    assert legal(case), case
-    return filled(decoder_config(case))
-
-
 @pytest.mark.slow(fast=("pieces-latent, window", "documents-split"))
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("invariant", INVARIANTS)
 def test_invariant_of_a_layer(layer, invariant):
     drop_compiled_programs()
-    INVARIANTS[invariant](decoder(layer))
+    case = {**PLAIN, **LAYERS[layer]}
+    assert legal(case), case
+    INVARIANTS[invariant](filled(decoder_config(case)))

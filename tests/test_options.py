@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import math
 import pkgutil
 import re
 import types
@@ -813,7 +812,6 @@ FREE = [
 
 # --- bad configurations ---
 
-NAN, INF = math.nan, math.inf
 ATTENTION = dict(num_heads=4, num_kv_heads=2, head_dim=8)
 TAUGHT = dict(attention=MIXER, teacher_heads=4, teacher_kv_heads=2, teacher_head_dim=8)
 YARN = dict(factor=4.0, original_length=8)

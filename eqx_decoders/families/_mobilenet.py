@@ -14,7 +14,7 @@ from eqx_decoders.encoders.mobilenet.blocks import (
 )
 from eqx_decoders.encoders.mobilenet.convolution import Edges
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
-from eqx_decoders.families.config_keys import key_of
+from eqx_decoders.families.config_keys import json_name
 from eqx_decoders.families.settings_table import Values
 from eqx_decoders.families.weight_rows import Weight
 
@@ -105,7 +105,7 @@ def read_network(fields: Fields, values: Values) -> MobileNetConfig:
         fused=_read_fused(args, len(stages)),
         side=args.integer("msfa_output_resolution", network.side),
         channels=args.integer("in_chans", network.channels),
-        edges=args.word("pad_type", _EDGES, key_of(_EDGES, network.edges, "pad_type")),
+        edges=args.word("pad_type", _EDGES, json_name(_EDGES, network.edges, "pad_type")),
         layer_scale=None if scale is None else args.number("layer_scale_init_value", scale),
     )
     args.finish()
@@ -202,7 +202,7 @@ def write_network(encoder: EncoderConfig) -> dict[str, Any]:
         "msfa_indices": [stage + 1 for stage in network.fused],
         "msfa_output_resolution": network.side,
         "in_chans": network.channels,
-        "pad_type": key_of(_EDGES, network.edges, "pad_type"),
+        "pad_type": json_name(_EDGES, network.edges, "pad_type"),
         "layer_scale_init_value": network.layer_scale,
     }
     return {"architecture": _OTHER, "model_args": args}

@@ -80,14 +80,17 @@ ACTIVATIONS = {
 }
 
 
-def key_of(values: Mapping[str, Any], value: Any, key: str) -> str:
-    """Return the first name of `value` in `values`. Raises ConversionError, about the setting `key`, if it has none."""
-    for name, other in values.items():
+def json_name(names: Mapping[str, Any], value: Any, key: str) -> str:
+    """Return the name that a `config.json` has for `value`: the first one, if several names have this value.
+
+    Raises ConversionError, which names the key of `config.json`, if the value has no name.
+    """
+    for name, other in names.items():
         if other == value:
             return name
-    raise ConversionError(f"{key} can't be {value!r} in this family: it must be one of {', '.join(values)}.")
+    raise ConversionError(f"{key} of config.json has no name for {value!r}: this family supports {', '.join(names)}.")
 
 
 def activation_name(activation: str) -> str:
     """Return transformers' name of an activation."""
-    return key_of(ACTIVATIONS, activation, "activation")
+    return json_name(ACTIVATIONS, activation, "the activation")

@@ -24,7 +24,14 @@ from typing import Any, ClassVar
 
 from eqx_decoders.core.config_reader import REQUIRED, Fields
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.families.config_keys import ACTIVATIONS, ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS, by_key, key_of
+from eqx_decoders.families.config_keys import (
+    ACTIVATIONS,
+    ALLOWED_VALUES,
+    GENERATION_KEYS,
+    IGNORED_KEYS,
+    by_key,
+    json_name,
+)
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -249,7 +256,7 @@ class Word(Key):
         return fields.word(self.key, self.known, default)
 
     def text(self, value: Any) -> Any:
-        return key_of(self.known, value, self.key)
+        return json_name(self.known, value, self.key)
 
 
 def activation(key: str, path: Path, default: str, *, name: str = "") -> Word:

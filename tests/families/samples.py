@@ -44,12 +44,12 @@ def decode(content) -> ed.DecoderConfig:
 
 
 def encode(content) -> dict:
-    """What is written for the model that `content` describes."""
+    """Return the `config.json` that is written for the model that `content` describes."""
     return find_family(content["model_type"]).encode(decode(content))
 
 
 class Absent:
-    """In place of a key's value: the key is left out. In place of a configuration's: there is no such field."""
+    """Value of a key that is left out of `config.json`, and of a field that a configuration does not have."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -63,7 +63,7 @@ def drop(*keys: str) -> dict[str, Absent]:
 
 
 def settings(source: str, keys: Mapping[str, Any]) -> dict:
-    """The `config.json` of a family's fixture, of a fixture's file, or of a published model, with other keys.
+    """Return the `config.json` of a family's fixture, a fixture's file or a published model, with changed keys.
 
     `"attn_config.alibi"` is a key in a nested object; keys that are ABSENT are left out.
     """
@@ -87,7 +87,7 @@ def settings(source: str, keys: Mapping[str, Any]) -> dict:
 
 
 def sample(kind: str, *missing: str, **keys) -> dict:
-    """The settings of a family without some keys and with others."""
+    """Return the `config.json` of a family without the keys `missing` and with the keys `keys`."""
     return settings(kind, drop(*missing) | keys)
 
 
@@ -99,7 +99,7 @@ WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_windo
 
 
 def windows(config) -> list[int | None]:
-    """The window of each layer."""
+    """Return the window of each layer; None: the layer has no window."""
     return [getattr(mixer.mask, "size", None) for mixer in mixers(config)]
 
 
@@ -109,7 +109,7 @@ OF_BLOCKS = {field.name for field in dataclasses.fields(ed.BlockConfig)}
 
 
 def value_at(owner: Any, path: str) -> Any:
-    """The value at `"mlp.router.score"` or `"blocks.1.mlp"`, or ABSENT; `"mixer.type"` is the name of a class."""
+    """Return the value at a path such as `"mlp.router.score"`, or ABSENT; `"mixer.type"` is the name of the class."""
     for name in path.split("."):
         if name == "type":
             owner = type(owner).__name__
@@ -123,7 +123,7 @@ def value_at(owner: Any, path: str) -> Any:
 
 
 def assert_values(config: ed.DecoderConfig, wanted: Mapping[str | Callable, Any]) -> None:
-    """`config` has these values: at a path, or returned by a function.
+    """Assert that the configuration has these values, at a path or returned by a function.
 
     A path that begins with a field of BlockConfig is read in all layers: a list has the value of each layer, and
     anything else is the value of all. A path in the decoder that begins so starts with `config.`.
@@ -140,7 +140,7 @@ def assert_values(config: ed.DecoderConfig, wanted: Mapping[str | Callable, Any]
 
 
 def replaced(owner: Any, path: str, value: Any) -> Any:
-    """`owner` with another value at a path such as `"blocks.0.mixer.query_scale"`."""
+    """Return `owner` with another value at a path such as `"blocks.0.mixer.query_scale"`."""
     name, _, inner = path.partition(".")
     if isinstance(owner, tuple):
         index = int(name)
@@ -152,7 +152,7 @@ def replaced(owner: Any, path: str, value: Any) -> Any:
 
 
 def row(source: str, *columns: Any, name: Mapping[str, Any] | None = None) -> pytest.param:
-    """A case whose id is its source with the keys in the next column, such as `gemma2-sliding_window=7`."""
+    """Return a case whose id names the source and its keys, such as `gemma2-sliding_window=7`."""
     keys = columns[0] if name is None else name
     given = [f"{key}={text(value)[:60]}" for key, value in keys.items() if value is not ABSENT]
     left_out = [f"no_{key}" for key, value in keys.items() if value is ABSENT]
@@ -160,13 +160,13 @@ def row(source: str, *columns: Any, name: Mapping[str, Any] | None = None) -> py
 
 
 def rows(sources: str | tuple[str, ...], common: Mapping[str, Any], pairs: Iterable[tuple[dict, Any]]) -> list:
-    """Cases with some keys in common: each has all of the sources with its own keys, and what follows from them."""
+    """Return a case for every pair of changed keys and expected result, and every source; all have `common` keys."""
     sources = (sources,) if isinstance(sources, str) else sources
     return [row(source, common | keys, result, name=keys or common) for keys, result in pairs for source in sources]
 
 
 def text(value: Any) -> str:
-    """A value in an id, in ASCII and without spaces."""
+    """Return a value as text for an id, in ASCII and without spaces."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{text(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -175,7 +175,7 @@ def text(value: Any) -> str:
 
 
 def cases(names: str, rows: list) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize`, for rows whose ids are all different."""
+    """Return `pytest.mark.parametrize` of rows, after a check that all ids are different."""
     ids = [case.id for case in rows]
     assert len(set(ids)) == len(ids), sorted(name for name in ids if ids.count(name) > 1)
     return pytest.mark.parametrize(names, rows)

@@ -1,4 +1,4 @@
-"""Small decoders of families with parts that others do not have."""
+"""Small decoders of families with layers of their own."""
 
 from eqx_decoders.families._deepseek import deepseek, latent_attention, v3_router
 from eqx_decoders.families.common import DecoderSizes

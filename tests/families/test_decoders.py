@@ -1,4 +1,4 @@
-"""Decoders with parts that others do not have: invariants of all, and what each of them computes."""
+"""Decoders with layers that only one family has: invariants, and comparisons with computations by hand."""
 
 import dataclasses
 
@@ -125,7 +125,7 @@ def with_blocks(*blocks):
 
 
 def test_a_shortcut_is_a_sum_after_two_blocks():
-    """Computed layer by layer, from experts that keep nothing aside."""
+    """The expected stream is computed layer by layer with experts that have no shortcut."""
     model, tokens = filled(dataclasses.replace(with_blocks(FIRST, SECOND), final_norm=None)), some_tokens(2, 5)
 
     @eqx.filter_jit
@@ -160,7 +160,7 @@ def test_outputs_of_experts_are_used_once():
 
 @pytest.mark.slow
 def test_any_order_of_blocks_runs_as_a_scan():
-    """Where a segment starts with a block that adds, and where others stand between."""
+    """Also if a segment starts with a block that adds a shortcut, or other blocks are in between."""
     plain = dataclasses.replace(SECOND, shortcut_from=None)
     for blocks in (
         (FIRST, plain, SECOND),
@@ -173,7 +173,7 @@ def test_any_order_of_blocks_runs_as_a_scan():
 
 @pytest.mark.slow
 def test_padding_goes_to_no_expert():
-    """To a zero expert neither: the sum is the shared MLP's."""
+    """Padding is not routed to zero experts either: the result is the output of the shared MLP."""
     layer = filled(LONGCAT).segments[0].unstacked()[0].mlp
     x, ctx = jnp.ones((1, 3, EMBED)), ed.Context(jnp.asarray([[0, -1, 1]]))
     result = eqx.filter_jit(layer.branch)(x, ctx, None, None)
@@ -182,14 +182,14 @@ def test_padding_goes_to_no_expert():
 
 
 def initialized(config):
-    """Weights of equal keys are equal, whichever layers are stacked."""
+    """Return a new decoder. Weights of equal keys are equal, whichever layers are stacked."""
     return ed.init(config, key=jax.random.key(0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names, make", [("ab", filled), ("abc", initialized)], ids=["ab", "abc"])
 def test_a_block_may_take_and_send_under_one_name(names, make):
-    """It takes what was sent before, whatever it sends itself."""
+    """The block adds the earlier shortcut, and not the shortcut that it makes under the same name."""
 
     def logits(*names):
         sent = [None if name is None else dataclasses.replace(FIRST.mlp, shortcut=name) for name in names]

@@ -62,22 +62,22 @@ QWEN15_MOE, SOLAR, TRINITY = "Qwen/Qwen1.5-MoE-A2.7B", "upstage/Solar-Open-100B"
 
 
 def rotated(config) -> list[bool]:
-    """Which layers have a rotary embedding."""
+    """Return which layers have a rotary embedding."""
     return [mixer.rope is not None for mixer in mixers(config)]
 
 
 def softmax(config) -> list[int]:
-    """The layers with softmax attention."""
+    """Return the indices of layers with softmax attention."""
     return [index for index, block in enumerate(config.blocks) if hasattr(block.mixer, "mask")]
 
 
 def cycles(config) -> list[tuple[int, int]]:
-    """The number of blocks in each scanned cycle, and how often the cycle repeats."""
+    """Return the number of blocks in each scanned cycle, and the number of its repetitions."""
     return [(len(unit), repeats) for unit, repeats in ed.segments(config.blocks)]
 
 
 def num_mixers(config) -> int:
-    """How many unequal mixers there are."""
+    """Return the number of different mixers."""
     return len(set(mixers(config)))
 
 
@@ -86,39 +86,39 @@ def traced(config) -> int:
 
 
 def borrows(config) -> list[bool]:
-    """Which layers use the keys and values of an earlier one."""
+    """Return which layers use the keys and values of an earlier layer."""
     return [mixer.kv_shared_from is not None for mixer in mixers(config)]
 
 
 def compressed(config) -> list[str]:
-    """DeepSeek V4: how many tokens make one key, and whether an indexer chooses keys."""
+    """Return, for layers of DeepSeek V4, the number of tokens per key, and whether an indexer selects keys."""
     sizes = [0 if mixer.compression is None else mixer.compression.size for mixer in mixers(config)]
     return [f"{size} chosen" if mixer.indexer else f"{size}" for size, mixer in zip(sizes, mixers(config), strict=True)]
 
 
 def hashed(config) -> list[bool]:
-    """DeepSeek V4: which layers choose experts by token ids."""
+    """Return which layers of DeepSeek V4 select experts by token ids."""
     return [block.mlp.router.hashed_tokens is not None for block in config.blocks]
 
 
 def choices(config) -> str:
-    """GLM 5: f is a layer with an indexer, F one whose choice later ones share, s one that shares it."""
+    """Return a letter per layer of GLM 5: f has an indexer, F shares its selection with later layers, s uses it."""
     names = [(block.mixer.indexer.shares_as, block.mixer.indexer.shared_from) for block in config.blocks]
     return "".join({(None, None): "f", ("choice", None): "F", (None, "choice"): "s"}[pair] for pair in names)
 
 
 def ngrams(config) -> list[int]:
-    """Qwen 4 Exp: layers that look up n-grams."""
+    """Return the indices of layers of Qwen 4 Exp that look up n-grams."""
     return [index for index, block in enumerate(config.blocks) if block.pre_layers]
 
 
 def kinds(letters: str) -> list[str]:
-    """Types of layers of RecurrentGemma."""
+    """Return the types of layers of RecurrentGemma from their first letters."""
     return [{"r": "recurrent", "a": "attention"}[letter] for letter in letters]
 
 
 def by_period(values: list, count: int) -> list:
-    """`count` values, over and over again."""
+    """Return the first `count` values of the repeated list."""
     return (values * count)[:count]
 
 

@@ -45,16 +45,6 @@ def changed(part: str, **keys) -> dict:
     return CONTENT | {part: CONTENT[part] | keys}
 
 
-def with_args(**keys) -> dict:
-    return changed("vision_config", model_args=ARGS | keys)
-
-
-def with_block(stage: int, index: int, **keys) -> dict:
-    blocks = json.loads(json.dumps(ARGS["block_args"]))
-    blocks[stage][index] |= keys
-    return with_args(block_args=blocks)
-
-
 # --- beside transformers ---
 
 

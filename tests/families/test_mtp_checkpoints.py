@@ -29,7 +29,7 @@ from tests.models import filled
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """How a family stores its depths, of which each is a projection of a token and the stream, and a block.
+    """How a family stores its depths. Each depth projects a token and the stream, and has a block.
 
     **Arguments:**
 
@@ -124,7 +124,7 @@ def ends(kind: str, tensors) -> list[np.ndarray | None]:
 
 
 def own_shapes(kind: str, size: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a depth beside its block's."""
+    """Return the shapes of the tensors of a depth, without the tensors of its block."""
     stored = KINDS[kind]
     shapes = {f"{name}.weight": (size,) for name in stored.norms if name}
     shapes |= {f"{name}.weight": (size, 2 * size // len(stored.kernels)) for name in stored.kernels}
@@ -138,12 +138,12 @@ def own_shapes(kind: str, size: int) -> dict[str, tuple[int, ...]]:
 
 
 def full_name(prefix: str, name: str) -> str:
-    """Some tensors of a depth stand outside of it."""
+    """Return the full name of a tensor of a depth; some names do not have the prefix of the depth."""
     return name if name.startswith(("model.", "mtp.")) else prefix + name
 
 
 def written(kind: str, folder, depths: int | None = None, **others) -> dict[str, np.ndarray]:
-    """A fixture with depths in `folder`, by default all, and with other tensors; None takes a tensor away."""
+    """Write a fixture with depths (default: all) and changed tensors into `folder`; None removes a tensor."""
     stored = KINDS[kind]
     prefixes = stored.prefixes[:depths]
     shutil.copytree(FIXTURES / stored.fixture, folder)
@@ -190,7 +190,7 @@ def run_ahead(model, tokens):
 
 
 def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.ndarray]:
-    """The logits of all depths."""
+    """Return the logits of all depths."""
     stored = KINDS[kind]
     table, last_norm, head = ends(kind, tensors)
     head, table = table if head is None else head, table.astype(np.float64)
@@ -236,7 +236,7 @@ def sigmoid(x):
 
 
 def gated_mean(x: np.ndarray, tensors, eps: float) -> np.ndarray:
-    """The mean of both streams, each normalized by itself, each feature times a gate."""
+    """Return the gated mean of both streams, each normalized separately."""
     mix, norm = f"{MIXER}.input_mix_weight_", 1 + tensors[f"{MIXER}.hc_norm.weight"]
     normed = rms(x, norm.reshape(2, -1), eps)
     down = normed.reshape(*x.shape[:2], -1) @ tensors[f"{mix}down.weight"].T / 2
@@ -319,7 +319,7 @@ def test_depths_are_counted_in_the_files(kind, attributes, tmp_path):
 
 @pytest.mark.slow
 def test_a_depth_that_is_not_stored_is_not_there(tmp_path):
-    """transformers leaves depths out, and keys that count them as they are."""
+    """transformers does not write the depths, but writes the key that counts them."""
     names = [name for name in written("deepseek_v3", tmp_path / "all", 1) if name.startswith("model.layers.2.")]
     written("deepseek_v3", tmp_path / "none", 1, **dict.fromkeys(names))
     assert ed.load_hf(tmp_path / "none").mtp is None
@@ -371,7 +371,7 @@ def test_blocks_that_depths_of_mimo_v2_flash_have_must_be_there():
 
 
 def test_depths_that_no_setting_counts_are_left_out():
-    """As transformers leaves out all."""
+    """transformers ignores all depths."""
     for kind, name in (
         ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight"), ("nemotron_h", "mtp.layers.0.enorm.weight"),
         ("qwen4_exp_text", "mtp.fc_hidden.weight"),

@@ -1,4 +1,4 @@
-"""What checkpoints call the weights of a family, how their tensors are laid out, and what an export adds to them."""
+"""Names and layouts of a family's tensors in checkpoints, and tensors that an export adds."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def copied(tmp_path):
-    """A function that copies a fixture, with other tensors or keys of `config.json`."""
+    """Return a function that copies a fixture with changed tensors or keys of `config.json`."""
 
     def copy(name: str, tensors: dict | None = None, settings: dict | None = None, folder: str = "model"):
         directory = shutil.copytree(FIXTURES / name, tmp_path / folder)

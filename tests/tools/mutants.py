@@ -325,13 +325,12 @@ def digest(path: Path) -> str:
 class Map:
     """Which tests reach which lines, and how long they take; kept from run to run."""
 
-    def __init__(self, slow: bool, folders: Sequence[str] = ("tests",)):
+    def __init__(self, slow: bool, folders: Sequence[str]):
         self.slow = slow
         self.folders = tuple(folder.rstrip("/") for folder in folders)
         self.directory = ROOT / ".pytest_cache" / f"mutants-{'all' if slow else 'not-slow'}"
-        self.files = {
-            path.stem.replace(",", "/"): json.loads(path.read_text()) for path in self.directory.glob("*.json")
-        }
+        traces = self.directory.glob("*.json")
+        self.files = {path.stem.replace(",", "/"): json.loads(path.read_text()) for path in traces}
 
     def renew(self, everything: bool, workers: int) -> None:
         present = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))

@@ -61,12 +61,7 @@ def test_every_architecture_is_tried():
     assert set(CONVERTED) == set(CASES)
 
 
-@pytest.mark.slow(
-    fast=(
-        "gpt2",
-        "llama",
-    )
-)
+@pytest.mark.slow(fast=("gpt2", "llama"))
 @pytest.mark.parametrize("name", CASES)
 def test_files_are_those_of_llama_cpp(name, tmp_path):
     kind, family, _ = CASES[name]

@@ -58,23 +58,14 @@ def rewritten(directory, change) -> pathlib.Path:
     return directory
 
 
-# what `make test` runs: attention and its windows, experts, latents, recurrences, learned positions, fused tensors
+# Checkpoints of `make test`: attention and its windows, experts, latents, recurrences, learned positions, fused tensors
 FAST = ("chat_llama", "deepseek3_fp8", "gemma3_pattern", "gpt2", "lfm2_bias", "mamba", "minimax_m2", "phi3_long")
-# families with a layer that no other one of these has
+# Checkpoints with a kind of layer that no other one of these two lists has
 OWN_LAYERS = (
-    *("bloom", "cohere2_pattern", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "gemma3n", "gpt_oss_yarn"),
-    *(
-        "granite",
-        "jetmoe",
-        "kimi_linear",
-        "llama4_mixed",
-        "longcat_flash",
-        "minimax",
-        "minimax_m3",
-        "nemotron_h_latent",
-    ),
-    *("olmo_clip", "opt_narrow", "qwen3_next", "qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zamba2"),
-)
+    "bloom", "cohere2_pattern", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "gemma3n", "gpt_oss_yarn",
+    "granite", "jetmoe", "kimi_linear", "llama4_mixed", "longcat_flash", "minimax", "minimax_m3", "nemotron_h_latent",
+    "olmo_clip", "opt_narrow", "qwen3_next", "qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zamba2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=NAMES)

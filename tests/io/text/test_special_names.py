@@ -90,10 +90,6 @@ def test_names_in_tools_are_escaped_and_roles_are_not(tokenizer, template):
     assert np.isin(ids, tokenizer.encode("<|end|>", special=True)).sum() == 1
 
 
-def specials(tokenizer) -> set[int]:
-    return {int(tokenizer.encode(name, special=True)[0]) for name in tokenizer.special_names}
-
-
 @pytest.mark.slow(fast=("inside", "alone"))
 @pytest.mark.parametrize(
     "content",

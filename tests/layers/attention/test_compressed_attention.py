@@ -88,12 +88,9 @@ def attention_by_hand(layer, x):
     return out
 
 
-@pytest.mark.parametrize("tile", [topk.TILE, 100], ids=["whole", "some at a time"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "tile"), [*((form, topk.TILE) for form in FORMS), ("chosen", 100)])
 def test_the_layer_is_the_loop(form, tile, monkeypatch):
     """Packed documents and padding on both sides."""
-    if tile != topk.TILE and form != "chosen":
-        pytest.skip("only an indexer takes some queries at a time")
     monkeypatch.setattr(topk, "TILE", tile)
     layer = drawn(lambda key: CompressedAttentionConfig(**SIZES, **FORMS[form]).build(5, key=key))
     run = eqx.filter_jit(lambda layer, x: layer.branch(x, context(POSITIONS, SEGMENTS), None, None).out)

@@ -173,7 +173,6 @@ def test_divergences_of_two_heads():
 
 # Student, teacher; mean over two positions: value, gradient by the student's logits.
 STUDENT, TEACHER = [[0.2, -0.1, 0.4], [1.0, 0.0, -1.0]], [[0.0, 0.3, -0.2], [0.5, 0.5, -0.5]]
-GKD = Divergence("jsd", beta=0.5, scaled=False)
 GOLDEN = [
     ("forward", 1, 1, 0.104098, [[0.010993, -0.087962, 0.076969], [0.121461, -0.088795, -0.032666]]),
     ("reverse", 1, 1, 0.100927, [[-0.002511, -0.076887, 0.079398], [0.111348, -0.081402, -0.029946]]),
