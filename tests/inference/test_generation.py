@@ -21,9 +21,13 @@ from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 
 
+WINDOWED = rich_decoder(1)
+
+
 @pytest.fixture(scope="module")
 def model():
-    return filled(rich_decoder())
+    """Two equal layers, whose cache is a ring of fewer slots than most texts have tokens."""
+    return filled(dataclasses.replace(WINDOWED, blocks=2 * WINDOWED.blocks))
 
 
 def naive(model, prompt: list[int], count: int) -> list[int]:
@@ -45,7 +49,7 @@ def test_greedy_equals_recomputation_for_ragged_prompts(model):
         assert got[row].tolist() == naive(model, prompt[row, : lengths[row]].tolist(), 9)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("Greedy()",))
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -80,7 +84,6 @@ def test_one_token_of_prompt_and_one_new(model):
     assert got.shape == (1, 1) and int(got[0, 0]) == naive(model, [4], 1)[0]
 
 
-@pytest.mark.slow
 def test_the_same_key_gives_the_same_tokens(model):
     run = lambda model, seed: np.asarray(  # noqa: E731
         ed.generate(model, some_tokens(2, 3), max_new_tokens=12, sampler=ed.Sample(), key=jax.random.key(seed))
@@ -123,7 +126,6 @@ def test_buckets_are_few_and_hold_what_they_must(lengths):
     assert len(sizes) == 1 and max(lengths) <= sizes.pop() <= max(8, 1.25 * max(lengths))
 
 
-@pytest.mark.slow
 def test_buckets_waste_at_most_half_of_the_short_and_a_quarter_of_the_long():
     sizes = [bucket(length) for length in range(1, 100_000)]
     assert sizes == sorted(sizes) and len(set(sizes)) < 60
@@ -200,7 +202,6 @@ def test_published_generation_config_is_the_default(model):
     assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
 
 
-@pytest.mark.slow
 def test_beyond_the_trained_positions_there_is_a_warning(model):
     published = dataclasses.replace(model, origin=Provenance(family="llama", settings='{"max_position_embeddings": 8}'))
     assert published.trained_positions == 8 and model.trained_positions is None
@@ -229,7 +230,7 @@ def test_wrong_arguments_are_refused(model, prompt, options, names):
 
 
 def test_learned_positions_bound_the_length():
-    config = dataclasses.replace(rich_decoder(1), positions=LearnedPositions(max_positions=8))
+    config = dataclasses.replace(WINDOWED, positions=LearnedPositions(max_positions=8))
     with refused(ed.ConfigError, "8 learned positions"):
         ed.generate(filled(config), some_tokens(1, 4), max_new_tokens=5)
 
@@ -258,19 +259,33 @@ def test_a_stream_holds_no_more_than_its_tokens(model):
     assert sum(piece.nbytes if piece.base is None else piece.base.nbytes for piece in pieces) == 2 * 7 * 4
 
 
+@pytest.fixture(scope="module")
+def smaller():
+    return ed.serving.DraftModel(model=filled(WINDOWED, seed=3), num_tokens=2)
+
+
+def test_drafts_of_a_smaller_model_change_no_token(model, smaller):
+    prompt, options = some_tokens(3, 5), dict(max_new_tokens=9)
+    want = ed.generate(model, prompt, **options)
+    assert_array_equal(ed.generate(model, prompt, drafts=smaller, **options), want)
+
+
 @pytest.mark.slow
-def test_drafts_of_a_smaller_model_match_generate(model):
+def test_a_stream_with_drafts_of_the_model_itself_gives_the_tokens_of_generate(model):
     """Also of rows that are far ahead when the slowest of them ends."""
-    smaller, prompt = filled(rich_decoder(1), seed=3), some_tokens(3, 5)
-    drafts, options = ed.serving.DraftModel(model=smaller, num_tokens=2), dict(max_new_tokens=9)
-    want = np.asarray(ed.generate(model, prompt, **options))
-    assert_array_equal(ed.generate(model, prompt, drafts=drafts, **options), want)
-    own = dict(options, drafts=ed.serving.DraftModel(model=model, num_tokens=3), stop_ids=(int(want[1, 2]),))
-    streamed = np.stack(list(ed.stream(model, prompt, **own)), axis=1)
-    whole = np.asarray(ed.generate(model, prompt, **own))
+    prompt = some_tokens(3, 5)
+    stop = int(ed.generate(model, prompt, max_new_tokens=9)[1, 2])
+    drafts = ed.serving.DraftModel(model=model, num_tokens=3)
+    options = dict(max_new_tokens=9, drafts=drafts, stop_ids=(stop,))
+    streamed = np.stack(list(ed.stream(model, prompt, **options)), axis=1)
+    whole = np.asarray(ed.generate(model, prompt, **options))
     assert_array_equal(streamed, whole[:, : streamed.shape[1]])
+
+
+def test_two_kinds_of_drafts_are_refused(model, smaller):
+    prompt, options = some_tokens(3, 5), dict(max_new_tokens=9)
     with refused(ed.ConfigError, "num_draft_tokens=1", "drafts"):
-        ed.generate(model, prompt, drafts=drafts, num_draft_tokens=1, **options)
+        ed.generate(model, prompt, drafts=smaller, num_draft_tokens=1, **options)
     with refused(ed.ConfigError, "drafts=PromptLookup", "DraftModel"):
         ed.generate(model, prompt, drafts=ed.serving.PromptLookup(), **options)
 

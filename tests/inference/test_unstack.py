@@ -123,7 +123,6 @@ def test_sixteen_bits_are_stored_as_float32_on_cpu(model, cut_all):
     assert_close(logits[:, 0], half(tokens).logits[:, -1], units=16, dtype="bfloat16")
 
 
-@pytest.mark.slow
 def test_a_wide_past_is_read_as_it_is():
     """By a few 16-bit queries: results are those of float32 ones, rounded; by many, in 16 bits."""
     random, shape = np.random.default_rng(0), (2, 2, 40, 8)
@@ -168,7 +167,6 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     assert not found, found
 
 
-@pytest.mark.slow
 def test_numbers_of_four_bits_reach_compiled_programs(monkeypatch):
     """A program compiled ahead, as the engine's are, takes the weights of each layer."""
     monkeypatch.setattr(unstack, "WORTH", 0)

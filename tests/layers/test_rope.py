@@ -186,7 +186,7 @@ def test_positions_must_have_the_dimensions_of_the_sections():
             rotate(x, positions, Rope(sections=sections))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("LongRope False",))
 @pytest.mark.parametrize(
     "rope",
     [

@@ -39,6 +39,7 @@ from tests.models import filled, packed
 NORM = RMSNormConfig()
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 BLOCK = BlockConfig(mixer=ATTENTION, mlp=MLPConfig(mlp_dim=16), pre_mixer_norm=NORM, pre_mlp_norm=NORM)
+MIXERLESS = dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None)
 ROUTER = RouterConfig(
     score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.1, balance_loss=0.5
 )
@@ -109,7 +110,7 @@ NORMED: Any = dict(normed_stream=True, normed_depths=True)
 LIKE_QWEN: Any = dict(block=GATED, final_norm=None, joint_norm=True, model_norm=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("normed",))
 @pytest.mark.parametrize(
     "changes",
     [{}, NORMED, dict(block=STREAMS)],
@@ -183,10 +184,11 @@ def loss_of(model, batch):
     return next_token_loss(model, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("no mixer",))
 @pytest.mark.parametrize(
     "changes",
     [
+        pytest.param(dict(block=MIXERLESS, tied=True), id="no mixer"),
         pytest.param(dict(), id="own head"),
         pytest.param(dict(block=STREAMS), id="all streams"),
         pytest.param(dict(tied=True, head_bias=True, logit_soft_cap=3.0, normed_stream=True), id="tied"),
@@ -228,7 +230,7 @@ def test_logits_do_not_depend_on_the_depths():
 @pytest.fixture(scope="module")
 def expert_states():
     """One step on the same batch, whole and in two parts, of a model whose last layer and depths have experts."""
-    block = dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None, mlp=EXPERTS)
+    block = dataclasses.replace(MIXERLESS, mlp=EXPERTS)
     model = filled(small(2, block=block, loss_weight=0.5))
     found = []
     for count in (1, 2):
@@ -239,7 +241,6 @@ def expert_states():
     return model, found
 
 
-@pytest.mark.slow
 def test_experts_of_the_depths_are_counted_and_balanced(expert_states):
     """Their rows of the statistics come last, and without tokens whose later one is of another document."""
     model, ((state, metrics), _) = expert_states
@@ -252,7 +253,6 @@ def test_experts_of_the_depths_are_counted_and_balanced(expert_states):
     assert_allclose(new - old, 0.1 * np.sign(counts.mean(axis=1, keepdims=True) - counts), atol=1e-6)
 
 
-@pytest.mark.slow
 def test_microbatches_add_up_with_depths_and_experts(expert_states):
     _, ((whole, one), (parts, two)) = expert_states
     assert float(one.loss) == pytest.approx(float(two.loss), rel=1e-5)
@@ -311,7 +311,7 @@ SPECULATIVE = {
     "window": (small(2, vocab_size=3, block=WINDOW), 12),
     "latent attention and experts": (small(2, vocab_size=3, block=SPARSE), 1),
     "learned positions": (small(2, vocab_size=3, positions=LearnedPositions(max_positions=64)), 2),
-    "no mixer": (small(2, vocab_size=4, block=dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None)), 3),
+    "no mixer": (small(2, vocab_size=4, block=MIXERLESS), 3),
 }  # fmt: skip
 RARE = [
     pytest.param(name, marks=pytest.mark.slow)
@@ -333,7 +333,7 @@ def speculated(model, prompt, lengths, new, depths, stops=(), pad=0):
     return tokens[:, :new], steps
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("no mixer",))
 @pytest.mark.parametrize("name", SPECULATIVE)
 def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
     """For prompts of all lengths, some shorter than the depths, with a stop in the midst of what is accepted."""

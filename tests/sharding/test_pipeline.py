@@ -152,6 +152,13 @@ def check_equal(model: ed.Decoder, layout: ed.Layout, pipeline: ed.Pipeline, row
     assert_close(got, want, units=units)
 
 
+def test_a_small_model_equals_itself_without_a_pipeline():
+    """Five layers, of which four fill the pieces."""
+    layout = ed.Layout.create(stage=2, fsdp=2, devices=jax.devices()[:4])
+    block = dataclasses.replace(DENSE, mlp=None, pre_mlp_norm=None)
+    check_equal(filled(decoder(*(block,) * 5)), layout, ed.Pipeline(microbatches=2, repeats=2))
+
+
 @pytest.mark.slow
 def test_a_model_equals_itself_without_a_pipeline():
     """Ten repeats of two layers, of which eight fill the pieces; a mesh that also splits batch and weights."""

@@ -343,6 +343,7 @@ def shapes_in(name: str, end: str, without: str = "vision") -> dict[str, tuple[i
 NAMED = ["model.language_model.", "language_model.model.", "model.", ""]
 
 
+@pytest.mark.slow(fast=("language_model.model.-whole", "model.-text", "none-whole"))
 @pytest.mark.parametrize("text", [False, True], ids=["whole", "text"])
 @pytest.mark.parametrize("prefix", NAMED, ids=lambda prefix: prefix or "none")
 def test_accepts_names_with_any_prefix_of_the_decoder(prefix, text, tmp_path):
@@ -408,6 +409,7 @@ def test_reads_pairs_of_single_experts(experts, tmp_path):
     assert_adapted("qwen3_moe_mixed", tmp_path, tmp_path / "peft", difference)
 
 
+@pytest.mark.slow(fast=("current-embedding, head and norm", "current-tied head", "older-tied embedding and head"))
 @pytest.mark.parametrize(
     "fixture, modules",
     [
@@ -607,6 +609,7 @@ SAVED_MODULES = {
 }
 
 
+@pytest.mark.slow(fast=("head", "tied embedding", "biases"))
 @pytest.mark.parametrize("fixture, names, changed", SAVED_MODULES.values(), ids=SAVED_MODULES)
 def test_save_peft_writes_saved_modules(fixture, names, changed, tmp_path):
     """Loading, saving and loading again gives the same model. Biases have the names that PEFT writes."""

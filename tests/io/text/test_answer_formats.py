@@ -249,6 +249,12 @@ def test_result_does_not_depend_on_the_pieces(name):
                 assert collected(events_of(form, pieces)) == whole, (size, text)
 
 
+@pytest.mark.slow(
+    fast=(
+        "harmony", "deepseek_v32", "kimi_k2", "minimax_m3", "gemma4", "seed_oss", "qwen3_coder", "glm4_moe", "mistral",
+        "cohere", "hermes", "llama4_pythonic",
+    )
+)  # fmt: skip
 @pytest.mark.parametrize("name", ROWS)
 def test_cut_answer_has_a_prefix_of_the_calls(name):
     for form in forms(name):

@@ -109,7 +109,7 @@ def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
     check(sizes, make(16, heads=heads, kv_heads=kv_heads), packed_places(16), mask=Causal(), kernel="dot")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("4-context=8",))
 @pytest.mark.parametrize("sizes", [ALL, CONTEXT])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_selected_keys(sizes, heads):

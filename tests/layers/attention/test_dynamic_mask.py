@@ -76,7 +76,6 @@ def test_a_new_layer_sees_a_window():
     assert_close(apply(layer, x, CONTEXT)[0], apply(windowed, x, CONTEXT)[0])
 
 
-@pytest.mark.slow
 def test_biases_learn_from_scores():
     layer = drawn(lambda key: masked().build(6, key=key))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x, CONTEXT)[0]))))

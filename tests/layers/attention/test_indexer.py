@@ -256,7 +256,7 @@ def test_warmup_leaves_attention_dense():
 # --- decoding ---
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("2-9-4-gathers", "2-3-5-takes all"))
 @pytest.mark.parametrize(("length", "slots", "top_k", "form"), [
     (1, 8, 3, "gathers"), (2, 9, 4, "gathers"), (3, 9, 3, "masks"), (4, 3, 3, "masks"), (2, 3, 5, "takes all"),
 ])  # fmt: skip

@@ -92,7 +92,6 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
     assert_array_equal(kept.key[1, 0, :2], slots.key[1, 1, :, jnp.asarray([2, 4])])
 
 
-@pytest.mark.slow
 def test_writes_outside_of_pages_are_dropped():
     paged = build_pages(SHAPE, 2, 2, 12, "float32", PageConfig(page_size=4, num_pages=3))
     paged = paged.with_tables(jnp.asarray([[2, -1, -1], [-1, 1, 0]], jnp.int32))
@@ -116,7 +115,6 @@ def test_rows_come_from_caches_of_any_kind_and_go_there():
     assert (gone.positions == -1).all() and (paged.empty_rows(jnp.array([2, 3])).positions == -1).all()
 
 
-@pytest.mark.slow
 def test_a_page_is_copied_before_a_second_row_writes_it():
     paged = build_pages(SHAPE, 2, 2, 12, "int8", PageConfig(page_size=4, num_pages=4))
     paged = paged.with_tables(jnp.asarray([[1, 2, -1], [-1, -1, -1]], jnp.int32))
@@ -181,7 +179,7 @@ def test_pages_on_many_devices(kind, sizes):
     check_paged(kind, "int8", layout, bound=0.06)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("gemma3-12b",))
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "deepseek32-671b", "gemma3-12b"])
 def test_only_keys_and_values_are_in_pages(name):
     """States stay per row, and windows have pages of their own number."""

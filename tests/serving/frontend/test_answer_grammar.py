@@ -560,6 +560,7 @@ def test_prefix_items_are_refused_in_formats_that_cannot_express_them(name):
         prepare(PLAIN_COMPILER, AnswerGrammar(None, call_grammar(name, tool(parameters), required=True)))
 
 
+@pytest.mark.slow(fast=("allOf",))
 @pytest.mark.parametrize("keyword", ["allOf", "anyOf"])
 def test_exponentially_repeated_references_take_bounded_time(keyword):
     definitions: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(8)}

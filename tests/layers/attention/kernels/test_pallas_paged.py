@@ -79,7 +79,12 @@ def next_tokens(lengths, count=1):
 LENGTHS = (13, 0, 16, 1, 40)
 
 
-@pytest.mark.slow(fast=("triton-int8-6-2-True-SlidingWindow(size=9)-3.0",))
+@pytest.mark.slow(
+    fast=(
+        "triton-int8-6-2-True-SlidingWindow(size=9)-3.0",
+        "interval-int8-6-2-True-SlidingWindow(size=9)-3.0",
+    )
+)
 @pytest.mark.parametrize(
     "dtype, heads, kv_heads, values, mask, soft_cap",
     [
