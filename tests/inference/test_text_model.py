@@ -16,7 +16,7 @@ from eqx_decoders.core.sampling import Greedy, Sample
 from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.inference import text_model as text_module
 from eqx_decoders.inference.stream_decoder import StreamDecoder
-from eqx_decoders.inference.text_model import TextModel, load_text_model
+from eqx_decoders.inference.text_model import Files, TextModel, load_text_model
 from eqx_decoders.io.huggingface.load import abstract_hf
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -131,6 +131,19 @@ def test_prompts_that_cannot_be_encoded_are_refused(shapes):
         write(dataclasses.replace(text, tokenizer=without), "")
     with refused(ConversionError, "Roles must alternate"):
         write(text, HELLO * 2)
+
+
+def test_files_beside_a_prompt_need_a_model_in_a_directory_and_one_process(shapes, monkeypatch):
+    text = load_text_model(CHAT)
+    files = Files(images=["image.png"])
+    with refused(ConfigError, "text alone"):
+        text.prepare("What is it?", files)
+    seeing = dataclasses.replace(text, model=dataclasses.replace(abstract_hf(FIXTURES / "smolvlm"), origin=None))
+    with refused(ConfigError, "preprocessor_config.json"):
+        seeing.prepare("What is it?", files)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with refused(ConfigError, "one process"):
+        seeing.prepare("What is it?", files)
 
 
 def test_wrong_published_stop_ids_are_refused(shapes):

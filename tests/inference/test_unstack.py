@@ -66,7 +66,7 @@ def test_what_is_small_split_or_traced_stays(model, monkeypatch):
     assert unstack_layers(model) is model
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("default",))
 @pytest.mark.parametrize("sizes", [{}, dict(tensor=2)])
 def test_layers_of_gpus_are_not_scanned_and_unstacked_once(model, cut_all, monkeypatch, sizes):
     """Stacked arrays are sliced without a scan, or cut and deleted; the same tokens come out, on a mesh, too."""

@@ -5,7 +5,6 @@ import dataclasses
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
@@ -31,7 +30,6 @@ CONFIG = ParallelMixersConfig(
 )
 
 
-@pytest.mark.slow
 def test_it_is_the_sum():
     layer, x = drawn(lambda key: CONFIG.build(6, key=key)), jnp.asarray(normal(2, 5, 6))
     ctx = context(np.tile(np.arange(5), (2, 1)))

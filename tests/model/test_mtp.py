@@ -279,7 +279,6 @@ def test_loss_and_gradient_on_a_mesh_match_one_device(mesh, block):
         assert_allclose(jax.device_get(one), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_evaluation_tells_how_many_guesses_the_head_confirms():
     model, batch = filled(small(2)), batch_of()
     result = evaluate(model, [jax.tree.map(np.asarray, batch)] * 2, 4)

@@ -10,9 +10,10 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS, RelativeAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from tests.compare import assert_allclose
+from tests.compare import assert_allclose, assert_close
 from tests.errors import refused
 from tests.layers.common import BF16, context, drawn, normal
 
@@ -190,6 +191,27 @@ def test_bad_settings_are_named(field, value):
         dataclasses.replace(CONFIGS["published"], **{field: value})
     with refused(ed.ConfigError, "LightConvolutionConfig.taps=0"):
         LightConvolutionConfig(taps=0)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [CONFIGS["both sides"], RelativeAttentionConfig(**SHAPE, distances=3, reach=4)],
+    ids=["local", "relative"],
+)
+def test_a_block_adds_attention_and_a_convolution(mixer):
+    further = ed.ExtraLayerConfig(layer=CONVOLUTION, pre_norm=None)
+    config = ed.BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=None, post_layers=(further,))
+    block, x = drawn(lambda key: config.build(EMBED, key=key)), jnp.asarray(normal(2, 5, EMBED))
+    ctx = context(np.tile(np.arange(5), (2, 1)))
+    ctx = dataclasses.replace(ctx, shared={DISTANCE_BIAS: jnp.asarray(normal(6, 2))})
+
+    @eqx.filter_jit
+    def both(block):
+        attended = x + block.mixer(x, ctx)
+        return block(x, ctx)[0], attended + block.post_layers[0].layer(attended, ctx)
+
+    got, want = both(block)
+    assert_close(got, np.asarray(want), units=64)
 
 
 def test_decoders_refuse_layers_of_encoders():

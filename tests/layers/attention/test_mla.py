@@ -198,7 +198,7 @@ def past_of(entries, count: int, extra: int) -> CachedKV:
 
 
 @pytest.mark.parametrize(
-    "pairs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["weights", "weights-in-parts"]
+    "pairs", [pytest.param(False, marks=pytest.mark.slow), True], ids=["weights", "weights-in-parts"]
 )
 def test_absorbed_is_expanded(pairs):
     """In values and gradients: the last three of seven tokens see four of the past."""

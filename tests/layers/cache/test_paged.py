@@ -179,7 +179,6 @@ def test_pages_on_many_devices(kind, sizes):
     check_paged(kind, "int8", layout, bound=0.06)
 
 
-@pytest.mark.slow(fast=("gemma3-12b",))
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "deepseek32-671b", "gemma3-12b"])
 def test_only_keys_and_values_are_in_pages(name):
     """States stay per row, and windows have pages of their own number."""

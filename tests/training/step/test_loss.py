@@ -17,10 +17,12 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.head.cross_entropy import cross_entropy
+from eqx_decoders.training.step.balance import routing_loss
 from eqx_decoders.training.step.loss import evaluation_sums, next_token_loss, next_tokens
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
 from tests.models import filled, packed, rich_decoder, some_tokens
+from tests.steps import SPARSE, decoder
 
 
 ROWS, LENGTH = 4, 13
@@ -81,6 +83,17 @@ def test_fused_equals_plain(case):
         assert np.any(np.asarray(leaf) != 0)
     assert float(loss) == pytest.approx(float(metrics.loss / metrics.tokens), rel=1e-6)
     assert (float(metrics.loss) > float(metrics.nll) + 1e-3) == (z_loss > 0)
+
+
+def test_losses_of_routers_are_added():
+    """Weighted means over the tokens that the routers see, to which padding does not belong."""
+    model, batch = filled(decoder(SPARSE)), batch_of()
+    _, metrics = added = eqx.filter_jit(next_token_loss)(model, batch)
+    routing = metrics.stats.routing
+    assert_array_equal(routing.tokens, [np.sum(np.asarray(batch.segment_ids) > 0)])
+    want = metrics.nll / metrics.tokens + routing_loss(model.config, routing)
+    assert_close(added[0], want, units=64)
+    assert float(routing_loss(model.config, routing)) > 1e-2
 
 
 @pytest.mark.slow

@@ -415,7 +415,7 @@ def in_dtype(config, params) -> ed.Decoder:
     return model.replace(precision=ed.Precision(params=params))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
 def test_running_means_are_the_formula_over_a_loop(params):
     """Of the trained weights alone, sharded like them, in float32; a step that is not finite leaves them alone."""

@@ -145,7 +145,7 @@ def near_selection(kind, length, heads):
     return Selection(pack_groups(jnp.asarray(chosen)), jnp.asarray(groups, jnp.int32))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("groups-1-True",))
 @pytest.mark.parametrize(
     ("kind", "heads", "fits"),
     [

@@ -1,0 +1,41 @@
+"""New recurrent layers begin as published: rates of decay fill their range, and all of the input is added."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+
+
+HEADS = 1024
+
+
+@pytest.mark.parametrize(
+    "config, least",
+    [
+        (GatedDeltaNetConfig(num_key_heads=HEADS, num_heads=HEADS, key_dim=2, value_dim=1), 0.01),
+        (KimiDeltaAttentionConfig(num_heads=HEADS, head_dim=2, gate_rank=1), 1.0),
+        (Mamba2Config(num_heads=HEADS, value_dim=1, num_groups=1, key_dim=2), 1.0),
+    ],
+    ids=["gated delta net", "kimi delta", "mamba2"],
+)
+def test_rates_of_new_layers(config, least):
+    rates = jax.jit(lambda key: jnp.exp(config.build(2, key=key).a_log))(jax.random.key(0))
+    assert least <= rates.min() < least + 0.3 and 15.7 < rates.max() <= 16
+    assert abs(rates.mean() - (least + 16) / 2) < 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Mamba1Config(channels=4, key_dim=2, step_rank=1),
+        Mamba2Config(num_heads=2, value_dim=1, num_groups=1, key_dim=2),
+    ],
+    ids=["mamba1", "mamba2"],
+)
+def test_inputs_are_added_to_outputs(config):
+    skip = jax.jit(lambda key: config.build(2, key=key).skip)(jax.random.key(0))
+    assert (skip == 1).all()
