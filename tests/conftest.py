@@ -3,7 +3,6 @@
 JAX, jaxtyping, NumPy and pytest run unmodified; only documented options are set here, each with its reason.
 """
 
-import gc
 import os
 import secrets
 import shutil
@@ -46,7 +45,6 @@ from tests.ids import short  # noqa: E402
 from tests.programs import drop_compiled_programs  # noqa: E402
 
 
-gc.disable()  # a tenth of the tests' time; `few_programs` collects after each file of tests
 jax.config.update("jax_numpy_rank_promotion", "raise")  # a forgotten axis is an error, not a broadcast
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # so is a float32 array that meets a bfloat16 one
 
@@ -104,7 +102,6 @@ def without_type_checks():
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Only so many compiled programs are held from one file of tests to the next, and no cycles of objects."""
+    """Only so many compiled programs are held from one file of tests to the next."""
     yield
     drop_compiled_programs()
-    gc.collect()

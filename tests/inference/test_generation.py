@@ -26,7 +26,7 @@ WINDOWED = rich_decoder(1)
 
 @pytest.fixture(scope="module")
 def model():
-    """Two equal layers, whose cache is a ring of fewer slots than most texts have tokens."""
+    """Two equal layers with a window of five tokens, which is shorter than most texts."""
     return filled(dataclasses.replace(WINDOWED, blocks=2 * WINDOWED.blocks))
 
 

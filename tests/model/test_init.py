@@ -19,7 +19,7 @@ from tests.models import rich_decoder
 
 CONFIG = rich_decoder(1)
 LOCAL, FULL = rich_decoder(2).blocks
-# blocks of few arrays: what draws an array takes long to compile
+# Blocks with few arrays: the initialization of each array takes long to compile.
 DENSE = dataclasses.replace(LOCAL, mixer=None, pre_mixer_norm=None)
 FUSED = dataclasses.replace(FULL, mlp=None, pre_mlp_norm=None)
 

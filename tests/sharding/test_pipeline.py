@@ -153,7 +153,7 @@ def check_equal(model: ed.Decoder, layout: ed.Layout, pipeline: ed.Pipeline, row
 
 
 def test_a_small_model_equals_itself_without_a_pipeline():
-    """Five layers, of which four fill the pieces."""
+    """Four layers run in two stages and two repeats; the fifth layer runs after them."""
     layout = ed.Layout.create(stage=2, fsdp=2, devices=jax.devices()[:4])
     block = dataclasses.replace(DENSE, mlp=None, pre_mlp_norm=None)
     check_equal(filled(decoder(*(block,) * 5)), layout, ed.Pipeline(microbatches=2, repeats=2))

@@ -331,7 +331,7 @@ class Map:
         self.directory = ROOT / ".pytest_cache" / f"mutants-{'all' if slow else 'not-slow'}"
         traces = self.directory.glob("*.json")
         self.files = {path.stem.replace(",", "/"): json.loads(path.read_text()) for path in traces}
-        self.unreliable: set[str] = set()  # failed without a mutant, too
+        self.unreliable: set[str] = set()  # tests that failed without a mutant, too
 
     def renew(self, everything: bool, workers: int) -> None:
         present = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
@@ -468,9 +468,10 @@ def judge(mutant: Mutant, root: Path, tests: Map, clock: Iterator[int], limit: f
     spent = itertools.accumulate(tests.seconds([name]) for name in names)
     kept = [name for name, seconds in zip(names, spent, strict=True) if name == names[0] or seconds <= limit]
     first = [name for name in kept if name.split("::")[0] == kept[0].split("::")[0]]
+    others = [name for name in kept if name not in first]
     source = (ROOT / mutant.file).read_bytes()
     # the likeliest file alone: most mutants end there, and collecting all files takes its time
-    for part in (first, [name for name in kept if name not in first]):
+    for part, likely in ((first, True), (others, False)):
         while part := [name for name in part if name not in tests.unreliable]:
             write(root / mutant.file, mutant.apply(source), clock)
             code, output = run_pytest(root, dict(tests=part, slow=tests.slow), 120 + 6 * tests.seconds(part))
@@ -480,8 +481,8 @@ def judge(mutant: Mutant, root: Path, tests: Map, clock: Iterator[int], limit: f
             if code == 0:
                 break
             failed = [name for name in part if re.search(rf"^(FAILED|ERROR) {re.escape(name)}", output, re.MULTILINE)]
-            # a test that fails on a busy machine proves nothing
-            if not failed or part[0] == kept[0] or run_pytest(root, dict(tests=failed, slow=tests.slow), None)[0] == 0:
+            # a failure elsewhere proves nothing if the same tests fail without the mutant, as on a busy machine
+            if likely or not failed or run_pytest(root, dict(tests=failed, slow=tests.slow), None)[0] == 0:
                 return f"caught by {failed[0] if failed else 'a crash: ' + output.strip()[-200:]}"
             tests.unreliable.update(failed)
     left = "" if len(kept) == len(names) else f" ({len(names) - len(kept)} more are beyond --limit)"

@@ -1,4 +1,4 @@
-"""The embedding of each layer against its formula in NumPy."""
+"""Per-layer embeddings of tokens, and the layer that adds them, against their formulas in NumPy."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ TOKENS = np.asarray([[0, 6, 7, 99]])
 
 
 @pytest.mark.parametrize("unknown", [None, 2])
-def test_each_layer_has_a_table_and_a_projection(unknown):
+def test_embeddings_of_each_layer_equal_the_formula(unknown):
     config = PerLayerEmbeddingConfig(
         features=FEATURES, vocab_size=VOCAB, unknown_token=unknown, norm=RMSNormConfig(eps=0.1)
     )
@@ -40,7 +40,7 @@ def test_embeddings_in_place_of_tokens_are_refused():
         layer(None, jnp.asarray(normal(1, 4, EMBED)), context(np.zeros((1, 4))))
 
 
-def test_a_layer_adds_its_embedding_behind_a_gate():
+def test_gated_embedding_equals_the_formula():
     layer = drawn(lambda key: PerLayerInputConfig(features=FEATURES, activation="silu").build(EMBED, key=key))
     x, embedded, ctx = normal(1, 4, EMBED), normal(1, 4, FEATURES, seed=2), context(np.zeros((1, 4)))
     with refused(ed.ConfigError, "DecoderConfig.per_layer_embedding"):

@@ -49,7 +49,7 @@ def one_by_one(layer, x, real, starts):
     return jnp.swapaxes(jax.lax.scan(token, start, tuple(inputs))[1], 0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("40.0",))
 @pytest.mark.parametrize("gate_cap", [3.0, 40.0])
 def test_it_is_the_law(gate_cap):
     """Of packed rows with padding; with gates far apart, and an `eps` that is seen."""

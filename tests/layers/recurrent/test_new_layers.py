@@ -1,4 +1,4 @@
-"""New recurrent layers begin as published: rates of decay fill their range, and all of the input is added."""
+"""Initial parameters of recurrent layers: decay rates are uniform in the published range, skip weights are one."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ HEADS = 1024
     ],
     ids=["gated delta net", "kimi delta", "mamba2"],
 )
-def test_rates_of_new_layers(config, least):
+def test_initial_decay_rates_are_uniform(config, least):
     rates = jax.jit(lambda key: jnp.exp(config.build(2, key=key).a_log))(jax.random.key(0))
     assert least <= rates.min() < least + 0.3 and 15.7 < rates.max() <= 16
     assert abs(rates.mean() - (least + 16) / 2) < 1
@@ -36,6 +36,6 @@ def test_rates_of_new_layers(config, least):
     ],
     ids=["mamba1", "mamba2"],
 )
-def test_inputs_are_added_to_outputs(config):
+def test_initial_skip_weights_are_one(config):
     skip = jax.jit(lambda key: config.build(2, key=key).skip)(jax.random.key(0))
     assert (skip == 1).all()

@@ -86,7 +86,7 @@ def test_fused_equals_plain(case):
 
 
 def test_losses_of_routers_are_added():
-    """Weighted means over the tokens that the routers see, to which padding does not belong."""
+    """The routers' losses are means over real tokens, without padding."""
     model, batch = filled(decoder(SPARSE)), batch_of()
     _, metrics = added = eqx.filter_jit(next_token_loss)(model, batch)
     routing = metrics.stats.routing
