@@ -42,6 +42,7 @@ def test_everything_runs_small(script):
     assert bench.visible_pairs(case._replace(mask=bench.SlidingWindow(2))) == 1 + 63 * 2
 
 
+@pytest.mark.slow
 def test_shares_are_of_the_data_sheet(script):
     bench = script("bench_accelerator")
     chip = bench.chip_of("TPU v5")

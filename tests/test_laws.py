@@ -118,6 +118,7 @@ def test_every_remat_policy_equals_none(policy):
     assert_close(run(model.replace(remat=policy), tokens, segments), run(model, tokens, segments))
 
 
+@pytest.mark.slow
 def test_ragged_rows_decode_as_if_alone():
     """Rows of different lengths, padded on the right in the prefill, then each at its own position."""
     tokens = some_tokens(3, 12)

@@ -40,7 +40,7 @@ INVARIANTS = {
 }
 
 
-@pytest.mark.slow(fast=("pieces-dynamic mask", "documents-split"))
+@pytest.mark.slow(fast=("pieces-delta net", "pieces-dynamic mask", "documents-split"))
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("invariant", INVARIANTS)
 def test_invariant_of_a_layer(layer, invariant):

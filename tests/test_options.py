@@ -578,14 +578,7 @@ def differ(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape != other.shape or not np.allclose(one, other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow(
-    fast=(
-        "MLPConfig-inner_norm",
-        "AttentionConfig-soft_cap",
-        "RouterConfig-scaling_factor",
-        "DecoderConfig-logit_divisor",
-    )
-)
+@pytest.mark.slow(fast=("AttentionConfig-soft_cap", "RouterConfig-scaling_factor", "DecoderConfig-logit_divisor"))
 @pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_every_option_is_read(kind, field):
     base, place, values = OPTIONS[kind]

@@ -216,6 +216,7 @@ def test_options_that_users_have_set_are_kept(monkeypatch):
     assert set_options("auto", own) == {} == own
 
 
+@pytest.mark.slow
 def test_train_sets_options_before_jax_starts(monkeypatch, tmp_path):
     """Not with `--xla-flags none`."""
     from eqx_decoders.cli import train

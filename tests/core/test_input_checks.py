@@ -122,7 +122,7 @@ def test_dtypes_and_holes_change_nothing_often(model, case):
     check_dtypes_and_holes(model, case)
 
 
-@pytest.mark.slow(fast=("256-uint8-256",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "dtype", "top"), [(256, "uint8", 256), (70_000, "uint16", 4000), (33_000, "int16", 99)]
 )

@@ -94,6 +94,7 @@ def used(row):
     return row["tokens"][row["segment_ids"] > 0]
 
 
+@pytest.mark.slow(fast=("unpacked",))
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "unpacked"])
 def test_an_epoch_has_every_token(make, pack):
     batches = make(pack=pack)

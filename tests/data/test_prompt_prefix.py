@@ -140,7 +140,7 @@ def decoded(tokenizer: Tokenizer, ids) -> str:
     return tokenizer.decode(ids, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.decode(ids)
 
 
-@pytest.mark.slow(fast=("own", "trained here", "bytes prefix bos", "pieces first bos", "unigram always"))
+@pytest.mark.slow(fast=("own", "trained here", "bytes prefix bos", "pieces first bos"))
 @pytest.mark.parametrize("kind", ["own", "trained here", *KINDS])
 def test_rows_start_with_the_prompt_at_inference(kind, tmp_path):
     """For prompts and completions that are texts, in `generate`, the server and RL."""
@@ -193,15 +193,7 @@ def test_preference_answers_follow_the_prompt_at_inference(kind, tmp_path):
     assert mismatches == found.notes.get(JOINED, 0) and mismatches <= 10
 
 
-@pytest.mark.slow(
-    fast=(
-        "trained here-chatml",
-        "bytes bos-lines",
-        "pieces first bos-words",
-        "pieces legacy bos-lines",
-        "unigram always-words",
-    )
-)
+@pytest.mark.slow(fast=("trained here-chatml", "bytes bos-lines", "pieces first bos-words"))
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
 def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
@@ -229,7 +221,7 @@ def test_conversations_start_with_the_generation_prompt(kind, name, tmp_path):
     assert mismatches <= report.notes[JOINED] + report.notes[SPLIT] and mismatches <= 5
 
 
-@pytest.mark.slow(fast=("trained here-False", "bytes bos-True", "pieces first bos-True", "unigram always-False"))
+@pytest.mark.slow(fast=("bytes bos-True",))
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", ["trained here", *KINDS])
 def test_a_prompt_may_end_within_the_targets(kind, marked, tmp_path):

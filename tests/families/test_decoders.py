@@ -124,6 +124,7 @@ def with_blocks(*blocks):
     return dataclasses.replace(LONGCAT, blocks=blocks)
 
 
+@pytest.mark.slow
 def test_a_shortcut_is_a_sum_after_two_blocks():
     """The expected stream is computed layer by layer with experts that have no shortcut."""
     model, tokens = filled(dataclasses.replace(with_blocks(FIRST, SECOND), final_norm=None)), some_tokens(2, 5)

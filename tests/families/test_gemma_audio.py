@@ -87,6 +87,7 @@ def test_greedy_tokens_are_those_of_transformers(model, media):
     assert np.array_equal(made, ARRAYS["generated_ids"])
 
 
+@pytest.mark.slow
 def test_an_export_is_the_same_to_the_bit(model, tmp_path):
     ed.save_hf(model, tmp_path / "new")
     before, after = (load_file(folder / "model.safetensors") for folder in (DIRECTORY, tmp_path / "new"))

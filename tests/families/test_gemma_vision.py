@@ -221,6 +221,7 @@ GEMMA4_31B = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow(fast=("4b",))
 @pytest.mark.parametrize(
     ("name", "content"), [("gemma3-4b-vision", GEMMA3_4B), ("gemma4-31b-vision", GEMMA4_31B)], ids=["4b", "31b"]
 )
@@ -338,6 +339,7 @@ def test_audio_are_left_out_of_the_decoder_alone(exported, tmp_path):
     same_weights(ed.load_hf(tmp_path, text_only=True), ed.load_hf(exported, text_only=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["clipped"], indirect=True)
 def test_bounds_are_single_numbers_of_each_layer(model, exported):
     tensors = load_file(exported / "model.safetensors")
@@ -374,7 +376,7 @@ OTHER_NAMES = {
 }
 
 
-@pytest.mark.slow(fast=("published-gemma3",))
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gemma3"], indirect=True)
 @pytest.mark.parametrize("names", OTHER_NAMES.values(), ids=OTHER_NAMES)
 def test_other_names_of_the_tensors_of_gemma_3(names, model, exported, tmp_path):
@@ -402,6 +404,7 @@ def clipped(*bounds: float) -> ClippedWeight:
     return ClippedWeight(jnp.asarray(W), *(jnp.float32(bound) for bound in bounds))
 
 
+@pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("flatten", [False, True])
 def test_bounds_clip_on_both_sides(flatten):
     got = einsum(PATTERN, jnp.asarray(X), clipped(-0.5, 0.7, -0.9, 0.4), flatten=flatten)
@@ -424,6 +427,7 @@ def test_infinite_bounds_change_nothing():
     assert np.isnan(np.asarray(einsum(PATTERN, jnp.full((1, 1, 4), jnp.nan), infinite))).all()
 
 
+@pytest.mark.slow
 def test_gradients_pass_within_the_bounds():
     """Ends included, as in torch; none reaches the bounds."""
     x = X.copy()
@@ -480,6 +484,7 @@ def test_the_frames_of_a_video_are_images(seeing):
     assert_array_equal(found, features(seeing, **given))
 
 
+@pytest.mark.slow
 def test_embeddings_of_layers_see_the_padding_token():
     """In place of a placeholder; what is projected are its features."""
     model = filled(MODELS["clipped"], attention="dot")

@@ -53,6 +53,7 @@ def test_tokens_are_those_of_transformers(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_is_the_same_to_the_bit(name, tmp_path):
     directory, model = FIXTURES / name, opened(name)[0]
@@ -125,6 +126,7 @@ def test_published_models(name, kind):
     assert decode(FAMILIES[kind].encode(config)) == config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_glm46v_is_both(name, tmp_path):
     """Its files have the same tensors, and name the decoder inside."""

@@ -50,7 +50,7 @@ def test_keys_with_one_reason_are_each_ignored():
 UNPUBLISHED = ("gpt3", "maxtext", "qwen3-custom", "deepseek-custom", "tiny-moe", "tiny-vision")
 
 
-@pytest.mark.slow(fast=("apertus-8b", "ettin-17m", "mamba2-780m", "opt-350m"))
+@pytest.mark.slow(fast=("apertus-8b", "mamba2-780m", "opt-350m"))
 @pytest.mark.parametrize("name", [name for name in ed.list_models() if not name.startswith(UNPUBLISHED)])
 def test_every_published_model_has_a_config_json(name):
     config = ed.get_config(name)
@@ -150,7 +150,7 @@ def test_error_shows_the_differences_from_the_nearest_variant(name):
     assert "qk_norm" not in str(caught.value)
 
 
-@pytest.mark.slow(fast=("cohere-logit_scale",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, key", [("cohere", "logit_scale"), ("cohere2", "logit_scale"), ("hyperclovax", "logits_scaling")]
 )

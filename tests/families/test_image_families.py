@@ -87,7 +87,7 @@ def within(one, other) -> bool:
     return all(within(x, other[key]) if isinstance(x, dict) else x == other[key] for key, x in one.items())
 
 
-@pytest.mark.slow(fast=("mistral3", "smolvlm"))
+@pytest.mark.slow(fast=("mistral3",))
 def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
     directory, model, *_ = stored
     ed.save_hf(model, tmp_path / "new")
@@ -100,7 +100,7 @@ def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
     assert decode(new) == model.config
 
 
-@pytest.mark.slow(fast=("smolvlm",))
+@pytest.mark.slow
 def test_the_decoder_alone(stored, tmp_path):
     directory, model, inputs, _ = stored
     text = ed.load_hf(directory, text_only=True)

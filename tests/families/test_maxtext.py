@@ -126,6 +126,7 @@ NORMS = dict(
 )
 
 
+@pytest.mark.slow(fast=("none-none", "none-linear", "none-mlp"))
 @pytest.mark.parametrize("mlp", [None, LinearConfig(), MLPConfig(mlp_dim=12)], ids=["none", "linear", "mlp"])
 @pytest.mark.parametrize(
     "mixer", [None, AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)], ids=["none", "attention"]
@@ -240,6 +241,7 @@ def test_it_decodes_as_it_runs(custom, logits):
     assert_close(jnp.concatenate(pieces, axis=1), logits)
 
 
+@pytest.mark.slow
 def test_both_new_matrices_are_matrices(custom):
     """To optimisers and to low-rank adapters."""
     words = axes(custom)
@@ -316,6 +318,7 @@ def test_dropout_goes_everywhere():
     assert (config.dropout, config.blocks[0].dropout, config.blocks[0].mlp.dropout) == (0.25,) * 3
 
 
+@pytest.mark.slow
 def test_the_forward_pass_of_gpt3_is_the_formula():
     model = filled(gpt3(GPT3_SMALL, max_positions=16))
     tokens = some_tokens(2, 5)

@@ -277,7 +277,7 @@ def test_stored_depths_are_read_written_and_run_by_the_formula(kind, tmp_path):
 OTHER_NAMES = ("deepseek_v4", "longcat_flash", "mimo", "mimo_v2_flash")  # than those of their layers
 
 
-@pytest.mark.slow(fast=("deepseek_v3", "ernie4_5_moe", "qwen3_5_text"))
+@pytest.mark.slow(fast=("ernie4_5_moe", "qwen3_5_text"))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OTHER_NAMES])
 def test_tensors_of_a_depth_mean_what_those_of_layers_do(kind):
     stored = KINDS[kind]
@@ -335,7 +335,7 @@ def test_a_key_that_counts_depths_needs_their_tensors(tmp_path):
     assert ed.abstract_hf(tmp_path / "none").config.mtp is None and decode(content).mtp is not None
 
 
-@pytest.mark.slow(fast=("mimo_v2_flash", "qwen3_next"))
+@pytest.mark.slow(fast=("mimo_v2_flash",))
 @pytest.mark.parametrize(
     "kind, tensor",
     [

@@ -71,6 +71,7 @@ def test_a_mesh_gives_the_same(model):
         assert_allclose(placed(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_an_export_is_the_same_to_the_bit(model, tmp_path):
     """But for a head of the image encoder that nothing reads."""
     ed.save_hf(model, tmp_path / "new")

@@ -92,7 +92,7 @@ def test_tokens_are_those_of_transformers(name):
     assert np.array_equal(made, wanted["generated_ids"])
 
 
-@pytest.mark.slow(fast=("qwen2_5_vl",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_is_the_same_to_the_bit(name, tmp_path):
     directory, model = FIXTURES / name, opened(name)[0]

@@ -61,7 +61,7 @@ def saved(request, monkeypatch, tmp_path):
     return request.param, model, tmp_path / "saved"
 
 
-@pytest.mark.slow(fast=("one block",))
+@pytest.mark.slow
 def test_the_tensor_is_the_concatenation(saved):
     name, model, directory = saved
     found = load_file(directory / "model.safetensors")
@@ -89,7 +89,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow(fast=("one block-between heads-whole", "one block-between heads-pieces"))
+@pytest.mark.slow(fast=("one block-between heads-pieces",))
 @pytest.mark.parametrize("piece", [load._READ, 4 * 24], ids=["whole", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_path):

@@ -117,6 +117,7 @@ def test_masks_and_frequencies_of_old_files_of_gpt_neox_are_ignored():
     assert not FAMILIES["gpt_neox"].is_ignored("gpt_neox.layers.1.attention.dense.bias", config)
 
 
+@pytest.mark.slow
 def test_the_dense_mlp_of_kimi_linear_may_have_the_name_of_experts(copied, tmp_path):
     """As transformers writes it."""
     tensors = load_file(FIXTURES / "kimi_linear" / WEIGHTS)
@@ -227,7 +228,7 @@ def test_unused_matrices_of_zero_experts_of_longcat_are_exported(tmp_path):
 # --- token ids ---
 
 
-@pytest.mark.slow(fast=("50368-50283-50281",))
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size, padding, begin", [(50_368, 50_283, 50_281), (64, 63, 63)])
 def test_an_export_of_modernbert_has_the_token_ids_that_transformers_needs(vocab_size, padding, begin):
     """Of a new model, and of one whose source has null."""

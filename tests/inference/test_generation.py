@@ -84,6 +84,7 @@ def test_one_token_of_prompt_and_one_new(model):
     assert got.shape == (1, 1) and int(got[0, 0]) == naive(model, [4], 1)[0]
 
 
+@pytest.mark.slow
 def test_the_same_key_gives_the_same_tokens(model):
     run = lambda model, seed: np.asarray(  # noqa: E731
         ed.generate(model, some_tokens(2, 3), max_new_tokens=12, sampler=ed.Sample(), key=jax.random.key(seed))
@@ -126,6 +127,7 @@ def test_buckets_are_few_and_hold_what_they_must(lengths):
     assert len(sizes) == 1 and max(lengths) <= sizes.pop() <= max(8, 1.25 * max(lengths))
 
 
+@pytest.mark.slow
 def test_buckets_waste_at_most_half_of_the_short_and_a_quarter_of_the_long():
     sizes = [bucket(length) for length in range(1, 100_000)]
     assert sizes == sorted(sizes) and len(set(sizes)) < 60

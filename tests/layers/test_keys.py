@@ -1,4 +1,4 @@
-"""Every weight of a new layer is drawn with a key of its own."""
+"""New layers: every weight is drawn with a key of its own, and every bias that the configuration names is there."""
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig
+from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -85,7 +86,6 @@ LAYERS = {
 PLANES = ("edge residual", "inverted residual", "plane attention")
 
 
-@pytest.mark.slow(fast=("attention", "fused attention"))
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_two_weights_share_a_key(name, monkeypatch):
     config, count = LAYERS[name]
@@ -103,6 +103,24 @@ def test_no_two_weights_share_a_key(name, monkeypatch):
         monkeypatch.setattr(jax.random, draw, recorded(getattr(jax.random, draw)))
     config.build(4, key=jax.random.key(0), **(dict(edges="same", layer_scale=None) if name in PLANES else {}))
     assert len(set(keys)) == len(keys) == count
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (MLPConfig(mlp_dim=3, bias=True), ("gate_bias", "up_bias", "down_bias")),
+        (dataclasses.replace(EXPERTS, bias=True, out_bias=True), ("gate_bias", "up_bias", "down_bias", "out_bias")),
+        (
+            dataclasses.replace(ATTENTION, qkv_bias=True, out_bias=True),
+            ("query_bias", "key_bias", "value_bias", "out_bias"),
+        ),
+        (HeadTransformConfig(bias=True), ("bias",)),
+    ],
+    ids=["mlp", "experts", "attention", "head transform"],
+)
+def test_biases_are_there_if_the_configuration_names_them(config, names):
+    layer = eqx.filter_eval_shape(lambda key: config.build(4, key=key), jax.random.key(0))
+    assert [name for name in names if getattr(layer, name) is None] == []
 
 
 def test_no_two_layers_and_tables_are_equal():

@@ -60,6 +60,7 @@ def test_a_cut_gate_has_few_features_and_a_finite_gradient():
         MLPConfig(mlp_dim=4, gated=False, gate_sparsity=0.5)
 
 
+@pytest.mark.slow
 def test_xielu_is_exact_and_its_gradient_finite():
     """Far from zero on both sides, where what the other side would take overflows, and in 16 bits."""
     layer, x = XIELU.build(), np.array([-3e4, -200.0, -6.0, -1e-3, -1e-7, 0.0, 1e-7, 1e-3, 6.0, 200.0, 3e4])

@@ -16,14 +16,14 @@ from tests.errors import refused
 from tests.models import rich_decoder
 
 
-@pytest.mark.slow(fast=("deepseek3-671b", "gemma3n-e2b", "llama3-8b", "qwen3-next-80b", "qwen3-vl-2b"))
+@pytest.mark.slow(fast=("deepseek3-671b",))
 @pytest.mark.parametrize("name", ed.list_models())
 def test_every_model_comes_back(name):
     config = ed.get_config(name)
     assert ed.DecoderConfig.from_json(config.to_json()) == config
 
 
-@pytest.mark.slow(fast=("0",))
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_drawn_configurations_come_back(part):
     for case in covering_array()[part::6]:

@@ -110,6 +110,7 @@ def positions_by_hand(segments):
     return np.where(segments == 0, -1, out)
 
 
+@pytest.mark.slow
 def test_positions_restart_with_each_document():
     segments = np.array([[1, 1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 0, 4, 4], [7, 2, 2, 2, 2, 2, 2], [0] * 7])
     got, _ = document_positions(None, jnp.asarray(segments), segments.shape)
@@ -133,6 +134,7 @@ def test_explicit_positions_equal_derived_ones_bit_by_bit(model, out):
 # --- the head ---
 
 
+@pytest.mark.slow
 def test_tied_head_equals_an_untied_one_with_the_transposed_table():
     tied, untied = filled(rich_decoder(2, tied=True)), filled(rich_decoder(2), seed=1)
     assert tied.head is None
@@ -262,6 +264,7 @@ def test_new_weights_have_the_variance_of_their_fan_in(born):
             assert np.all(x == 1), name
 
 
+@pytest.mark.slow
 def test_no_two_weights_are_born_equal(born):
     seen = {}
     for name, leaf in named_leaves(born[0]).items():
@@ -275,6 +278,7 @@ def test_no_two_weights_are_born_equal(born):
                 seen[first] = name
 
 
+@pytest.mark.slow
 def test_the_key_decides(born):
     for name, leaf in named_leaves(born[0]).items():
         differs = not np.array_equal(leaf, named_leaves(born[1])[name])
@@ -293,6 +297,7 @@ def test_init_is_build_placed_and_cast():
     assert one.execution == ed.Execution()
 
 
+@pytest.mark.slow
 def test_weights_are_zeros_only_where_shapes_are_read():
     key = jax.random.key(0)
     with pytest.raises(ed.ConfigError), shapes_alone():
@@ -305,6 +310,7 @@ def test_weights_are_zeros_only_where_shapes_are_read():
     assert [(each.shape, each.dtype) for each in like] == [((3, 2), jnp.bfloat16), ((3,), jnp.float32)]
 
 
+@pytest.mark.slow
 def test_every_weight_is_read():
     config = dataclasses.replace(newborn(), vocab_size=16, embed_dim=8, positions=LearnedPositions(max_positions=5))
     model, tokens = filled(config), jnp.arange(16, dtype=jnp.int32).reshape(2, 8) % 16
@@ -367,6 +373,7 @@ def test_bidirectional_layers_have_no_cache():
 # --- edges ---
 
 
+@pytest.mark.slow
 def test_rows_of_padding_are_finite(model):
     tokens = some_tokens(2, 6)
     segments = jnp.asarray([[0] * 6, [1, 1, 1, 0, 0, 0]])
@@ -407,6 +414,7 @@ def test_odd_sizes():
     assert_close(run(model.replace(scan=False), jnp.asarray([[0, 6, 3]])).logits, out.logits)
 
 
+@pytest.mark.slow
 def test_layers_are_of_use_alone(getkey):
     """A researcher's way: a layer, some features and a context."""
     x = jax.random.normal(getkey(), (2, 3, 16))

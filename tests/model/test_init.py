@@ -45,7 +45,7 @@ def build(config, key):
     return eqx.filter(config.build(16, key=key), eqx.is_array)
 
 
-@pytest.mark.slow(fast=("two kinds",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit, repeats",
     [((LOCAL,), 3), ((DENSE, DENSE, FUSED, DENSE), 2), ((FULL, LOCAL), 1)],
@@ -81,7 +81,7 @@ def test_weights_are_equal_on_a_mesh():
     assert_close(placed, expected, units=4)  # XLA rounds a vector and the remainder of one differently
 
 
-@pytest.mark.slow(fast=("mesh",))
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, dict(fsdp=4, tensor=2)], ids=["one device", "mesh"])
 def test_temporary_memory_is_bounded_by_the_size_of_a_few_layers(sizes):
     config = dataclasses.replace(ed.get_config("llama3.2-1b"), vocab_size=128)

@@ -228,33 +228,38 @@ def test_logits_do_not_depend_on_the_depths():
 
 
 @pytest.fixture(scope="module")
-def expert_states():
-    """One step on the same batch, whole and in two parts, of a model whose last layer and depths have experts."""
-    block = dataclasses.replace(MIXERLESS, mlp=EXPERTS)
-    model = filled(small(2, block=block, loss_weight=0.5))
-    found = []
-    for count in (1, 2):
-        optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.1)
-        trainer = Trainer.create(optimizer, model, steps=3, config=StepConfig(gradient_accumulation_steps=count))
-        state = trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0))
-        found.append(trainer.step(state, batch_of()))
-    return model, found
+def expert_model():
+    """A model whose last layer and depths have experts."""
+    return filled(small(2, block=dataclasses.replace(MIXERLESS, mlp=EXPERTS), loss_weight=0.5))
 
 
-def test_experts_of_the_depths_are_counted_and_balanced(expert_states):
+@pytest.fixture(scope="module")
+def expert_step(expert_model):
+    """The state and the metrics after a step."""
+    return step_of(expert_model, 1)
+
+
+def step_of(model, microbatches):
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.1)
+    config = StepConfig(gradient_accumulation_steps=microbatches)
+    trainer = Trainer.create(optimizer, model, steps=3, config=config)
+    return trainer.step(trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0)), batch_of())
+
+
+def test_experts_of_the_depths_are_counted_and_balanced(expert_model, expert_step):
     """Their rows of the statistics come last, and without tokens whose later one is of another document."""
-    model, ((state, metrics), _) = expert_states
-    batch, routing = batch_of(), metrics.stats.routing
-    real = run_ahead(model, batch.tokens, batch.segment_ids)[0].real
+    (state, metrics), batch = expert_step, batch_of()
+    real = run_ahead(expert_model, batch.tokens, batch.segment_ids)[0].real
     want = [int(jnp.sum(batch.segment_ids != 0)), *(int(jnp.sum(each)) for each in real)]
-    assert np.asarray(routing.tokens).tolist() == want
-    old, new = (m.mtp.depth.block.mlp.router.selection_bias for m in (model, state.model))
-    counts = np.asarray(routing.counts)[1:]
+    assert np.asarray(metrics.stats.routing.tokens).tolist() == want
+    old, new = (m.mtp.depth.block.mlp.router.selection_bias for m in (expert_model, state.model))
+    counts = np.asarray(metrics.stats.routing.counts)[1:]
     assert_allclose(new - old, 0.1 * np.sign(counts.mean(axis=1, keepdims=True) - counts), atol=1e-6)
 
 
-def test_microbatches_add_up_with_depths_and_experts(expert_states):
-    _, ((whole, one), (parts, two)) = expert_states
+@pytest.mark.slow
+def test_microbatches_add_up_with_depths_and_experts(expert_model, expert_step):
+    (whole, one), (parts, two) = expert_step, step_of(expert_model, 2)
     assert float(one.loss) == pytest.approx(float(two.loss), rel=1e-5)
     for a, b in zip(jax.tree.leaves(whole.model), jax.tree.leaves(parts.model), strict=True):
         assert_allclose(a, b, rtol=1e-4, atol=2e-5)
@@ -455,6 +460,7 @@ def test_depths_are_added_to_a_model_and_leave_it_as_it_is():
         ed.add_mtp(more, 1, key=jax.random.key(0))
 
 
+@pytest.mark.slow(fast=("2-0,0,1,0,0,0",))
 @pytest.mark.parametrize(("count", "want"), [(1, [0, 0, 1, 1, 0, 0]), (2, [0, 0, 1, 0, 0, 0])])
 def test_padding_within_a_document_is_not_crossed(count, want):
     positions, segments = jnp.asarray([[0, -1, 1, 2, 3, 0]]), jnp.asarray([[1, 0, 1, 1, 1, 2]])

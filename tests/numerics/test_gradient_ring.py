@@ -311,7 +311,7 @@ def test_a_first_level_has_a_bound(monkeypatch):
     assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)
 
 
-@pytest.mark.slow(fast=("0-16,5",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))])
 def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
     """Halves of odd sizes and of none, too. The numbers are whole, so that the order of the sums does not matter."""

@@ -86,6 +86,7 @@ def test_several_tiles_with_remainders(form, monkeypatch):
     assert_close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in parts]), units=256)
 
 
+@pytest.mark.slow
 def test_programs_of_a_gpu_may_run_in_any_order():
     """None writes what belongs to another, and those without rows write nothing."""
     counts, rows = jnp.asarray((9, 0, 25, 3)), 40
@@ -98,6 +99,7 @@ def test_programs_of_a_gpu_may_run_in_any_order():
     assert np.any(one[:37], axis=1).all() and not np.any(one[37:])
 
 
+@pytest.mark.slow(fast=("triton,0,True",))
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     counts = (19, 0, 1, 12)

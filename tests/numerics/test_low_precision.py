@@ -201,6 +201,7 @@ def test_the_two_gradients_of_a_product_are_rounded_by_different_draws():
     assert seeds_of(None) == (None, None)
 
 
+@pytest.mark.slow
 def test_under_vmap():
     x, w = draw(0, (3, 5, 8)), draw(1, (3, 8, 6))
 

@@ -52,7 +52,7 @@ def value_and_gradients(pattern, flatten, x, weight):
     return jax.tree.leaves(jax.grad(loss, argnums=(0, 1), has_aux=True)(x, weight))
 
 
-@pytest.mark.slow(fast=("batch length embed, embed mlp -> batch length mlp",))
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_flattened_is_plain(pattern):
     dtypes = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")][: 3 if pattern == MLP else 2]
@@ -87,6 +87,7 @@ def test_one_row_is_doubled_on_gpus_and_changes_nothing(pattern, rows, monkeypat
         assert_close(got, wanted, units=8)
 
 
+@pytest.mark.slow(fast=("True-float32-half", "True-float32-amx", "True-bfloat16-amx"))
 @pytest.mark.parametrize("half_width, amx", [(False, False), (True, False), (True, True)], ids=["plain", "half", "amx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -149,7 +150,7 @@ def test_sums_are_kept_in_f32(flatten):
     assert y.dtype == jnp.float32 and y.item() == 4096 + 32
 
 
-@pytest.mark.slow(fast=("float32",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_scan_with_checkpoint(dtype):
     weights, x = draw(1, (3, 8, 8), "float32") / 3, draw(0, (2, 5, 8), dtype)
@@ -271,6 +272,7 @@ def test_precision():
         Precision(params="no_dtype")
 
 
+@pytest.mark.slow(fast=("truncated",))
 @pytest.mark.parametrize("distribution", ["truncated", "normal"])
 def test_fan_in_has_the_variance(distribution, getkey):
     draws = np.asarray(fan_in(getkey(), (400, 500), jnp.float32, 25, distribution))
@@ -279,6 +281,7 @@ def test_fan_in_has_the_variance(distribution, getkey):
     assert (np.abs(draws).max() < 2 / 5 / 0.8796) == (distribution == "truncated")
 
 
+@pytest.mark.slow
 def test_initializers_draw_in_f32(getkey):
     key = getkey()
     for init in (lambda dtype: normal(key, (64,), dtype, 0.02), lambda dtype: fan_in(key, (64,), dtype, 8)):

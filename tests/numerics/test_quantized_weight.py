@@ -285,6 +285,7 @@ def test_loops_and_meshes_change_nothing(name, mode, models):
         assert all(x.sharding == y.sharding for x, y in zip(*map(jax.tree.leaves, (made, placed)), strict=True))
 
 
+@pytest.mark.slow
 def test_values_are_split_like_weights(models):
     layout = ed.Layout.create(data=2, fsdp=2, tensor=2)
     model = ed.quantize(

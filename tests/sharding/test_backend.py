@@ -51,7 +51,7 @@ def test_an_unknown_platform_is_any_accelerator():
     assert backend_of("gpu").describe() == f"gpu: {words}, paged_kernel=triton"
 
 
-@pytest.mark.slow(fast=("default-True",))
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, single", [({}, True), ({"fsdp": 1}, True), ({"fsdp": 2}, False)])
 def test_a_layout_has_the_choices_of_its_devices(sizes, single):
     devices = jax.devices()[: sizes.get("fsdp", 1)]

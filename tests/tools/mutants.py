@@ -365,10 +365,10 @@ class Map:
     def reaching(self, mutant: Mutant) -> list[str]:
         """The tests that a mutant may fail: quick ones that run the line, slower ones, then the others of their files.
 
-        In each part the file that mirrors the module comes first, and then the quickest.
+        In each part the file that mirrors the module comes first, then its folder, and then the quickest.
         """
         source = Path(mutant.file).relative_to(PACKAGE)
-        mirror = str("tests" / source.with_name(f"test_{source.name}"))
+        mirror = "tests" / source.with_name(f"test_{source.name}")
         parts, failed = [collections.defaultdict(list) for _ in range(3)], set(self.failed())
         for file, traced in self.files.items():
             if not self.has(file):
@@ -380,7 +380,7 @@ class Map:
                     parts[2 if name not in runs else int(test["seconds"] > 0.1)][file].append(name)
         ordered = []
         for part in parts:
-            for file in sorted(part, key=lambda file: (file != mirror, self.seconds(part[file]))):
+            for file in sorted(part, key=lambda file: (*_distance(Path(file), mirror), self.seconds(part[file]))):
                 ordered += sorted(part[file], key=lambda name: self.seconds([name]))
         return [name for name in ordered if name not in failed]
 
@@ -389,6 +389,10 @@ class Map:
 
     def failed(self) -> list[str]:
         return [name for traced in self.files.values() for name in traced["failed"]]
+
+
+def _distance(file: Path, mirror: Path) -> tuple[bool, bool]:
+    return file != mirror, file.parent != mirror.parent
 
 
 def _meet(reached: dict[str, int], source: str, lines: int | None) -> bool:

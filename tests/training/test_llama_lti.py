@@ -114,6 +114,7 @@ def test_materialized_model_is_a_llama_with_the_same_logits(model):
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param(MESH, marks=pytest.mark.slow), dict(stage=2, tensor_sequence=2, fsdp=2)])
 def test_materialized_model_is_on_the_models_mesh(model, mesh):
     layout = ed.Layout.create(**mesh)

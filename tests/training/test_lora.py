@@ -147,6 +147,7 @@ def born(plain):
     return add_lora(plain, FEW_PAIRS, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_new_factors_change_no_logits(plain, born):
     tokens = some_tokens(4, 8)
     assert_array_equal(logits(born, tokens), logits(plain, tokens))

@@ -58,6 +58,7 @@ def test_streams_begin_as_copies_and_end_as_their_mean():
     assert_close(CONFIG.reduce(streams), np.asarray(streams).mean(axis=2))
 
 
+@pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("streams", [False, True])
 def test_streams_are_predicted_corrected_and_added_to(streams):
     residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))

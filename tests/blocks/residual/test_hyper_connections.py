@@ -80,6 +80,7 @@ def token_by_hand(config, connection, x, branch):
     return np.stack([sum(mix[k, m] * x[k] for k in range(n)) + write[m] * out for m in range(n)])
 
 
+@pytest.mark.slow(fast=("permutations", "once"))
 @pytest.mark.parametrize(
     "config",
     [SINKHORN, PERMUTATIONS, dataclasses.replace(SINKHORN, iterations=1, norm=RMSNormConfig(scale=False, eps=1e-2))],

@@ -121,7 +121,7 @@ SOURCES = ("bom", "list", "gzip", "parquet", "lines of Arrow", "strings", "strin
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_every_source_gives_the_same_documents(kind, seed, tmp_path):
     records = random_records(seed)
     report, same = ReadReport(), ReadReport()
@@ -299,6 +299,7 @@ def test_function_calls_become_tool_calls():
     assert "<assistant>f" in document.text and "<tool>1</s>" in document.text and '"name": "f"' in document.text
 
 
+@pytest.mark.slow(fast=("None", "print(1)"))
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', None, "", " ", "print(1)", '["x"]', '{"x": null}'])
 def test_arguments_in_json_are_objects_as_in_the_server(arguments):
     """A template that converts arguments to JSON would write a text of JSON twice encoded."""
@@ -321,7 +322,7 @@ def test_arguments_in_json_are_objects_as_in_the_server(arguments):
         assert list(call["function"]) == ["name", "arguments"]
 
 
-@pytest.mark.slow(fast=("weight-plain", "train-generation", "loss_mask-generation", "masked-plain"))
+@pytest.mark.slow(fast=("train-generation", "loss_mask-generation"))
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "generation"])
 @pytest.mark.parametrize("flag", [*TRAIN_FLAGS, *INVERTED_FLAGS])
 def test_flags_of_messages_decide_what_is_trained_on(flag, template):
@@ -506,6 +507,7 @@ def test_labels_and_masks_of_conversations_are_refused(kind, key, value, tmp_pat
     assert rendered(messages | {"label": 0, "mask": "User"})[0].text == WANTED
 
 
+@pytest.mark.slow(fast=("image", "audio"))
 @pytest.mark.parametrize("name", ["image", "video", "audio"])
 def test_a_single_file_is_read_like_a_list(name, tmp_path):
     question = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}

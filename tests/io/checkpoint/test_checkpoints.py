@@ -60,7 +60,7 @@ def make_state(seed=0, bias=True, shape=(64, 16)):
     weight = jax.random.normal(jax.random.key(seed), shape)
     model = Model(weight, jnp.full(8, seed + 1.5, jnp.bfloat16) if bias else None, 3)
     optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
-    return State(model, optimizer, jax.random.key(seed + 7), jnp.int32(seed))
+    return State(model, optimizer, jax.random.key(seed + 7, impl="rbg"), jnp.int32(seed))
 
 
 def bits(leaf):

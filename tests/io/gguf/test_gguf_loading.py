@@ -73,7 +73,7 @@ def test_a_quantization_group_with_scale_zero_is_its_minimum(tmp_path):
         assert_array_equal(values, 0.75)
 
 
-@pytest.mark.slow(fast=("Q4_1",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
 def test_weights_stay_quantized(kind, tmp_path):
     """Also queries and keys, whose rows are permuted."""

@@ -481,7 +481,7 @@ index_case("index name twice", again(INDEX, TABLE), INDEX, "key")
 MAX_LENGTH = 4000  # of a message
 
 
-@pytest.mark.slow(fast=("gemma2_odd", "gpt2", "granite"))
+@pytest.mark.slow(fast=("gpt2", "granite"))
 @pytest.mark.parametrize("fixture", sorted({fixture for fixture, _, _ in CASES.values()}))
 def test_unchanged_copies_load(fixture, tmp_path):
     assert isinstance(ed.load_hf(copy_of(fixture, tmp_path)), ed.Decoder)
@@ -518,7 +518,7 @@ def test_paths_without_a_model_are_refused(make, named, tmp_path):
 ODD = (None, 0, -1, 3, 2.5, True, "x", [[]], {"a": [1]}, float("nan"), 10**30, "\0")
 
 
-@pytest.mark.slow(fast=("llama_rope",))  # the functions that read the others are nearly the same
+@pytest.mark.slow
 @pytest.mark.parametrize("fixture", sorted(path.parent.name for path in FIXTURES.glob("*/config.json")))
 def test_odd_settings_give_a_configuration_or_a_conversion_error(fixture):
     """In the older spelling of the same model, only settings that differ are changed."""

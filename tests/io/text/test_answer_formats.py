@@ -366,6 +366,7 @@ def test_templates_of_related_models_select_different_formats(name):
     assert find_tool_format(TEMPLATES[name]) == name
 
 
+@pytest.mark.slow
 def test_minimax_m3_writes_lists_and_objects_as_elements():
     properties = {
         "ids": {"type": "array", "items": {"type": "string"}},

@@ -33,7 +33,7 @@ def tokenizer(request, bpe):
     return ByteTokenizer() if request.param == "bytes" else bpe
 
 
-@pytest.mark.slow(fast=("bpe",))
+@pytest.mark.slow
 @given(text=st.text(max_size=80))
 @settings(max_examples=150, deadline=None)
 def test_random_texts_round_trip(tokenizer, text):

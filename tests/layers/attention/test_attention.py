@@ -131,6 +131,7 @@ def test_fused_attention_equals_unfused():
     assert_close(apply(fused, x, ctx)[0], np.asarray(apply(one, x, ctx)[0]), units=32)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_bfloat16():
     layer = drawn(lambda key: attention(**ATTENTIONS[2]).build(6, key=key))
     x, mlp = normal(2, 7, 6), drawn(lambda key: MLPConfig(mlp_dim=9, bias=True).build(6, key=key))

@@ -106,6 +106,7 @@ def pooled_by_hand(layer, x, positions, local):
     return seen
 
 
+@pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("local", [1, 2])
 def test_blocks_of_the_best_means_are_those_of_the_loop(local):
     """Also where the context does not say that positions are contiguous."""
@@ -130,7 +131,7 @@ def decoder(**options) -> ed.DecoderConfig:
     return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
 
 
-@pytest.mark.parametrize("local", [1, 2, 3])
+@pytest.mark.parametrize("local", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["products", "largest", "means"])
 def test_blocks_without_keys_are_never_selected(kind, local):
     """In a row whose positions start far above 0, and whose cache has empty slots."""

@@ -88,6 +88,7 @@ def attention_by_hand(layer, x):
     return out
 
 
+@pytest.mark.slow(fast=("window-16777216", "compressed-16777216", "chosen-100"))
 @pytest.mark.parametrize(("form", "tile"), [*((form, topk.TILE) for form in FORMS), ("chosen", 100)])
 def test_the_layer_is_the_loop(form, tile, monkeypatch):
     """Packed documents and padding on both sides."""

@@ -116,7 +116,7 @@ def test_the_definition(name, length):
         assert_allclose(found[row][real], define(layer, x[row], documents[row])[real], atol=2e-5)
 
 
-@pytest.mark.slow(fast=("both sides",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both sides", "convolution"])
 def test_a_row_may_be_one_document(name):
     """Then its number need not be given."""
@@ -164,7 +164,7 @@ def test_padding_gets_no_gradient_and_makes_no_nan():
     assert np.array_equal(np.abs(np.asarray(gradient)).max(axis=2) > 0, positions >= 0)
 
 
-@pytest.mark.slow(fast=("both sides",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both sides", "convolution"])
 def test_less_precise_numbers(name):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))

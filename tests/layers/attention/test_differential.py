@@ -72,7 +72,7 @@ def differential_by_hand(layer, x, positions, segments):
         dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=4),
     ],
 )
-@pytest.mark.parametrize("kernel", ["dot", "chunked"])
+@pytest.mark.parametrize("kernel", ["dot", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_it_is_the_loop(options, kernel):
     layer = drawn(lambda key: differential(**options).build(6, key=key))
     x = normal(2, 7, 6)

@@ -58,6 +58,7 @@ def masked_by_hand(layer, x, positions, segments):
     return np.einsum("bthd,hde->bte", mixed, wide(layer.out))
 
 
+@pytest.mark.slow(fast=("top_k=9-chunked",))
 @pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")])
 def test_it_is_the_loop(options, kernel):
     layer = drawn(lambda key: masked(**options).build(6, key=key))

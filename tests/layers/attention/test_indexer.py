@@ -105,6 +105,7 @@ def divergence_by_hand(scores, shares, chosen):
     return total
 
 
+@pytest.mark.slow(fast=("interleaved",))
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_the_layer_attends_to_what_the_loop_chooses(pairing):
     layer = drawn(indexer=INDEXER, rope=Rope(theta=10.0, pairing=pairing))

@@ -100,13 +100,14 @@ def test_the_layer_is_attention_with_these_kernels(layer):
     assert layer.config.cache_shape(7) == RICH.cache_shape(7)
 
 
+@pytest.mark.slow(fast=("general",))
 def test_kernels_are_float32_in_bfloat16_models(layer):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer)
     for got, want in zip(kernels_of(half.materialized(ed.Layout())), kernels_by_hand(half), strict=True):
         assert_close(got, want, units=32)
 
 
-@pytest.mark.slow(fast=("general",))
+@pytest.mark.slow
 def test_only_the_teacher_is_frozen(layer):
     assert frozen(layer) == {f"teacher.{name}" for name in ("query", "key", "value", "out")}
 

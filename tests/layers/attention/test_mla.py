@@ -121,6 +121,7 @@ def latent_by_hand(config, w, x, positions=POSITIONS, segments=SEGMENTS):
     return out
 
 
+@pytest.mark.slow(fast=("q_rank",))
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_the_layer_is_the_loop(options):
     layer = drawn(**options)
@@ -258,6 +259,7 @@ def test_documents_of_a_call_with_a_past_do_not_touch():
     assert_close(out, latent_by_hand(layer.config, weights_of(layer), wide(X)), units=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("past", [None, nothing()], ids=["expanded", "absorbed"])
 def test_bfloat16_stays_near(past):
     layer = drawn(q_rank=None, mask=SlidingWindow(3))

@@ -146,7 +146,7 @@ def emptied(cache: ed.Cache) -> ed.Cache:
     return empty(empty(cache, jnp.asarray([0, 2])), jnp.asarray([1, ROWS]))
 
 
-@pytest.mark.slow(fast=("keys", "delta", "pages"))
+@pytest.mark.slow(fast=("delta", "pages"))
 @pytest.mark.parametrize("case", CASES)
 def test_emptied_rows_give_the_results_of_a_new_cache(case):
     """Before emptying, all slots, scales and states are NaN. The idle row reads a token whose embedding is NaN."""
@@ -187,6 +187,7 @@ def test_rejected_tokens_with_nan_do_not_change_states(length):
         assert_array_equal(after.state[:, 0], cache.state[:, 0])
 
 
+@pytest.mark.slow(fast=("False-int8", "True-int8"))
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("ring", [False, True])
 def test_all_used_slots_of_a_row_are_cleared(ring, dtype):

@@ -43,7 +43,7 @@ def test_slots_of_keys_and_values(mask, max_length, slots, ring):
     assert (shape.slots, shape.ring, shape.kv_heads, shape.head_dim) == (slots, ring, 2, 4)
 
 
-@pytest.mark.slow(fast=("4-11",))
+@pytest.mark.slow(fast=("4-4", "4-11"))
 @pytest.mark.parametrize("length", [1, 4, 11])
 @pytest.mark.parametrize("decays", [1, 4])
 def test_a_state_is_what_the_kept_tokens_wrote(length, decays):

@@ -95,6 +95,7 @@ def test_rows_of_63_bits_reach_back_to_an_end():
     assert built.key_bias is built.value_bias is None and not np.any(built.key_scale)
 
 
+@pytest.mark.slow(fast=("2-False", "4-False"))
 @pytest.mark.parametrize("classes", [True, False])
 @pytest.mark.parametrize("max_ngram", [2, 4])
 def test_rows_equal_hashes_by_hand(max_ngram, classes):

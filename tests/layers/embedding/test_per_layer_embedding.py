@@ -19,6 +19,7 @@ EMBED, LAYERS, FEATURES, VOCAB = 5, 3, 4, 7
 TOKENS = np.asarray([[0, 6, 7, 99]])
 
 
+@pytest.mark.slow(fast=("2",))
 @pytest.mark.parametrize("unknown", [None, 2])
 def test_embeddings_of_each_layer_equal_the_formula(unknown):
     config = PerLayerEmbeddingConfig(

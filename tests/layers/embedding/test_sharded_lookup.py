@@ -34,7 +34,7 @@ MESHES = {
 }
 
 
-@pytest.mark.slow(fast=("8,4,2-fsdp",))
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("shape", [(8, 4, 2), (8, 4), (1, 3)])
 def test_rows_and_gradients_are_those_of_one_device(mesh, shape):

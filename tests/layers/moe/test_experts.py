@@ -211,6 +211,7 @@ def test_an_expert_takes_as_many_tokens_as_the_formula_says(length, chosen, expe
     assert config.capacity(length) == room
 
 
+@pytest.mark.slow(fast=("0.5-llama4, all of three", "0.1-gpt_oss"))
 @pytest.mark.parametrize(("factor", "name"), [(1.0, "deepseek"), (0.5, "llama4, all of three"), (0.1, "gpt_oss")])
 def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
     """Each row on its own; no weight makes up for what is dropped, and the rest has its gradients."""
@@ -430,6 +431,7 @@ def test_gradients_are_finite_differences_often(config, form, seed):
     check_differences(dataclasses.replace(config, limit=None), form, seed)
 
 
+@pytest.mark.slow(fast=("7-1",))
 @pytest.mark.parametrize(("experts", "chosen"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 3), (7, 1)])
 def test_one_token_finds_its_experts(experts, chosen):
     """As in decoding: with more experts than tokens, and with all of them."""

@@ -27,6 +27,7 @@ def by_hand(layer, x, positions, segments):
     return out + (0.0 if layer.out_bias is None else wide(layer.out_bias))
 
 
+@pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_the_loop(bias):
     """Of packed rows with padding in between."""

@@ -52,6 +52,7 @@ def by_hand(layer, x, positions, segments):
     return out + part(layer.out_bias)
 
 
+@pytest.mark.slow(fast=("bias=True taps_bias=False norm=RMSNormConfig(eps=0", "norm=RMSNormConfig()"))
 @pytest.mark.parametrize(
     "options",
     [{}, dict(bias=True, taps_bias=False, norm=RMSNormConfig(eps=0.1)), dict(norm=RMSNormConfig())],
@@ -118,6 +119,7 @@ def test_pieces_of_a_row(sizes, stateless):
     same(results(args, starts, run), want)
 
 
+@pytest.mark.slow
 def test_states_of_all_tokens_are_never_together():
     """In no pass: memory grows with the tokens of a chunk, and with a state of each chunk."""
     *args, starts = inputs(4096, channels=32, key_dim=16)

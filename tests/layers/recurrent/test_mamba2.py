@@ -57,6 +57,7 @@ def by_hand(layer, x, positions, segments):
 SCALES = (2.0, 0.5, 3.0, 0.25, 1.5)
 
 
+@pytest.mark.slow(fast=("norm=None dt_max=0.6",))
 @pytest.mark.parametrize(
     "options",
     [dict(in_bias=True, out_bias=True, in_scales=SCALES, norm="before_gate"), dict(norm=None, dt_max=0.6)],

@@ -13,6 +13,7 @@ from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 HEADS = 1024
 
 
+@pytest.mark.slow(fast=("kimi delta",))
 @pytest.mark.parametrize(
     "config, least",
     [

@@ -64,6 +64,7 @@ def channels_by_hand(layer, x):
     return out
 
 
+@pytest.mark.slow(fast=("TimeMixConfig(embed_dim=6 channels=5)-means_by_hand",))
 @pytest.mark.parametrize(
     ("config", "by_hand"),
     [

@@ -627,7 +627,7 @@ def test_step_arguments_are_copies(engine):
             assert not np.shares_memory(own, taken)
 
 
-@pytest.mark.slow(fast=("plain",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.5, "logit_bias": ((4, 2.0),)}],

@@ -1,9 +1,12 @@
 """Results of a prompt that several requests share: kept for those that wait, the most recently used ones."""
 
+import pytest
+
 from eqx_decoders.serving.engine.request import Request
 from tests.serving.engines import engine_for
 
 
+@pytest.mark.slow
 def test_a_restored_prompt_counts_as_used():
     engine = engine_for("llama_rope")
     submitted = [

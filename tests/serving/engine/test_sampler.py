@@ -64,7 +64,7 @@ def sorted_filters(scaled, top_k=None, top_p=None, min_p=None):
     return passes
 
 
-@pytest.mark.slow(fast=("0.3",))
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 def test_filters_leave_what_those_of_sorted_logits_leave(temperature):
     scaled = LOGITS / np.float32(temperature)
@@ -155,6 +155,7 @@ def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
     assert_array_equal(found[1], LOGITS[1])
 
 
+@pytest.mark.slow
 def test_scores_are_log_probabilities_of_the_model_itself():
     found = score_tokens(jnp.asarray(LOGITS), jnp.asarray([3, 4, 5, 6]), 5, jnp.asarray(True))
     known = np.asarray(jax.nn.log_softmax(LOGITS, axis=-1))

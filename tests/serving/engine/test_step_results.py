@@ -72,6 +72,7 @@ def test_the_next_step_is_dispatched_before_results_are_read(engine, monkeypatch
     assert [token for output in outputs if output.request_id == numbers[0] for token in output.tokens] == answer
 
 
+@pytest.mark.slow
 def test_masks_that_depend_on_the_last_token_wait_for_it(engine, monkeypatch):
     events = watched(engine, monkeypatch)
     (answer,) = engine.run([Request(prompt=(3, 4, 5), max_new_tokens=4, constraint=NoTokenTwice())])

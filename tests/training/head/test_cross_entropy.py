@@ -104,7 +104,7 @@ def test_fused_is_plain(tied, biased, options):
             assert_close(a, b, units=128)
 
 
-@pytest.mark.slow(fast=("True-bfloat16",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "kernel_dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_in_bf16(tied, kernel_dtype):
     arguments = make(tied, "bfloat16", kernel_dtype, biased=tied)
@@ -315,7 +315,7 @@ def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, order
     assert ("optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(hidden, kernel))) == ordered
 
 
-@pytest.mark.slow(fast=("float16",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_between_devices_in_16_bits(dtype):
     """Rounded in bfloat16 (0.3 % in the mean); of sums over tokens that float16 has no numbers for, in float32."""

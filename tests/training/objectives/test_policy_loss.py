@@ -104,7 +104,7 @@ def test_value_and_gradient(name):
     same(got[1], gradient)
 
 
-@pytest.mark.slow(fast=("1.5",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dual", [None, 1.5])
 def test_every_ratio_with_every_sign(dual):
     """The smaller of the two products; of negative advantages at most `dual` times them."""
@@ -147,6 +147,7 @@ def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
     same([sum(part[2][name] for part in parts) for name in whole[2]], list(whole[2].values()))
 
 
+@pytest.mark.slow(fast=("token-0.053749", "constant-0.026874"))
 @pytest.mark.parametrize("aggregation, wrong", [("row", 0.390001), ("token", 0.053749), ("constant", 0.026874)])
 def test_the_mean_over_microbatches_is_not_the_mean_over_the_batch(aggregation, wrong):
     """With weights computed for each microbatch: rows 1 and 2, and row 3."""
@@ -290,7 +291,7 @@ def test_clip_and_divergence():
     same(gradient + slope[REAL], [0.001586, -0.133434, -0.195007, 0.277808, 0, 0.098655])
 
 
-@pytest.mark.slow(fast=("k1-0.082225-0,0,0",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, value, gradient",
     [

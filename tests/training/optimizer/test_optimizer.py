@@ -43,7 +43,7 @@ def rates(steps: int = 100, **changes) -> np.ndarray:
     return np.asarray(jax.vmap(lambda step: jnp.asarray(make_schedule(config, steps)(step)))(jnp.arange(steps + 1)))
 
 
-@pytest.mark.slow(fast=("wsd",))
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_warmup_is_linear_up_to_the_peak(schedule):
     """The first of ten steps has a tenth of the peak: no step has a rate of zero."""

@@ -143,6 +143,7 @@ def test_a_run_with_another_tokenizer_has_its_template_and_stop_ids(tmp_path):
     assert text_model_of(run, model, load_tokenizer(run.tokenizer)).stop_ids == (END, USER)
 
 
+@pytest.mark.slow(fast=("plain text",))
 @pytest.mark.parametrize("change", ["plain text", "template writes eos", "prompts have eos"])
 def test_the_tokenizer_keeps_its_eos_if_eos_has_another_use(change, tmp_path):
     template = NEW + "{{ eos_token }}" if change == "template writes eos" else NEW

@@ -222,7 +222,7 @@ def assert_same(one, other) -> None:
         assert np.asarray(leaf).tobytes() == np.asarray(want[path]).tobytes(), path
 
 
-@pytest.mark.slow(fast=("awq", "pack in another order"))
+@pytest.mark.slow(fast=("pack in another order",))
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_equal_the_definition(name, tmp_path):
     """Dequantized at once, and kept and then dequantized, bit by bit."""
@@ -511,6 +511,7 @@ def test_weights_without_a_format_are_refused(fixture, modes, named, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_adapters_of_a_quantized_base(tmp_path):
     base = ed.quantize(ed.load_hf(LLAMA), "int8")
     model = add_lora(base, LoRAConfig(rank=2), key=jax.random.key(0))

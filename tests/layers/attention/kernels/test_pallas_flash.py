@@ -227,6 +227,11 @@ def test_lists_that_do_not_fit_are_refused():
     assert_names(pallas_flash_tpu.refusal(wide) or "", "words", "bytes")
 
 
+def test_rows_run_alone_where_their_tables_do_not_fit(monkeypatch):
+    monkeypatch.setattr(pallas_flash_tpu, "SCALAR_BYTES", 0)
+    same(*both("interval", make(24), packed_places(24), mask=Causal()))
+
+
 @slow
 @KERNEL
 def test_one_token(kernel):

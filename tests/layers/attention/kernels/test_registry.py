@@ -80,7 +80,7 @@ def all_of(qkv, weights, places, **options):
     return results, grads
 
 
-@pytest.mark.slow(fast=("1-4-float32",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "heads", "dtype"), [(1, 4, "float32"), (3, 6, "float32"), (1, 6, "bfloat16")])
 def test_values_of_a_past_stay_as_they_are_on_cpu(length, heads, dtype):
     """The form that reads them in a cache's order is that of other platforms, in values and gradients; odd sizes."""
@@ -413,7 +413,7 @@ def test_refusals(monkeypatch):
             call(**{"kernel": "limited", **options})
 
 
-@pytest.mark.slow(fast=("SlidingWindow(size=50)",))
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [SlidingWindow(50), Chunked(64)])
 def test_padding_inside_a_document_hides_nothing(mask):
     positions = np.full((1, 600), -1, np.int32)
@@ -438,7 +438,7 @@ def oracle(qkv, seen, soft_cap=None):
     return out, lse.transpose(0, 2, 1), np.where(seen, scores, EMPTY).max((2, 3))
 
 
-@pytest.mark.slow(fast=("301-Causal()",))
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20), Chunked(100), Bidirectional()])
 @pytest.mark.parametrize("length", [301, 561])
 def test_spans(mask, length):

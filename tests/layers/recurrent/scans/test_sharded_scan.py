@@ -37,7 +37,7 @@ def results(function, args, rest, options=()):
     return found, grads
 
 
-@pytest.mark.slow(fast=("True-context=8-head-default",))
+@pytest.mark.slow(fast=("True-context=8-head-default", "True-context=4 tensor=2-linear-stateless=True"))
 @pytest.mark.parametrize(
     ("sizes", "kind", "options"),
     [
