@@ -10,8 +10,11 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
 from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
@@ -22,6 +25,9 @@ EMBED = 6
 _ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4)
 LAYERS = {
     "mamba": Mamba1Config(channels=5, key_dim=3, step_rank=2),
+    "mamba2": Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3),
+    "delta net": GatedDeltaNetConfig(num_heads=2, num_key_heads=1, key_dim=2, value_dim=3),
+    "kimi delta": KimiDeltaAttentionConfig(num_heads=2, head_dim=3, gate_rank=2),
     "gated convolution": GatedConvolutionConfig(channels=5, taps=3),
     "lightning": LightningAttentionConfig(num_heads=2, head_dim=4),
     "mLSTM": MLSTMConfig(num_heads=2, key_dim=3, value_dim=4),

@@ -106,21 +106,19 @@ def test_no_two_weights_share_a_key(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "names"),
+    ("config", "biases", "names"),
     [
-        (MLPConfig(mlp_dim=3, bias=True), ("gate_bias", "up_bias", "down_bias")),
-        (dataclasses.replace(EXPERTS, bias=True, out_bias=True), ("gate_bias", "up_bias", "down_bias", "out_bias")),
-        (
-            dataclasses.replace(ATTENTION, qkv_bias=True, out_bias=True),
-            ("query_bias", "key_bias", "value_bias", "out_bias"),
-        ),
-        (HeadTransformConfig(bias=True), ("bias",)),
+        (MLPConfig(mlp_dim=3), dict(bias=True), ("gate_bias", "up_bias", "down_bias")),
+        (EXPERTS, dict(bias=True, out_bias=True), ("gate_bias", "up_bias", "down_bias", "out_bias")),
+        (ATTENTION, dict(qkv_bias=True, out_bias=True), ("query_bias", "key_bias", "value_bias", "out_bias")),
+        (HeadTransformConfig(), dict(bias=True), ("bias",)),
     ],
     ids=["mlp", "experts", "attention", "head transform"],
 )
-def test_biases_are_there_if_the_configuration_names_them(config, names):
-    layer = eqx.filter_eval_shape(lambda key: config.build(4, key=key), jax.random.key(0))
-    assert [name for name in names if getattr(layer, name) is None] == []
+def test_biases_are_there_if_the_configuration_names_them(config, biases, names):
+    for one, there in ((config, False), (dataclasses.replace(config, **biases), True)):
+        layer = eqx.filter_eval_shape(functools.partial(one.build, 4), key=jax.random.key(0))
+        assert [getattr(layer, name) is not None for name in names] == [there] * len(names)
 
 
 def test_no_two_layers_and_tables_are_equal():

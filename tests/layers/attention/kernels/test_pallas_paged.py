@@ -107,7 +107,7 @@ def test_the_kernel_is_the_general_path(kernel, dtype, heads, kv_heads, values, 
         assert not out[1].any() and (lse[1] == EMPTY).all() and not out[-1, -1].any() and (lse[-1, -1] == EMPTY).all()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("int8-128-16-interval",))
 @pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
 @pytest.mark.parametrize("head_dim, size", [(64, 3), (80, 8), (128, 16), (256, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
