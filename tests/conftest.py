@@ -67,12 +67,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = next((mark for mark in item.own_markers if mark.name == "slow" and mark.kwargs), None)
         if mark is not None:
-            unseen.setdefault(item.nodeid.partition("[")[0], set(mark.kwargs["fast"])).discard(item.callspec.id)
-            if item.callspec.id in mark.kwargs["fast"]:
+            names = unseen.setdefault(item.nodeid.partition("[")[0], set(mark.kwargs["fast"]))
+            if item.callspec.id in names:
                 item.own_markers.remove(mark)
+                if item.get_closest_marker("slow") is None:
+                    names.remove(item.callspec.id)
     missing = {test: sorted(names) for test, names in unseen.items() if names}
     if missing and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"slow(fast=...) names cases that do not exist: {missing}")
+        raise pytest.UsageError(f"slow(fast=...) names cases that do not exist or have a mark of their own: {missing}")
 
 
 def pytest_make_parametrize_id(val) -> str | None:

@@ -66,7 +66,7 @@ def written(template: ChatTemplate | str, *documents: Document) -> list[list[str
     return [[(one.text or "")[start:stop] for start, stop in one.spans or ()] for one in found]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("llama3-plain",))
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_path):

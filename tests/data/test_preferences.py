@@ -82,7 +82,7 @@ def answers_of(batch) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int,
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("qwen3",))
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_tokens_are_those_of_conversations_and_of_the_request(name, tokenizer, tmp_path):
     prompt = [{"role": "user", "content": "What is the answer?"}, GOOD, {"role": "user", "content": "and then?"}]

@@ -228,7 +228,7 @@ def test_what_stands_in_padding_is_not_seen(model, media):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [dict(scan=False), *(pytest.param(dict(remat=remat), marks=pytest.mark.slow) for remat in ("full", "none"))],
+    [dict(scan=False), dict(remat="full"), dict(remat="none")],
 )
 def test_every_way_to_run_gives_the_same(model, encode, options):
     """Layers in a scan or one by one, computed again or kept."""

@@ -42,7 +42,7 @@ def of(group: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["", pytest.param("alone/", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", ["", "alone/"])
 def test_logits_are_those_of_transformers(model, group):
     """Two images whose padding ends within tokens; speech has a projector of its own where there are none."""
     inputs, wanted = of(group)

@@ -110,7 +110,6 @@ def positions_by_hand(segments):
     return np.where(segments == 0, -1, out)
 
 
-@pytest.mark.slow
 def test_positions_restart_with_each_document():
     segments = np.array([[1, 1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 0, 4, 4], [7, 2, 2, 2, 2, 2, 2], [0] * 7])
     got, _ = document_positions(None, jnp.asarray(segments), segments.shape)

@@ -90,7 +90,7 @@ def test_one_row_is_doubled_on_gpus_and_changes_nothing(pattern, rows, monkeypat
 @pytest.mark.slow(fast=("True-float32-half", "True-float32-amx", "True-bfloat16-amx"))
 @pytest.mark.parametrize("half_width, amx", [(False, False), (True, False), (True, True)], ids=["plain", "half", "amx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_few_rows_and_many_are_numpy(half_width, amx, dtype, transposed, monkeypatch):
     """One row, seven, and as many as are no longer few; odd sizes; values and both gradients, on any version of jax."""
     monkeypatch.setattr(matmul, "_HALF_WIDTH", half_width)

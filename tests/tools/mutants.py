@@ -359,7 +359,7 @@ class Map:
         out = root / "trace.json"
         run_pytest(root, dict(trace=str(out), file=file, slow=self.slow), None)
         traced = json.loads(out.read_text())
-        reached = {file} | {source for test in traced["tests"].values() for source in test["lines"]}
+        reached = {file, *traced["imported"]}.union(*(test["lines"] for test in traced["tests"].values()))
         return traced | dict(digests={name: digest(root / name) for name in reached})
 
     def reaching(self, mutant: Mutant) -> list[str]:
@@ -392,6 +392,7 @@ class Map:
 
 
 def _distance(file: Path, mirror: Path) -> tuple[bool, bool]:
+    """Return what sorts the file that mirrors a module first, and its folder next."""
     return file != mirror, file.parent != mirror.parent
 
 

@@ -115,7 +115,7 @@ def test_materialized_model_is_a_llama_with_the_same_logits(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param(MESH, marks=pytest.mark.slow), dict(stage=2, tensor_sequence=2, fsdp=2)])
+@pytest.mark.parametrize("mesh", [MESH, dict(stage=2, tensor_sequence=2, fsdp=2)])
 def test_materialized_model_is_on_the_models_mesh(model, mesh):
     layout = ed.Layout.create(**mesh)
     placed = materialize(model.place(layout))

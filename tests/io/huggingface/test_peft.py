@@ -81,7 +81,7 @@ def copy(tmp_path):
 # --- agreement with PEFT ---
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast=("peft_gpt2",))
 def test_logits_equal_those_of_peft(fixture):
     directory, base, model = fixture
     expected = np.load(directory / "expected.npz")

@@ -164,7 +164,7 @@ def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig
 @pytest.mark.slow(fast=("sparse", "few keys"))
 @pytest.mark.parametrize(
     "warmup, top_k, tile",
-    [pytest.param(False, 2, topk.TILE, marks=pytest.mark.slow), (False, 2, 80), (True, 2, 40), (False, 20, topk.TILE)],
+    [(False, 2, topk.TILE), (False, 2, 80), (True, 2, 40), (False, 20, topk.TILE)],
     ids=["sparse", "sparse in blocks", "warmup", "few keys"],
 )
 def test_it_learns_from_the_attention_over_what_is_attended_to(warmup, top_k, tile, monkeypatch):

@@ -73,7 +73,7 @@ def documents(length, batch=2):
 
 @pytest.mark.slow(fast=("13-head", "13-channel", "13-linear"))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [pytest.param(13, marks=pytest.mark.slow), 97])
+@pytest.mark.parametrize("length", [13, 97])
 def test_chunks_are_tokens(kind, length):
     args, resets = make(length, kind), documents(length)
     same(all_of(args, resets, kind, 64), all_of(args, resets, kind, None))
