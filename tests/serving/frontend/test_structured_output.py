@@ -223,17 +223,22 @@ def test_compiles_each_grammar_once_and_caches_errors(gated):
 
 
 def test_slow_compilations_do_not_delay_cached_grammars(gated):
-    """Nor, in their turn, those of other clients."""
+    """Slow compilations of one client do not delay those of other clients either."""
+    allowed = threading.Semaphore(0)  # number of compilations that may end
+    gated.gate.wait = lambda seconds: allowed.acquire(timeout=seconds)
 
     async def run():
         costly = [asyncio.ensure_future(gated.prepare(Grammar("regex", f"a{n}"), 1, "one")) for n in range(6)]
         other = asyncio.ensure_future(gated.prepare(Grammar("regex", "b"), 1, "other"))
         await settle()
         (found,) = await gated.prepare(ANY_OBJECT, 1)
-        assert found.error == "" and not any(one.done() for one in (*costly, other))
-        gated.gate.set()
+        assert found.error == "" and not any(task.done() for task in (*costly, other))
+        allowed.release()
+        while len(gated.compiled) < 3:  # two are compiled at a time
+            await asyncio.sleep(0.001)
+        allowed.release(6)
         await asyncio.gather(*costly, other)
-        assert gated.compiled.index("b") <= 3  # two are compiled at a time, and either may end first
+        assert gated.compiled[2] == "b"
 
     asyncio.run(run())
 
