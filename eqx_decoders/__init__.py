@@ -18,7 +18,7 @@ Read and write Hugging Face's directories, and llama.cpp's files
 
 Run it
     `Decoder` is the model and returns an `Output`. `Inputs` and `Media` are what it reads beside tokens. `Block`,
-    `Segment`, `segments` and `Context` are what it consists of.
+    `ScannedLayers`, `find_repeats` and `Context` are what it consists of.
 
 Choose how and where it runs
     `Execution` and `model.replace(remat="full")`: `Remat`, `Precision`, `LowPrecision`; `Layout`, `Pipeline`,
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
         BlockConfig as BlockConfig,
         ExtraLayerConfig as ExtraLayerConfig,
     )
-    from eqx_decoders.blocks.segmentation import segments as segments
-    from eqx_decoders.blocks.stack import Segment as Segment
+    from eqx_decoders.blocks.repeats import find_repeats as find_repeats
+    from eqx_decoders.blocks.stack import ScannedLayers as ScannedLayers
     from eqx_decoders.blocks.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
     from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
     from eqx_decoders.core.sampling import Greedy as Greedy, Sample as Sample
@@ -138,8 +138,8 @@ __getattr__, __all__, __dir__ = lazy(
     __name__,
     {
         "blocks.block": "Block BlockConfig ExtraLayerConfig",
-        "blocks.segmentation": "segments",
-        "blocks.stack": "Segment",
+        "blocks.repeats": "segments",
+        "blocks.stack": "ScannedLayers",
         "blocks.stats": "ActivationStats BlockStats",
         "context": "Context Execution Inputs",
         "core.sampling": "Greedy Sample",

@@ -1,4 +1,4 @@
-"""Inputs that single layers have besides the residual stream, split over the segments of a stack."""
+"""Inputs that single layers have besides the residual stream, split over the scanned layers of a stack."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingC
 
 
 class LayerInputs:
-    """Inputs of single layers, taken by one segment after another.
+    """Inputs of single layers, taken by one `ScannedLayers` after another.
 
     `by_layer` has, by name, an array for each of the layers that take it, in their order: `[takers, batch,
     length, ...]`.

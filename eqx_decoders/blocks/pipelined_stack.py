@@ -1,4 +1,4 @@
-"""The run of a stack, segment by segment; a pipeline over the mesh axis `stage` may run part of it."""
+"""Run a stack of scanned layers, part of which may run as a pipeline over the mesh axis `stage`."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from eqx_decoders.blocks.block import Block
 from eqx_decoders.blocks.layer_inputs import LayerInputs
-from eqx_decoders.blocks.stack import Segment, SegmentOutput
+from eqx_decoders.blocks.stack import ScannedLayers, ScanOutput
 from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check
@@ -25,7 +25,7 @@ from eqx_decoders.sharding.pipeline_config import AXIS
 
 
 class StackOutput(NamedTuple):
-    """Result of a stack: the residual stream, and for each segment the entries for its caches and statistics."""
+    """Result of a stack: the residual stream, and the cache entries and statistics of each `ScannedLayers`."""
 
     x: Array
     entries: tuple[tuple[dict[str, Any], ...], ...]
@@ -33,7 +33,7 @@ class StackOutput(NamedTuple):
 
 
 def run_stack(
-    stack: tuple[Segment, ...],
+    stack: tuple[ScannedLayers, ...],
     x: Float[Array, "batch length *streams embed"],
     ctx: Context,
     caches: tuple[Any, ...] | None,
@@ -41,22 +41,22 @@ def run_stack(
     keys: Key[Array, "layers"] | None,
     by_layer: dict[str, Array],
 ) -> StackOutput:
-    """Run all segments of a stack.
+    """Run all layers of a stack.
 
     **Arguments:**
 
-    - `caches`: those of each segment, or None.
+    - `caches`: the caches of each `ScannedLayers`, or None.
     - `keys`: one key per layer, for dropout.
     - `by_layer`: see `LayerInputs`.
     """
     entries, stats, begin, layer_inputs = [], [], 0, LayerInputs(by_layer)
-    for index, segment in enumerate(stack):
-        unit = tuple(block.config for block in segment.unit)
-        end = begin + segment.repeats * len(unit)
-        segment_keys = None if keys is None else keys[begin:end]
-        inputs = layer_inputs.cut(unit, segment.repeats)
-        segment_caches = None if caches is None else caches[index]
-        output = run_segment(segment, x, ctx, segment_caches, keys=segment_keys, inputs=inputs)
+    for index, layers in enumerate(stack):
+        unit = tuple(block.config for block in layers.unit)
+        end = begin + layers.repeats * len(unit)
+        these_keys = None if keys is None else keys[begin:end]
+        inputs = layer_inputs.cut(unit, layers.repeats)
+        these_caches = None if caches is None else caches[index]
+        output = run_scanned_layers(layers, x, ctx, these_caches, keys=these_keys, inputs=inputs)
         x, ctx, begin = output.x, dataclasses.replace(ctx, shared=output.shared), end
         entries.append(output.entries)
         stats.append(output.stats)
@@ -64,82 +64,82 @@ def run_stack(
     return StackOutput(x, tuple(entries), stats)
 
 
-def run_segment(
-    segment: Segment,
+def run_scanned_layers(
+    layers: ScannedLayers,
     x: Float[Array, "batch length *streams embed"],
     ctx: Context,
     caches: tuple[dict[str, Any], ...] | None = None,
     *,
     keys: Key[Array, "layers"] | None = None,
     inputs: tuple[dict[str, Array], ...] = (),
-) -> SegmentOutput:
-    """Run a segment: as many of its layers as fill all stages as a pipeline, if there is one."""
-    count = 0 if caches is not None else piped_repeats(segment, ctx)
+) -> ScanOutput:
+    """Run scanned layers. With a pipeline, as many of them as fill all stages run as a pipeline."""
+    count = 0 if caches is not None else piped_repeats(layers, ctx)
     if count == 0:
-        return segment(x, ctx, caches, keys=keys, inputs=inputs)
-    keys = None if keys is None else keys.reshape(segment.repeats, -1)
-    arrays, static = eqx.partition(segment.unit, eqx.is_array)
+        return layers(x, ctx, caches, keys=keys, inputs=inputs)
+    keys = None if keys is None else keys.reshape(layers.repeats, -1)
+    arrays, static = eqx.partition(layers.unit, eqx.is_array)
 
     def part(begin: int, end: int) -> tuple[PyTree, Any, Any]:
         return jax.tree.map(lambda leaf: leaf[begin:end], (arrays, keys, inputs))
 
-    x, stats = _piped(static, segment, *part(0, count), x, ctx)
-    rest = segment.repeats - count
-    entries = ({},) * len(segment.unit)
+    x, stats = _piped(static, layers, *part(0, count), x, ctx)
+    rest = layers.repeats - count
+    entries = ({},) * len(layers.unit)
     if rest == 0:
-        return SegmentOutput(x, entries, stats, ctx.shared)
-    weights, keys, inputs = part(count, segment.repeats)
-    after = Segment(unit=eqx.combine(weights, static), repeats=rest)
+        return ScanOutput(x, entries, stats, ctx.shared)
+    weights, keys, inputs = part(count, layers.repeats)
+    after = ScannedLayers(unit=eqx.combine(weights, static), repeats=rest)
     out = after(x, ctx, keys=None if keys is None else keys.reshape(-1), inputs=inputs)
     stats = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), stats, out.stats)
-    return SegmentOutput(out.x, entries, stats, out.shared)
+    return ScanOutput(out.x, entries, stats, out.shared)
 
 
-def piped_repeats(segment: Segment, ctx: Context) -> int:
-    """Return the number of repeats of a segment's unit that run as a pipeline.
+def piped_repeats(layers: ScannedLayers, ctx: Context) -> int:
+    """Return the number of repeats of the unit that run as a pipeline.
 
     It is 0 if later layers use what these layers share.
     """
     setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
-    if setup is None or stages == 1 or any(block.config.lent_names for block in segment.unit):
+    if setup is None or stages == 1 or any(block.config.lent_names for block in layers.unit):
         return 0
-    return segment.repeats - segment.repeats % (stages * setup.repeats)
+    return layers.repeats - layers.repeats % (stages * setup.repeats)
 
 
-def check_pipeline(stack: tuple[Segment, ...], ctx: Context) -> None:
+def check_pipeline(stack: tuple[ScannedLayers, ...], ctx: Context) -> None:
     """Raise ConfigError if there is a pipeline, but no layers that could run in it."""
     setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
     if setup is None or stages == 1:
         return
     text = f"Layout.stage={stages} x Pipeline.repeats={setup.repeats} needs {stages * setup.repeats} equal layers, or"
-    counts = ", ".join(str(segment.repeats) for segment in stack)
+    counts = ", ".join(str(layers.repeats) for layers in stack)
     rule = f"{text} repeats of some layers, in a row; this model has {counts}"
-    check(any(piped_repeats(segment, ctx) for segment in stack), f"{rule}. Choose fewer, or leave the pipeline out.")
+    check(any(piped_repeats(layers, ctx) for layers in stack), f"{rule}. Choose fewer, or leave the pipeline out.")
 
 
 def _piped(
-    static: tuple[Block, ...], segment: Segment, weights: PyTree, keys: Any, inputs: Any, x: Array, ctx: Context
+    static: tuple[Block, ...], layers: ScannedLayers, weights: PyTree, keys: Any, inputs: Any, x: Array, ctx: Context
 ) -> tuple[Array, tuple[BlockStats, ...]]:
-    """Return the stream after these layers of a segment, and their statistics."""
+    """Return the stream after the layers with these `weights`, and their statistics."""
     execution = ctx.execution
     setup, layout = execution.pipeline, execution.layout
     assert setup is not None
     stages, count = layout.sizes[AXIS], setup.microbatches
     setup.check_fits(x.shape[0], stages)
-    layers = len(jax.tree.leaves(weights)[0]) // (stages * setup.repeats)
+    per_stage = len(jax.tree.leaves(weights)[0]) // (stages * setup.repeats)
     # with one layer in a stage, the stage's checkpoint is the layer's
-    remat, stage_layout = execution.remat if layers * len(static) > 1 else None, layout.without_stage()
+    remat, stage_layout = execution.remat if per_stage * len(static) > 1 else None, layout.without_stage()
     inner = dataclasses.replace(execution, remat=remat, layout=stage_layout, pipeline=None)
     rows, others = eqx.partition(dataclasses.replace(ctx, layer_inputs={}, execution=inner), eqx.is_array)
 
     def stage(weights, by_layer, rows, x, number):
         if setup.gather != "iteration":
-            weights = _scattering(functools.partial(_split, stage_layout, stage_layout.weight_spec, segment), weights)
+            weights = _scattering(functools.partial(_split, stage_layout, stage_layout.weight_spec, layers), weights)
         keys, inputs = by_layer
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), number)
         inputs = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, 1, keepdims=False), inputs)
-        piece = Segment(unit=eqx.combine(weights, static), repeats=layers)
+        piece = ScannedLayers(unit=eqx.combine(weights, static), repeats=per_stage)
         out = piece(x, eqx.combine(rows, others), keys=keys, inputs=inputs)
         return out.x, out.stats
 
@@ -152,21 +152,21 @@ def _piped(
         x,
         pipeline=setup,
         layout=layout,
-        contiguous=_contiguous(segment, layers * stages * setup.repeats, layout),
-        gathered=functools.partial(_split, stage_layout, stage_layout.used_spec, segment),
+        contiguous=_contiguous(layers, per_stage * stages * setup.repeats, layout),
+        gathered=functools.partial(_split, stage_layout, stage_layout.used_spec, layers),
         policy=None if (outer := get_remat(execution.remat)) is None else outer.policy(),
     )
     return x, tuple(join_parts(stat) for stat in stats)
 
 
-def _contiguous(segment: Segment, layers: int, layout: Layout) -> bool:
-    """Return whether `stage` splits the layers of a segment's weights, all of which are run."""
-    return layers == segment.repeats and layout.weight_spec("layers", (layers,))[0] is not None
+def _contiguous(layers: ScannedLayers, repeats: int, layout: Layout) -> bool:
+    """Return whether `stage` splits the weights on their axis of layers, and all repeats run as a pipeline."""
+    return repeats == layers.repeats and layout.weight_spec("layers", (repeats,))[0] is not None
 
 
-def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], segment: Segment, weights: PyTree) -> PyTree:
-    """Split pieces of a segment's weights by `spec_of` their axes, whatever leading axes they have."""
-    words = axes(segment)
+def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], layers: ScannedLayers, weights: PyTree) -> PyTree:
+    """Shard slices of the weights by `spec_of` their axes; leading axes that a slice adds are replicated."""
+    words = axes(layers)
 
     def one(path, leaf):
         inner = spec_of(words[f"unit.{path_name(path)}"])[1:]

@@ -1,4 +1,4 @@
-"""The stack: a list of blocks as segments of repeated units, whose weights are stacked and run by one scan."""
+"""The stack: repeated units of blocks, whose weights are stacked and run by one scan."""
 
 import dataclasses
 import functools
@@ -43,11 +43,11 @@ def map_layers(build: Callable[..., Any], *arguments: Array) -> Any:
     return eqx.combine(arrays, static)
 
 
-class Segment(eqx.Module):
+class ScannedLayers(eqx.Module):
     """Repeated layers, `repeats` copies of `unit`: weights stacked on a leading `layers` axis, run by one scan.
 
     Its arrays can't be built by calling the constructors of layers (their types name no `layers` axis): use
-    `Segment.build`, and `eqx.tree_at` to edit.
+    `ScannedLayers.build`, and `eqx.tree_at` to edit.
     """
 
     stack_axes: ClassVar[tuple[str, ...]] = ("layers",)
@@ -57,7 +57,7 @@ class Segment(eqx.Module):
     @classmethod
     def build(
         cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"], begin: int = 0
-    ) -> "Segment":
+    ) -> "ScannedLayers":
         """Return new layers. `keys` has one key per layer, `repeats * len(unit)` keys in total.
 
         `begin` is the index of the first layer in the decoder.
@@ -100,7 +100,7 @@ class Segment(eqx.Module):
         *,
         keys: Key[Array, "layers"] | None = None,
         inputs: tuple[dict[str, Array], ...] | None = None,
-    ) -> "SegmentOutput":
+    ) -> "ScanOutput":
         """Run all layers.
 
         **Arguments:**
@@ -119,7 +119,7 @@ class Segment(eqx.Module):
         reads = None if caches is None or ctx.cache_is_empty else slices(unit_caches)
         sliced_late = scanned and caches is not None
 
-        # what earlier segments share is carried only if it is replaced: a scan keeps its carry for the gradient
+        # what earlier layers share is carried only if it is replaced: a scan keeps its carry for the gradient
         replaced = {name for block in self.unit for name in block.config.lent_names if name in ctx.shared}
 
         def step(carry, layers):
@@ -150,7 +150,7 @@ class Segment(eqx.Module):
         (stream, carried), entries, stats, added = _over_layers(step, carry, layers, unit_caches, self.repeats, scanned)
         if overlap:
             stream, stats = join_batch(stream), tuple(join_parts(stat) for stat in stats)
-        return SegmentOutput(stream, entries, stats, ctx.shared | carried | added)
+        return ScanOutput(stream, entries, stats, ctx.shared | carried | added)
 
     def _block_call(self, ctx: Context, scanned: bool, overlap: bool, trains: bool) -> Callable[..., Any]:
         """Return the function that runs one block under the remat policy; with `overlap` it takes parts of a batch."""
@@ -178,8 +178,8 @@ def _over_layers(
     return carry, stacked(caches, entries), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats), added
 
 
-class SegmentOutput(NamedTuple):
-    """Result of a segment.
+class ScanOutput(NamedTuple):
+    """Result of `ScannedLayers`.
 
     **Arguments:**
 

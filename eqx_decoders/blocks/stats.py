@@ -71,8 +71,10 @@ def join_parts(stats: BlockStats) -> BlockStats:
     return dataclasses.replace(joined, activations=dataclasses.replace(means, std=std))
 
 
-def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
-    """Join the results of segments, for each block of the unit stacked over repeats, along one axis of layers.
+def join_layer_stats(scanned_stats: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
+    """Join the statistics of all `ScannedLayers` along one axis of layers.
+
+    Each item has the statistics of the blocks of one unit, stacked over repeats.
 
     Each field has the layers that have it, in their order; None if there are none. If layers differ in their number of
     experts, the shorter ones are padded with zeros.
@@ -80,7 +82,7 @@ def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStat
 
     def joined(name: str) -> Any:
         stacked = []
-        for unit in per_segment:
+        for unit in scanned_stats:
             trees = [tree for stats in unit if (tree := getattr(stats, name)) is not None]
             if trees:
                 columns = jax.tree.map(lambda *leaves: jnp.stack(_pad_to_widest(leaves), axis=1), *trees)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.stack import Segment
+from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.encoders.audio.audio_stem import AudioStem
 from eqx_decoders.encoders.audio.frame_stem import FrameStem
@@ -46,7 +46,7 @@ class Encoder(eqx.Module):
     """Encoder of images or audio: `projector(post_norm(block_n(... block_1(pre_norm(stem(rows))))))`."""
 
     stem: PatchStem | MobileNet | AudioStem | FrameStem
-    segments: tuple[Segment, ...]
+    scanned_layers: tuple[ScannedLayers, ...]
     pre_norm: Norm | None
     post_norm: Norm | None
     projector: Projector
@@ -65,7 +65,7 @@ class Encoder(eqx.Module):
         keys, stack, begin = jax.random.split(block_key, len(config.blocks)), [], 0
         for unit, repeats in config.parts:
             count = len(unit) * repeats
-            stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count]))
+            stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[begin : begin + count]))
             begin += count
         deepstack, into = config.deepstack_projector, config.into
         inner, out = config.projector.combined_dim(config.input_dim), config.projector.out_dim
@@ -75,7 +75,7 @@ class Encoder(eqx.Module):
         size = config.input_dim if tiles is not None and tiles.projected else out
         return cls(
             stem=config.stem.build(config.embed_dim, key=stem_key),
-            segments=with_clipping(tuple(stack)) if config.clipped else tuple(stack),
+            scanned_layers=with_clipping(tuple(stack)) if config.clipped else tuple(stack),
             pre_norm=None if config.pre_norm is None else config.pre_norm.build(config.embed_dim),
             post_norm=None if config.post_norm is None else config.post_norm.build(config.embed_dim),
             projector=config.projector.build(config.input_dim, key=projector_key),
@@ -120,11 +120,11 @@ class Encoder(eqx.Module):
         """Return the features for the projector, and those that are added behind the decoder's layers."""
         config, deepstack, depth = self.config, list[Array](), 0
         known, deepest = {0: x}, max((*config.depths, *(layer + 1 for layer in config.deepstack)), default=0)
-        for segment in self.segments:
+        for layers in self.scanned_layers:
             if config.depths and depth >= deepest:
                 break
-            x = segment(x, ctx).x
-            depth += len(segment.unit) * segment.repeats
+            x = layers(x, ctx).x
+            depth += len(layers.unit) * layers.repeats
             known[depth] = x
             if depth - 1 in config.deepstack:
                 deepstack.append(self.deepstack[len(deepstack)](x, ctx))

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.geometry import TilesConfig
@@ -124,7 +124,7 @@ class EncoderConfig(CheckedFields):
         begins = [0, *ends][: len(ends)]
         return tuple(
             part for begin, end in zip(begins, ends, strict=True) if begin < end
-            for part in segments(self.blocks[begin:end])
+            for part in find_repeats(self.blocks[begin:end])
         )  # fmt: skip
 
 

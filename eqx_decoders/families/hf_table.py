@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.families.config_keys import ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS, by_key
@@ -396,7 +396,7 @@ def _layer_paths(config: DecoderConfig) -> Iterator[tuple[str, int]]:
         yield "mtp.depth", layer
         yield "mtp.depth.block", layer
     yield from (("shared", layer) for layer in sorted({use["owner"] for use in _uses(config).values()}))
-    yield from _layer_paths_in("", segments(config.blocks))
+    yield from _layer_paths_in("", find_repeats(config.blocks))
     for name in ENCODERS:
         encoder = None if config.media is None else getattr(config.media, name)
         if encoder is not None:
@@ -409,7 +409,7 @@ def _layer_paths_in(path: str, parts: Iterable[tuple[tuple[Any, ...], int]]) -> 
     for index, (unit, repeats) in enumerate(parts):
         for place in range(len(unit)):
             for repeat in range(repeats):
-                yield f"{path}segments.{index}.unit.{place}", begin + repeat * len(unit) + place
+                yield f"{path}scanned_layers.{index}.unit.{place}", begin + repeat * len(unit) + place
         begin += len(unit) * repeats
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.families import get_config
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
@@ -91,8 +91,8 @@ def active_parameters(model: Decoder) -> dict[str, int]:
 def _experts_per_token(name: str, config: DecoderConfig) -> int:
     """Return the number of experts that a token uses in the layers of the weight `name`."""
     part, index, _, place, *_ = (*name.split("."), "", "", "")
-    if part == "segments":
-        block = segments(config.blocks)[int(index)][0][int(place)]
+    if part == "scanned_layers":
+        block = find_repeats(config.blocks)[int(index)][0][int(place)]
     else:
         block = config.blocks[-1] if config.mtp is None else config.mtp.block
     return getattr(block.mixer if ".mixer." in name else block.mlp, "num_experts_per_token", 0)

@@ -37,14 +37,16 @@ class DraftModel(Drafter):
 
     def empty(self, model: Decoder, rows: int, length: int, cache_format: CacheFormat) -> DraftState:
         cache = inference_cache(self.model, rows, length, cache_format)
-        return DraftState(layer_caches=cache.segments, last=(), tokens=jnp.zeros((rows, self.num_tokens), jnp.int32))
+        return DraftState(
+            layer_caches=cache.layer_caches, last=(), tokens=jnp.zeros((rows, self.num_tokens), jnp.int32)
+        )
 
     def prefill(self, model: Decoder, state: DraftState, row: Int[Array, ""], read: VerifiedStep) -> DraftState:
         cache, promises = _cache(state), Promises(accept_all=True)
         inputs = read.tokens, read.positions
         _, proposal, _ = self.model.forward_uncommitted(*inputs, cache=cache.at_rows(row[None]), promises=promises)
         cache = cache.commit_rows(row[None], proposal.entries, proposal.positions)
-        return dataclasses.replace(state, layer_caches=cache.segments)
+        return dataclasses.replace(state, layer_caches=cache.layer_caches)
 
     def step(
         self, model: Decoder, state: DraftState, verified: VerifiedStep, *, cache_is_empty: bool = False
@@ -67,9 +69,9 @@ class DraftModel(Drafter):
 
         tokens = jnp.concatenate([last, jnp.zeros((rows, count), jnp.int32)], axis=1).astype(jnp.int32)
         tokens = jax.lax.fori_loop(0, count, draft_next, tokens)
-        return DraftState(layer_caches=cache.segments, last=(), tokens=tokens[:, 1:])
+        return DraftState(layer_caches=cache.layer_caches, last=(), tokens=tokens[:, 1:])
 
 
 def _cache(state: DraftState) -> Cache:
     """Return the layer caches of the draft model as a `Cache`."""
-    return Cache(segments=state.layer_caches, length=jnp.zeros((state.tokens.shape[0],), jnp.int32))
+    return Cache(layer_caches=state.layer_caches, length=jnp.zeros((state.tokens.shape[0],), jnp.int32))

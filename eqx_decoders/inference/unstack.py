@@ -23,8 +23,8 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from eqx_decoders.blocks.segmentation import segments
-from eqx_decoders.blocks.stack import Segment
+from eqx_decoders.blocks.repeats import find_repeats
+from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.cache.base import LayerCache, is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
@@ -43,22 +43,22 @@ MOST = 128  # layers: a program grows with unscanned ones
 def unstack_layers(model: Decoder) -> Decoder:
     """Return the same model, whose layers programs for one token read in place as far as they can.
 
-    On one CPU device, with a `Segment` for each repeat of a unit, whose arrays are views of the stacked ones, unless
-    these are traced. While a view lives, a donated array is copied instead of overwritten: so drop the result as soon
-    as possible. On GPUs without a scan, if it has no experts. Small models and those of many layers are returned as
-    they are.
+    On one CPU device, each repeat of a unit becomes one `ScannedLayers`, whose arrays are views of the stacked ones,
+    unless these are traced. While a view lives, a donated array is copied instead of overwritten: so drop the result as
+    soon as possible. On GPUs without a scan, if it has no experts. Small models and those of many layers are returned
+    as they are.
     """
     backend = model.execution.layout.backend
     if not _is_worth_it(model):
         return model
     if backend.separate_layers and _are_known(model):
-        return _with_segments(model, _cut)
+        return _map_scanned_layers(model, _cut)
     has_experts = any("experts" in words for words in axes(model).values())
     return model.replace(scan=False) if backend.unrolled_layers and not has_experts else model
 
 
 def unstack_in_place(model: Decoder, shared: Sequence[Any] = ()) -> Decoder:
-    """Return the same model with a `Segment` for each repeat of a unit; on GPUs its stacked arrays are deleted.
+    """Return the same model with a `ScannedLayers` for each repeat of a unit; on GPUs its stacked arrays are deleted.
 
     They are cut one after the other, so that never more than one of them is there twice. Of a model of shapes these are
     cut. On other platforms the model is returned as it is.
@@ -70,34 +70,38 @@ def unstack_in_place(model: Decoder, shared: Sequence[Any] = ()) -> Decoder:
     if not (model.execution.layout.backend.unrolled_layers and _is_worth_it(model)):
         return model
     if isinstance(_arrays(model)[0], jax.ShapeDtypeStruct):
-        return _with_segments(model, _cut_shapes)
+        return _map_scanned_layers(model, _cut_shapes)
     cut = partial(_cut_and_delete, shared={id(leaf) for leaf in shared})
-    return _with_segments(model, cut) if _are_known(model) else model
+    return _map_scanned_layers(model, cut) if _are_known(model) else model
 
 
 def _is_worth_it(model: Decoder) -> bool:
     execution, layout = model.execution, model.execution.layout
     plain = execution.scan and layout.sizes.get("stage", 1) == 1 and not layout.offload.weights
-    stacked = any(segment.repeats > 1 for segment in model.segments) and len(model.config.blocks) <= MOST
+    stacked = any(layers.repeats > 1 for layers in model.scanned_layers) and len(model.config.blocks) <= MOST
     return plain and stacked and sum(leaf.size * leaf.dtype.itemsize for leaf in _arrays(model)) >= WORTH
 
 
 def _arrays(model: Decoder) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(model.segments) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+    return [
+        leaf for leaf in jax.tree.leaves(model.scanned_layers) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    ]
 
 
 def _are_known(model: Decoder) -> bool:
     return all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in _arrays(model))
 
 
-def _with_segments(model: Decoder, cut: Callable[[Segment], list[Segment]]) -> Decoder:
-    return dataclasses.replace(model, segments=tuple(each for segment in model.segments for each in cut(segment)))
+def _map_scanned_layers(model: Decoder, cut: Callable[[ScannedLayers], list[ScannedLayers]]) -> Decoder:
+    return dataclasses.replace(
+        model, scanned_layers=tuple(each for layers in model.scanned_layers for each in cut(layers))
+    )
 
 
-def _cut_shapes(segment: Segment) -> list[Segment]:
-    """Return one segment of shapes for each repeat."""
-    unit = jax.tree.map(lambda leaf: _piece(leaf, 0) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, segment.unit)
-    return [Segment(unit=unit, repeats=1)] * segment.repeats
+def _cut_shapes(layers: ScannedLayers) -> list[ScannedLayers]:
+    """Return `ScannedLayers` of shapes for each repeat."""
+    unit = jax.tree.map(lambda leaf: _piece(leaf, 0) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, layers.unit)
+    return [ScannedLayers(unit=unit, repeats=1)] * layers.repeats
 
 
 def _piece(stacked: Any, index: int) -> Any:
@@ -107,20 +111,20 @@ def _piece(stacked: Any, index: int) -> Any:
     return stacked[index : index + 1]
 
 
-def _cut_and_delete(segment: Segment, shared: set[int]) -> list[Segment]:
-    """Return one segment for each repeat, with copies of their arrays, and delete the stacked ones that are not shared.
+def _cut_and_delete(layers: ScannedLayers, shared: set[int]) -> list[ScannedLayers]:
+    """Return `ScannedLayers` for each repeat, with copies of the stacked arrays, and delete the stacked arrays.
 
-    `shared` has the `id` of each.
+    Arrays whose `id` is in `shared` are not deleted.
     """
-    leaves, with_arrays = _parts(segment)
-    layers: list[list[Any]] = [[] for _ in range(segment.repeats)]
+    leaves, with_arrays = _parts(layers)
+    arrays: list[list[Any]] = [[] for _ in range(layers.repeats)]
     for leaf in leaves:
-        pieces = jax.block_until_ready(_split(segment.repeats, leaf.sharding)(leaf))
+        pieces = jax.block_until_ready(_split(layers.repeats, leaf.sharding)(leaf))
         if id(leaf) not in shared:
             leaf.delete()
-        for layer, piece in zip(layers, pieces, strict=True):
-            layer.append(piece)
-    return [with_arrays(each) for each in layers]
+        for arrays_of_repeat, piece in zip(arrays, pieces, strict=True):
+            arrays_of_repeat.append(piece)
+    return [with_arrays(arrays_of_repeat) for arrays_of_repeat in arrays]
 
 
 @lru_cache(64)
@@ -129,30 +133,30 @@ def _split(repeats: int, sharding: Any) -> Any:
     return jax.jit(partial(jnp.split, indices_or_sections=repeats), out_shardings=sharding)
 
 
-def _cut(segment: Segment) -> list[Segment]:
-    """Return one segment for each repeat, with views of their arrays."""
-    leaves, with_arrays = _parts(segment)
+def _cut(layers: ScannedLayers) -> list[ScannedLayers]:
+    """Return `ScannedLayers` for each repeat, with views of the stacked arrays."""
+    leaves, with_arrays = _parts(layers)
     # views of an array's data: the array itself would hold on to its NumPy view
     shown = [np.asarray(leaf.addressable_data(0)) for leaf in leaves]
-    views = [[whole[index : index + 1] for whole in shown] for index in range(segment.repeats)]
+    views = [[whole[index : index + 1] for whole in shown] for index in range(layers.repeats)]
     # 4-bit numbers without a sharding: compiled programs (jax 0.10.2) misread the layout of others
     shardings = [None if leaf.dtype in (jnp.int4, jnp.uint4) else leaf.sharding for leaf in leaves]
     if None in shardings:
-        layers = [[jax.device_put(*one) for one in zip(each, shardings, strict=True)] for each in views]
+        arrays = [[jax.device_put(*pair) for pair in zip(row, shardings, strict=True)] for row in views]
     else:  # one call takes a third less time than one for each
-        layers = jax.device_put(views, [shardings] * segment.repeats)
-    return [with_arrays(each) for each in layers]
+        arrays = jax.device_put(views, [shardings] * layers.repeats)
+    return [with_arrays(arrays_of_repeat) for arrays_of_repeat in arrays]
 
 
-def _parts(segment: Segment) -> tuple[list[Array], Callable[[list[Array]], Segment]]:
-    """Return the stacked arrays of a segment, and what makes one of a single repeat of others in their places."""
-    leaves, form = jax.tree.flatten(segment.unit)
+def _parts(layers: ScannedLayers) -> tuple[list[Array], Callable[[list[Array]], ScannedLayers]]:
+    """Return the stacked arrays, and a function that returns one repeat with other arrays in their places."""
+    leaves, form = jax.tree.flatten(layers.unit)
     places = [place for place, leaf in enumerate(leaves) if eqx.is_array(leaf)]
 
-    def with_arrays(arrays: list[Array]) -> Segment:
+    def with_arrays(arrays: list[Array]) -> ScannedLayers:
         new = dict(zip(places, arrays, strict=True))
         unit = jax.tree.unflatten(form, [new.get(place, leaf) for place, leaf in enumerate(leaves)])
-        return Segment(unit=unit, repeats=1)
+        return ScannedLayers(unit=unit, repeats=1)
 
     return [leaves[place] for place in places], with_arrays
 
@@ -171,18 +175,18 @@ def inference_cache(
 
 
 def cut_cache(model: Decoder, cache: Cache) -> Cache:
-    """Return a cache, or its shapes, with a segment for each one of a model whose layers may be unstacked."""
-    units = segments(model.config.blocks)
-    if len(model.segments) == len(units):
+    """Return a cache, or its shapes, that is cut like the layers of a model, which may be unstacked."""
+    units = find_repeats(model.config.blocks)
+    if len(model.scanned_layers) == len(units):
         return cache
     parts = tuple(
         jax.tree.map(
             lambda cache_of_layers, index=index: _layer(cache_of_layers, index), caches, is_leaf=is_layer_cache
         )
-        for caches, (_, repeats) in zip(cache.segments, units, strict=True)
+        for caches, (_, repeats) in zip(cache.layer_caches, units, strict=True)
         for index in range(repeats)
     )
-    return eqx.tree_at(lambda cache: cache.segments, cache, parts)  # also of shapes, which its types refuse
+    return eqx.tree_at(lambda cache: cache.layer_caches, cache, parts)  # also of shapes, which its types refuse
 
 
 def _layer(cache: LayerCache, index: int) -> Any:

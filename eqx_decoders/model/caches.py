@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import check_integer
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
@@ -64,10 +64,10 @@ def _build_cache(
 ) -> Cache:
     caches = tuple(
         tuple(block_cache(block, repeats, batch_size, max_length, dtype, pages) for block in unit)
-        for unit, repeats in segments(config.blocks)
+        for unit, repeats in find_repeats(config.blocks)
     )
     offset = jnp.zeros((batch_size,), jnp.float32) if config.has_grid_positions else None
-    return Cache(segments=caches, length=jnp.zeros((batch_size,), jnp.int32), rope_offset=offset)
+    return Cache(layer_caches=caches, length=jnp.zeros((batch_size,), jnp.int32), rope_offset=offset)
 
 
 def block_cache(

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 
 
@@ -80,7 +80,8 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
 def decoder_to_json(config: Any) -> str:
     """Write a `DecoderConfig` as JSON; repeated layers are written once: `{"repeat": 4, "blocks": …}`."""
     runs = [
-        {"repeat": repeats, "blocks": [to_plain(block) for block in unit]} for unit, repeats in segments(config.blocks)
+        {"repeat": repeats, "blocks": [to_plain(block) for block in unit]}
+        for unit, repeats in find_repeats(config.blocks)
     ]
     return json.dumps(to_plain(config) | {"blocks": runs}, indent=2) + "\n"
 

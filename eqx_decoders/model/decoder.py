@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.blocks.layer_inputs import takers
 from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_stack
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.residual.registry import StreamMapping
-from eqx_decoders.blocks.segmentation import segments
-from eqx_decoders.blocks.stack import Segment
+from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
 from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs, Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
@@ -89,7 +89,7 @@ class Decoder(eqx.Module):
     positions: LearnedPositionTable | Sinusoids | None
     per_layer_embedding: PerLayerEmbedding | None
     streams: StreamMapping | None
-    segments: tuple[Segment, ...]
+    scanned_layers: tuple[ScannedLayers, ...]
     final_norm: Norm | None
     head_transform: HeadTransform | None
     head: Head | ScoreHead | None
@@ -113,9 +113,9 @@ class Decoder(eqx.Module):
         vision, audio = (None, None) if config.media is None else (config.media.vision, config.media.audio)
         keys = jax.random.split(block_key, len(config.blocks))
         stack, begin = [], 0
-        for unit, repeats in segments(config.blocks):
+        for unit, repeats in find_repeats(config.blocks):
             count = len(unit) * repeats
-            stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count], begin=begin))
+            stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[begin : begin + count], begin=begin))
             begin += count
         per_layer, layers = config.per_layer_embedding, len(takers(config.blocks))
         transform, transformer = config.head_transform, config.shared_transformer
@@ -132,7 +132,7 @@ class Decoder(eqx.Module):
             positions=None if config.positions is None else config.positions.build(config.embed_dim, key=position_key),
             per_layer_embedding=per_layer and per_layer.build(config.embed_dim, layers, key=per_layer_key),
             streams=config.residual.build_maps(config.embed_dim, key=jax.random.fold_in(key, 10)),
-            segments=tuple(stack),
+            scanned_layers=tuple(stack),
             final_norm=None if config.final_norm is None else config.final_norm.build(config.embed_dim),
             head_transform=None if transform is None else transform.build(config.embed_dim, key=transform_key),
             head=None
@@ -242,15 +242,15 @@ class Decoder(eqx.Module):
         arrays = TokenInputs(tokens, positions, segment_ids, embeds)
         batch = prepare_inputs(self.config, self.execution, arrays, inputs, cache, promises)
         if cache is None:
-            check_pipeline(self.segments, batch.ctx)
+            check_pipeline(self.scanned_layers, batch.ctx)
         embed_key, block_key, _ = self._keys(key)
         x, by_layer = self._embed_inputs(batch, media, encoded, embed_key)
         if cache is not None:  # idle rows read an old token, and a NaN in its embedding must not reach the cache
             x = zero_padding(x, batch.ctx.positions)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
-        segments = self._rounded("segments", key).segments
-        shared = share(batch.ctx, self.shared, x), None if cache is None else cache.segments
-        x, entries, stats = run_stack(segments, x, *shared, keys=layer_keys, by_layer=by_layer)
+        scanned_layers = self._rounded("scanned_layers", key).scanned_layers
+        shared = share(batch.ctx, self.shared, x), None if cache is None else cache.layer_caches
+        x, entries, stats = run_stack(scanned_layers, x, *shared, keys=layer_keys, by_layer=by_layer)
         hidden = (
             flat_streams(x) if self.config.hands_on_streams else add_streams(self.config.residual, self, x, batch.ctx)
         )
@@ -416,7 +416,7 @@ class Decoder(eqx.Module):
 
     def unstacked(self) -> tuple[Any, ...]:
         """Return all blocks one by one, in the order of the layers."""
-        return tuple(block for segment in self.segments for block in segment.unstacked())
+        return tuple(block for layers in self.scanned_layers for block in layers.unstacked())
 
     def _rounded(self, below: str, key: PRNGKeyArray | None) -> "Decoder":
         """Return the model; weights below this name are multiplied in 8 bits if `Execution.low_precision` says so."""

@@ -75,14 +75,14 @@ class LowPrecisionConfig(CheckedFields):
 
     checked_name = "LowPrecision."
     mode: ModeName | None = None
-    weights: tuple[str, ...] = ("segments.*",)
+    weights: tuple[str, ...] = ("scanned_layers.*",)
     weight_gradient: WeightGradientName = "same"
     gradient_rounding: RoundingName = "nearest"
 
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "weights", tuple(self.weights))
-        check(len(self.weights) > 0, "LowPrecision.weights=() must name a weight, such as 'segments.*'.")
+        check(len(self.weights) > 0, "LowPrecision.weights=() must name a weight, such as 'scanned_layers.*'.")
         check(
             self.mode != "fp8" or not self.draws,
             "LowPrecision.gradient_rounding='stochastic' is for whole numbers: fp8 rounds to nearest. Leave it out.",
@@ -135,7 +135,7 @@ class LowPrecision(LowPrecisionConfig):
 
 def fits(path: str, words: Axes) -> bool:
     split = product_axes(words)
-    inside = path.startswith(("segments.", "mtp."))
+    inside = path.startswith(("scanned_layers.", "mtp."))
     if split is None or not inside:
         return False
     # what makes decays, or one number per expert or head, is little work, and is computed in f32

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
@@ -58,9 +58,9 @@ def run_with_caches(
     count = len(external_layers(model))
     check(len(caches) == count, f"caches has {len(caches)} entries: the model has {count} layers with a cache.")
     check(model.config.media is None, "run_with_caches takes text alone, and the model has encoders.")
-    segment_caches, begin = [], 0
+    layer_caches, begin = [], 0
     order: list[list[int]] = []
-    for unit, repeats in segments(model.config.blocks):
+    for unit, repeats in find_repeats(model.config.blocks):
         blocks = []
         names = [list(block.cache_shape(1 << 30)) for block in unit]
         step, offset = sum(map(len, names)), 0
@@ -78,14 +78,14 @@ def run_with_caches(
                 order.append(layers)
                 offset += 1
             blocks.append(block_caches)
-        segment_caches.append(tuple(blocks))
+        layer_caches.append(tuple(blocks))
         begin += step * repeats
-    cache = Cache(segments=tuple(segment_caches), length=jnp.zeros((1,), jnp.int32))
+    cache = Cache(layer_caches=tuple(layer_caches), length=jnp.zeros((1,), jnp.int32))
     rows = jnp.asarray(tokens)[None], jnp.asarray(positions)[None]
     hidden, proposal, _ = model.replace(scan=False, remat=None).forward_uncommitted(*rows, cache=cache)
     committed = cache.commit(proposal.entries, proposal.positions)
     new = list(caches)
-    for layers, layer_cache in zip(order, jax.tree.leaves(committed.segments, is_leaf=is_layer_cache), strict=True):
+    for layers, layer_cache in zip(order, jax.tree.leaves(committed.layer_caches, is_leaf=is_layer_cache), strict=True):
         for layer, each in zip(layers, layer_cache.caches, strict=True):
             new[layer] = each
     return new, hidden[0]

@@ -153,7 +153,7 @@ def checked_table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) ->
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Return the dotted name of a path of keys, such as `"segments.0.mlp"`."""
+    """Return the dotted name of a path of keys, such as `"scanned_layers.0.mlp"`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -308,7 +308,8 @@ def stored_leaves(tree: PyTree) -> dict[str, Any]:
 def buffers(tree: PyTree, named: Sequence[str] = ()) -> frozenset[str]:
     """Return the paths of the weights in or below a field with `metadata=BUFFER`, without those that a pattern names.
 
-    Such a pattern matches the path and ends with its last part: `*.residual.scale` does, `*` and `segments.*` don't.
+    Such a pattern matches the path and ends with its last part: `*.residual.scale` does, `*` and `scanned_layers.*`
+    do not.
     """
     patterns = {
         path: [one for one in named if one.endswith(path.split(".")[-1])] for path in _all_marked(tree, "buffer")

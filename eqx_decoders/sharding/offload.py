@@ -36,7 +36,7 @@ class Offload(CheckedFields):
 
 def may_stream(name: str, words: tuple[str, ...]) -> bool:
     """Return whether a weight is a matrix of each layer of a stack."""
-    return name.startswith("segments.") and words[0] == "layers" and len(words) > 2
+    return name.startswith("scanned_layers.") and words[0] == "layers" and len(words) > 2
 
 
 def is_on_host(x: Any) -> bool:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.families.summary import active_parameters
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -92,7 +92,9 @@ def flops_per_token(
     for name, size in products.items():
         place = _HEAD if name == "embedding.table" else _place(name)
         total += size * ((4 if place >= first else 2) + 2 * (name in trained))
-    stacks = [(_place(f"segments.{i}"), unit * repeats) for i, (unit, repeats) in enumerate(segments(config.blocks))]
+    stacks = [
+        (_place(f"scanned_layers.{i}"), unit * repeats) for i, (unit, repeats) in enumerate(find_repeats(config.blocks))
+    ]
     ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
     for place, blocks in (*stacks, (_HEAD, ahead)):
         for block in blocks:
@@ -102,11 +104,11 @@ def flops_per_token(
 
 
 def _place(name: str) -> int:
-    """Return the position of a weight on the way from tokens to logits: tables, then one segment after another."""
+    """Return the position of a weight on the way from tokens to logits: tables, then the scanned layers in order."""
     part, index, *_ = (*name.split("."), "")
     return (
         1 + int(index)
-        if part == "segments"
+        if part == "scanned_layers"
         else {"embedding": 0, "positions": 0, "per_layer_embedding": 0, "shared": 1}.get(part, _HEAD)
     )
 

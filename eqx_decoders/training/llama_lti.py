@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from eqx_decoders.blocks.block import Block, BlockConfig
-from eqx_decoders.blocks.segmentation import segments
-from eqx_decoders.blocks.stack import Segment
+from eqx_decoders.blocks.repeats import find_repeats
+from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.variants.learned_init import LearnedInit, LearnedInitConfig, kernels_of
@@ -76,7 +76,7 @@ def with_teacher(model: Decoder, teacher: Decoder) -> Decoder:
         f"with_teacher: the teacher's runs of equal layers, (blocks, repeats)={_cut(other)}, must be the model's, "
         f"{_cut(one)}. Choose a teacher with as many layers, alike where the model's are alike.",
     )
-    return dataclasses.replace(model, segments=_map_blocks(_with_teacher_kernels, model, teacher)).place(
+    return dataclasses.replace(model, scanned_layers=_map_blocks(_with_teacher_kernels, model, teacher)).place(
         model.execution.layout
     )
 
@@ -100,19 +100,19 @@ def materialize(model: Decoder) -> Decoder:
             return block
         return dataclasses.replace(block, mixer=_computed(block.mixer, layout), config=_plain(block.config))
 
-    return dataclasses.replace(model, config=config, segments=_map_blocks(computed, model)).place(layout)
+    return dataclasses.replace(model, config=config, scanned_layers=_map_blocks(computed, model)).place(layout)
 
 
-def _map_blocks(function: Callable[..., Block], *models: Decoder) -> tuple[Segment, ...]:
+def _map_blocks(function: Callable[..., Block], *models: Decoder) -> tuple[ScannedLayers, ...]:
     """Apply `function` to each stacked block, or to those at the same position in several models."""
     return tuple(
-        Segment(unit=tuple(map(function, *(segment.unit for segment in same))), repeats=same[0].repeats)
-        for same in zip(*(model.segments for model in models), strict=True)
+        ScannedLayers(unit=tuple(map(function, *(layers.unit for layers in same))), repeats=same[0].repeats)
+        for same in zip(*(model.scanned_layers for model in models), strict=True)
     )
 
 
 def _cut(config: DecoderConfig) -> tuple[tuple[int, int], ...]:
-    return tuple((len(unit), repeats) for unit, repeats in segments(config.blocks))
+    return tuple((len(unit), repeats) for unit, repeats in find_repeats(config.blocks))
 
 
 def _plain(block: BlockConfig) -> BlockConfig:

@@ -48,7 +48,7 @@ def describe_pipeline(execution: Execution) -> str | None:
 
 
 def describe_low_precision(execution: Execution) -> str | None:
-    """Describe 8-bit products: `"int8 products of segments.*; cpu multiplies no int8: …"`; None for none."""
+    """Describe 8-bit products: `"int8 products of scanned_layers.*; cpu multiplies no int8: …"`; None for none."""
     rounding, layout = execution.low_precision, execution.layout
     if rounding is None:
         return None

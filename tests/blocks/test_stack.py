@@ -22,7 +22,7 @@ LETTERS = {letter: ed.BlockConfig(mixer=None, mlp=None, dropout=index / 10) for 
 
 def cut(text: str) -> list[tuple[str, int]]:
     names = {block: letter for letter, block in LETTERS.items()}
-    runs = ed.segments(tuple(LETTERS[letter] for letter in text))
+    runs = ed.find_repeats(tuple(LETTERS[letter] for letter in text))
     return [("".join(names[block] for block in unit), repeats) for unit, repeats in runs]
 
 
@@ -145,8 +145,8 @@ def test_axes_name_every_weight():
     assert list(words) == list(leaves)
     for name, leaf in leaves.items():
         assert len(words[name]) == leaf.ndim, name
-        assert (words[name][0] == "layers") == name.startswith("segments"), name
-    assert words["segments.0.unit.0.mixer.query"] == ("layers", "embed", "heads", "head_dim")
+        assert (words[name][0] == "layers") == name.startswith("scanned_layers"), name
+    assert words["scanned_layers.0.unit.0.mixer.query"] == ("layers", "embed", "heads", "head_dim")
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def test_a_tensor_that_changes_is_named(without_transformers, monkeypatch):
 
     def broken(directory, **options):
         model = load(directory, **options)
-        name = "segments.0.unit.0.mixer.key"
+        name = "scanned_layers.0.unit.0.mixer.key"
         return replaced(model, {name: -named_leaves(model)[name]})
 
     monkeypatch.setattr(verify, "load_hf", broken)

@@ -105,7 +105,7 @@ def test_a_checkpoint_is_tuned_on_images_and_exported(folder):
     """With a frozen encoder; the export answers, and has the encoder's tensors as they were."""
     chats = write_chats(folder / "tuned.jsonl")
     options = ("--steps", 3, "--batch-size", 2, "--seq-len", 96, "--held-out", chats)
-    trained = ("--optimizer.trainable", "segments.*", "vision.projector.*")
+    trained = ("--optimizer.trainable", "scanned_layers.*", "vision.projector.*")
     words = ("--init-from", folder / "model", "--data", chats, "--export", folder / "new", *options, *trained)
     out, _ = call("train", "--run-dir", folder / "tuning", *words)
     assert (folder / "tuning" / "answers.png").exists()

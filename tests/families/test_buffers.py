@@ -56,7 +56,7 @@ def test_buffers_are_not_trained_unless_they_are_named(name):
     model = abstract_hf(FIXTURES / name)
     kept = buffers(model) | frozen(model)
     assert {ending(path) for path in kept} == PUBLISHED.get(name, set())
-    trainer = Trainer.create(OptimizerConfig(trainable=("*", "segments.*")), model, steps=9)
+    trainer = Trainer.create(OptimizerConfig(trainable=("*", "scanned_layers.*")), model, steps=9)
     assert trainer.trainable == axes(model).keys() - kept
     if LAYER_SCALAR & PUBLISHED.get(name, set()):
         named = Trainer.create(OptimizerConfig(trainable=("*.residual.scale",)), model, steps=9)

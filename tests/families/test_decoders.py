@@ -102,7 +102,7 @@ def test_tokens_beyond_the_per_layer_table_of_gemma3n_count_as_the_first():
 
 def test_layers_of_gemma4_that_use_others_keys_have_no_cache():
     cache = ed.init_cache(GEMMA4, 1, 8)
-    assert [list(layer) for segment in cache.segments for layer in segment] == [["mixer"], ["mixer"], [], []]
+    assert [list(layer) for segment in cache.layer_caches for layer in segment] == [["mixer"], ["mixer"], [], []]
 
 
 def test_parts_of_gemma4_that_need_one_another():
@@ -132,7 +132,7 @@ def test_a_shortcut_is_a_sum_after_two_blocks():
     @eqx.filter_jit
     def by_hand(model):
         ctx = ed.Context(jnp.broadcast_to(jnp.arange(5), (2, 5)), execution=model.execution)
-        first, second = (block for segment in model.segments for block in segment.unstacked())
+        first, second = (block for segment in model.scanned_layers for block in segment.unstacked())
         x = model.embedding(tokens, ctx)
         h = x + first.mixer(first.pre_mixer_norm(x), ctx)[0]
         normed = first.pre_mlp_norm(h)
@@ -175,7 +175,7 @@ def test_any_order_of_blocks_runs_as_a_scan():
 @pytest.mark.slow
 def test_padding_goes_to_no_expert():
     """Padding is not routed to zero experts either: the result is the output of the shared MLP."""
-    layer = filled(LONGCAT).segments[0].unstacked()[0].mlp
+    layer = filled(LONGCAT).scanned_layers[0].unstacked()[0].mlp
     x, ctx = jnp.ones((1, 3, EMBED)), ed.Context(jnp.asarray([[0, -1, 1]]))
     result = eqx.filter_jit(layer.branch)(x, ctx, None, None)
     assert_array_equal(result.lent[0, 1], 0.0)

@@ -73,7 +73,7 @@ def softmax(config) -> list[int]:
 
 def cycles(config) -> list[tuple[int, int]]:
     """Return the number of blocks in each scanned cycle, and the number of its repetitions."""
-    return [(len(unit), repeats) for unit, repeats in ed.segments(config.blocks)]
+    return [(len(unit), repeats) for unit, repeats in ed.find_repeats(config.blocks)]
 
 
 def num_mixers(config) -> int:

@@ -251,8 +251,8 @@ def test_gradients_are_finite_differences_and_the_same_without_a_scan(model, med
     generator = np.random.default_rng(0)
     for name, leaf in leaves.items():
         assert_allclose(leaf, other[name], atol=1e-4, rtol=1e-3, err_msg=name)
-    for name in ("audio.stem.convolutions.0.kernel", "audio.segments.0.unit.0.residual.norm.scale",
-                 "audio.segments.0.unit.0.mixer.scale", "audio.segments.0.unit.0.post_layers.0.layer.taps",
+    for name in ("audio.stem.convolutions.0.kernel", "audio.scanned_layers.0.unit.0.residual.norm.scale",
+                 "audio.scanned_layers.0.unit.0.mixer.scale", "audio.scanned_layers.0.unit.0.post_layers.0.layer.taps",
                  "audio.projector.layers.1.kernel"):  # fmt: skip
         way = generator.normal(size=leaves[name].shape).astype(np.float32)
         way /= np.linalg.norm(way)

@@ -346,7 +346,7 @@ def test_bounds_are_single_numbers_of_each_layer(model, exported):
     bounds = {name: tensor for name, tensor in tensors.items() if name.endswith(("_min", "_max"))}
     assert len(bounds) == 2 * 7 * 4 and {tensor.shape for tensor in bounds.values()} == {()}
     name = "model.vision_tower.encoder.layers.1.mlp.down_proj.output_max"
-    assert bounds[name] == model.vision.segments[0].unit[0].mlp.down.output_max[1]
+    assert bounds[name] == model.vision.scanned_layers[0].unit[0].mlp.down.output_max[1]
     assert frozen(model) == {path for path in named_leaves(model) if path.endswith(("_min", "_max"))}
 
 
@@ -446,7 +446,7 @@ def test_gradients_pass_within_the_bounds():
 @pytest.mark.slow
 def test_an_encoder_with_new_bounds_is_that_without():
     plain = filled(MODELS["whole"], attention="dot")
-    bounded = eqx.tree_at(lambda model: model.vision.segments, plain, with_clipping(plain.vision.segments))
+    bounded = eqx.tree_at(lambda model: model.vision.scanned_layers, plain, with_clipping(plain.vision.scanned_layers))
     media = ed.Media.create(plain.config, IDS, **seen(plain.config))
     one, other = (np.asarray(each.encode(media).features) for each in (plain, bounded))
     assert_array_equal(one, other)

@@ -209,7 +209,7 @@ def expected_features(model, image):
     stem = tree["stem"]
     x = np.concatenate([cut @ stem["kernel"].reshape(-1, WIDTH), stem["class_embedding"][None]])
     x = layer_norm(x + stem["positions"]["table"], tree["pre_norm"])
-    unit = tree["segments"]["0"]["unit"]["0"]
+    unit = tree["scanned_layers"]["0"]["unit"]["0"]
     for layer in range(2):
         block = jax.tree.map(lambda leaf: leaf[layer], unit)  # noqa: B023
         x = x + attended(layer_norm(x, block["pre_mixer_norm"]), block["mixer"])

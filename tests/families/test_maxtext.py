@@ -113,8 +113,8 @@ def test_the_one_matrix_is_split_on_both_sides_and_starts_with_unit_gain():
     config = maxtext.simple(SMALL)
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = ed.abstract(config, layout=layout)
-    assert axes(model)["segments.0.unit.0.mlp.kernel"] == ("layers", "embed", "mlp")
-    kernel = model.segments[0].unit[0].mlp.kernel
+    assert axes(model)["scanned_layers.0.unit.0.mlp.kernel"] == ("layers", "embed", "mlp")
+    kernel = model.scanned_layers[0].unit[0].mlp.kernel
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 8 // 4, 8 // 2)
     new = LinearConfig().build(128, key=jax.random.key(0)).kernel
     assert float(jnp.var(new)) == pytest.approx(1 / 128, rel=0.05)
@@ -245,7 +245,7 @@ def test_it_decodes_as_it_runs(custom, logits):
 def test_both_new_matrices_are_matrices(custom):
     """To optimisers and to low-rank adapters."""
     words = axes(custom)
-    prefix = "segments.0.unit.0."
+    prefix = "scanned_layers.0.unit.0."
     assert product_axes(words[f"{prefix}mixer.out"]) == (("heads", "head_dim"), ("latent",))
     assert product_axes(words[f"{prefix}residual.up"]) == (("latent",), ("embed",))
     adapted = add_lora(custom, LoRAConfig(rank=2, targets=("*.mixer.out", "*.up")), key=jax.random.key(0))

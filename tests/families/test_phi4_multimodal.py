@@ -141,7 +141,7 @@ def test_longer_clips_are_cut_and_filled_up(model):
     x = encoder.stem(rows, ctx)[0]
     pieces = jnp.stack([x[:2], jnp.stack([x[2], jnp.zeros_like(x[2])])])
     ctx = dataclasses.replace(ctx, positions=jnp.asarray([[0, 1], [0, 1]]))
-    for segment in encoder.segments:
+    for segment in encoder.scanned_layers:
         pieces = segment(pieces, ctx).x
     wanted = encoder.projector(pieces, ctx).reshape(4, -1)[:3]
     assert_allclose(found, wanted, atol=1e-5)

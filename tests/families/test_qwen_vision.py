@@ -299,7 +299,7 @@ def test_matrices_of_experts_are_read_both_ways(tmp_path):
         assert again.config == model.config
         assert same_weights(again, model)
         text = ed.load_hf(tmp_path / directory, text_only=True)
-        assert_array_equal(text.segments[0].unit[0].mlp.gate[:2], model.segments[0].unit[0].mlp.gate)
+        assert_array_equal(text.scanned_layers[0].unit[0].mlp.gate[:2], model.scanned_layers[0].unit[0].mlp.gate)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_the_tensor_is_the_concatenation(saved):
     name, model, directory = saved
     found = load_file(directory / "model.safetensors")
     for layer in range(2):
-        mixer = jax.tree.map(lambda x, layer=layer: np.asarray(x[layer]), model.segments[0].unit[0].mixer)
+        mixer = jax.tree.map(lambda x, layer=layer: np.asarray(x[layer]), model.scanned_layers[0].unit[0].mixer)
         query, key, value = (np.moveaxis(x, 0, -1) for x in (mixer.query, mixer.key, mixer.value))
         if name == "one block":
             want = np.concatenate([x.reshape(-1, 8) for x in (query, key, value)])
@@ -165,5 +165,5 @@ def test_what_is_read_of_a_section_is_its_part():
 
 def test_an_adapter_of_a_part_is_no_adapter_of_a_module(saved):
     assert not any(
-        path.startswith("segments.0.unit.0.mixer.query") for path in peft._adaptable(saved[1], magnitudes=False)
+        path.startswith("scanned_layers.0.unit.0.mixer.query") for path in peft._adaptable(saved[1], magnitudes=False)
     )

@@ -71,7 +71,7 @@ def test_gates_and_up_projections_of_gpt_oss_alternate_in_a_tensor():
     found = FAMILIES["gpt_oss"].bind(ed.abstract(decode(sample("gpt_oss"))))
     for tensor, ending in (("gate_up_proj", ""), ("gate_up_proj_bias", "_bias")):
         for part, path in enumerate(("gate", "up")):
-            mapping = found[f"segments.0.unit.0.mlp.{path}{ending}"]
+            mapping = found[f"scanned_layers.0.unit.0.mlp.{path}{ending}"]
             stored = np.arange(np.prod(mapping.shape)).reshape(mapping.shape)
             own = mapping.section.of(stored).reshape(mapping.own_shape)
             assert_array_equal(rearrange(own, mapping.pattern), stored[..., part::2])
@@ -83,12 +83,12 @@ def test_matrices_of_mixtrals_experts_are_numbered():
     model = ed.abstract(decode(sample("mixtral")))
     own = FAMILIES["mixtral"].bind(model)
     for path, tensor in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
-        mapping = own[f"segments.0.unit.0.mlp.{path}"]
+        mapping = own[f"scanned_layers.0.unit.0.mlp.{path}"]
         assert mapping.name((1, 4)) == f"model.layers.1.block_sparse_moe.experts.4.{tensor}.weight"
         assert mapping.shape == ((24, 12) if path == "down" else (12, 24))
     fused = FAMILIES["mixtral"].stored_as(["model.layers.0.mlp.experts.gate_up_proj"]).bind(model)
     for path, part in (("gate", 0), ("up", 1)):
-        mapping = fused[f"segments.0.unit.0.mlp.{path}"]
+        mapping = fused[f"scanned_layers.0.unit.0.mlp.{path}"]
         assert (mapping.name((1,)), mapping.section.index) == ("model.layers.1.mlp.experts.gate_up_proj", part)
         assert mapping.shape == (5, 24, 24)
     assert FAMILIES["mixtral"].stored_as(["lm_head.weight"]) == FAMILIES["mixtral"]
@@ -166,10 +166,12 @@ def test_the_decoder_of_qwen4_exp_is_read_from_a_file_with_an_encoder(copied):
 
 
 def test_numbers_of_layers_of_diffllama_are_computed_and_checked(tmp_path):
-    path = "segments.0.unit.0.mixer.layer_number"
+    path = "scanned_layers.0.unit.0.mixer.layer_number"
     model = ed.load_hf(FIXTURES / "diffllama")
     assert named_leaves(model)[path].ravel().tolist() == [0, 1, 2]
-    other = eqx.tree_at(lambda model: model.segments[0].unit[0].mixer.layer_number, model, replace_fn=lambda x: x + 1)
+    other = eqx.tree_at(
+        lambda model: model.scanned_layers[0].unit[0].mixer.layer_number, model, replace_fn=lambda x: x + 1
+    )
     with refused(ed.ConversionError, path):
         ed.save_hf(other, tmp_path / "other")
 
@@ -177,14 +179,14 @@ def test_numbers_of_layers_of_diffllama_are_computed_and_checked(tmp_path):
 @pytest.mark.slow
 def test_numbers_of_layers_of_diffllama_are_the_same_on_a_mesh():
     model = ed.load_hf(FIXTURES / "diffllama", layout=ed.Layout.create(fsdp=4, tensor=2))
-    numbers = named_leaves(model)["segments.0.unit.0.mixer.layer_number"]
+    numbers = named_leaves(model)["scanned_layers.0.unit.0.mixer.layer_number"]
     assert np.asarray(numbers).ravel().tolist() == [0, 1, 2]
 
 
 @pytest.mark.slow
 def test_experts_of_token_ids_are_stored_as_integers():
     model = ed.load_hf(FIXTURES / "deepseek_v4", dtype="bfloat16")
-    routers = [block.mlp.router for segment in model.segments for block in segment.unit]
+    routers = [block.mlp.router for segment in model.scanned_layers for block in segment.unit]
     (table,) = (router.table for router in routers if router.table is not None)
     assert table.dtype == np.int32 and set(np.unique(table)) == {0, 1, 2, 3}
     with refused(ed.ConfigError, "embeds"):

@@ -36,8 +36,8 @@ def model():
 def test_views_take_no_memory_and_let_go_of_it(cut_all):
     """A donated array is written in place again once the views are gone, and is not overwritten below them."""
     leaf = jnp.zeros((3, 64, 16)).block_until_ready()
-    norm = ed.init(rich_decoder(6), key=jax.random.key(0)).segments[0].unit[0]
-    segment = ed.Segment(unit=(eqx.tree_at(lambda block: block.mixer.out, norm, leaf),), repeats=3)
+    norm = ed.init(rich_decoder(6), key=jax.random.key(0)).scanned_layers[0].unit[0]
+    segment = ed.ScannedLayers(unit=(eqx.tree_at(lambda block: block.mixer.out, norm, leaf),), repeats=3)
     at, size = leaf.unsafe_buffer_pointer(), 64 * 16 * 4
     parts = unstack._cut(segment)
     found = [part.unit[0].mixer.out for part in parts]
@@ -53,14 +53,14 @@ def test_views_take_no_memory_and_let_go_of_it(cut_all):
 def test_what_is_small_split_or_traced_stays(model, monkeypatch):
     assert unstack_layers(model) is model  # too small
     monkeypatch.setattr(unstack, "WORTH", 0)
-    assert unstack_layers(model.replace(scan=False)).segments is model.segments
+    assert unstack_layers(model.replace(scan=False)).scanned_layers is model.scanned_layers
     placed = model.without_mtp().place(ed.Layout.create(data=2, devices=jax.devices()[:2]))
     assert unstack_layers(placed) is placed
     seen = []
-    jax.eval_shape(lambda m: seen.append(len(unstack_layers(m).segments)), eqx.filter(model, eqx.is_array))
-    assert seen == [len(model.segments)]
+    jax.eval_shape(lambda m: seen.append(len(unstack_layers(m).scanned_layers)), eqx.filter(model, eqx.is_array))
+    assert seen == [len(model.scanned_layers)]
     cut = unstack_layers(model)
-    assert [segment.repeats for segment in cut.segments] == [1] * 2 and unstack_layers(cut) is cut
+    assert [segment.repeats for segment in cut.scanned_layers] == [1] * 2 and unstack_layers(cut) is cut
     assert unstack_in_place(model) is model  # views are for each call
     monkeypatch.setattr(unstack, "MOST", 3)
     assert unstack_layers(model) is model
@@ -72,19 +72,19 @@ def test_layers_of_gpus_are_not_scanned_and_unstacked_once(model, cut_all, monke
     """Stacked arrays are sliced without a scan, or cut and deleted; the same tokens come out, on a mesh, too."""
     layout = ed.Layout.create(**sizes, devices=jax.devices()[: 2 if sizes else 1])
     model, tokens = jax.tree.map(jnp.copy, model.without_mtp()).place(layout), some_tokens(2, 9)
-    want, stacked = model(tokens).logits, model.segments[0].unit[0].mixer.out
+    want, stacked = model(tokens).logits, model.scanned_layers[0].unit[0].mixer.out
     with monkeypatch.context() as patch:
         patch.setattr(ed.Layout, "backend", backend_of("gpu"))
         sliced = unstack_layers(model)
-        assert sliced.segments is model.segments and not sliced.execution.scan
+        assert sliced.scanned_layers is model.scanned_layers and not sliced.execution.scan
         shapes = []
         jax.eval_shape(lambda m: shapes.append(unstack_layers(m).execution.scan), eqx.filter(model, eqx.is_array))
         assert shapes == [False] and not stacked.is_deleted()
         apart = unstack_in_place(model)
-        assert stacked.is_deleted() and [segment.repeats for segment in apart.segments] == [1] * 2
+        assert stacked.is_deleted() and [segment.repeats for segment in apart.scanned_layers] == [1] * 2
         assert unstack_in_place(apart) is apart is unstack_layers(apart)
         cache = inference_cache(apart, 2, 16, "float32")
-    assert apart.segments[1].unit[0].mixer.out.sharding == stacked.sharding and len(cache.segments) == 2
+    assert apart.scanned_layers[1].unit[0].mixer.out.sharding == stacked.sharding and len(cache.layer_caches) == 2
     assert_close(apart(tokens).logits, want, units=64)
 
 
@@ -119,7 +119,7 @@ def test_sixteen_bits_are_stored_as_float32_on_cpu(model, cut_all):
 
     logits, cache = step(unstack_layers(half), tokens)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {"float32", "int32"}
-    assert logits.dtype == jnp.float32 and len(cache.segments) == 2
+    assert logits.dtype == jnp.float32 and len(cache.layer_caches) == 2
     assert_close(logits[:, 0], half(tokens).logits[:, -1], units=16, dtype="bfloat16")
 
 
@@ -171,7 +171,7 @@ def test_numbers_of_four_bits_reach_compiled_programs(monkeypatch):
     """A program compiled ahead, as the engine's are, takes the weights of each layer."""
     monkeypatch.setattr(unstack, "WORTH", 0)
     model = unstack_layers(ed.quantize(ed.load_hf(ROOT / "tests" / "fixtures" / "llama_rope"), "int4", group_size=4))
-    assert len(model.segments) > 1
+    assert len(model.scanned_layers) > 1
     arrays, static = eqx.partition(model, eqx.is_array)
     tokens = jnp.zeros((1, 4), jnp.int32)
     run = jax.jit(lambda arrays, tokens: eqx.combine(arrays, static)(tokens).logits)

@@ -71,13 +71,13 @@ def test_weights_are_there_once_and_all_of_them_learn():
     """Each block has gradients of all layers that use it, and each layer those of its additions."""
     model = ed.init(decoder(), key=jax.random.key(0))
     assert model.shared.mlp.down.shape == (2, 5, 6)
-    pairs = jax.tree.map(lambda leaf: leaf + 0.1, model.segments)  # additions begin as nothing
-    model = eqx.tree_at(lambda model: model.segments, model, pairs)
+    pairs = jax.tree.map(lambda leaf: leaf + 0.1, model.scanned_layers)  # additions begin as nothing
+    model = eqx.tree_at(lambda model: model.scanned_layers, model, pairs)
     tokens = jnp.arange(14).reshape(2, 7) % 8
     gradient = eqx.filter_grad(lambda model: jnp.square(model(tokens).logits).sum())(model)
     for leaf in jax.tree.leaves(gradient.shared.attention.query) + jax.tree.leaves(gradient.shared.mlp):
         assert (jnp.abs(leaf).max(axis=range(1, leaf.ndim)) > 0).all()
-    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient.segments[0].unit[0].mixer.mlp_pair))
+    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient.scanned_layers[0].unit[0].mixer.mlp_pair))
     one, two = (matmul_parameters(decoder(count)) for count in (1, 2))
     assert one == two  # of one block or two: a token passes as many
 

@@ -173,8 +173,8 @@ def test_former_names_of_classes_and_fields_are_read():
 
 
 def test_former_paths_of_weights_are_read():
-    assert present_name("segments.0.unit.1.wiring.scale") == "segments.0.unit.1.residual.scale"
+    assert present_name("scanned_layers.0.unit.1.wiring.scale") == "scanned_layers.0.unit.1.residual.scale"
     assert present_name("mtp.depth.block.after.0.layer.up") == "mtp.depth.block.post_layers.0.layer.up"
     assert present_name("*.wiring.scale") == "*.residual.scale"
-    for path in ("net.before.x", "before", "wiring", "segments.0.unit.1.mixer.query", "*"):
+    for path in ("net.before.x", "before", "wiring", "scanned_layers.0.unit.1.mixer.query", "*"):
         assert present_name(path) == path

@@ -139,9 +139,9 @@ def test_tied_head_equals_an_untied_one_with_the_transposed_table():
     assert tied.head is None
     assert tied.head_kernel is tied.embedding.table
     copied = eqx.tree_at(
-        lambda m: (m.embedding, m.segments, m.final_norm, m.head.kernel),
+        lambda m: (m.embedding, m.scanned_layers, m.final_norm, m.head.kernel),
         untied,
-        (tied.embedding, tied.segments, tied.final_norm, tied.embedding.table.T),
+        (tied.embedding, tied.scanned_layers, tied.final_norm, tied.embedding.table.T),
     )
     tokens = some_tokens(2, 5)
     assert_close(run(copied, tokens).logits, run(tied, tokens).logits)
@@ -183,7 +183,7 @@ def test_configs_are_values(model):
     assert again == model.config
     assert hash(again) == hash(model.config)
     assert rich_decoder(3) != again
-    assert ed.segments(again.blocks) == ((again.blocks[:2], 2),)
+    assert ed.find_repeats(again.blocks) == ((again.blocks[:2], 2),)
 
 
 def test_replace_keeps_the_weights(model):
@@ -253,7 +253,7 @@ def test_new_weights_have_the_variance_of_their_fan_in(born):
     for name, leaf in named_leaves(born[0]).items():
         x, std = np.asarray(leaf, np.float64), expected_std(name, leaf)
         if std is not None:
-            for layer in x if name.startswith("segments") else x[None]:
+            for layer in x if name.startswith("scanned_layers") else x[None]:
                 assert np.std(layer) == pytest.approx(std, rel=5 * (2 * layer.size) ** -0.5), name
                 assert np.mean(layer) == pytest.approx(0, abs=5 * std * layer.size**-0.5), name
         elif name.endswith(("query_norm.scale", "key_norm.scale", "bias", "sink")):
@@ -269,7 +269,7 @@ def test_no_two_weights_are_born_equal(born):
     for name, leaf in named_leaves(born[0]).items():
         if expected_std(name, leaf) is None:
             continue
-        for layer in np.asarray(leaf) if name.startswith("segments") else np.asarray(leaf)[None]:
+        for layer in np.asarray(leaf) if name.startswith("scanned_layers") else np.asarray(leaf)[None]:
             heads = np.moveaxis(layer, 1, 0) if name.endswith("gate_up") else layer[None]
             for part in heads:
                 first = np.float32(part.reshape(-1)[0] / expected_std(name, leaf)).tobytes()
@@ -342,7 +342,9 @@ def test_tokens_beyond_a_cache_are_not_stored(model, overflowed):
     last = run(model, tokens[:, 6:], cache=first.cache)
     assert_close(last.logits, at(model, tokens, 0, 1, 2, 3, -1, -1, 6)[:, 6:], units=512)
     assert last.cache.length.tolist() == [7, 7]
-    for one, two in zip(jax.tree.leaves(first.cache.segments), jax.tree.leaves(last.cache.segments), strict=True):
+    for one, two in zip(
+        jax.tree.leaves(first.cache.layer_caches), jax.tree.leaves(last.cache.layer_caches), strict=True
+    ):
         assert_array_equal(one, two)
 
 

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.segmentation import segments
-from eqx_decoders.blocks.stack import Segment
+from eqx_decoders.blocks.repeats import find_repeats
+from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import out_shardings, partitions
@@ -53,7 +53,7 @@ def build(config, key):
 )
 def test_each_layer_is_built_from_its_own_key(unit, repeats):
     keys = jax.random.split(jax.random.key(1), len(unit) * repeats)
-    layers = jax.jit(lambda: eqx.filter(Segment.build(unit, 16, keys=keys).unstacked(), eqx.is_array))()
+    layers = jax.jit(lambda: eqx.filter(ScannedLayers.build(unit, 16, keys=keys).unstacked(), eqx.is_array))()
     for layer, config, key in zip(layers, unit * repeats, keys, strict=True):
         expected = build(config, key)
         jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-6, atol=0), layer, expected)
@@ -65,7 +65,7 @@ def test_equal_blocks_of_a_unit_share_random_operations():
     def build(unit, repeats):
         def arrays(key):
             keys = jax.random.split(key, len(unit) * repeats)
-            return eqx.filter(Segment.build(unit, 16, keys=keys), eqx.is_array)
+            return eqx.filter(ScannedLayers.build(unit, 16, keys=keys), eqx.is_array)
 
         return random_arrays(arrays).total()
 
@@ -74,7 +74,7 @@ def test_equal_blocks_of_a_unit_share_random_operations():
 
 def test_weights_are_equal_on_a_mesh():
     config = dataclasses.replace(CONFIG, blocks=(DENSE, FUSED) * 2 + (DENSE,))
-    assert len(segments(config.blocks)) == 2
+    assert len(find_repeats(config.blocks)) == 2
     layout = ed.Layout.create(fsdp=4, tensor=2)
     expected = named_leaves(ed.init(config, key=jax.random.key(0)))
     placed = named_leaves(ed.init(config, key=jax.random.key(0), layout=layout))

@@ -297,12 +297,16 @@ def test_only_the_named_weights_are_rounded(model):
     words = axes(model)
     names = {"query", "key", "value", "out", "gate", "up", "down", "qkv", "gate_up"}
     assert {path.rpartition(".")[2] for path in INT8.chosen(words)} == names
-    some = round_weights(model, LowPrecision(weights=("*.mlp.up", "*.unit.1.mixer.*")), below="segments")
+    some = round_weights(model, LowPrecision(weights=("*.mlp.up", "*.unit.1.mixer.*")), below="scanned_layers")
     found = {path for path, leaf in _nodes(some) if isinstance(leaf, Rounded)}
-    assert found == {"segments.0.unit.0.mlp.up", "segments.0.unit.1.mixer.qkv", "segments.0.unit.1.mixer.out"}
+    assert found == {
+        "scanned_layers.0.unit.0.mlp.up",
+        "scanned_layers.0.unit.1.mixer.qkv",
+        "scanned_layers.0.unit.1.mixer.out",
+    }
     tokens, segments = packed(2)
     plain = forward(model.replace(low_precision=None), tokens, None, segments)
-    value = LowPrecision(weights=("segments.0.unit.1.mlp.down",), weight_gradient="float")
+    value = LowPrecision(weights=("scanned_layers.0.unit.1.mlp.down",), weight_gradient="float")
     some = model.replace(low_precision=value)
     got = forward(some, tokens, None, segments)
     assert 1e-4 < float(jnp.linalg.norm(got - plain) / jnp.linalg.norm(plain)) < 0.02
@@ -321,7 +325,7 @@ def _nodes(tree):
     ("weights", "names"),
     [
         (("head.*",), ["LowPrecision.weights='head.*'", "head.kernel"]),
-        (("segments.*", "embedding.table"), ["LowPrecision.weights='embedding.table'"]),
+        (("scanned_layers.*", "embedding.table"), ["LowPrecision.weights='embedding.table'"]),
         (("*.pre_mlp_norm.scale",), ["LowPrecision.weights='*.pre_mlp_norm.scale'"]),
         (("*.nothing",), ["'*.nothing'"]),
     ],
@@ -352,7 +356,7 @@ def test_low_rank_pairs_are_trained_beside_a_rounded_base(model):
     assert not gradient.base.values.any() and gradient.lora_a.any() and gradient.lora_b.any()
     adapted = add_lora(model, LoRAConfig(targets=("*.mixer.query",)), key=jax.random.key(0))
     chosen = INT8.chosen(axes(adapted))
-    assert "segments.0.unit.0.mixer.query.base" in chosen and not any(path.endswith("lora_a") for path in chosen)
+    assert "scanned_layers.0.unit.0.mixer.query.base" in chosen and not any(path.endswith("lora_a") for path in chosen)
     tokens = some_tokens(2, 5)
     logits = eqx.filter_jit(lambda model: model(tokens).logits)
     assert_close(logits(adapted), logits(model), units=8)  # a new pair adds nothing
@@ -442,11 +446,14 @@ def test_a_step_with_stochastic_rounding_draws_anew(model):
     first, nearest = steps(model.replace(low_precision=rounding)), steps(model)
     assert first.loss == nearest.loss and first.grad_norm != nearest.grad_norm
     keyed = [
-        round_weights(model, rounding, below="segments", key=jax.random.key(seed)).segments[0].unit[0].mlp.up.seed
+        round_weights(model, rounding, below="scanned_layers", key=jax.random.key(seed))
+        .scanned_layers[0]
+        .unit[0]
+        .mlp.up.seed
         for seed in (0, 1)
     ]
     assert keyed[0].shape == (2,) and len({float(seed) for each in keyed for seed in each}) == 4
-    assert round_weights(model, rounding, below="segments").segments[0].unit[0].mlp.up.seed is None
+    assert round_weights(model, rounding, below="scanned_layers").scanned_layers[0].unit[0].mlp.up.seed is None
 
 
 def test_chips_have_the_rate_of_some_format():

@@ -140,9 +140,9 @@ def test_a_mesh_changes_nothing(model):
     made = ed.quantize(filled(rich_decoder(2)).place(layout), "nf4", group_size=8)
     for (path, one), other in zip(named_leaves(made).items(), named_leaves(model).values(), strict=True):
         assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32), err_msg=path)
-    out = made.segments[0].unit[0].mixer.out
-    assert out.values.sharding.spec == made.place(layout).segments[0].unit[0].mixer.out.values.sharding.spec
-    assert axes(made)["segments.0.unit.0.mixer.out.scales"] == ("layers", "groups", "embed")
+    out = made.scanned_layers[0].unit[0].mixer.out
+    assert out.values.sharding.spec == made.place(layout).scanned_layers[0].unit[0].mixer.out.values.sharding.spec
+    assert axes(made)["scanned_layers.0.unit.0.mixer.out.scales"] == ("layers", "groups", "embed")
 
 
 @pytest.mark.slow
@@ -160,8 +160,8 @@ def test_low_rank_pairs_are_trained_over_it(model):
     for path, leaf in named_leaves(tuned).items():
         same = np.asarray(leaf).tobytes() == np.asarray(after[path]).tobytes()
         assert same == (".lora_" not in path), path
-    merged = merge_lora(tuned).segments[0].unit[0].mixer.out
-    assert_close(merged, merge_lora(ed.dequantize(tuned)).segments[0].unit[0].mixer.out, units=4)
+    merged = merge_lora(tuned).scanned_layers[0].unit[0].mixer.out
+    assert_close(merged, merge_lora(ed.dequantize(tuned)).scanned_layers[0].unit[0].mixer.out, units=4)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_checkpoints_have_the_bits(model, tmp_path):
     for path, leaf in named_leaves(model).items():
         assert named_leaves(restored)[path].dtype == leaf.dtype
         assert_array_equal(np.asarray(named_leaves(restored)[path]), np.asarray(leaf), err_msg=path)
-    assert isinstance(restored.segments[0].unit[0].mixer.out, NF4Weight)
+    assert isinstance(restored.scanned_layers[0].unit[0].mixer.out, NF4Weight)
 
 
 def test_there_is_no_form_for_it_in_exports(tmp_path):

@@ -291,17 +291,17 @@ def test_values_are_split_like_weights(models):
     model = ed.quantize(
         ed.abstract(models["llama_rope"].config, layout=layout), {"*.gate": "int8", "*.out": "int4"}, group_size=4
     )
-    gate, out = model.segments[0].unit[0].mlp.gate, model.segments[0].unit[0].mixer.out
+    gate, out = model.scanned_layers[0].unit[0].mlp.gate, model.scanned_layers[0].unit[0].mixer.out
     assert isinstance(gate.values, jax.ShapeDtypeStruct) and gate.values.dtype == jnp.int8
     assert (
         gate.values.sharding.spec
-        == ed.abstract(models["llama_rope"].config, layout=layout).segments[0].unit[0].mlp.gate.sharding.spec
+        == ed.abstract(models["llama_rope"].config, layout=layout).scanned_layers[0].unit[0].mlp.gate.sharding.spec
     )
     assert gate.scales.shape == (2, 1, 40) and "tensor" in gate.scales.sharding.spec[2]
     assert out.values.shape == (2, 4, 16, 24) and out.scales.shape == (2, 16, 24)
-    assert axes(model)["segments.0.unit.0.mixer.out.scales"] == ("layers", "groups", "embed")
+    assert axes(model)["scanned_layers.0.unit.0.mixer.out.scales"] == ("layers", "groups", "embed")
     plain = ed.dequantize(model)
-    assert plain.segments[0].unit[0].mlp.gate.sharding == gate.values.sharding
+    assert plain.scanned_layers[0].unit[0].mlp.gate.sharding == gate.values.sharding
 
 
 @pytest.mark.slow
@@ -340,8 +340,8 @@ def test_which_weights_are_chosen(models):
         ({"*.qkv": "int8"}, {}, ["'*.qkv'"]),
         ({"*.table": "int8"}, {}, ["modes['*.table']", "embedding.table"]),
         ({"*norm*": "int8"}, {}, ["modes['*norm*']"]),
-        ("int4", {}, ["group_size=128", "64", "32", "24 rows", "segments.0.unit.0.mixer.query"]),
-        ("int4", dict(group_size=7), ["group_size=7", "24 rows", "segments.0.unit.0.mixer.query"]),
+        ("int4", {}, ["group_size=128", "64", "32", "24 rows", "scanned_layers.0.unit.0.mixer.query"]),
+        ("int4", dict(group_size=7), ["group_size=7", "24 rows", "scanned_layers.0.unit.0.mixer.query"]),
         ("int4", dict(group_size=0), ["group_size=0"]),
     ],
     ids=["int3", "w8a8", "no modes", "no match", "table", "norms", "large groups", "odd groups", "empty groups"],
@@ -369,9 +369,9 @@ def test_nothing_is_rounded_twice(models):
     model = ed.quantize(ed.abstract(models["llama_rope"].config), {"*.mlp.*": "int8"})
     with refused(ConfigError, "mlp", "dequantize"):
         ed.quantize(model, {"*.out": "int8"})
-    rounded = round_weights(model, LowPrecision(), below="segments")
-    assert isinstance(rounded.segments[0].unit[0].mlp.up, QuantizedWeight)
-    assert not isinstance(rounded.segments[0].unit[0].mixer.out, jax.ShapeDtypeStruct)
+    rounded = round_weights(model, LowPrecision(), below="scanned_layers")
+    assert isinstance(rounded.scanned_layers[0].unit[0].mlp.up, QuantizedWeight)
+    assert not isinstance(rounded.scanned_layers[0].unit[0].mixer.out, jax.ShapeDtypeStruct)
 
 
 # --- low-rank pairs on top ---
@@ -385,8 +385,8 @@ def test_pairs_are_trained_and_bases_are_not(models):
     noise = lambda path, x: x + 0.1 * draw(5, x.shape) if ".lora_" in jax.tree_util.keystr(path) else x  # noqa: E731
     model = jax.tree_util.tree_map_with_path(noise, model)
     plain = eqx.tree_at(lambda m: m, model, ed.dequantize(model))
-    assert isinstance(model.segments[0].unit[0].mixer.out, LowRank)
-    assert isinstance(model.segments[0].unit[0].mixer.out.base, QuantizedWeight)
+    assert isinstance(model.scanned_layers[0].unit[0].mixer.out, LowRank)
+    assert isinstance(model.scanned_layers[0].unit[0].mixer.out.base, QuantizedWeight)
     batch = ed.Batch(tokens=tokens(model, 2, 8))
 
     @eqx.filter_jit
@@ -402,11 +402,11 @@ def test_pairs_are_trained_and_bases_are_not(models):
     before, after = named_leaves(model), named_leaves(state.model)
     assert all((bits(before[p]) == bits(after[p])) == (".lora_" not in p) for p in before)
     merged = merge_lora(model)
-    out = merged.segments[0].unit[0].mixer.out
-    assert out.dtype == jnp.float32 and isinstance(merged.segments[0].unit[0].mlp.up, QuantizedWeight)
-    assert_close(out, merge_lora(plain).segments[0].unit[0].mixer.out, units=4)
+    out = merged.scanned_layers[0].unit[0].mixer.out
+    assert out.dtype == jnp.float32 and isinstance(merged.scanned_layers[0].unit[0].mlp.up, QuantizedWeight)
+    assert_close(out, merge_lora(plain).scanned_layers[0].unit[0].mixer.out, units=4)
     shapes = merge_lora(add_lora(ed.quantize(ed.abstract(base.config), "int8"), LORA, key=jax.random.key(0)))
-    assert shapes.segments[0].unit[0].mixer.out.shape == out.shape
+    assert shapes.scanned_layers[0].unit[0].mixer.out.shape == out.shape
 
 
 @pytest.mark.slow
@@ -432,7 +432,7 @@ def test_pairs_of_experts_on_a_mesh(mode, models):
 def test_the_bases_of_pairs_are_quantized(models):
     model = add_lora(ed.abstract(models["llama_rope"].config), LORA, key=jax.random.key(0))
     model = ed.quantize(model, {"*.out.base": "int4", "*": "int8"}, group_size=4)
-    out = model.segments[0].unit[0].mixer.out
+    out = model.scanned_layers[0].unit[0].mixer.out
     assert isinstance(out, LowRank) and out.base.values.dtype == jnp.int4
     assert out.lora_a.dtype == jnp.float32
     assert len(quantized_weights(model)) == 7
@@ -442,7 +442,7 @@ def test_one_leaf_for_a_weight(models):
     model = ed.quantize(models["llama_rope"], {"*.out": "int8"})
     words, leaves = whole_weights(model)
     assert words == axes(models["llama_rope"]) and list(leaves) == list(named_leaves(models["llama_rope"]))
-    assert isinstance(leaves["segments.0.unit.0.mixer.out"], QuantizedWeight)
+    assert isinstance(leaves["scanned_layers.0.unit.0.mixer.out"], QuantizedWeight)
 
 
 # --- checkpoints ---

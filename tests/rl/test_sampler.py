@@ -100,8 +100,8 @@ def test_copies_in_the_compute_dtype_are_cut_on_gpus(base, monkeypatch):
     engine.load(trained, version=0)
     with compilations() as compiled:
         engine.load(trained, version=1)
-    assert not compiled and [segment.repeats for segment in engine._engine.model.segments] == [1, 1]
-    first, stacked = (model.segments[0].unit[0] for model in (engine._engine.model, trained))
+    assert not compiled and [segment.repeats for segment in engine._engine.model.scanned_layers] == [1, 1]
+    first, stacked = (model.scanned_layers[0].unit[0] for model in (engine._engine.model, trained))
     assert first.mixer.out.dtype == "bfloat16" and np.array_equal(
         first.mixer.out[0], stacked.mixer.out[0].astype("bfloat16")
     )

@@ -223,7 +223,7 @@ def test_layers_one_by_one_and_in_pieces():
     auto, explicit = both(dict(stage=2, fsdp=4), DEEP)
     assert same_bits(auto.unstacked(), explicit.unstacked())
     weight = max(jax.tree.leaves(explicit), key=lambda leaf: leaf.size)
-    assert specs(explicit.unstacked()[0]) == [P(*spec[1:]) for spec in specs(explicit.segments[0].unit[0])]
+    assert specs(explicit.unstacked()[0]) == [P(*spec[1:]) for spec in specs(explicit.scanned_layers[0].unit[0])]
     whole = np.zeros(weight.shape, weight.dtype)
     for cut, piece in _from_all_devices(weight, ()):
         whole[cut] = piece

@@ -42,7 +42,7 @@ def test_gradients_and_states_may_live_elsewhere_than_weights():
     away = ed.Layout.create(fsdp=8, offload=ed.Offload(weights=("*.mlp.up",), optimizer=("*",)))
     model = ed.abstract(rich_decoder(2), layout=away)
     kinds = {name: leaf.sharding.memory_kind for name, leaf in named_leaves(model).items()}
-    assert {name for name, kind in kinds.items() if kind == "pinned_host"} == {"segments.0.unit.0.mlp.up"}
+    assert {name for name, kind in kinds.items() if kind == "pinned_host"} == {"scanned_layers.0.unit.0.mlp.up"}
     assert "pinned_host" in {leaf.memory_kind for leaf in jax.tree.leaves(away.state_shardings(model, over_data=False))}
 
 
@@ -91,7 +91,7 @@ def test_abstract_takes_no_memory():
 def test_cache_is_split_over_batch_and_heads():
     layout = ed.Layout.create(data=4, tensor=2)
     cache = ed.init_cache(rich_decoder(), 4, 16, layout=layout)
-    keys = cache.segments[0][1]["mixer"].key
+    keys = cache.layer_caches[0][1]["mixer"].key
     assert keys.sharding.spec == P(None, ("data",), ("tensor",), None, None)
     abstract = ed.abstract_cache(rich_decoder(), 4, 16, layout=layout)
     assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), cache) == jax.tree.map(
@@ -209,7 +209,7 @@ def test_describe_lists_every_weight():
     text = describe(model)
     for name in named_leaves(model):
         assert name in text
-    line = next(line for line in text.splitlines() if line.startswith("segments.0.unit.0.mlp.gate "))
+    line = next(line for line in text.splitlines() if line.startswith("scanned_layers.0.unit.0.mlp.gate "))
     assert line.split("  ")[0] and "2 x 16 x 24" in line and "layers embed mlp" in line and "-, fsdp, tensor" in line
     assert f"{ed.count_parameters(rich_decoder()):,} weights" in text
     assert eqx.is_array(ed.init(rich_decoder(1), key=jax.random.key(0)).embedding.table)

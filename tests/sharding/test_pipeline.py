@@ -241,7 +241,7 @@ def test_dropout_is_that_of_microbatches_run_one_by_one():
     positions = jnp.broadcast_to(jnp.arange(13)[None], (8, 13))
 
     def plain(model, x):
-        (segment,) = model.segments
+        (segment,) = model.scanned_layers
         parts = []
         for number in range(count):
             folded = [jax.random.fold_in(keys[layer], number) for layer in range(4)]
@@ -257,13 +257,15 @@ def test_dropout_is_that_of_microbatches_run_one_by_one():
 
     def piped(model, x):
         ctx = ed.Context(positions=positions, execution=model.execution)
-        y = run_segment(model.segments[0], x, ctx, keys=keys, inputs=({},)).x
+        y = run_segment(model.scanned_layers[0], x, ctx, keys=keys, inputs=({},)).x
         return jnp.sum(jnp.sin(3 * y)), y
 
     run = eqx.filter_jit(eqx.filter_value_and_grad(plain, has_aux=True))
     ours = eqx.filter_jit(eqx.filter_value_and_grad(piped, has_aux=True))
     want, got = run(model, x), ours(model.replace(pipeline=ed.Pipeline(microbatches=count)).place(layout), x)
-    assert_close((got[0], named_leaves(got[1].segments)), (want[0], named_leaves(want[1].segments)), units=256)
+    assert_close(
+        (got[0], named_leaves(got[1].scanned_layers)), (want[0], named_leaves(want[1].scanned_layers)), units=256
+    )
 
 
 @pytest.mark.slow

@@ -281,8 +281,8 @@ def test_pairs_beside_weights_in_few_bits(plain, mode):
 
 def test_pissa_of_weights_with_zero_points_is_refused(plain):
     base = quantize(plain, "int8")
-    path = "segments.0.unit.0.mixer.query"
-    weight = base.segments[0].unit[0].mixer.query
+    path = "scanned_layers.0.unit.0.mixer.query"
+    weight = base.scanned_layers[0].unit[0].mixer.query
     other = dataclasses.replace(weight, zeros=jnp.zeros_like(weight.scales))
     with refused(ConfigError, "init='pissa'", path, "int8", "zeros", "dequantize"):
         add_lora(replaced(base, {path: other}), PISSA, key=jax.random.key(0))

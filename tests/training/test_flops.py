@@ -110,8 +110,8 @@ def test_operations_of_frozen_weights():
 
     assert flops("") == flops_per_token(model.config, 100)
     assert flops("head") == 2 * (5 * layer + sum(scores)) + 6 * head
-    assert flops("segments.0.unit.0.mixer.query") == 4 * (5 * layer + head) + 2 * 256 * 4 * 64 + 6 * sum(scores)
-    assert flops("segments.1.unit.0.mlp") == 2 * (layer + scores[0]) + 4 * (4 * layer + head) + 6 * scores[
+    assert flops("scanned_layers.0.unit.0.mixer.query") == 4 * (5 * layer + head) + 2 * 256 * 4 * 64 + 6 * sum(scores)
+    assert flops("scanned_layers.1.unit.0.mlp") == 2 * (layer + scores[0]) + 4 * (4 * layer + head) + 6 * scores[
         1
     ] + 2 * 4 * 3 * (256 * 704)
     adapted = add_lora(model, LoRAConfig(rank=4, targets=("*.mixer.query",)), key=jax.random.key(0))

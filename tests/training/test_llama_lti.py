@@ -42,7 +42,7 @@ run = eqx.filter_jit(lambda model, tokens, cache=None: model(tokens, cache=cache
 
 
 def mixers(model):
-    return [block.mixer for segment in model.segments for block in segment.unit]
+    return [block.mixer for segment in model.scanned_layers for block in segment.unit]
 
 
 def named(model, part: str) -> dict:
@@ -68,7 +68,7 @@ def model(request, teacher):
 
 def test_only_the_mixers_of_the_configuration_change():
     for config in CONFIGS.values():
-        assert ed.segments(config.blocks) == (((config.blocks[0],), 2),)
+        assert ed.find_repeats(config.blocks) == (((config.blocks[0],), 2),)
         assert config.blocks[0].mixer.attention == STUDENT.blocks[0].mixer
         restored = dataclasses.replace(config.blocks[0], mixer=STUDENT.blocks[0].mixer)
         assert dataclasses.replace(config, blocks=(restored,) * 2) == STUDENT

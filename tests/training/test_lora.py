@@ -172,7 +172,7 @@ def test_factors_are_initialized_as_in_peft(born):
 
 def test_axis_names_of_factors():
     words = axes(shapes())
-    own = {name.removeprefix("segments.0."): " ".join(here) for name, here in words.items()}
+    own = {name.removeprefix("scanned_layers.0."): " ".join(here) for name, here in words.items()}
     assert own["unit.0.mixer.query.base"] == "layers embed heads head_dim"
     assert own["unit.0.mixer.query.lora_a"] == "layers embed rank"
     assert own["unit.0.mixer.query.lora_b"] == "layers rank heads head_dim"
@@ -191,10 +191,10 @@ def test_abstract_models_get_abstract_factors(born):
     for name, leaf in leaves.items():
         assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == layout.mesh
         assert leaf.shape == real[name].shape and leaf.dtype == jnp.bfloat16
-    assert leaves["segments.0.unit.0.mixer.query.lora_a"].sharding.spec == P(None, "fsdp", None)
-    assert leaves["segments.0.unit.0.mixer.query.lora_b"].sharding.spec == P(None, None, "tensor", None)
-    assert leaves["segments.0.unit.0.mlp.down.lora_a"].sharding.spec == P(None, "tensor", None)
-    assert "segments.0.unit.0.mixer.query.lora_b" in describe(model)
+    assert leaves["scanned_layers.0.unit.0.mixer.query.lora_a"].sharding.spec == P(None, "fsdp", None)
+    assert leaves["scanned_layers.0.unit.0.mixer.query.lora_b"].sharding.spec == P(None, None, "tensor", None)
+    assert leaves["scanned_layers.0.unit.0.mlp.down.lora_a"].sharding.spec == P(None, "tensor", None)
+    assert "scanned_layers.0.unit.0.mixer.query.lora_b" in describe(model)
     assert jax.tree.structure(merge_lora(model)) == jax.tree.structure(ed.abstract(SPLIT, **placed))
 
 
@@ -406,7 +406,7 @@ def test_a_wide_pattern_matches_only_matrices():
 def test_patterns_without_a_match_and_second_factors_are_refused(plain, adapted):
     with refused(ConfigError, "LoRAConfig.targets", "'*.q_proj'"):
         add_lora(plain, LoRAConfig(targets=("*.query", "*.q_proj")), key=jax.random.key(0))
-    with refused(ConfigError, "'segments.0.unit.0.mixer.key'"):
+    with refused(ConfigError, "'scanned_layers.0.unit.0.mixer.key'"):
         add_lora(adapted, LoRAConfig(targets=("*.unit.0.mixer.out",)), key=jax.random.key(0))
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from eqx_decoders.blocks.checkpointing import checkpointed
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.stack import map_layers
 from eqx_decoders.context import Context
 from eqx_decoders.encoders.mobilenet.blocks import PlaneBlock, PlaneBlockConfig, gelu, hidden_features
@@ -88,7 +88,7 @@ class MobileNetConfig(CheckedFields):
         inputs, stages = self.stem_dim, []
         for stage in self.stages:
             dims = [inputs, *(block.dim for block in stage)]
-            stages.append(segments(tuple(zip(stage, dims, strict=False))))
+            stages.append(find_repeats(tuple(zip(stage, dims, strict=False))))
             inputs = dims[-1]
         return tuple(stages)
 
@@ -103,14 +103,14 @@ class MobileNetConfig(CheckedFields):
         block_keys = jax.random.split(block_key, sum(len(unit) * repeats for unit, repeats in parts))
         for unit, repeats in parts:
             count = len(unit) * repeats
-            stack.append(PlaneSegment.build(unit, self, keys=block_keys[begin : begin + count]))
+            stack.append(RepeatedPlanes.build(unit, self, keys=block_keys[begin : begin + count]))
             begin += count
         width = sum(self.stages[stage][-1].dim for stage in self.fused)
         hidden = hidden_features(_EXPANSION * width)
         stem: Any = dict(stride=2, edges=self.edges, key=stem_key, bias=True)
         return MobileNet(
             first=plane(self.channels, self.stem_dim, _STEM_KERNEL, **stem),
-            segments=tuple(stack),
+            repeated_planes=tuple(stack),
             expand=point(width, hidden, key=keys[0]),
             project=point(hidden, embed_dim, key=keys[1]),
             norm=NORM.build(embed_dim),
@@ -118,7 +118,7 @@ class MobileNetConfig(CheckedFields):
         )
 
 
-class PlaneSegment(eqx.Module):
+class RepeatedPlanes(eqx.Module):
     """Repeated blocks, `repeats` copies of `unit`: weights stacked on a leading `layers` axis, run by one scan."""
 
     stack_axes: ClassVar[tuple[str, ...]] = ("layers",)
@@ -126,7 +126,9 @@ class PlaneSegment(eqx.Module):
     repeats: int = eqx.field(static=True)
 
     @classmethod
-    def build(cls, unit: tuple[Placed, ...], config: MobileNetConfig, *, keys: Key[Array, "layers"]) -> "PlaneSegment":
+    def build(
+        cls, unit: tuple[Placed, ...], config: MobileNetConfig, *, keys: Key[Array, "layers"]
+    ) -> "RepeatedPlanes":
         """Return new blocks, one key each, in their order."""
 
         def build_unit(keys: Key[Array, "unit"]) -> tuple[PlaneBlock, ...]:
@@ -161,14 +163,14 @@ class MobileNet(eqx.Module):
     """Stages of convolutions and attention over an image, and the fusion of some of their outputs in one grid."""
 
     first: PlaneConvolution
-    segments: tuple[PlaneSegment, ...]
+    repeated_planes: tuple[RepeatedPlanes, ...]
     expand: PointConvolution
     project: PointConvolution
     norm: RMSNorm
     config: MobileNetConfig = eqx.field(static=True)
 
     def __call__(self, rows: PatchRows, ctx: Context) -> Float[Array, "batch length embed"]:
-        config, left = self.config, iter(self.segments)
+        config, left = self.config, iter(self.repeated_planes)
         x = gelu(self.first(self._images(rows, ctx)))
         outputs = []
         for stage, parts in enumerate(config.stage_parts):

@@ -1,8 +1,8 @@
 """Checkpoints of a training run: arrays, a manifest and the data iterator's state, committed together by Orbax.
 
-Arrays are saved as a flat dictionary `{"model.segments.0.unit.0.mlp.gate": array}`. Orbax alone casts dtypes, drops
-arrays whose counterpart is None and loads flipped bits, all silently. So a manifest is saved with the arrays: their
-shapes and dtypes are compared before anything is loaded, and their fingerprints after.
+Arrays are saved as a flat dictionary `{"model.scanned_layers.0.unit.0.mlp.gate": array}`. Orbax alone casts dtypes,
+drops arrays whose counterpart is None and loads flipped bits, all silently. So a manifest is saved with the arrays:
+their shapes and dtypes are compared before anything is loaded, and their fingerprints after.
 
 In a run of several processes all of them save and restore together. The first one lists the steps.
 

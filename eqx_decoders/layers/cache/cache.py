@@ -16,13 +16,14 @@ class Cache(eqx.Module):
 
     **Arguments:**
 
-    - `segments`: for each segment, and each block of its unit, the caches of its layers by name.
+    - `layer_caches`: for each `ScannedLayers` of the model, and each block of its unit, the caches of the layers by
+        name.
     - `length`: the next position of each row.
     - `rope_offset`: added to the length for the next rotary position, where images advance it by other steps than
         their tokens; None for models without such positions.
     """
 
-    segments: tuple[tuple[dict[str, Any], ...], ...]
+    layer_caches: tuple[tuple[dict[str, Any], ...], ...]
     length: Int[Array, "batch"]
     rope_offset: Float[Array, "batch"] | None = None
 
@@ -35,7 +36,7 @@ class Cache(eqx.Module):
         `rope_offset` is the new one; None leaves it.
         """
         return Cache(
-            segments=commit(self.segments, entries, positions),
+            layer_caches=commit(self.layer_caches, entries, positions),
             length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1),
             rope_offset=self.rope_offset if rope_offset is None else rope_offset,
         )
@@ -43,9 +44,9 @@ class Cache(eqx.Module):
     @keeping_types
     def reset(self, rows: Bool[Array, "batch"]) -> "Cache":
         """Empty these rows."""
-        emptied = jax.tree.map(lambda each: each.reset(rows), self.segments, is_leaf=is_layer_cache)
+        emptied = jax.tree.map(lambda each: each.reset(rows), self.layer_caches, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else jnp.where(rows, 0.0, self.rope_offset)
-        return Cache(segments=emptied, length=jnp.where(rows, 0, self.length), rope_offset=offset)
+        return Cache(layer_caches=emptied, length=jnp.where(rows, 0, self.length), rope_offset=offset)
 
     @keeping_types
     def with_row(self, row: int | Int[Array, ""], source: "Cache", source_row: int | Int[Array, ""] = 0) -> "Cache":
@@ -56,7 +57,7 @@ class Cache(eqx.Module):
 
         offset, other = self.rope_offset, source.rope_offset
         return Cache(
-            segments=jax.tree.map(copied, self.segments, source.segments, is_leaf=is_layer_cache),
+            layer_caches=jax.tree.map(copied, self.layer_caches, source.layer_caches, is_leaf=is_layer_cache),
             length=self.length.at[row].set(source.length[source_row]),
             rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
         )
@@ -72,7 +73,7 @@ class Cache(eqx.Module):
 
         offset = self.rope_offset
         return Cache(
-            segments=jax.tree.map(some, self.segments, is_leaf=is_layer_cache),
+            layer_caches=jax.tree.map(some, self.layer_caches, is_leaf=is_layer_cache),
             length=rows_of(self.length, rows),
             rope_offset=None if offset is None else rows_of(offset, rows),
         )
@@ -92,7 +93,7 @@ class Cache(eqx.Module):
 
         offset = self.rope_offset
         return Cache(
-            segments=jax.tree.map(written, self.segments, entries, is_leaf=is_layer_cache),
+            layer_caches=jax.tree.map(written, self.layer_caches, entries, is_leaf=is_layer_cache),
             length=self.length.at[rows].max(jnp.max(positions, axis=1) + 1),
             rope_offset=offset if offset is None or rope_offset is None else offset.at[rows].set(rope_offset),
         )
@@ -104,9 +105,9 @@ class Cache(eqx.Module):
         Used slots of contiguous caches are overwritten with zeros. Pages keep their contents, because layers replace
         values beyond a row's length with zeros. Row indices beyond the last row are ignored.
         """
-        emptied = jax.tree.map(lambda each: each.empty_rows(rows), self.segments, is_leaf=is_layer_cache)
+        emptied = jax.tree.map(lambda each: each.empty_rows(rows), self.layer_caches, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else self.rope_offset.at[rows].set(0.0, mode="drop")
-        return Cache(segments=emptied, length=self.length.at[rows].set(0, mode="drop"), rope_offset=offset)
+        return Cache(layer_caches=emptied, length=self.length.at[rows].set(0, mode="drop"), rope_offset=offset)
 
     # of caches in pages
 
@@ -122,8 +123,10 @@ class Cache(eqx.Module):
         page numbers of their own.
         """
 
-        segments = jax.tree.map(lambda each: each.with_tables(tables, lengths), self.segments, is_leaf=is_layer_cache)
-        return Cache(segments, self.length if lengths is None else lengths, self.rope_offset)
+        layer_caches = jax.tree.map(
+            lambda each: each.with_tables(tables, lengths), self.layer_caches, is_leaf=is_layer_cache
+        )
+        return Cache(layer_caches, self.length if lengths is None else lengths, self.rope_offset)
 
 
 class Proposal(eqx.Module):

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.einsum import AbstractWeight, LowRankPair, ProductOptions, as_weight, contract
@@ -314,7 +314,9 @@ def _set_place(
 def _targets(model: Decoder, patterns: tuple[str, ...]) -> dict[str, Axes]:
     """Return the axes of the weights that have places: matrices of blocks, without routers and experts."""
     words = whole_weights(model)[0]
-    able = {path: axes for path, axes in words.items() if path.startswith("segments.") and axes[:1] == ("layers",)}
+    able = {
+        path: axes for path, axes in words.items() if path.startswith("scanned_layers.") and axes[:1] == ("layers",)
+    }
     able = {path: axes for path, axes in able.items() if not {"experts", "rank"} & set(axes) and product_axes(axes)}
     return {path: able[path] for path in able if path in matching(able, patterns, "EngineConfig.adapter_targets")}
 
@@ -328,10 +330,10 @@ def _widened(pair: AdapterPairs, more: int) -> AdapterPairs:
 
 def _by_layer(model: Decoder, path: str, pair: AdapterPairs) -> Iterable[tuple[str, AdapterPairs]]:
     """Return the pairs of a stack's layers by the paths that these have in a model whose layers may be unstacked."""
-    units = segments(model.config.blocks)
-    if len(model.segments) == len(units) or not path.startswith("segments."):
+    units = find_repeats(model.config.blocks)
+    if len(model.scanned_layers) == len(units) or not path.startswith("scanned_layers."):
         return [(path, pair)]
     _, number, rest = path.split(".", 2)
     before, repeats = sum(count for _, count in units[: int(number)]), units[int(number)][1]
     cut = lambda index: AdapterPairs(*(None if each is None else each[index : index + 1] for each in pair))  # noqa: E731
-    return [(f"segments.{before + index}.{rest}", cut(index)) for index in range(repeats)]
+    return [(f"scanned_layers.{before + index}.{rest}", cut(index)) for index in range(repeats)]

@@ -51,7 +51,7 @@ class EngineLimits(CheckedFields):
     preempted_bytes: NonNegativeInt = 1 << 27
     max_adapters: NonNegativeInt = 0
     max_adapter_rank: PositiveInt = 16
-    adapter_targets: Annotated[tuple[str, ...], NonEmpty("pattern, such as 'segments.*'")] = ("segments.*",)
+    adapter_targets: Annotated[tuple[str, ...], NonEmpty("pattern, such as 'scanned_layers.*'")] = ("scanned_layers.*",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

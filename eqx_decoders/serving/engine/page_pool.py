@@ -202,7 +202,7 @@ class PageTables:
 
 def windows_of(cache: Cache) -> dict[int, tuple[int, int]]:
     """Return, by the window of paged layers, the number of pages and the entries of a row's page table."""
-    layer_caches = jax.tree.leaves(cache.segments, is_leaf=is_layer_cache)
+    layer_caches = jax.tree.leaves(cache.layer_caches, is_leaf=is_layer_cache)
     return {window: counts for each in layer_caches for window, counts in each.page_pools.items()}
 
 

@@ -55,13 +55,13 @@ class EngineState(eqx.Module):
     @property
     def layer_caches(self) -> Any:
         """The layer caches of the model and of its drafter, as a tree."""
-        return self.cache.segments, None if self.drafts is None else self.drafts.layer_caches
+        return self.cache.layer_caches, None if self.drafts is None else self.drafts.layer_caches
 
     def with_layer_caches(self, layer_caches: Any) -> "EngineState":
         """Return the state with other layer caches."""
-        segments, drafting = layer_caches
+        cache, drafting = layer_caches
         drafts = None if self.drafts is None else dataclasses.replace(self.drafts, layer_caches=drafting)
-        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, segments=segments), drafts=drafts)
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, layer_caches=cache), drafts=drafts)
 
     def with_experts(self, slots: Array, positions: Array, chosen: Array | None) -> "EngineState":
         """Write the experts of tokens of some slots, `[layers, slots, tokens, choices]`, at their positions."""

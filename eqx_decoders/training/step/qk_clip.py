@@ -65,19 +65,19 @@ def clipped_weights(model: Decoder) -> list[str]:
 def latent_attentions(model: Decoder) -> Iterator[tuple[str, Callable[[Decoder], LatentAttention], slice]]:
     """Yield the path of each stack of latent attention, a function that finds it, and the rows of its statistics."""
     begin = 0
-    for index, segment in enumerate(model.segments):
-        positions = [i for i, block in enumerate(segment.unit) if isinstance(block.mixer, LatentAttention)]
-        end = begin + segment.repeats * len(positions)
+    for index, layers in enumerate(model.scanned_layers):
+        positions = [i for i, block in enumerate(layers.unit) if isinstance(block.mixer, LatentAttention)]
+        end = begin + layers.repeats * len(positions)
         for nth, position in enumerate(positions):
-            path = f"segments.{index}.unit.{position}.mixer"
-            yield path, partial(_mixer_at, segment=index, position=position), slice(begin + nth, end, len(positions))
+            path = f"scanned_layers.{index}.unit.{position}.mixer"
+            yield path, partial(_mixer_at, index=index, position=position), slice(begin + nth, end, len(positions))
         begin = end
     if model.mtp is not None and isinstance(model.mtp.depth.block.mixer, LatentAttention):
         yield "mtp.depth.block.mixer", _mixer_ahead, slice(begin, None)
 
 
-def _mixer_at(model: Decoder, *, segment: int, position: int) -> LatentAttention:
-    return cast(LatentAttention, model.segments[segment].unit[position].mixer)
+def _mixer_at(model: Decoder, *, index: int, position: int) -> LatentAttention:
+    return cast(LatentAttention, model.scanned_layers[index].unit[position].mixer)
 
 
 def _mixer_ahead(model: Any) -> LatentAttention:

@@ -44,18 +44,18 @@ def update_router_bias(
 def _routers(model: Decoder) -> Iterator[tuple[Callable[[Decoder], Router], slice]]:
     """Yield a function that finds each stack of routers in the model, and the rows of the statistics of its layers."""
     begin = 0
-    for index, segment in enumerate(model.segments):
-        positions = [i for i, block in enumerate(segment.unit) if isinstance(block.mlp, Experts)]
-        end = begin + segment.repeats * len(positions)
+    for index, layers in enumerate(model.scanned_layers):
+        positions = [i for i, block in enumerate(layers.unit) if isinstance(block.mlp, Experts)]
+        end = begin + layers.repeats * len(positions)
         for nth, position in enumerate(positions):
-            yield partial(_router_at, segment=index, position=position), slice(begin + nth, end, len(positions))
+            yield partial(_router_at, index=index, position=position), slice(begin + nth, end, len(positions))
         begin = end
     if model.mtp is not None and isinstance(model.mtp.depth.block.mlp, Experts):
         yield _router_ahead, slice(begin, None)
 
 
-def _router_at(model: Decoder, *, segment: int, position: int) -> Router:
-    return cast(Experts, model.segments[segment].unit[position].mlp).router
+def _router_at(model: Decoder, *, index: int, position: int) -> Router:
+    return cast(Experts, model.scanned_layers[index].unit[position].mlp).router
 
 
 def _router_ahead(model: Decoder) -> Router:

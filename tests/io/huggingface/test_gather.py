@@ -117,7 +117,7 @@ def test_large_models_fit_small_devices(sizes):
     """Compiled for 64 TPUs: the largest weights of Llama 3 70B and DeepSeek V3, whose layers of experts have 15 GB."""
     layout = ed.Layout.create(**sizes, devices=tpu_devices("v5p:4x4x4"))
     model = ed.abstract(ed.get_config("deepseek3-671b" if "expert" in sizes else "llama3-70b"), layout=layout)
-    mlp = model.segments[-1].unit[0].mlp
+    mlp = model.scanned_layers[-1].unit[0].mlp
     leads = {"gate": 2, "down": 2} if "expert" in sizes else {"gate": 1, "down": 1}
     leaves = [(getattr(mlp, name), lead) for name, lead in leads.items()]
     for leaf, lead in [*leaves, (model.embedding.table, 0), (model.head.kernel, 0)]:

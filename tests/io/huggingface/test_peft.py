@@ -159,7 +159,7 @@ def test_target_modules_are_short_only_where_all_layers_are_adapted(fixture, tmp
 @pytest.mark.slow
 def test_adapts_a_single_layer_between_two_stacks(tmp_path):
     base = load_hf(FIXTURES / "gemma3_pattern")
-    model = trained(base, LoRAConfig(rank=2, targets=("segments.1.unit.0.mixer.query", "*.mixer.out")))
+    model = trained(base, LoRAConfig(rank=2, targets=("scanned_layers.1.unit.0.mixer.query", "*.mixer.out")))
     save_peft(model, tmp_path / "some")
     assert settings(tmp_path / "some")["target_modules"] == ["model.layers.2.self_attn.q_proj", "o_proj"]
     back = load_peft(base, tmp_path / "some")
@@ -204,7 +204,7 @@ def test_pairs_are_born_and_written_sharded(llama, tmp_path):
     shardings = named_leaves(layout.shardings(model))
     for name, leaf in pairs(model).items():
         assert leaf.sharding == shardings[name]
-    assert not shardings["segments.0.unit.0.mixer.query.lora_a"].is_fully_replicated
+    assert not shardings["scanned_layers.0.unit.0.mixer.query.lora_a"].is_fully_replicated
     save_peft(model, tmp_path / "again")
     jax.tree.map(assert_array_equal, tensors(tmp_path / "again"), tensors(LLAMA / "adapter"))
 
@@ -790,7 +790,7 @@ def test_models_without_a_peft_form_are_not_written(fixture, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "name, targets, modules",
     [
-        ("qwen2_5_vl", ("segments.*.mixer.query", "vision.projector.*", "vision.segments.*.mlp.up"),
+        ("qwen2_5_vl", ("scanned_layers.*.mixer.query", "vision.projector.*", "vision.scanned_layers.*.mlp.up"),
          {"q_proj", "model.visual.merger.mlp.0", "model.visual.merger.mlp.2"}
          | {f"model.visual.blocks.{layer}.mlp.up_proj" for layer in range(3)}),
         ("mistral3", ("*.mixer.query", "vision.projector.*"), {"q_proj", "merging_layer", "linear_1", "linear_2"}),

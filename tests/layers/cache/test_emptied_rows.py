@@ -111,8 +111,8 @@ def filled_with_nan(cache: ed.Cache) -> ed.Cache:
         return new
 
     filled_cache = jax.tree.map(fill, cache)
-    caches = jax.tree.map(mark_used, cache.segments, filled_cache.segments, is_leaf=is_layer_cache)
-    return dataclasses.replace(filled_cache, segments=caches)
+    caches = jax.tree.map(mark_used, cache.layer_caches, filled_cache.layer_caches, is_leaf=is_layer_cache)
+    return dataclasses.replace(filled_cache, layer_caches=caches)
 
 
 @eqx.filter_jit
@@ -159,8 +159,8 @@ def test_emptied_rows_give_the_results_of_a_new_cache(case):
     for logits, expected in zip(found, want, strict=True):
         assert_array_equal(logits, expected)
     # the idle row is unchanged
-    idle = jax.tree.map(lambda each: each.row(1), after.segments, is_leaf=is_layer_cache)
-    clean = jax.tree.map(lambda each: each.row(1), new.segments, is_leaf=is_layer_cache)
+    idle = jax.tree.map(lambda each: each.row(1), after.layer_caches, is_leaf=is_layer_cache)
+    clean = jax.tree.map(lambda each: each.row(1), new.scanned_layers, is_leaf=is_layer_cache)
     if pages is None:
         jax.tree.map(assert_array_equal, idle, clean)
 

@@ -190,7 +190,7 @@ def test_only_keys_and_values_are_in_pages(name):
     config = ed.get_config(name)
     slots = ed.abstract_cache(config, 2, 4096)
     paged = ed.abstract_cache(config, 2, 4096, pages=PageConfig(page_size=32, num_pages=200, window_pages=70))
-    pairs = zip(*(jax.tree.leaves(cache.segments, is_leaf=is_layer_cache) for cache in (slots, paged)), strict=True)
+    pairs = zip(*(jax.tree.leaves(cache.layer_caches, is_leaf=is_layer_cache) for cache in (slots, paged)), strict=True)
     for one, other in pairs:
         if isinstance(one, KVCache):
             assert isinstance(other, PagedKVCache) and other.window == (1024 if one.ring else 0)

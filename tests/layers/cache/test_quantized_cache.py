@@ -252,7 +252,7 @@ def test_states_stay_as_they_are(name):
     from eqx_decoders.layers.cache.base import is_layer_cache
     from eqx_decoders.layers.cache.recurrent_state import ConvState, RecurrentState
 
-    pairs = zip(*(jax.tree.leaves(cache.segments, is_leaf=is_layer_cache) for cache in caches), strict=True)
+    pairs = zip(*(jax.tree.leaves(cache.layer_caches, is_leaf=is_layer_cache) for cache in caches), strict=True)
     for one, other in pairs:
         if isinstance(one, RecurrentState | ConvState):
             assert jax.tree.leaves(one) == jax.tree.leaves(other)

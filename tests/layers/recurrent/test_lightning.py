@@ -54,7 +54,7 @@ def test_rates_of_a_new_model_fall_from_layer_to_layer():
     other = ed.BlockConfig(mixer=None, mlp=ed.layers.MLPConfig(mlp_dim=4))
     config = ed.DecoderConfig(vocab_size=8, embed_dim=4, blocks=(linear, other, linear, linear), final_norm=None)
     model = ed.init(config, key=jax.random.key(0))
-    blocks = [block for segment in model.segments for block in segment.unstacked()]
+    blocks = [block for segment in model.scanned_layers for block in segment.unstacked()]
     first = 2.0 ** np.array([-2.0, -4.0, -6.0, -8.0])
     for layer in (0, 2, 3):
         want = first * max(1 - layer / (2 + 1e-5) + 1e-5, 1e-5)  # layer 3 is beyond the three

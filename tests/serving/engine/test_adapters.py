@@ -261,8 +261,10 @@ def test_weights_on_a_mesh():
 def test_models_of_other_kinds(name):
     """Latent attention in both forms, with experts; recurrences; stacks of several units; biases."""
     base = load_hf(BASE.parent / name)
-    words = [path for path in whole_weights(base)[0] if path.startswith("segments.")]
+    words = [path for path in whole_weights(base)[0] if path.startswith("scanned_layers.")]
     names = {path.rpartition(".")[2] for path in words}
     wanted = {"query", "query_down", "kv_down", "kv_up", "query_up", "qkv", "key", "value", "out", "down", "up"} & names
-    targets = [f"segments.*.mixer.{name}" for name in wanted if any(path.endswith(f"mixer.{name}") for path in words)]
+    targets = [
+        f"scanned_layers.*.mixer.{name}" for name in wanted if any(path.endswith(f"mixer.{name}") for path in words)
+    ]
     check(base, tuple(targets), max_length=32)

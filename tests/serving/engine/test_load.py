@@ -133,5 +133,5 @@ def test_blocks_of_other_weights_have_other_names(engine):
 
 def test_load_refuses_weights_of_another_model(engine):
     model = engine_for("llama_rope").model
-    with refused(ConfigError, "Engine.load", "segments.0"):
-        engine.load(dataclasses.replace(model, segments=model.segments[:-1]))
+    with refused(ConfigError, "Engine.load", "scanned_layers.0"):
+        engine.load(dataclasses.replace(model, scanned_layers=model.scanned_layers[:-1]))

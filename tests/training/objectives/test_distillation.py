@@ -236,7 +236,7 @@ def test_residual_streams_after_each_layer(deeper, options):
     read = model.replace(layer_streams=True, **options)
     hidden, _, stats = read.run(batch.tokens, batch.positions, batch.segment_ids)
     assert_close(stats.streams[-1], hidden)
-    blocks = [block for segment in model.segments for block in segment.unstacked()]
+    blocks = [block for segment in model.scanned_layers for block in segment.unstacked()]
     assert len(stats.streams) == len(blocks)
     want = model.replace(layer_streams=True).run(batch.tokens, batch.positions, batch.segment_ids)[2].streams
     assert_close(stats.streams, want)

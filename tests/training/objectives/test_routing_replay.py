@@ -82,7 +82,7 @@ def test_another_choice_changes_only_its_token_and_later_ones(model, own):
     (_, wanted), before = loss(model, batch_of(np.full_like(own, -1)))
     differs = np.asarray(changed != wanted)
     assert not differs[0, :place].any() and differs[0, place:-1].all() and not differs[1].any()
-    kernel = lambda model: model.segments[0].unit[0].mlp.router.kernel  # noqa: E731
+    kernel = lambda model: model.scanned_layers[0].unit[0].mlp.router.kernel  # noqa: E731
     assert not np.array_equal(kernel(gradient)[1], kernel(before)[1])
 
 

@@ -151,7 +151,7 @@ def test_checkpoints_have_int8_moments(tmp_path):
 
 
 def test_int8_moments_are_refused_on_the_host_and_for_adafactor():
-    layout = ed.Layout(offload=ed.Offload(optimizer=("segments.*",)))
+    layout = ed.Layout(offload=ed.Offload(optimizer=("scanned_layers.*",)))
     model = ed.abstract(CONFIG, layout=layout)
     with refused(ConfigError, "moments_dtype='int8'", "bfloat16"):
         trainer_of(model, SMALL)

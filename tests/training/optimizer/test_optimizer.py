@@ -21,12 +21,12 @@ from tests.errors import refused
 from tests.models import filled, rich_decoder
 
 
-MATRIX = "segments.0.unit.0.mlp.up"
+MATRIX = "scanned_layers.0.unit.0.mlp.up"
 WORDS = {
     "embedding.table": ("vocab", "embed"),
     MATRIX: ("layers", "embed", "mlp"),
-    "segments.0.unit.0.mlp.up_bias": ("layers", "mlp"),
-    "segments.0.unit.0.pre_mlp_norm.scale": ("layers", "norm"),
+    "scanned_layers.0.unit.0.mlp.up_bias": ("layers", "mlp"),
+    "scanned_layers.0.unit.0.pre_mlp_norm.scale": ("layers", "norm"),
     "head.kernel": ("embed", "vocab"),
 }
 SIZES = {"vocab": 7, "embed": 4, "mlp": 6, "norm": 4, "layers": 3}
@@ -253,7 +253,7 @@ def test_no_decay_covers_norms_biases_sinks_and_tables_of_every_kind():
 
 
 def test_a_pattern_without_a_weight_is_refused_with_examples():
-    assert matching(WORDS, ["*norm*", "head.*"], "f") == {"segments.0.unit.0.pre_mlp_norm.scale", "head.kernel"}
+    assert matching(WORDS, ["*norm*", "head.*"], "f") == {"scanned_layers.0.unit.0.pre_mlp_norm.scale", "head.kernel"}
     with refused(ConfigError, "OptimizerConfig.trainable", "'heads.*'", "embedding.table", MATRIX):
         matching(WORDS, ["head.*", "heads.*"], "OptimizerConfig.trainable")
 

@@ -196,7 +196,7 @@ def test_microbatches_equal_one_batch(model):
 
 @pytest.mark.slow
 def test_an_encoder_can_be_frozen(model):
-    optimizer = OptimizerConfig(learning_rate=1e-2, trainable=("segments.*", "vision.projector.*"))
+    optimizer = OptimizerConfig(learning_rate=1e-2, trainable=("scanned_layers.*", "vision.projector.*"))
     trainer = Trainer.create(optimizer, model, steps=4, config=StepConfig())
     state, _ = trainer.step(trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0)), example(1))
     assert_array_equal(state.model.vision.stem.kernel, model.vision.stem.kernel)

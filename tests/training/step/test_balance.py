@@ -76,7 +76,7 @@ def biases(model) -> dict[str, np.ndarray]:
 def by_layer(model) -> list[np.ndarray]:
     """The biases of the layers with eight experts, in their order."""
     layers = []
-    for segment in model.segments:
+    for segment in model.scanned_layers:
         for repeat in range(segment.repeats):
             for part in segment.unit:
                 router = getattr(part.mlp, "router", None)

@@ -113,8 +113,8 @@ def test_models_are_initialized_on_the_host():
     layout = dataclasses.replace(ed.Layout(), offload=Offload(weights=("*.mlp.*",)))
     born = ed.init(DEEP, key=jax.random.key(0), layout=layout)
     assert {name for name, kind in kinds(born).items() if kind == HOST} == {
-        "segments.0.unit.0.mlp.up",
-        "segments.0.unit.0.mlp.down",
+        "scanned_layers.0.unit.0.mlp.up",
+        "scanned_layers.0.unit.0.mlp.down",
     }
     assert same_bits(born, ed.init(DEEP, key=jax.random.key(0)))
 
@@ -133,7 +133,9 @@ def test_host_memory_is_planned_separately():
 @pytest.mark.parametrize(
     ("offload", "optimizer", "step", "names"),
     [
-        pytest.param(dict(weights=("*.mpl.*",)), {}, {}, ["Offload.weights", "'*.mpl.*'", "segments.0."], id="weights"),
+        pytest.param(
+            dict(weights=("*.mpl.*",)), {}, {}, ["Offload.weights", "'*.mpl.*'", "scanned_layers.0."], id="weights"
+        ),
         pytest.param(dict(optimizer=("embedding.*",)), {}, {}, ["Offload.optimizer", "'embedding.*'"], id="optimizer"),
         pytest.param(
             dict(optimizer=("*",)), dict(name="muon"), {}, ["OptimizerConfig.name='muon'", "adamw", "lion"], id="muon"

@@ -56,8 +56,8 @@ def test_scores_are_clipped_to_the_threshold():
     assert np.sum(np.asarray(after[0]) < np.asarray(before[0]) - 0.1) == 2
     changed = {name for name, leaf in named_leaves(clipped).items() if np.any(leaf != named_leaves(model)[name])}
     places = ("0.unit.0.mixer.query_up", "0.unit.0.mixer.kv_up", "0.unit.2.mixer.query", "0.unit.2.mixer.kv_up")
-    assert changed <= {f"segments.{place}" for place in places} and f"segments.{places[0]}" in changed
-    old, new = (each.segments[0].unit[0].mixer.kv_up for each in (model, clipped))
+    assert changed <= {f"scanned_layers.{place}" for place in places} and f"scanned_layers.{places[0]}" in changed
+    old, new = (each.scanned_layers[0].unit[0].mixer.kv_up for each in (model, clipped))
     assert_array_equal(old[..., 6:], new[..., 6:])  # values
 
 
@@ -68,7 +68,7 @@ def test_factors_of_layers_and_heads():
     gamma = np.minimum(1, 100 / (np.maximum(scores, 0) + 1e-6))
     clipped = qk_clip(model, scores)
     for place, name, rows, heads in ((0, "query_up", slice(0, None, 2), 4), (2, "query", slice(1, None, 2), 2)):
-        old, new = (each.segments[0].unit[place].mixer for each in (model, clipped))
+        old, new = (each.scanned_layers[0].unit[place].mixer for each in (model, clipped))
         here = gamma[rows, None, :heads, None]
         for weight, second in ((name, here), ("kv_up", np.ones_like(here))):
             ratio = np.asarray(getattr(new, weight)) / np.asarray(getattr(old, weight))

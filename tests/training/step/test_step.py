@@ -398,7 +398,7 @@ def test_frozen_weights_do_not_change_and_have_no_optimizer_state():
     model = filled(CONFIG)
     config = dataclasses.replace(PLAIN, trainable=("*.mixer.qkv", "final_norm.*"))
     trainer = trainer_of(model, config)
-    names = {"segments.0.unit.0.mixer.qkv", "final_norm.scale"}
+    names = {"scanned_layers.0.unit.0.mixer.qkv", "final_norm.scale"}
     assert trainer.trainable == names
     state = first_state(trainer, model)
     weights = named_leaves(model)

@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 Block = TypeVar("Block", bound=Hashable)  # a `BlockConfig`
 
 
-def segments(blocks: tuple[Block, ...]) -> tuple[tuple[tuple[Block, ...], int], ...]:
+def find_repeats(blocks: tuple[Block, ...]) -> tuple[tuple[tuple[Block, ...], int], ...]:
     """Cut a list of blocks into `(unit, repeats)` runs so that as few blocks as possible have to be traced.
 
     `(local,) * 5 + (full,)` ten times and two locals more are `((local x5, full), 10), ((local,), 2)`. Of two cuts
     with as many blocks the one with fewer runs is taken, and the remainder comes last. A dynamic programme over the
     ends of runs, O(n^2 log n).
     """
-    return _segments(blocks)
+    return _find_repeats(blocks)
 
 
 @functools.lru_cache(maxsize=256)
-def _segments(blocks: tuple[Any, ...]) -> Any:
+def _find_repeats(blocks: tuple[Any, ...]) -> Any:
     index: dict[Any, int] = {}
     kinds = [index.setdefault(block, len(index)) for block in blocks]
     best: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)]  # blocks traced, runs, -(begin of the last run), its unit
