@@ -18,7 +18,7 @@ Read and write Hugging Face's directories, and llama.cpp's files
 
 Run it
     `Decoder` is the model and returns an `Output`. `Inputs` and `Media` are what it reads beside tokens. `Block`,
-    `ScannedLayers`, `find_repeats` and `Context` are what it consists of.
+    `ScannedLayers`, `find_repeats` and `ForwardContext` are what it consists of.
 
 Choose how and where it runs
     `Execution` and `model.replace(remat="full")`: `Remat`, `Precision`, `LowPrecision`; `Layout`, `Pipeline`,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from eqx_decoders.blocks.repeats import find_repeats as find_repeats
     from eqx_decoders.blocks.stack import ScannedLayers as ScannedLayers
     from eqx_decoders.blocks.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
-    from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
+    from eqx_decoders.context import Execution as Execution, ForwardContext as ForwardContext, Inputs as Inputs
     from eqx_decoders.core.sampling import Greedy as Greedy, Sample as Sample
     from eqx_decoders.data.batch import Batch as Batch
     from eqx_decoders.encoders.media import Media as Media
@@ -141,7 +141,7 @@ __getattr__, __all__, __dir__ = lazy(
         "blocks.repeats": "segments",
         "blocks.stack": "ScannedLayers",
         "blocks.stats": "ActivationStats BlockStats",
-        "context": "Context Execution Inputs",
+        "context": "ForwardContext Execution Inputs",
         "core.sampling": "Greedy Sample",
         "data.batch": "Batch",
         "encoders.media": "Media",

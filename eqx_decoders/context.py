@@ -179,14 +179,14 @@ class Inputs(eqx.Module):
 
 
 class Promises(NamedTuple):
-    """Guarantees of the caller that save computation; fields of `Context` of the same names."""
+    """Guarantees of the caller that save computation: the fields of `ForwardContext` with the same names."""
 
     cache_is_empty: bool = False
     accept_all: bool = False
     contiguous: bool = False
 
 
-class Context(eqx.Module):
+class ForwardContext(eqx.Module):
     """Positions, documents and execution of one forward pass; every layer receives it.
 
     **Arguments:**

@@ -70,7 +70,7 @@ def experts(repeats: int) -> dict[str, list[float]]:
         return grouped_products(jax.nn.silu(gates) * ups, (down,), counts, form=ragged_dot)[0]
 
     def run(form):
-        ctx = ed.Context(positions=jnp.arange(tokens)[None], execution=ed.Execution(experts=form))
+        ctx = ed.ForwardContext(positions=jnp.arange(tokens)[None], execution=ed.Execution(experts=form))
         return lambda layer, x: layer(x, ctx)[0]
 
     weights = (layer.gate, layer.up, layer.down)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.blocks.block_run import AnyBlock, BlockRun
 from eqx_decoders.blocks.residual.base import ReadWriteResidual
 from eqx_decoders.blocks.stats import BlockStats
-from eqx_decoders.context import Context, Execution
+from eqx_decoders.context import Execution, ForwardContext
 from eqx_decoders.errors import check
 from eqx_decoders.layers.base import BranchInputs, StaggeredLayer
 from eqx_decoders.sharding.layout import Layout
@@ -37,7 +37,7 @@ def join_batch(parts: Parts) -> Float[Array, "batch length *streams embed"]:
 
 
 def run_staggered(
-    block: AnyBlock, parts: Parts, ctx: Context, past: None, *, key: PRNGKeyArray | None
+    block: AnyBlock, parts: Parts, ctx: ForwardContext, past: None, *, key: PRNGKeyArray | None
 ) -> tuple[Parts, dict[str, Any], BlockStats]:
     """Return the results of `block` for all parts together; statistics have the parts on their first axis.
 
@@ -69,7 +69,7 @@ class _Stop(NamedTuple):
 class _PartRun:
     """Progress of one part of the batch through the layers of a block."""
 
-    def __init__(self, block: AnyBlock, residual: ReadWriteResidual, ctx: Context, key: PRNGKeyArray | None):
+    def __init__(self, block: AnyBlock, residual: ReadWriteResidual, ctx: ForwardContext, key: PRNGKeyArray | None):
         self.run = BlockRun(block, ctx, None, key)
         self.residual, self.layers, self.next = residual, block.layers(), 0
         self.state, self.coefficients = None, None

@@ -11,7 +11,7 @@ from eqx_decoders.blocks.block_run import LENT, BlockLayer, BlockResult, BlockRu
 from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_word
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttention, CompressedAttentionConfig
@@ -283,7 +283,7 @@ class Block(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch length *streams embed"],
-        ctx: Context,
+        ctx: ForwardContext,
         past: dict[str, Any] | None = None,
         *,
         key: PRNGKeyArray | None = None,

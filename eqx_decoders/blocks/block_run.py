@@ -8,7 +8,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from eqx_decoders.blocks.residual.base import BranchFunction
 from eqx_decoders.blocks.stats import ActivationStats, BlockStats
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.base import BranchInputs, BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.norm import LayerScale, Norm
@@ -50,14 +50,14 @@ class AnyBlock(Protocol):
     def layers(self) -> list[BlockLayer]: ...
 
     def __call__(
-        self, x: Array, ctx: Context, past: dict[str, Any] | None = None, *, key: PRNGKeyArray | None = None
+        self, x: Array, ctx: ForwardContext, past: dict[str, Any] | None = None, *, key: PRNGKeyArray | None = None
     ) -> BlockResult: ...
 
 
 class BlockRun:
     """One forward pass of a block: arguments of its layers other than the stream, and their other results."""
 
-    def __init__(self, block: AnyBlock, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None):
+    def __init__(self, block: AnyBlock, ctx: ForwardContext, past: dict[str, Any] | None, key: PRNGKeyArray | None):
         self.ctx, self.past, self.dropout_rate = ctx, past, block.config.dropout
         self.shortcut = block.config.shortcut_from
         self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)

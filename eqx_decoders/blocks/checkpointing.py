@@ -6,12 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.remat import get_remat
 from eqx_decoders.sharding.offload import to_device
 
 
-def checkpointed(call: Callable[..., Any], ctx: Context, *, prevent_cse: bool, ordered: bool = False) -> Any:
+def checkpointed(call: Callable[..., Any], ctx: ForwardContext, *, prevent_cse: bool, ordered: bool = False) -> Any:
     """Return a function `(block, x, ctx, past, key)` that runs a block under the remat policy of `ctx`.
 
     **Arguments:**

@@ -15,7 +15,7 @@ from eqx_decoders.blocks.block import Block
 from eqx_decoders.blocks.layer_inputs import LayerInputs
 from eqx_decoders.blocks.stack import ScannedLayers, ScanOutput
 from eqx_decoders.blocks.stats import BlockStats, join_parts
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import check
 from eqx_decoders.remat import get_remat
 from eqx_decoders.sharding.axes import Axes, axes, path_name
@@ -35,7 +35,7 @@ class StackOutput(NamedTuple):
 def run_stack(
     stack: tuple[ScannedLayers, ...],
     x: Float[Array, "batch length *streams embed"],
-    ctx: Context,
+    ctx: ForwardContext,
     caches: tuple[Any, ...] | None,
     *,
     keys: Key[Array, "layers"] | None,
@@ -67,7 +67,7 @@ def run_stack(
 def run_scanned_layers(
     layers: ScannedLayers,
     x: Float[Array, "batch length *streams embed"],
-    ctx: Context,
+    ctx: ForwardContext,
     caches: tuple[dict[str, Any], ...] | None = None,
     *,
     keys: Key[Array, "layers"] | None = None,
@@ -95,7 +95,7 @@ def run_scanned_layers(
     return ScanOutput(out.x, entries, stats, out.shared)
 
 
-def piped_repeats(layers: ScannedLayers, ctx: Context) -> int:
+def piped_repeats(layers: ScannedLayers, ctx: ForwardContext) -> int:
     """Return the number of repeats of the unit that run as a pipeline.
 
     It is 0 if later layers use what these layers share.
@@ -106,7 +106,7 @@ def piped_repeats(layers: ScannedLayers, ctx: Context) -> int:
     return layers.repeats - layers.repeats % (stages * setup.repeats)
 
 
-def check_pipeline(stack: tuple[ScannedLayers, ...], ctx: Context) -> None:
+def check_pipeline(stack: tuple[ScannedLayers, ...], ctx: ForwardContext) -> None:
     """Raise ConfigError if there is a pipeline, but no layers that could run in it."""
     setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
     if setup is None or stages == 1:
@@ -118,7 +118,13 @@ def check_pipeline(stack: tuple[ScannedLayers, ...], ctx: Context) -> None:
 
 
 def _piped(
-    static: tuple[Block, ...], layers: ScannedLayers, weights: PyTree, keys: Any, inputs: Any, x: Array, ctx: Context
+    static: tuple[Block, ...],
+    layers: ScannedLayers,
+    weights: PyTree,
+    keys: Any,
+    inputs: Any,
+    x: Array,
+    ctx: ForwardContext,
 ) -> tuple[Array, tuple[BlockStats, ...]]:
     """Return the stream after the layers with these `weights`, and their statistics."""
     execution = ctx.execution

@@ -14,7 +14,7 @@ from eqx_decoders.blocks.batch_overlap import cut_batch, join_batch, run_stagger
 from eqx_decoders.blocks.block import Block, BlockConfig
 from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.stats import BlockStats, join_parts
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.cache.base import pasts, slices, stacked
 from eqx_decoders.sharding.explicit import at_layer
 
@@ -95,7 +95,7 @@ class ScannedLayers(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch length *streams embed"],
-        ctx: Context,
+        ctx: ForwardContext,
         caches: tuple[dict[str, Any], ...] | None = None,
         *,
         keys: Key[Array, "layers"] | None = None,
@@ -152,7 +152,7 @@ class ScannedLayers(eqx.Module):
             stream, stats = join_batch(stream), tuple(join_parts(stat) for stat in stats)
         return ScanOutput(stream, entries, stats, ctx.shared | carried | added)
 
-    def _block_call(self, ctx: Context, scanned: bool, overlap: bool, trains: bool) -> Callable[..., Any]:
+    def _block_call(self, ctx: ForwardContext, scanned: bool, overlap: bool, trains: bool) -> Callable[..., Any]:
         """Return the function that runs one block under the remat policy; with `overlap` it takes parts of a batch."""
         several = scanned and len(self.unit) > 1
         call = run_staggered if overlap else Block.__call__

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.stack import ScannedLayers
-from eqx_decoders.context import Context, Execution
+from eqx_decoders.context import Execution, ForwardContext
 from eqx_decoders.encoders.audio.audio_stem import AudioStem
 from eqx_decoders.encoders.audio.frame_stem import FrameStem
 from eqx_decoders.encoders.media import Encoded, Media
@@ -108,7 +108,7 @@ class Encoder(eqx.Module):
         replacing = features if self.into is None else self.into(features, ctx)
         return EncodedRows(features, replacing, deepstack, self._separators(ctx))
 
-    def _separators(self, ctx: Context) -> tuple[Array, ...]:
+    def _separators(self, ctx: ForwardContext) -> tuple[Array, ...]:
         """Return the learned rows among an image's tokens."""
         dtype, tiles = ctx.execution.precision.compute, self.config.tiles
         learned = [x.astype(dtype) for x in (self.line_end, self.divider) if x is not None]
@@ -116,7 +116,7 @@ class Encoder(eqx.Module):
             return tuple(learned)
         return tuple(self.projector.project(jnp.stack(learned)[None], ctx)[0])
 
-    def _layers(self, x: Array, ctx: Context) -> tuple[Array, tuple[Array, ...]]:
+    def _layers(self, x: Array, ctx: ForwardContext) -> tuple[Array, tuple[Array, ...]]:
         """Return the features for the projector, and those that are added behind the decoder's layers."""
         config, deepstack, depth = self.config, list[Array](), 0
         known, deepest = {0: x}, max((*config.depths, *(layer + 1 for layer in config.deepstack)), default=0)
@@ -133,7 +133,7 @@ class Encoder(eqx.Module):
         return x if self.post_norm is None else self.post_norm(x), tuple(deepstack)
 
     def with_own_tokens(
-        self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: Context
+        self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
         """Replace the embeddings of the tokens that are the encoder's own."""
         if self.tokens is None:
@@ -144,7 +144,9 @@ class Encoder(eqx.Module):
         embedded = embedded if self.into is None else self.into(embedded, ctx)
         return jnp.where(is_own[:, :, None], embedded.astype(embeds.dtype), embeds)
 
-    def _filled(self, x: Float[Array, "batch rows features"], ctx: Context) -> Float[Array, "batch rows features"]:
+    def _filled(
+        self, x: Float[Array, "batch rows features"], ctx: ForwardContext
+    ) -> Float[Array, "batch rows features"]:
         """Replace rows of padding by the embedding that fills up audio clips."""
         if self.tokens is None or self.tokens.config.fill is None:
             return x
@@ -152,13 +154,13 @@ class Encoder(eqx.Module):
         padding = ctx.positions[:, :: self.config.stem.group] < 0
         return jnp.where(padding[:, :, None], fill.astype(x.dtype), x)
 
-    def _context(self, rows: PatchRows | AudioRows, execution: Execution) -> Context:
+    def _context(self, rows: PatchRows | AudioRows, execution: Execution) -> ForwardContext:
         # pipelines and batch overlap are the decoder's; the order of tokens is that of the image
         execution = dataclasses.replace(execution, pipeline=None, batch_split=1, context_order="plain")
         coordinates = rows.coordinates if isinstance(rows, PatchRows) else None
         unseen = rows.unseen if isinstance(rows, PatchRows) else None
         segment_ids = None if rows.segment_ids is None else jnp.asarray(rows.segment_ids)
-        return Context(
+        return ForwardContext(
             positions=jnp.asarray(rows.positions),
             segment_ids=segment_ids,
             execution=execution,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.context import Context, Inputs
+from eqx_decoders.context import ForwardContext, Inputs
 from eqx_decoders.core.auto_jit import concrete
 from eqx_decoders.encoders.media import Encoded, Media, gather_features, merge_features
 from eqx_decoders.encoders.media_config import MediaConfig
@@ -39,7 +39,7 @@ class HasOwnTokens(Protocol):
     """An encoder, which may have tokens of its own."""
 
     def with_own_tokens(
-        self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: Context
+        self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
         """Replace the embeddings of these."""
         ...
@@ -60,7 +60,7 @@ class HasEmbeddings(Protocol):
 
 
 def embed_tokens(
-    model: HasEmbeddings, tokens: Int[Array, "batch length"], ctx: Context
+    model: HasEmbeddings, tokens: Int[Array, "batch length"], ctx: ForwardContext
 ) -> Float[Array, "batch length embed"]:
     """Return the embeddings of tokens, of which encoders may have some of their own."""
     embeds = model.embedding(tokens, ctx)

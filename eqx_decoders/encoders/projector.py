@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig
@@ -55,7 +55,9 @@ class Projection(eqx.Module):
     bias: Float[Array, "outer"] | None
     config: ProjectionConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch length outer"]:
+    def __call__(
+        self, x: Float[Array, "batch length inner"], ctx: ForwardContext
+    ) -> Float[Array, "batch length outer"]:
         x = x if self.norm is None else self.norm(x)
         y = ctx.einsum("batch length inner, inner outer -> batch length outer", x, self.kernel)
         y = add_bias(y, self.bias)
@@ -93,7 +95,7 @@ class GroupConvolution(eqx.Module):
     bias: Float[Array, "outer"] | None
     config: GroupConvolutionConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch rows outer"]:
+    def __call__(self, x: Float[Array, "batch length inner"], ctx: ForwardContext) -> Float[Array, "batch rows outer"]:
         side = self.config.side
         x = x.reshape(x.shape[0], x.shape[1] // side**2, side, side, x.shape[2])
         words = "patch_rows patch_columns inner"
@@ -185,7 +187,9 @@ class Projector(eqx.Module):
     layers: tuple[Projection | MLP, ...]
     config: ProjectorConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch rows features"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch rows features"]:
         """Return a row of features for every group of patches."""
         config, first = self.config, self.norm is not None and self.config.norm_of == "patches"
         x = self.norm(x) if first and self.norm is not None else x
@@ -195,13 +199,13 @@ class Projector(eqx.Module):
         check(x.shape[-1] == config.out_dim, "Projector: its layers do not make the features that its config says.")
         return x
 
-    def project(self, x: Float[Array, "batch rows inner"], ctx: Context) -> Float[Array, "batch rows features"]:
+    def project(self, x: Float[Array, "batch rows inner"], ctx: ForwardContext) -> Float[Array, "batch rows features"]:
         """Return the layers' output, of combined and normed features."""
         for layer in self.layers:
             x = layer(x, ctx)
         return x
 
-    def _combined(self, x: Array, ctx: Context) -> Array:
+    def _combined(self, x: Array, ctx: ForwardContext) -> Array:
         config, dtype = self.config, x.dtype
         if self.convolution is not None:
             x = self.convolution(x, ctx)
@@ -256,7 +260,7 @@ class EncoderTokens(eqx.Module):
     config: EncoderTokensConfig = eqx.field(static=True)
 
     def __call__(
-        self, tokens: Int[Array, "batch length"], projector: Projector, ctx: Context
+        self, tokens: Int[Array, "batch length"], projector: Projector, ctx: ForwardContext
     ) -> Float[Array, "batch length features"]:
         """Return the embeddings; those of other tokens are meaningless."""
         index = jnp.clip(tokens - self.config.first, 0, self.config.count - 1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from eqx_decoders.blocks.stack import at_layer
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.inference.draft_state import DraftState, VerifiedStep
 from eqx_decoders.inference.drafters import Drafter
@@ -64,8 +64,8 @@ class MTPDrafter(Drafter):
             positions = begin[:, None] - index + offset
             real = (positions >= 0) & (offset < known[:, None] + index) & (known[:, None] > 0)
             positions = jnp.where(real, positions, -1)
-            ctx = Context(positions=positions, execution=model.execution, cache_is_empty=cache_is_empty)
-            later = Context(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
+            ctx = ForwardContext(positions=positions, execution=model.execution, cache_is_empty=cache_is_empty)
+            later = ForwardContext(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
             past = None if cache_is_empty else cache_base.pasts(cache, at_layer(cache_base.slices(cache), 0))
             stream, entries, _ = depth_modules[index](stream, model.embed(following, later), ctx, past)
             # only entries whose input was no draft token

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 
 
 class BranchResult(NamedTuple):
@@ -30,7 +30,7 @@ class BranchInputs(NamedTuple):
     """Arguments of `BranchLayer.branch`."""
 
     x: Array
-    ctx: Context
+    ctx: ForwardContext
     past: Any
     key: PRNGKeyArray | None
 
@@ -39,7 +39,7 @@ class BranchInputs(NamedTuple):
 class BranchLayer(Protocol):
     """Layer that can stand in a block."""
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Compute the layer's result; `past` is what it reads from its cache, or None."""
         ...
 

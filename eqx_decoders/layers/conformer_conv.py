@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
@@ -77,7 +77,9 @@ class LightConvolution(eqx.Module):
     out_bias: Float[Array, "embed"] | None
     config: LightConvolutionConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         both = ctx.einsum("batch length embed, embed inputs channels -> batch length inputs channels", x, self.into)
         both = save(add_bias(both, self.into_bias), "mlpwi")
         gate = ACTIVATIONS[self.config.gate](add_bias(both[:, :, 1], self.gate_shift))
@@ -91,6 +93,6 @@ class LightConvolution(eqx.Module):
         out = ctx.einsum("batch length channels, channels embed -> batch length embed", y, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "mlpwo")
 
-    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(self(x, ctx))

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.base import BranchResult
 
 
@@ -27,10 +27,12 @@ class AddedFeaturesConfig:
 class AddedFeatures(eqx.Module):
     """Layer that adds given features to the stream: `x + features`."""
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         features = ctx.layer_inputs.get(DEEPSTACK)
         return jnp.zeros_like(x) if features is None else features.astype(x.dtype)
 
-    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(self(x, ctx))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, FiniteFloat, OneOf, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
@@ -146,7 +146,7 @@ class MLP(eqx.Module):
     config: MLPConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         act = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
         gate, up = self._inputs(x, ctx)
@@ -158,11 +158,11 @@ class MLP(eqx.Module):
         out = scale(add_bias(out, self.down_bias), self.config.out_scale)
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
-    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(self(x, ctx, key=key))
 
-    def _inputs(self, x: Array, ctx: Context) -> tuple[Array | None, Array]:
+    def _inputs(self, x: Array, ctx: ForwardContext) -> tuple[Array | None, Array]:
         """Return the gate (None when not gated) and up projections, before the activation."""
         pattern = "batch length embed, embed mlp -> batch length mlp"
         if self.gate_up is not None:
@@ -201,11 +201,11 @@ class Linear(eqx.Module):
     kernel: Float[Array, "embed mlp"]
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         out = ctx.einsum("batch length embed, embed mlp -> batch length mlp", x, self.kernel)
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
-    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(self(x, ctx, key=key))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveFloat, PositiveInt, check, check_number
 from eqx_decoders.layers.recurrent.causal_conv import document_numbers
 
@@ -404,7 +404,7 @@ def _last_positions(
     return jax.vmap(lambda last, number: jax.ops.segment_max(last, number, count)[number])(latest, numbers)
 
 
-def rotary_positions(ctx: Context, rope: Rope) -> Num[Array, "batch length *axes"]:
+def rotary_positions(ctx: ForwardContext, rope: Rope) -> Num[Array, "batch length *axes"]:
     """Return the positions by which heads are rotated: of several dimensions if the call and `rope` have such."""
     positions = ctx.rotary_positions if rope.dimensions else None
     return ctx.positions if positions is None else positions

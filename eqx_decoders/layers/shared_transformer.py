@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.base import BranchResult
@@ -84,7 +84,9 @@ class Shared(NamedTuple):
     embeddings: Array
 
 
-def share(ctx: Context, weights: SharedTransformers | None, x: Float[Array, "batch length *streams embed"]) -> Context:
+def share(
+    ctx: ForwardContext, weights: SharedTransformers | None, x: Float[Array, "batch length *streams embed"]
+) -> ForwardContext:
     """Return the context with what layers find under `SHARED`; `x` is the first layer's input. None adds nothing."""
     if weights is None:
         return ctx
@@ -200,7 +202,7 @@ class AidedMixer(eqx.Module):
     config: AidedMixerConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and the new entries of both caches."""
         attention_past, mixer_past = (None if past is None else past[name] for name in ("attention", "mixer"))
@@ -214,7 +216,7 @@ class AidedMixer(eqx.Module):
         out, new = self.mixer(self.norm(x + ctx.constrain(aid, "batch length embed")), ctx, mixer_past)
         return out, {"attention": entries, "mixer": new}
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 

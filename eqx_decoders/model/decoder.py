@@ -16,7 +16,7 @@ from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.residual.registry import StreamMapping
 from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
-from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs, Promises
+from eqx_decoders.context import Execution, ExecutionOptions, ForwardContext, Inputs, Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.core.sampling import GenerationConfig
@@ -276,7 +276,7 @@ class Decoder(eqx.Module):
         return x, by_layer
 
     def embed(
-        self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
+        self, tokens: Int[Array, "batch length"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         """Return the input of the first layer: embeddings (with dropout) and absolute positions."""
         return self._inputs(merge.embed_tokens(self, tokens, ctx), ctx, key)
@@ -286,7 +286,7 @@ class Decoder(eqx.Module):
         check_inputs(self.config, tokens)
         return _compiled_embedding(self, jnp.asarray(as_int32("tokens", tokens)))
 
-    def _inputs(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Float[Array, "batch length embed"]:
+    def _inputs(self, x: Array, ctx: ForwardContext, key: PRNGKeyArray | None) -> Float[Array, "batch length embed"]:
         x = dropout(x.astype(self.execution.precision.compute), self.config.dropout, key)
         x = x if self.positions is None else self.positions(x, ctx)
         x = x if self.embedding_norm is None else self.embedding_norm(x)
@@ -325,9 +325,9 @@ class Decoder(eqx.Module):
         token_ids, positions, segment_ids, _ = as_arrays(TokenInputs(tokens, positions, segment_ids))
         positions, segment_ids = document_positions(positions, segment_ids, token_ids.shape)
         seen: Any = dict(contiguous=contiguous) | layer_positions(inputs, positions)
-        ctx = Context(positions=positions, segment_ids=segment_ids, execution=self.execution, **seen)
+        ctx = ForwardContext(positions=positions, segment_ids=segment_ids, execution=self.execution, **seen)
 
-        def embed(count: int, later: Context, key: PRNGKeyArray | None) -> Array:
+        def embed(count: int, later: ForwardContext, key: PRNGKeyArray | None) -> Array:
             following = merge.embed_tokens(self, shift_left(token_ids, count, order), later)
             if media is not None and encoded is not None:
                 index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
@@ -372,8 +372,8 @@ class Decoder(eqx.Module):
         x = self.head_input(hidden, key=key, depth=depth)
         return logits(x, self.head_kernel, self._head_context(hidden), **options)
 
-    def _head_context(self, hidden: Array) -> Context:
-        return Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
+    def _head_context(self, hidden: Array) -> ForwardContext:
+        return ForwardContext(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
 
     @property
     def head_kernel(self) -> Array | AbstractWeight:

@@ -1,4 +1,4 @@
-"""Inputs of a decoder's forward pass: checked arrays, and the `Context` that every layer receives.
+"""Inputs of a decoder's forward pass: checked arrays, and the `ForwardContext` that every layer receives.
 
 Arguments of MaxText's `Transformer`, for those who know it:
 
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.context import Context, Execution, Inputs, Promises
+from eqx_decoders.context import Execution, ForwardContext, Inputs, Promises
 from eqx_decoders.core.input_checks import InputSizes, as_int32, check_shapes
 from eqx_decoders.errors import check
 from eqx_decoders.layers.cache.cache import Cache
@@ -50,7 +50,7 @@ class PreparedInputs(NamedTuple):
     tokens: Array | None
     embeds: Array | None
     by_layer: dict[str, Array]
-    ctx: Context
+    ctx: ForwardContext
     rope_offset: Array | None
 
 
@@ -66,7 +66,7 @@ def as_arrays(inputs: TokenInputs) -> TokenInputs:
 
 
 def layer_positions(inputs: Inputs, positions: Array) -> dict[str, Any]:
-    """Return the fields of a `Context` that come from `inputs`."""
+    """Return the fields of a `ForwardContext` that come from `inputs`."""
     spans = as_int32("spans", inputs.spans)
     spans, rotary = (None if x is None else jnp.asarray(x) for x in (spans, inputs.rotary_positions))
     return dict(spans=None if spans is None else spans_of(spans, positions), rotary_positions=rotary)
@@ -91,7 +91,7 @@ def prepare_inputs(
     dense_positions = all(x is None for x in (positions, segment_ids, cache))
     positions, segment_ids = document_positions(positions, segment_ids, (rows, length), begin)
     inputs, rope_offset = _with_offsets(inputs, positions, cache)
-    ctx = Context(
+    ctx = ForwardContext(
         positions=positions,
         segment_ids=segment_ids if cache is None else None,
         execution=execution,
@@ -127,7 +127,7 @@ def _with_offsets(
     return dataclasses.replace(inputs, rotary_positions=rotary), jnp.where(real.any(axis=1), new, offset)
 
 
-def positions_after(x: Array, ctx: Context) -> Int[Array, "batch length"]:
+def positions_after(x: Array, ctx: ForwardContext) -> Int[Array, "batch length"]:
     """Return positions that depend on `x`: so all of a cache is read before it is written, which is in place.
 
     XLA's backends for CPUs and GPUs would copy it.

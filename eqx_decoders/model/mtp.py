@@ -19,7 +19,7 @@ from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.residual.registry import ResidualConfig, StreamMapping
 from eqx_decoders.blocks.stack import at_layer
 from eqx_decoders.blocks.stats import BlockStats
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.norm import Norm
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.numerics.initializers import fan_in
@@ -41,7 +41,7 @@ class MTPDepth(eqx.Module):
         self,
         stream: Float[Array, "batch length stream_embed"],
         embedded: Float[Array, "batch length embed"],
-        ctx: Context,
+        ctx: ForwardContext,
         past: dict[str, Any] | None = None,
         *,
         key: PRNGKeyArray | None = None,
@@ -92,7 +92,7 @@ class HasStreams(Protocol):
     def streams(self) -> StreamMapping | None: ...
 
 
-def add_streams(residual: ResidualConfig, owner: HasStreams, x: Array, ctx: Context) -> Array:
+def add_streams(residual: ResidualConfig, owner: HasStreams, x: Array, ctx: ForwardContext) -> Array:
     """Return the sum of the residual streams, which may be one behind the other, with weights if `owner` has any."""
     x = _split_streams(x, x.shape[2] // residual.streams) if residual.streams > 1 and x.ndim == 3 else x
     return residual.reduce(x) if owner.streams is None else owner.streams.reduce(x, ctx)
@@ -148,8 +148,8 @@ class MTPOutput(eqx.Module):
 def run_depths(
     depths: Sequence[MTPDepth],
     stream: Float[Array, "batch length stream_embed"],
-    embed: Callable[[int, Context, PRNGKeyArray | None], Array],
-    ctx: Context,
+    embed: Callable[[int, ForwardContext, PRNGKeyArray | None], Array],
+    ctx: ForwardContext,
     *,
     order: np.ndarray | None,
     key: PRNGKeyArray | None,
@@ -168,7 +168,7 @@ def run_depths(
     for count, depth in enumerate(depths, 1):
         embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
         real = same_document(ctx.positions, ctx.segment_ids, count, order)
-        later = Context(positions=shift_left(ctx.positions, count, order), execution=ctx.execution)
+        later = ForwardContext(positions=shift_left(ctx.positions, count, order), execution=ctx.execution)
         depth_ctx = dataclasses.replace(ctx, positions=jnp.where(real, ctx.positions, -1))
         embedded = embed(count, later, embed_key)
         hidden, _, stat = depth(x, embedded, depth_ctx, key=block_key)

@@ -87,7 +87,7 @@ def test_stacked_weights_match_single_layers():
 @eqx.filter_jit
 def block_by_block(model, tokens, segments, positions):
     """What comes out of each block."""
-    ctx, outs = ed.Context(positions=positions, segment_ids=segments), []
+    ctx, outs = ed.ForwardContext(positions=positions, segment_ids=segments), []
     x = model.embedding(tokens, ctx)
     for block in model.unstacked():
         x, _, _ = block(x, ctx)

@@ -92,7 +92,7 @@ def test_dropout_of_several_streams_depends_on_the_key():
 @pytest.mark.slow
 def test_tokens_beyond_the_per_layer_table_of_gemma3n_count_as_the_first():
     model = filled(GEMMA3N)
-    ctx, x = ed.Context(positions=jnp.zeros((1, 3), jnp.int32)), jnp.zeros((1, 3, 16))
+    ctx, x = ed.ForwardContext(positions=jnp.zeros((1, 3), jnp.int32)), jnp.zeros((1, 3, 16))
     found = np.asarray(model.per_layer_embedding(jnp.asarray([[0, 31, 32]]), x, ctx))
     assert np.array_equal(found[:, :, 2], found[:, :, 0]) and not np.allclose(found[:, :, 1], found[:, :, 0])
     config = dataclasses.replace(model.per_layer_embedding.config, unknown_token=None)
@@ -131,7 +131,7 @@ def test_a_shortcut_is_a_sum_after_two_blocks():
 
     @eqx.filter_jit
     def by_hand(model):
-        ctx = ed.Context(jnp.broadcast_to(jnp.arange(5), (2, 5)), execution=model.execution)
+        ctx = ed.ForwardContext(jnp.broadcast_to(jnp.arange(5), (2, 5)), execution=model.execution)
         first, second = (block for segment in model.scanned_layers for block in segment.unstacked())
         x = model.embedding(tokens, ctx)
         h = x + first.mixer(first.pre_mixer_norm(x), ctx)[0]
@@ -176,7 +176,7 @@ def test_any_order_of_blocks_runs_as_a_scan():
 def test_padding_goes_to_no_expert():
     """Padding is not routed to zero experts either: the result is the output of the shared MLP."""
     layer = filled(LONGCAT).scanned_layers[0].unstacked()[0].mlp
-    x, ctx = jnp.ones((1, 3, EMBED)), ed.Context(jnp.asarray([[0, -1, 1]]))
+    x, ctx = jnp.ones((1, 3, EMBED)), ed.ForwardContext(jnp.asarray([[0, -1, 1]]))
     result = eqx.filter_jit(layer.branch)(x, ctx, None, None)
     assert_array_equal(result.lent[0, 1], 0.0)
     assert np.abs(result.lent[0, 0]).max() > 0.01

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import eqx_decoders as ed
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
 from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
@@ -178,7 +178,7 @@ def test_attention_of_all_pixels_is_its_formula():
         scores = normed @ query[:, head] @ (normed @ key).T / np.sqrt(3)
         weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
         wanted += weights @ (normed @ value) @ out[head]
-    found = block(jnp.asarray(x), Context(positions=jnp.zeros((1, 6), jnp.int32)))
+    found = block(jnp.asarray(x), ForwardContext(positions=jnp.zeros((1, 6), jnp.int32)))
     assert_allclose(found, x + 0.5 * wanted.reshape(x.shape), atol=1e-5)
 
 

@@ -217,7 +217,7 @@ def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.nd
             parts = [before, later] if kind == "mimo" else [later, before]
             x = np.concatenate(parts, axis=-1) @ own[f"{stored.kernels[0]}.weight"].T
         places = jnp.where(jnp.arange(tokens.shape[1]) < tokens.shape[1] - depth - 1, jnp.arange(tokens.shape[1]), -1)
-        ctx = ed.Context(positions=jnp.broadcast_to(places, tokens.shape))
+        ctx = ed.ForwardContext(positions=jnp.broadcast_to(places, tokens.shape))
         x = np.asarray(run_block(model.mtp.unstacked()[depth].block, jnp.asarray(x, jnp.float32), ctx), np.float64)
         stream = rms(x, final_norm, eps) if stored.streams == 1 and stored.normed_depths else x
         if kind == "qwen4_exp_text":

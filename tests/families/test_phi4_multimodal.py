@@ -137,7 +137,7 @@ def test_longer_clips_are_cut_and_filled_up(model):
     cut = dataclasses.replace(encoder, stem=dataclasses.replace(encoder.stem, config=stem), config=audio)
     found = dataclasses.replace(model, config=short, audio=cut).encode(ed.Media.create(short, **inputs)).features[:3]
     rows = ed.Media.create(config, **inputs).audio
-    ctx = ed.Context(jnp.asarray(rows.positions), shared={DISTANCE_BIAS: encoder.distance_bias})
+    ctx = ed.ForwardContext(jnp.asarray(rows.positions), shared={DISTANCE_BIAS: encoder.distance_bias})
     x = encoder.stem(rows, ctx)[0]
     pieces = jnp.stack([x[:2], jnp.stack([x[2], jnp.zeros_like(x[2])])])
     ctx = dataclasses.replace(ctx, positions=jnp.asarray([[0, 1], [0, 1]]))

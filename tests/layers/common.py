@@ -28,9 +28,9 @@ def normal(*shape, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def context(positions, segments=None, **execution) -> ed.Context:
+def context(positions, segments=None, **execution) -> ed.ForwardContext:
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
-    return ed.Context(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
+    return ed.ForwardContext(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
 
 
 @eqx.filter_jit

@@ -86,7 +86,7 @@ def test_stats_describe_each_layer_in_order():
 
     @eqx.filter_jit
     def streams(model):
-        ctx = ed.Context(jnp.broadcast_to(jnp.arange(5), (2, 5)))
+        ctx = ed.ForwardContext(jnp.broadcast_to(jnp.arange(5), (2, 5)))
         xs = [model.embedding(tokens, ctx)]
         for block in model.unstacked():
             xs.append(block(xs[-1], ctx)[0])
@@ -419,7 +419,7 @@ def test_odd_sizes():
 def test_layers_are_of_use_alone(getkey):
     """A researcher's way: a layer, some features and a context."""
     x = jax.random.normal(getkey(), (2, 3, 16))
-    ctx = ed.Context(positions=jnp.broadcast_to(jnp.arange(3), (2, 3)))
+    ctx = ed.ForwardContext(positions=jnp.broadcast_to(jnp.arange(3), (2, 3)))
     fed = MLPConfig(mlp_dim=16).build(16, key=getkey())(x, ctx)
     mixed, entries = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=4).build(16, key=getkey())(x, ctx)
     assert fed.shape == mixed.shape == x.shape

@@ -95,12 +95,12 @@ def formula(model, tokens, count):
     stream = model(tokens, segment_ids=(index < count).astype(jnp.int32)).hidden
     stream, found = model.final_norm(stream) if config.normed_stream else stream, []
     for depth, own in enumerate(model.mtp.unstacked(), 1):
-        embedded = model.embed(jnp.roll(tokens, -depth, axis=1), ed.Context(positions=index + depth))
+        embedded = model.embed(jnp.roll(tokens, -depth, axis=1), ed.ForwardContext(positions=index + depth))
         embedded, here = own.embed_norm(embedded), jnp.where(index < count - depth, index, -1)
         streams = jnp.split(stream, stream.shape[-1] // 16, axis=-1)  # one, or all of them
         x = [embedded @ own.embed_kernel + own.stream_norm(each) @ own.stream_kernel for each in streams]
-        out = own.block(jnp.stack(x, axis=2) if config.all_streams else x[0], ed.Context(positions=here))[0]
-        summed = own.streams.reduce(out, ed.Context(positions=here)) if config.all_streams else out
+        out = own.block(jnp.stack(x, axis=2) if config.all_streams else x[0], ed.ForwardContext(positions=here))[0]
+        summed = own.streams.reduce(out, ed.ForwardContext(positions=here)) if config.all_streams else out
         found.append((out.reshape(stream.shape), own.final_norm(summed) @ model.head.kernel))
         stream = own.final_norm(out) if config.normed_depths else found[-1][0]
     return found

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from eqx_decoders.context import Context, Execution
+from eqx_decoders.context import Execution, ForwardContext
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.planning.collectives import Collective, axes_of, collectives, groups_of, overlapped_fraction, phase_of
 from eqx_decoders.planning.device_memory import stacked_bytes
@@ -421,7 +421,7 @@ def test_a_compiled_program_has_the_traffic_that_it_was_written_with():
 def test_products_are_attributed_to_their_layers():
     """And not to `einsum`, through which those of all layers pass."""
     layer = MLPConfig(mlp_dim=8).build(8, key=jax.random.key(0))
-    ctx = Context(positions=jnp.arange(4, dtype=jnp.int32)[None], execution=Execution())
+    ctx = ForwardContext(positions=jnp.arange(4, dtype=jnp.int32)[None], execution=Execution())
     grad = jax.grad(lambda layer, x: jnp.sum(layer(x, ctx)))
     text = jax.jit(grad).lower(layer, jnp.ones((1, 4, 8))).compile().as_text()
     owners = set(functions(text).values())

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_decoders as ed
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.core.sampling import Greedy
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import place
@@ -286,7 +286,7 @@ def test_errors(models):
         ed.Layout.create(fsdp=8, explicit=True, offload=ed.Offload(weights=("*",)))
 
     def layers_alone(model):
-        ctx = Context(positions=jnp.zeros((8, 3), jnp.int32), execution=model.execution)
+        ctx = ForwardContext(positions=jnp.zeros((8, 3), jnp.int32), execution=model.execution)
         return model.embedding(some_tokens(8, 3), ctx)
 
     with refused(ConfigError, "layout.automatically"):

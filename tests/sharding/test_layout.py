@@ -113,7 +113,7 @@ def test_weights_are_gathered_along_what_splits_their_tokens():
 def test_a_weight_is_gathered_by_many_tokens(length, gathered):
     """And its gradient comes back split; for a few tokens XLA decides."""
     layout = ed.Layout.create(fsdp=4, tensor=2)
-    ctx = ed.Context(positions=jnp.zeros((4, length), jnp.int32), execution=ed.Execution(layout=layout))
+    ctx = ed.ForwardContext(positions=jnp.zeros((4, length), jnp.int32), execution=ed.Execution(layout=layout))
 
     def loss(x, weight):
         return ctx.einsum("batch length embed, embed mlp -> batch length mlp", x, weight).sum()

@@ -246,17 +246,17 @@ def test_dropout_is_that_of_microbatches_run_one_by_one():
         for number in range(count):
             folded = [jax.random.fold_in(keys[layer], number) for layer in range(4)]
             y = x[number::count]
-            ctx = ed.Context(positions=positions[number::count], execution=model.execution)
+            ctx = ed.ForwardContext(positions=positions[number::count], execution=model.execution)
             for block, key in zip(segment.unstacked()[:4], folded, strict=True):
                 y, _, _ = block(y, ctx, key=key)
             parts.append(y)
         y = jnp.stack(parts, axis=1).reshape(x.shape)
-        ctx = ed.Context(positions=positions, execution=model.execution)
+        ctx = ed.ForwardContext(positions=positions, execution=model.execution)
         y, _, _ = segment.unstacked()[4](y, ctx, key=keys[4])
         return jnp.sum(jnp.sin(3 * y)), y
 
     def piped(model, x):
-        ctx = ed.Context(positions=positions, execution=model.execution)
+        ctx = ed.ForwardContext(positions=positions, execution=model.execution)
         y = run_segment(model.scanned_layers[0], x, ctx, keys=keys, inputs=({},)).x
         return jnp.sum(jnp.sin(3 * y)), y
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual, Residual
 from eqx_decoders.blocks.residual.laurel import Laurel, LaurelResidual
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics.initializers import fan_in, normal
@@ -102,7 +102,7 @@ class AltUpResidual(ReadWriteResidual):
     def begin(self, x: Float[Array, "batch length streams embed"]) -> AltUpState:
         return AltUpState(x)
 
-    def read(self, state: AltUpState, reader: Reader, ctx: Context) -> tuple[Array, tuple[AltUpState, Any]]:
+    def read(self, state: AltUpState, reader: Reader, ctx: ForwardContext) -> tuple[Array, tuple[AltUpState, Any]]:
         if reader.reads_streams or reader.name.startswith("post_layers"):
             state = self._corrected(state, ctx)
             y = state.streams if reader.reads_streams else self._read_first(state, reader)
@@ -120,17 +120,17 @@ class AltUpResidual(ReadWriteResidual):
             return AltUpState(streams + out)
         return AltUpState(jnp.concatenate([streams[:, :, :1], streams[:, :, 1:] + out[:, :, None]], axis=2))
 
-    def end(self, state: AltUpState, drop: Dropout, ctx: Context) -> Float[Array, "batch length streams embed"]:
+    def end(self, state: AltUpState, drop: Dropout, ctx: ForwardContext) -> Float[Array, "batch length streams embed"]:
         return drop(self._corrected(state, ctx).streams)
 
-    def _numbers(self, x: Array, weight: Array, ctx: Context) -> Float32[Array, "coefficients batch length"]:
+    def _numbers(self, x: Array, weight: Array, ctx: ForwardContext) -> Float32[Array, "coefficients batch length"]:
         """Return `weight m(x)`, in float32."""
         y = self.norm(x.astype(jnp.float32)) / x.shape[-1]
         m = jnp.tanh(ctx.einsum("batch length embed, streams embed -> batch length streams", y, self.router))
         pattern = "batch length streams, coefficients streams -> batch length coefficients"
         return jnp.moveaxis(ctx.einsum(pattern, m, weight), -1, 0)
 
-    def _predicted(self, state: AltUpState, ctx: Context) -> AltUpState:
+    def _predicted(self, state: AltUpState, ctx: ForwardContext) -> AltUpState:
         if state.inner is not None:
             return state
         x = _wide(state.streams)
@@ -140,7 +140,7 @@ class AltUpResidual(ReadWriteResidual):
         streams = jnp.stack(predicted, axis=2).astype(state.streams.dtype)
         return AltUpState(streams, self.inner.begin(streams[:, :, 0]))
 
-    def _corrected(self, state: AltUpState, ctx: Context) -> AltUpState:
+    def _corrected(self, state: AltUpState, ctx: ForwardContext) -> AltUpState:
         if state.inner is None:
             return state
         z = self.inner.end(state.inner, lambda x: x, ctx)
@@ -168,7 +168,7 @@ class StreamMap(eqx.Module):
     kernel: Float[Array, "embed outer"]
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], like: Float[Array, "batch length embed"], ctx: Context
+        self, x: Float[Array, "batch length embed"], like: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
         """Return `kernel^T x`, scaled to the root mean square of `like`."""
         y = ctx.einsum("batch length embed, embed outer -> batch length outer", x, self.kernel)
@@ -182,11 +182,15 @@ class StreamMaps(eqx.Module):
     first: tuple[StreamMap, ...]
     last: tuple[StreamMap, ...]
 
-    def expand(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length streams embed"]:
+    def expand(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length streams embed"]:
         """Return the input of the first block."""
         return jnp.stack([x, *(each(x, x, ctx) for each in self.first)], axis=2)
 
-    def reduce(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def reduce(
+        self, x: Float[Array, "batch length streams embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         """Return the input of the final norm: the mean of the mapped streams."""
         first = x[:, :, 0]
         mapped = [first, *(each(x[:, :, k], first, ctx) for k, each in enumerate(self.last, 1))]

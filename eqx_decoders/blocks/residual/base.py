@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields
 from eqx_decoders.layers.norm import Norm
 
@@ -82,7 +82,7 @@ class Residual(CheckedFields):
 class ResidualModule(Protocol):
     """Residual connection of a block, with its weights if it has any."""
 
-    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: ForwardContext) -> Array:
         """Return the stream after the block.
 
         **Arguments:**
@@ -104,7 +104,7 @@ class ReadWriteResidual(eqx.Module):
         """Return the state before the first layer, from the block's input."""
         return x
 
-    def read(self, state: Any, reader: Reader, ctx: Context) -> tuple[Array, Any]:
+    def read(self, state: Any, reader: Reader, ctx: ForwardContext) -> tuple[Array, Any]:
         """Return the next layer's input, and coefficients for `write`."""
         return state, None
 
@@ -112,11 +112,11 @@ class ReadWriteResidual(eqx.Module):
     def write(self, state: Any, out: Array, coefficients: Any = None) -> Any:
         """Return the state after a layer with this output."""
 
-    def end(self, state: Any, drop: Dropout, ctx: Context) -> Array:
+    def end(self, state: Any, drop: Dropout, ctx: ForwardContext) -> Array:
         """Return the block's output."""
         return drop(state)
 
-    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: ForwardContext) -> Array:
         """Return the stream after the block."""
         state = self.begin(x)
         for branch in branches:
@@ -134,5 +134,5 @@ class CountingResidual(ReadWriteResidual):
     def begin(self, x: Array) -> tuple[Array, int]:
         return x, 0
 
-    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Array:
+    def end(self, state: tuple[Array, int], drop: Dropout, ctx: ForwardContext) -> Array:
         return drop(state[0])

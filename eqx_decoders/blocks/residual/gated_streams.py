@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.blocks.residual.base import CountingResidual, Reader, Residual
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
 from eqx_decoders.layers.norm import RMSNormConfig, normalize_streams
 from eqx_decoders.numerics.initializers import fan_in
@@ -69,11 +69,15 @@ class GatedMean(eqx.Module):
     up: Float[Array, "gate_rank stream_embed"]
     config: GatedStreams = eqx.field(static=True)
 
-    def expand(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length streams embed"]:
+    def expand(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length streams embed"]:
         """Return the input of the first block: copies."""
         return self.config.expand(x)
 
-    def reduce(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def reduce(
+        self, x: Float[Array, "batch length streams embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         """Return the mean behind the last block."""
         return self.read(self.normed(x), ctx)
 
@@ -81,7 +85,9 @@ class GatedMean(eqx.Module):
         """Normalize the streams."""
         return normalize_streams(x, self.scale, self.config.norm)
 
-    def read(self, n: Float[Array, "batch length streams embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def read(
+        self, n: Float[Array, "batch length streams embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         """Return the mean of normalized streams."""
         flat = n.reshape(*n.shape[:2], -1)
         pattern = "batch length stream_embed, stream_embed gate_rank -> batch length gate_rank"
@@ -97,7 +103,7 @@ class GatedConnection(eqx.Module):
     mean: GatedMean
     write: Float[Array, "stream_embed streams"]
 
-    def __call__(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> tuple[Array, Array]:
+    def __call__(self, x: Float[Array, "batch length streams embed"], ctx: ForwardContext) -> tuple[Array, Array]:
         """Return the layer's input, and the gate of each stream."""
         n = self.mean.normed(x)
         pattern = "batch length stream_embed, stream_embed streams -> batch length streams"
@@ -110,7 +116,7 @@ class GatedConnections(CountingResidual):
 
     connections: tuple[GatedConnection, ...]
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Array | None]:
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Array | None]:
         x, used = state
         return (x, None) if reader.reads_streams else self.connections[used](x, ctx)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.blocks.residual.base import CountingResidual, Reader, Residual
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics.initializers import fan_in
@@ -116,7 +116,7 @@ class Connection(eqx.Module):
     bias: Float[Array, "coefficients"]
     config: HyperConnections = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> Coefficients:
+    def __call__(self, x: Float[Array, "batch length streams embed"], ctx: ForwardContext) -> Coefficients:
         """Return the coefficients of every token, in float32. Tokens come last: a 4 x 4 matrix fills no register."""
         config, n = self.config, self.config.streams
         u = self.norm(x.astype(jnp.float32).reshape(*x.shape[:2], -1))
@@ -140,11 +140,15 @@ class StreamSum(eqx.Module):
     bias: Float[Array, "streams"]
     config: HyperConnections = eqx.field(static=True)
 
-    def expand(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length streams embed"]:
+    def expand(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length streams embed"]:
         """Return the input of the first block: copies."""
         return self.config.expand(x)
 
-    def reduce(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def reduce(
+        self, x: Float[Array, "batch length streams embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         """Return the input of the final norm."""
         u = self.norm(x.astype(jnp.float32).reshape(*x.shape[:2], -1))
         h = ctx.einsum("batch length stream_embed, stream_embed streams -> batch length streams", u, self.kernel)
@@ -158,7 +162,7 @@ class HyperConnected(CountingResidual):
     connections: tuple[Connection, ...]
     config: HyperConnections = eqx.field(static=True)
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Coefficients | None]:
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Coefficients | None]:
         x, used = state
         if reader.reads_streams:
             return x, None

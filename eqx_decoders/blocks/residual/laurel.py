@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.blocks.residual.base import Reader, ReadWriteResidual, Residual
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics.initializers import fan_in
@@ -44,7 +44,7 @@ class LaurelResidual(ReadWriteResidual):
     right: Float[Array, "latent embed"]
     norm: Norm
 
-    def read(self, state: Array, reader: Reader, ctx: Context) -> tuple[Array, Array | None]:
+    def read(self, state: Array, reader: Reader, ctx: ForwardContext) -> tuple[Array, Array | None]:
         x = state if reader.stream_norm is None else reader.stream_norm(state)
         if reader.name != "mixer":
             return x, None

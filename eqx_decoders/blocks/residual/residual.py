@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.blocks.residual.base import CountingResidual, Dropout, Reader, ReadWriteResidual, Residual
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveFloat, check
 from eqx_decoders.layers.norm import LayerNormConfig, Norm, NormConfig
 from eqx_decoders.numerics.einsum import scale
@@ -49,7 +49,7 @@ class SequentialResidual(ReadWriteResidual):
     def write(self, state: Array, out: Array, coefficients: None = None) -> Array:
         return state + scale(out, self.config.residual_scale)
 
-    def end(self, state: Array, drop: Dropout, ctx: Context) -> Array:
+    def end(self, state: Array, drop: Dropout, ctx: ForwardContext) -> Array:
         x = drop(state)
         x = x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
         return x if self.norm is None else self.norm(x)
@@ -77,7 +77,7 @@ class PostNormResidual(CountingResidual):
 
     norms: tuple[Norm, ...]
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Norm | None]:
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Norm | None]:
         x, used = state
         return x, None if reader.reads_streams else self.norms[used]
 
@@ -124,7 +124,7 @@ class WeightedResidual(CountingResidual):
     gains: tuple[Gain, ...] | None
     config: Weighted = eqx.field(static=True)
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Array | None]:
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Array | None]:
         x = state[0] if reader.stream_norm is None else reader.stream_norm(state[0])
         return x, None if reader.reads_streams else x
 
@@ -155,14 +155,14 @@ class ParallelResidual(ReadWriteResidual):
     def begin(self, x: Array) -> tuple[Array, Array | None]:
         return x, None
 
-    def read(self, state: tuple[Array, Array | None], reader: Reader, ctx: Context) -> tuple[Array, None]:
+    def read(self, state: tuple[Array, Array | None], reader: Reader, ctx: ForwardContext) -> tuple[Array, None]:
         return state[0], None
 
     def write(self, state: tuple[Array, Array | None], out: Array, coefficients: None = None) -> tuple[Array, Array]:
         x, total = state
         return x, out if total is None else total + out
 
-    def end(self, state: tuple[Array, Array | None], drop: Dropout, ctx: Context) -> Array:
+    def end(self, state: tuple[Array, Array | None], drop: Dropout, ctx: ForwardContext) -> Array:
         x, total = state
         return x + drop(jnp.zeros_like(x) if total is None else total)
 
@@ -203,12 +203,12 @@ class ChainedResidual(ReadWriteResidual):
     def begin(self, x: Array) -> tuple[Array, Array]:
         return x, x
 
-    def read(self, state: tuple[Array, Array], reader: Reader, ctx: Context) -> tuple[Array, None]:
+    def read(self, state: tuple[Array, Array], reader: Reader, ctx: ForwardContext) -> tuple[Array, None]:
         return state[1], None
 
     def write(self, state: tuple[Array, Array], out: Array, coefficients: None = None) -> tuple[Array, Array]:
         return state[0], out
 
-    def end(self, state: tuple[Array, Array], drop: Dropout, ctx: Context) -> Array:
+    def end(self, state: tuple[Array, Array], drop: Dropout, ctx: ForwardContext) -> Array:
         x, latent = state
         return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", latent, self.up))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.mobilenet.convolution import (
     NORM,
     DepthwiseConvolution,
@@ -72,7 +72,7 @@ class EdgeResidual(eqx.Module):
     widen: PlaneConvolution
     narrow: PointConvolution
 
-    def __call__(self, x: Plane, ctx: Context) -> Plane:
+    def __call__(self, x: Plane, ctx: ForwardContext) -> Plane:
         return _residual(x, self.narrow(gelu(self.widen(x)), ctx))
 
 
@@ -122,7 +122,7 @@ class InvertedResidual(eqx.Module):
     project: PointConvolution
     scale: LayerScale | None
 
-    def __call__(self, x: Plane, ctx: Context) -> Plane:
+    def __call__(self, x: Plane, ctx: ForwardContext) -> Plane:
         y = x if self.start is None else self.start(x)
         y = gelu(self.expand(y, ctx))
         y = y if self.middle is None else gelu(self.middle(y))
@@ -180,7 +180,7 @@ class PlaneAttention(eqx.Module):
     reduce_value: DepthwiseConvolution | None
     scale: LayerScale | None
 
-    def __call__(self, x: Plane, ctx: Context) -> Plane:
+    def __call__(self, x: Plane, ctx: ForwardContext) -> Plane:
         normed = self.norm(x)
         pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
         query = ctx.constrain(ctx.einsum(pattern, _in_line(normed), self.query), "batch length heads head_dim")

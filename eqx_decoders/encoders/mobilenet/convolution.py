@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.numerics.initializers import fan_in
 
@@ -65,7 +65,7 @@ class PointConvolution(eqx.Module):
     kernel: Float[Array, "inner outer"]
     norm: RMSNorm
 
-    def __call__(self, x: Plane, ctx: Context) -> Plane:
+    def __call__(self, x: Plane, ctx: ForwardContext) -> Plane:
         pattern = "batch rows columns inner, inner outer -> batch rows columns outer"
         return self.norm(ctx.einsum(pattern, x, self.kernel))
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.stack import map_layers
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.mobilenet.blocks import PlaneBlock, PlaneBlockConfig, gelu, hidden_features
 from eqx_decoders.encoders.mobilenet.convolution import (
     NORM,
@@ -138,7 +138,7 @@ class RepeatedPlanes(eqx.Module):
         keys = keys.reshape(-1, len(unit))
         return cls(unit=map_layers(build_unit, keys), repeats=len(keys))
 
-    def __call__(self, x: Plane, ctx: Context) -> Plane:
+    def __call__(self, x: Plane, ctx: ForwardContext) -> Plane:
         arrays, static = eqx.partition(self.unit, eqx.is_array)
         scanned = ctx.execution.scan and self.repeats > 1
         run = checkpointed(_call, ctx, prevent_cse=not scanned or len(self.unit) > 1)
@@ -155,7 +155,7 @@ class RepeatedPlanes(eqx.Module):
         return x
 
 
-def _call(block: PlaneBlock, x: Plane, ctx: Context, past: None, *, key: None) -> Plane:
+def _call(block: PlaneBlock, x: Plane, ctx: ForwardContext, past: None, *, key: None) -> Plane:
     return ctx.constrain(block(x, ctx), "batch patch_rows patch_columns filters")
 
 
@@ -169,7 +169,7 @@ class MobileNet(eqx.Module):
     norm: RMSNorm
     config: MobileNetConfig = eqx.field(static=True)
 
-    def __call__(self, rows: PatchRows, ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(self, rows: PatchRows, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
         config, left = self.config, iter(self.repeated_planes)
         x = gelu(self.first(self._images(rows, ctx)))
         outputs = []
@@ -187,7 +187,7 @@ class MobileNet(eqx.Module):
         x = jnp.pad(x, ((0, 0), (0, rows.patches.shape[1] - count), (0, 0)))  # rows may end in padding
         return ctx.constrain(x, "batch length embed")
 
-    def _images(self, rows: PatchRows, ctx: Context) -> Plane:
+    def _images(self, rows: PatchRows, ctx: ForwardContext) -> Plane:
         """Return the images, whose squares stand row by row, with their channels first."""
         channels, side = self.config.channels, self.config.side
         patches = jnp.asarray(rows.patches)[:, : side**2].astype(ctx.execution.precision.compute)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.block_indexer import BlockChoice, BlockIndex, BlockIndexer, BlockIndexerConfig
@@ -273,23 +273,29 @@ class Attention(eqx.Module):
     config: AttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: AttentionPast | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: AttentionPast | None = None
     ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: AttentionPast | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(
+        self, x: Array, ctx: ForwardContext, past: AttentionPast | None, key: PRNGKeyArray | None
+    ) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _attend_heads(self, x: Array, ctx: Context, past: AttentionPast | None) -> tuple[Array, Any]:
+    def _attend_heads(self, x: Array, ctx: ForwardContext, past: AttentionPast | None) -> tuple[Array, Any]:
         """Compute the output of all heads, before the output projection, and what is new for the cache."""
         return self._attend_projected(self._project(x, ctx), x, ctx, past)
 
     def _attend_projected(
-        self, projections: tuple[Array, Array | None, Array | None], x: Array, ctx: Context, past: AttentionPast | None
+        self,
+        projections: tuple[Array, Array | None, Array | None],
+        x: Array,
+        ctx: ForwardContext,
+        past: AttentionPast | None,
     ) -> tuple[Array, Any]:
         """Compute the output of all heads from their projections."""
         query, own_kv = self._normalize_and_rotate(*projections, ctx)
@@ -310,20 +316,20 @@ class Attention(eqx.Module):
         out = out if self.inner_norm is None else _over_heads(self.inner_norm, out)
         return out, None if own_kv is None else entries
 
-    def _index(self, x: Array, ctx: Context) -> BlockIndex | None:
+    def _index(self, x: Array, ctx: ForwardContext) -> BlockIndex | None:
         """Return queries and keys of the indexer, if there is one."""
         if self.indexer is None:
             return None
         rope = self.config.rope
         return self.indexer(x, rope, 0 if rope is None else rope.rotated(self.config.head_dim), ctx)
 
-    def _shared_kv(self, ctx: Context) -> tuple[Past | None, Any]:
+    def _shared_kv(self, ctx: ForwardContext) -> tuple[Past | None, Any]:
         """Return the cached and the new keys and values of the earlier layer that shares them."""
         name = self.config.kv_shared_from or ""
         past, entries = ctx.shared[check_word("AttentionConfig.kv_shared_from", name, ctx.shared)]
         return None if past is None else past["mixer"], entries["mixer"]
 
-    def _project(self, x: Array, ctx: Context) -> tuple[Array, Array | None, Array | None]:
+    def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array, Array | None, Array | None]:
         """Project to queries, keys and values; keys and values are None where an earlier layer's are used."""
         config = self.config
         if self.qkv is not None:
@@ -341,7 +347,7 @@ class Attention(eqx.Module):
         return query, key, value
 
     def _normalize_and_rotate(
-        self, query: Array, key: Array | None, value: Array | None, ctx: Context
+        self, query: Array, key: Array | None, value: Array | None, ctx: ForwardContext
     ) -> tuple[Array, NewKV | None]:
         """Return queries ready for the kernel, and the layer's own keys and values, if it has any."""
         config = self.config
@@ -359,7 +365,7 @@ class Attention(eqx.Module):
         value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
         return query, NewKV(key=key, value=value)
 
-    def _norm_and_rope(self, x: Array, norm: Norm | None, scales: Array | None, ctx: Context) -> Array:
+    def _norm_and_rope(self, x: Array, norm: Norm | None, scales: Array | None, ctx: ForwardContext) -> Array:
         """Normalize and rotate queries or keys; `scales` has a number for each head and feature."""
         after_rope = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
         x = self._clip(x if after_rope else self._normalize(x, norm, scales))
@@ -379,7 +385,7 @@ class Attention(eqx.Module):
         return x if bound is None else jnp.clip(x, -bound, bound)
 
     def _attend(
-        self, query: Array, past: Past | None, entries: Any, chosen: KeyChoice, ctx: Context
+        self, query: Array, past: Past | None, entries: Any, chosen: KeyChoice, ctx: ForwardContext
     ) -> tuple[Array, Any]:
         """Attend to the tokens of this call and to the cached ones; return the entries to be cached, too."""
         config, execution = self.config, ctx.execution
@@ -405,7 +411,7 @@ class Attention(eqx.Module):
         out, lse = present()
         return out if self.sink is None else with_sink(out, lse, self.sink), entries
 
-    def _choose_blocks(self, index: BlockIndex, past: Past | None, ctx: Context) -> KeyChoice:
+    def _choose_blocks(self, index: BlockIndex, past: Past | None, ctx: ForwardContext) -> KeyChoice:
         """Select the tokens of this call and of the cache that are in each query's blocks."""
         blocks, (query, key, block_keys) = self.config.selection, index
         if blocks is None:
@@ -441,7 +447,7 @@ class NarrowAttention(Attention):
     out_bias: Float[Array, "latent"] | None
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: AttentionPast | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: AttentionPast | None = None
     ) -> tuple[Float[Array, "batch length latent"], Any]:
         """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.attention.moba import BlockKeys, BlockSelection, mean_keys, products
 from eqx_decoders.layers.attention.topk import top_k_mask
@@ -84,7 +84,7 @@ class BlockIndexer(eqx.Module):
     key_norm: Norm
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], rope: Rope | None, rope_dim: int, ctx: Context
+        self, x: Float[Array, "batch length embed"], rope: Rope | None, rope_dim: int, ctx: ForwardContext
     ) -> BlockIndex:
         """Compute queries and keys; their first `rope_dim` features are rotated."""
         query, key = self._project(jax.lax.stop_gradient(x), ctx)
@@ -97,7 +97,7 @@ class BlockIndexer(eqx.Module):
             key=ctx.constrain(key, "batch length slots head_dim"),
         )
 
-    def _project(self, x: Array, ctx: Context) -> tuple[Array, Array]:
+    def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array, Array]:
         """Project to queries and to a key."""
         pattern = "batch length embed, embed kv_heads head_dim -> batch length kv_heads head_dim"
         key = ctx.einsum("batch length embed, embed head_dim -> batch length head_dim", x, self.key)
@@ -202,7 +202,7 @@ class PooledIndexer(BlockIndexer):
     """Indexer whose keys are normalized and rotated once they are pooled."""
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], rope: Rope | None, rope_dim: int, ctx: Context
+        self, x: Float[Array, "batch length embed"], rope: Rope | None, rope_dim: int, ctx: ForwardContext
     ) -> BlockIndex:
         """Compute queries, of which the first `rope_dim` features are rotated, and keys as they are."""
         query, key = self._project(jax.lax.stop_gradient(x), ctx)

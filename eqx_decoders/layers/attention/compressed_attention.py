@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.compression import (
     Compressed,
@@ -175,7 +175,9 @@ class CompressedIndexer(eqx.Module):
     compressor: Compressor
     config: CompressedIndexerConfig = eqx.field(static=True)
 
-    def choose(self, query: Array, weight: Array, own: Compressed, past: CachedKV | None, ctx: Context) -> KeyChoice:
+    def choose(
+        self, query: Array, weight: Array, own: Compressed, past: CachedKV | None, ctx: ForwardContext
+    ) -> KeyChoice:
         """Choose among the windows of the call and of the cache together, by the indexer's keys of both."""
         top_k, places = self.config.top_k, own.ends.shape[1]
         slots = 0 if past is None else past.positions.shape[1]
@@ -227,7 +229,9 @@ class CompressedAttention(eqx.Module):
     indexer: CompressedIndexer | None = eqx.field(metadata=FROZEN)
     config: CompressedAttentionConfig = eqx.field(static=True)
 
-    def branch(self, x: Array, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(
+        self, x: Array, ctx: ForwardContext, past: dict[str, Any] | None, key: PRNGKeyArray | None
+    ) -> BranchResult:
         """Call the layer for a block: return the output and new entries for a cache."""
         config = self.config
         low = ctx.einsum("batch length embed, embed q_rank -> batch length q_rank", x, self.query_down)
@@ -250,20 +254,20 @@ class CompressedAttention(eqx.Module):
             out, entries["window"] = window
         return BranchResult(self._project_out(out, ctx), entries)
 
-    def _query(self, low: Array, ctx: Context) -> Float[Array, "batch length heads head_dim"]:
+    def _query(self, low: Array, ctx: ForwardContext) -> Float[Array, "batch length heads head_dim"]:
         """Compute scaled queries, each head normalized and rotated."""
         pattern = "batch length q_rank, q_rank heads head_dim -> batch length heads head_dim"
         norm = RMSNorm(scale=None, config=RMSNormConfig(eps=self.config.norm.eps, scale=False))
         query = self._rotated(norm(ctx.einsum(pattern, low, self.query_up)), ctx) * self.config.head_dim**-0.5
         return save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
 
-    def _rotated(self, x: Array, ctx: Context, back: bool = False) -> Array:
+    def _rotated(self, x: Array, ctx: ForwardContext, back: bool = False) -> Array:
         rope = self.config.rope
         rope = dataclasses.replace(rope, reverse=not rope.reverse) if back else rope
         return rotate_last(x, ctx.positions, rope, self.config.rope_dim)
 
     def _compressed(
-        self, x: Array, low: Array, ctx: Context, past: dict[str, Any] | None, entries: dict[str, Any]
+        self, x: Array, low: Array, ctx: ForwardContext, past: dict[str, Any] | None, entries: dict[str, Any]
     ) -> CompressedParts | None:
         """Compress the windows that end in the call, and choose among those and the cached ones."""
         config = self.config
@@ -293,7 +297,7 @@ class CompressedAttention(eqx.Module):
         index_own, index_cached = compressed("index", self.indexer.compressor)
         return CompressedParts(own, cached, self.indexer.choose(query, weight, index_own, index_cached, ctx))
 
-    def _attend_window(self, query: Array, key: Array, ctx: Context) -> Result:
+    def _attend_window(self, query: Array, key: Array, ctx: ForwardContext) -> Result:
         aligned = ctx.execution.context_order == "plain"
         options = AttentionOptions(
             mask=self.config.mask, aligned=aligned, dense_positions=ctx.dense_positions and aligned
@@ -302,7 +306,7 @@ class CompressedAttention(eqx.Module):
         inputs = AttentionInputs(query, key, key, positions)
         return attend_on_mesh(inputs, options, ctx.execution, contiguous=ctx.contiguous)
 
-    def _attend_compressed(self, query: Array, parts: CompressedParts, ctx: Context) -> list[Result]:
+    def _attend_compressed(self, query: Array, parts: CompressedParts, ctx: ForwardContext) -> list[Result]:
         """Attend to the compressed keys of the call, and to those of the cache."""
         own, past, choice = parts
         options, results = AttentionOptions(mask=Causal()), []
@@ -316,7 +320,7 @@ class CompressedAttention(eqx.Module):
             results.append(past.attend(queries, options, ctx.execution))
         return results
 
-    def _project_out(self, out: Array, ctx: Context) -> Float[Array, "batch length embed"]:
+    def _project_out(self, out: Array, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
         """Rotate the results of all heads back, and project them in groups."""
         out = self._rotated(out, ctx, back=True)
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")

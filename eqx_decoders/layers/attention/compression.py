@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.context_parallel import context_parts
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, last_inputs
@@ -87,7 +87,7 @@ class Compressed(NamedTuple):
     tail: ConvInputs | NewConvInputs
 
 
-def find_windows(config: CompressionConfig, ctx: Context, cached: bool) -> Windows:
+def find_windows(config: CompressionConfig, ctx: ForwardContext, cached: bool) -> Windows:
     """Find the windows that end in a call. A call with a cache has the last `span - 1` tokens before it."""
     positions, segments, size, span = ctx.positions, ctx.segment_ids, config.size, config.span
     length, before = positions.shape[1], span - 1 if cached else 0
@@ -135,7 +135,7 @@ class Compressor(eqx.Module):
         windows: Windows,
         rope: Rope,
         rope_dim: int,
-        ctx: Context,
+        ctx: ForwardContext,
     ) -> Compressed:
         """Compute the keys of these windows, of which `tail` has the tokens before the call."""
         pattern = "batch length embed, embed series head_dim -> batch length series head_dim"
@@ -164,7 +164,7 @@ class Compressor(eqx.Module):
             key, gate = key[:, :, :, 0], gate[:, :, :, 0]
         return jnp.sum(jax.nn.softmax(gate, axis=2) * key, axis=2)
 
-    def _new_tail(self, tail: Array | None, inputs: Array, ctx: Context) -> ConvInputs | NewConvInputs:
+    def _new_tail(self, tail: Array | None, inputs: Array, ctx: ForwardContext) -> ConvInputs | NewConvInputs:
         taps = self.config.span - 1
         if not ctx.accept_all or inputs.shape[1] <= taps:
             return ConvInputs(inputs=inputs)

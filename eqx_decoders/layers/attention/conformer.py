@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.embedding.embedding import sinusoids
@@ -101,7 +101,9 @@ class LocalAttention(eqx.Module):
     out: Float[Array, "heads head_dim embed"]
     config: LocalAttentionConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         """Return the layer's output; at padding it is meaningless."""
         config, pattern = self.config, "batch length embed, embed heads head_dim -> batch length heads head_dim"
         names = {"query": "query_proj", "key": "key_proj", "value": "value_proj"}
@@ -122,11 +124,11 @@ class LocalAttention(eqx.Module):
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", mixed, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj")
 
-    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(self(x, ctx))
 
-    def _relative(self, dtype: jnp.dtype, ctx: Context) -> Float32[Array, "places heads head_dim"]:
+    def _relative(self, dtype: jnp.dtype, ctx: ForwardContext) -> Float32[Array, "places heads head_dim"]:
         """Compute `r` of each visible distance, the farthest before first; zeros where there is none."""
         config = self.config
         distances = config.shift + jnp.arange(config.before, -config.behind - 1, -1)
@@ -142,7 +144,7 @@ class LocalAttention(eqx.Module):
         return jnp.where(real[:, None, None], relative.astype(jnp.float32), 0.0)
 
 
-def visible_keys(config: LocalAttentionConfig, ctx: Context) -> Bool[Array, "batch chunks queries keys"]:
+def visible_keys(config: LocalAttentionConfig, ctx: ForwardContext) -> Bool[Array, "batch chunks queries keys"]:
     """Return which keys of its chunk each query sees: near ones of its own document, without padding."""
     segments = jnp.ones_like(ctx.positions) if ctx.segment_ids is None else ctx.segment_ids
     documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0 is also what fills the last chunk

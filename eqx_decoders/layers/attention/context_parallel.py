@@ -46,7 +46,7 @@ def attend_on_mesh(
     """Attend by the kernel and on the mesh of `execution`, which also says in the options what computes it.
 
     `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered;
-    only these have scales. `contiguous` promises what `Context.contiguous` says: else keys go round whole rings,
+    only these have scales. `contiguous` promises what `ForwardContext.contiguous` says: else keys go round whole rings,
     however small the window.
     """
     layout, kernel = execution.layout, execution.attention

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Num, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt, check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
@@ -127,7 +127,7 @@ class Indexer(eqx.Module):
         low: Float[Array, "batch length q_rank"],
         rope: Rope,
         rope_dim: int,
-        ctx: Context,
+        ctx: ForwardContext,
     ) -> Index:
         """Compute queries from the latent of queries, and the key and the weights of heads from the stream.
 
@@ -154,7 +154,7 @@ class Indexer(eqx.Module):
         )
 
     def choose(
-        self, index: Index, mask: Mask, ctx: Context, teacher: Teacher | None = None
+        self, index: Index, mask: Mask, ctx: ForwardContext, teacher: Teacher | None = None
     ) -> tuple[Selection | None, IndexerStats | None]:
         """Select the tokens of a call that each of them attends to (None: all visible), and compute a teacher's loss.
 
@@ -198,7 +198,7 @@ class Indexer(eqx.Module):
         past_scale: Float[Array, "batch 1 slots"] | None,
         past_positions: Int[Array, "batch slots"],
         mask: Mask,
-        ctx: Context,
+        ctx: ForwardContext,
     ) -> KeyChoice:
         """Select the tokens of a call and of a cache that are attended to.
 

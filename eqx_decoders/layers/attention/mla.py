@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import Index, Indexer, IndexerConfig, Teacher
@@ -190,13 +190,13 @@ class LatentAttention(eqx.Module):
     config: LatentAttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: LatentPast | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: LatentPast | None = None
     ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the layer's output, and the new latents and rotary keys for a cache."""
         result = self.branch(x, ctx, past, None)
         return result.out, result.entries
 
-    def branch(self, x: Array, ctx: Context, past: LatentPast | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: LatentPast | None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block: return the output, new entries for a cache, and statistics."""
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
@@ -220,12 +220,12 @@ class LatentAttention(eqx.Module):
         lends = config.indexer is not None and config.indexer.shares_as is not None
         return BranchResult(out, entries, stats, choice if lends else None)
 
-    def _shared_choice(self, ctx: Context) -> KeyChoice:
+    def _shared_choice(self, ctx: ForwardContext) -> KeyChoice:
         """Return what the indexer of an earlier layer chose, where that is used; else all."""
         name = None if self.config.indexer is None else self.config.indexer.shared_from
         return KeyChoice() if name is None else ctx.shared[check_word("IndexerConfig.shared_from", name, ctx.shared)]
 
-    def _query_input(self, x: Array, ctx: Context) -> Float[Array, "batch length features"]:
+    def _query_input(self, x: Array, ctx: ForwardContext) -> Float[Array, "batch length features"]:
         """Return the input of queries: their latent, or `x` itself."""
         if self.query_down is None or self.query_norm is None:
             return x
@@ -233,7 +233,7 @@ class LatentAttention(eqx.Module):
         low = save(add_bias(low, self.query_down_bias), "query_wa_proj")
         return save(self.query_norm(low), "mla_q")
 
-    def _query(self, low: Array, ctx: Context) -> Float[Array, "batch length heads qk_dim"]:
+    def _query(self, low: Array, ctx: ForwardContext) -> Float[Array, "batch length heads qk_dim"]:
         """Compute scaled queries, `[nope | rope]`."""
         config = self.config
         if self.query is not None:
@@ -248,7 +248,7 @@ class LatentAttention(eqx.Module):
         query = query * config.scale
         return save(ctx.constrain(query, "batch length heads qk_dim"), "query_proj")
 
-    def _latent(self, x: Array, ctx: Context) -> Float[Array, "batch length 1 cached"]:
+    def _latent(self, x: Array, ctx: ForwardContext) -> Float[Array, "batch length 1 cached"]:
         """Compute the cached vector of each token, as of one head: normalized latent, rotated key, and zeros."""
         low = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.kv_down)
         low = save(add_bias(low, self.kv_down_bias), "kv_wa_proj")
@@ -257,11 +257,11 @@ class LatentAttention(eqx.Module):
         latent = save(latent if self.config.kv_scale == 1.0 else latent * self.config.kv_scale, "mla_kv")
         return self._padded(latent, self._rotated(rope, ctx), ctx)
 
-    def _rotated(self, x: Array, ctx: Context) -> Array:
+    def _rotated(self, x: Array, ctx: ForwardContext) -> Array:
         return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope, ctx.segment_ids)
 
     def _expanded(
-        self, query: Array, latent: Array, ctx: Context, index: Index | None, choice: KeyChoice
+        self, query: Array, latent: Array, ctx: ForwardContext, index: Index | None, choice: KeyChoice
     ) -> tuple[Float[Array, "batch length heads value_dim"], KeyChoice, dict[str, Any]]:
         """Attend with every head's own keys and values, the fewest operations for many queries.
 
@@ -288,7 +288,7 @@ class LatentAttention(eqx.Module):
         return out, KeyChoice(present=selected), stats
 
     def _absorbed(
-        self, query: Array, latents: NewKV, past: Past, ctx: Context, choice: KeyChoice
+        self, query: Array, latents: NewKV, past: Past, ctx: ForwardContext, choice: KeyChoice
     ) -> tuple[Float[Array, "batch length heads value_dim"], Any]:
         """Attend to the cache and to the call's own tokens, merged by their log-sum-exp while they are latents.
 
@@ -308,7 +308,7 @@ class LatentAttention(eqx.Module):
         mixed, entries = past.attend_with(present, latents, queries, options, ctx.execution)
         return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx), entries
 
-    def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
+    def _padded(self, latent: Array, rope: Array, ctx: ForwardContext) -> Float[Array, "batch length heads cached"]:
         """Join latent and rotary part, padded to the width of the cache; also for queries in the absorbed form."""
         zeros = jnp.zeros((*rope.shape[:-1], self.config.cached_dim - self.config.latent_dim), rope.dtype)
         return ctx.constrain(jnp.concatenate([latent, rope, zeros], axis=-1), "batch length heads latent")
@@ -318,7 +318,7 @@ class LatentAttention(eqx.Module):
         query: Array,
         key: Array,
         value: Array,
-        ctx: Context,
+        ctx: ForwardContext,
         selected: Selected | None = None,
         needs_lse: bool = True,
     ) -> Result:
@@ -330,12 +330,14 @@ class LatentAttention(eqx.Module):
         return attend_on_mesh(inputs, options, ctx.execution, contiguous=ctx.contiguous)
 
 
-def _aligned(ctx: Context) -> bool:
+def _aligned(ctx: ForwardContext) -> bool:
     """Return whether a call's tokens stand in the order of their positions."""
     return ctx.execution.context_order == "plain"
 
 
-def _present_inputs(query: Array, key: Array, value: Array, ctx: Context, selected: Selected | None) -> AttentionInputs:
+def _present_inputs(
+    query: Array, key: Array, value: Array, ctx: ForwardContext, selected: Selected | None
+) -> AttentionInputs:
     """Return the inputs of attention among the tokens of a call."""
     positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids)
     return AttentionInputs(query, key, value, positions, selected)
@@ -347,7 +349,7 @@ def _present_inputs(query: Array, key: Array, value: Array, ctx: Context, select
 
 
 def _into_latents(
-    query: Array, kv_up: Array | AbstractWeight, ctx: Context
+    query: Array, kv_up: Array | AbstractWeight, ctx: ForwardContext
 ) -> Float[Array, "batch length heads kv_rank"]:
     """Compute `W_k^T q`."""
     pattern, keys = "batch length heads nope, kv_rank heads nope -> batch length heads kv_rank", slice(query.shape[-1])
@@ -365,7 +367,7 @@ def _into_latents(
 
 
 def _into_values(
-    mixed: Array, kv_up: Array | AbstractWeight, nope_dim: int, ctx: Context
+    mixed: Array, kv_up: Array | AbstractWeight, nope_dim: int, ctx: ForwardContext
 ) -> Float[Array, "batch length heads value_dim"]:
     """Compute `W_v c`."""
     pattern = "batch length heads kv_rank, kv_rank heads value_dim -> batch length heads value_dim"

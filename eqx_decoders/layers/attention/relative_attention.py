@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.attention.conformer import in_chunks
 from eqx_decoders.layers.base import BranchResult
@@ -16,7 +16,7 @@ from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
-DISTANCE_BIAS = "distance_bias"  # name of the table in `Context.shared`
+DISTANCE_BIAS = "distance_bias"  # name of the table in `ForwardContext.shared`
 _MASKED = -1e9
 
 
@@ -67,7 +67,7 @@ class RelativeAttentionConfig(CheckedFields):
 
 
 class RelativeAttention(eqx.Module):
-    """Attention `out(softmax(q_i . k_j / sqrt(head_dim) + b[j - i]) v)`; b stands in `Context.shared`.
+    """Attention `out(softmax(q_i . k_j / sqrt(head_dim) + b[j - i]) v)`; b stands in `ForwardContext.shared`.
 
     The tokens of a document must follow one another: distances are counted along the row.
     """
@@ -82,7 +82,9 @@ class RelativeAttention(eqx.Module):
     out_bias: Float[Array, "embed"]
     config: RelativeAttentionConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         """Return the layer's output; at padding it is meaningless."""
         pattern, names = "batch length embed, embed heads head_dim -> batch length heads head_dim", {}
         for part in ("query", "key", "value"):
@@ -93,11 +95,11 @@ class RelativeAttention(eqx.Module):
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", mixed, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
 
-    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(self(x, ctx))
 
-    def _mixed(self, query: Array, key: Array, value: Array, ctx: Context) -> Array:
+    def _mixed(self, query: Array, key: Array, value: Array, ctx: ForwardContext) -> Array:
         """Attend in pieces of `reach` queries, each with the keys that any of them sees; in float32."""
         config, length = self.config, query.shape[1]
         size = min(config.reach, length)
@@ -117,7 +119,7 @@ class RelativeAttention(eqx.Module):
         mixed = jnp.einsum("bchqk,bckhd->bcqhd", weights, values)
         return mixed.reshape(mixed.shape[0], -1, *mixed.shape[3:])[:, :length]
 
-    def _bias(self, distance: Array, ctx: Context) -> Float[Array, "queries keys heads"]:
+    def _bias(self, distance: Array, ctx: ForwardContext) -> Float[Array, "queries keys heads"]:
         most = self.config.distances
         row = jnp.clip(distance, -most, most - 1)
         row = jnp.abs(row) if self.config.symmetric else row + most

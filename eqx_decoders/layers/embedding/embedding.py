@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
@@ -23,7 +23,9 @@ class EmbeddingProjection(eqx.Module):
 
     kernel: Float[Array, "inner embed"]
 
-    def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length inner"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         return ctx.einsum("batch length inner, inner embed -> batch length embed", x, self.kernel)
 
 
@@ -48,7 +50,9 @@ class TokenEmbedding(eqx.Module):
             projection = EmbeddingProjection(kernel=kernel)
         return cls(table=table, projection=projection, scale=scale)
 
-    def __call__(self, tokens: Integer[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, tokens: Integer[Array, "batch length"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         compute, tokens = ctx.execution.precision.compute, as_int32("tokens", tokens)
         one_hot = ctx.execution.lookup == "one_hot"
         rows = self._product(tokens, ctx) if one_hot else look_up(self.table, tokens, "vocab embed", ctx)
@@ -57,7 +61,7 @@ class TokenEmbedding(eqx.Module):
         # the factor is rounded to the dtype first, as Hugging Face does it
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
 
-    def _product(self, tokens: Array, ctx: Context) -> Array:
+    def _product(self, tokens: Array, ctx: ForwardContext) -> Array:
         size = self.table.shape[0]
         hot = jax.nn.one_hot(jnp.clip(tokens, 0, size - 1), size, dtype=ctx.execution.precision.compute)
         hot = ctx.constrain(hot, "batch length vocab")
@@ -88,7 +92,9 @@ class LearnedPositionTable(eqx.Module):
     table: Float[Array, "positions embed"]
     offset: int = eqx.field(static=True, default=0)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         rows = jnp.take(self.table, jnp.maximum(ctx.positions, 0) + self.offset, axis=0, mode="clip")
         return x + rows.astype(x.dtype)
 
@@ -111,7 +117,9 @@ class Sinusoids(eqx.Module):
 
     config: SinusoidalPositions = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         return x + sinusoids(ctx.positions, x.shape[-1], self.config.max_timescale).astype(x.dtype)
 
 
@@ -153,7 +161,7 @@ def build_head(embed_dim: int, vocab_size: int, scores: int | None, *, key: PRNG
 def logits(
     x: Float[Array, "batch length embed"],
     kernel: Array | AbstractWeight,
-    ctx: Context,
+    ctx: ForwardContext,
     *,
     tied: bool,
     bias: Float[Array, "vocab"] | None = None,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import (
     AtLeast,
     CheckedFields,
@@ -230,7 +230,7 @@ class Engram(eqx.Module):
     config: EngramConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length *streams embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length *streams embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Any]]:
         """Return the features to add to each stream, and the new tokens and convolution inputs for a cache."""
         streams = x.reshape(*x.shape[:2], self.config.streams, x.shape[-1])
@@ -244,11 +244,11 @@ class Engram(eqx.Module):
         out = values + jax.nn.silu(smooth).reshape(values.shape)
         return out.reshape(x.shape), self._entries(inputs, tail, ctx)
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _vectors(self, ctx: Context, tail: Array | None) -> Float[Array, "batch length ngram_features"]:
+    def _vectors(self, ctx: ForwardContext, tail: Array | None) -> Float[Array, "batch length ngram_features"]:
         """Look up the vectors of the n-grams that end at each token, side by side."""
         tokens = _tokens(ctx)
         tail = jnp.full((len(tokens), self.config.max_ngram - 1, 1), -1, jnp.int32) if tail is None else tail
@@ -257,7 +257,7 @@ class Engram(eqx.Module):
         # split as products add them up before a cache splits these otherwise: XLA (jax 0.10) has wrong ones for both
         return ctx.constrain(vectors.reshape(*rows.shape[:2], -1), "batch length ngram_features")
 
-    def _values(self, x: Array, vectors: Array, ctx: Context) -> Float[Array, "batch length streams embed"]:
+    def _values(self, x: Array, vectors: Array, ctx: ForwardContext) -> Float[Array, "batch length streams embed"]:
         """Project the vectors to values, gated for each stream."""
         into = "batch length ngram_features, ngram_features streams embed -> batch length streams embed"
         key = self._normed(add_bias(ctx.einsum(into, vectors, self.key), self.key_bias), self.key_scale)
@@ -277,7 +277,7 @@ class Engram(eqx.Module):
         size = len(inputs), taps, inputs.shape[-1]
         return jnp.zeros(size, inputs.dtype) if tail is None else tail.astype(inputs.dtype)
 
-    def _entries(self, inputs: Array, tail: Array, ctx: Context) -> dict[str, Any]:
+    def _entries(self, inputs: Array, tail: Array, ctx: ForwardContext) -> dict[str, Any]:
         """Return new entries for a cache: only the last inputs for a call of which every token is accepted."""
         long = ctx.accept_all and inputs.shape[1] > tail.shape[1]
         values = NewConvInputs(tail=last_inputs(tail, inputs, ctx.positions)) if long else ConvInputs(inputs=inputs)
@@ -340,7 +340,7 @@ def earlier_tokens(
     return earlier
 
 
-def _tokens(ctx: Context) -> Int[Array, "batch length"]:
+def _tokens(ctx: ForwardContext) -> Int[Array, "batch length"]:
     if ctx.tokens is None:
         raise ConfigError("Engram hashes token ids: call the model with tokens, not with embeddings alone.")
     return ctx.tokens

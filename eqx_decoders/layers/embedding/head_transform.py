@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import Norm, NormConfig
@@ -49,7 +49,9 @@ class HeadTransform(eqx.Module):
     norm: Norm | None
     config: HeadTransformConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length outer"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length outer"]:
         x = ctx.einsum("batch length embed, embed outer -> batch length outer", x, self.kernel)
         x = ctx.constrain(ACTIVATIONS[self.config.activation](add_bias(x, self.bias)), "batch length outer")
         return x if self.norm is None else self.norm(x)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeInt, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
@@ -63,7 +63,7 @@ class PerLayerEmbedding(eqx.Module):
     config: PerLayerEmbeddingConfig = eqx.field(static=True)
 
     def __call__(
-        self, tokens: Int[Array, "batch length"] | None, x: Float[Array, "batch length embed"], ctx: Context
+        self, tokens: Int[Array, "batch length"] | None, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "per_layer batch length per_layer_input"]:
         """Compute each layer's embedding of each token."""
         if tokens is None:
@@ -107,7 +107,9 @@ class PerLayerInput(eqx.Module):
     out: Float[Array, "per_layer_input embed"]
     config: PerLayerInputConfig = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
         embedded = ctx.layer_inputs.get(INPUT)
         if embedded is None:
             raise ConfigError("PerLayerInputConfig needs DecoderConfig.per_layer_embedding: nothing makes its input.")
@@ -116,6 +118,6 @@ class PerLayerInput(eqx.Module):
         out = ctx.einsum("batch length per_layer_input, per_layer_input embed -> batch length embed", hidden, self.out)
         return ctx.constrain(out, "batch length embed")
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(self(x, ctx))

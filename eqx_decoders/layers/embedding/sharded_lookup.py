@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import check
 from eqx_decoders.sharding.axes import names_of
 
 
 def look_up(
-    table: Float[Array, "rows ..."], rows: Integer[Array, "batch length *heads"], words: str, ctx: Context
+    table: Float[Array, "rows ..."], rows: Integer[Array, "batch length *heads"], words: str, ctx: ForwardContext
 ) -> Float[Array, "batch length ..."]:
     """Look up `table[rows]` in the dtype of activations; `words` are the table's axes; rows outside are clipped.
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.base import BranchInputs, BranchResult
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig, check_gating, join_gate
@@ -166,13 +166,13 @@ class Experts(eqx.Module):
     config: ExpertsConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "batch length embed"], RoutingStats]:
         """Return the layer's output and routing statistics. The key is for random routing and dropout."""
         result = self.branch(x, ctx, None, key)
         return result.out, result.stats["routing"]
 
-    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         inputs = BranchInputs(x, ctx, past, key)
         (result,) = self.finish([inputs], [self.begin(inputs)])
@@ -208,7 +208,7 @@ class Experts(eqx.Module):
             results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats=stats, lent=lent))
         return results
 
-    def _into_experts(self, x: Array, ctx: Context) -> Array:
+    def _into_experts(self, x: Array, ctx: ForwardContext) -> Array:
         """Return what the chosen experts read: the stream, normalized or projected to the latent."""
         x = x if self.norms is None else self.norms.pre_routed(x)
         if self.latent_in is None:
@@ -222,13 +222,15 @@ class Experts(eqx.Module):
         shares = jnp.sum(jnp.where(indices >= self.config.num_experts, weights, 0.0), axis=-1, keepdims=True)
         return out + (shares * x.astype(weights.dtype)).astype(out.dtype)
 
-    def _out_of_experts(self, x: Array, ctx: Context) -> Array:
+    def _out_of_experts(self, x: Array, ctx: ForwardContext) -> Array:
         """Return the output of the chosen experts to the stream."""
         if self.latent_out is None:
             return x
         return ctx.einsum("batch length latent, latent embed -> batch length embed", x, self.latent_out)
 
-    def _implementation(self, ctx: Context, tokens: int) -> "Callable[[list[Tokens], Context], list[Made]]":
+    def _implementation(
+        self, ctx: ForwardContext, tokens: int
+    ) -> "Callable[[list[Tokens], ForwardContext], list[Made]]":
         """Choose a form of computation: a function from parts of the batch to outputs and counts of dropped choices."""
         chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
         if chosen == "auto":
@@ -245,7 +247,7 @@ class Experts(eqx.Module):
         weights = (self.gate, self.up, self.down)
         return all(as_weight(weight).plain_product for weight in weights if weight is not None)
 
-    def _shared(self, mlp: MLP, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Array:
+    def _shared(self, mlp: MLP, x: Array, ctx: ForwardContext, key: PRNGKeyArray | None) -> Array:
         out = mlp(x, ctx, key=key)
         if self.shared_gate is None:
             return out
@@ -262,7 +264,7 @@ class Experts(eqx.Module):
 
     # --- all experts on all tokens ---
 
-    def _dense(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+    def _dense(self, x: Array, indices: Array, weights: Array, ctx: ForwardContext) -> tuple[Array, Array]:
         """Send every token through every expert; experts that it did not choose have weight 0."""
         experts = self.config.num_experts
         chosen = indices[..., None] == jnp.arange(experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
@@ -274,7 +276,7 @@ class Experts(eqx.Module):
         out = ctx.constrain(self._batched_mlp(inputs, ctx), "experts batch length embed").astype(weights.dtype) * matrix
         return jnp.sum(out, axis=0).astype(x.dtype), jnp.zeros((), jnp.float32)
 
-    def _few(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+    def _few(self, x: Array, indices: Array, weights: Array, ctx: ForwardContext) -> tuple[Array, Array]:
         """Run `_dense` on a few tokens, without a copy of tokens or outputs for each expert."""
         chosen = indices[..., None] == jnp.arange(self.config.num_experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
         shares = jnp.sum(jnp.where(chosen, weights[..., None], 0.0), axis=2).astype(x.dtype)
@@ -297,7 +299,7 @@ class Experts(eqx.Module):
         return ctx.constrain(out, "batch length embed"), jnp.zeros((), jnp.float32)
 
     def _batched_mlp(
-        self, x: Float[Array, "experts batch places embed"], ctx: Context
+        self, x: Float[Array, "experts batch places embed"], ctx: ForwardContext
     ) -> Float[Array, "experts batch places embed"]:
         """Run each expert on tokens of its own."""
         into = "experts batch places embed, experts embed mlp -> experts batch places mlp"
@@ -313,7 +315,7 @@ class Experts(eqx.Module):
 
     # --- sorted rows ---
 
-    def _dropless(self, parts: "list[Tokens]", ctx: Context) -> "list[Made]":
+    def _dropless(self, parts: "list[Tokens]", ctx: ForwardContext) -> "list[Made]":
         """Sort rows by expert, multiply by each expert, and return them to their tokens: each device for itself."""
         none, whole = jnp.zeros((), jnp.float32), settled(self)  # columns of a device's part have other lengths
         if ctx.execution.layout.single:
@@ -332,7 +334,7 @@ class Experts(eqx.Module):
         x: Float[Array, "tokens embed"],
         chosen: Int32[Array, "tokens slots"],
         weights: Float[Array, "tokens slots"] | None,
-        ctx: Context,
+        ctx: ForwardContext,
     ) -> Float[Array, "tokens embed"]:
         """Compute the weighted sum over chosen experts of this device; without weights each token has one expert.
 
@@ -376,7 +378,7 @@ class Experts(eqx.Module):
         destinations: Int32[Array, "tokens slots"],
         sources: Int32[Array, "places"],
         form: GroupedForm,
-        ctx: Context,
+        ctx: ForwardContext,
     ) -> Float[Array, "tokens embed"]:
         """Run `_local_experts` for the choices that have a place."""
         experts = len(jax.tree.leaves(self.down)[0])
@@ -392,7 +394,11 @@ class Experts(eqx.Module):
         return combine(out, weights, destinations, sources).astype(x.dtype)
 
     def _grouped_mlp(
-        self, rows: Float[Array, "rows embed"], mine: Bool[Array, "rows experts"], form: GroupedForm, ctx: Context
+        self,
+        rows: Float[Array, "rows embed"],
+        mine: Bool[Array, "rows experts"],
+        form: GroupedForm,
+        ctx: ForwardContext,
     ) -> Float[Array, "rows embed"]:
         """Send each row through its expert; rows are sorted by expert."""
         product = partial(grouped_products, counts=jnp.sum(mine, axis=0, dtype=jnp.int32), form=form)
@@ -413,7 +419,7 @@ class Experts(eqx.Module):
 
     # --- places for a few ---
 
-    def _capacity(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+    def _capacity(self, x: Array, indices: Array, weights: Array, ctx: ForwardContext) -> tuple[Array, Array]:
         """Give each expert so many places in a sequence, in the order of tokens, and of slots within one."""
         experts, room = self.config.num_experts, self.config.capacity(x.shape[1])
         routed = jnp.sum(indices < experts, dtype=jnp.float32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
@@ -199,7 +199,7 @@ class Router(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch length embed"],
-        ctx: Context,
+        ctx: ForwardContext,
         *,
         key: PRNGKeyArray | None = None,
         replayed: Integer[Array, "batch length choices"] | None = None,
@@ -224,7 +224,7 @@ class Router(eqx.Module):
         indices = jnp.where(real[..., None], indices, logits.shape[-1])
         return indices, jnp.where(real[..., None], weights, 0.0), stats
 
-    def _logits(self, x: Array, ctx: Context) -> Float[Array, "batch length experts"]:
+    def _logits(self, x: Array, ctx: ForwardContext) -> Float[Array, "batch length experts"]:
         wide = x.astype(np.promote_types(x.dtype, np.float32))
         if self.input_norm is not None:
             wide = self.input_norm(wide) * x.shape[-1] ** -0.5
@@ -249,7 +249,7 @@ class Router(eqx.Module):
         return _top_k(choice, self.num_experts_per_token)[1], allowed
 
     def _look_up(
-        self, scores: Array, ctx: Context
+        self, scores: Array, ctx: ForwardContext
     ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
         """Return the experts of each token's id, and that all are allowed."""
         rule = "RouterConfig.hashed_tokens finds experts by token ids: not with model(embeds=…)"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.cache.recurrent_state import (
     ConvInputs,
     ConvShape,
@@ -40,7 +40,7 @@ def projected_streams(
     x: Float[Array, "batch length embed"],
     heads: Mapping[str, str],
     past: dict[str, Any] | None,
-    ctx: Context,
+    ctx: ForwardContext,
     scales: Mapping[str, float] = {},
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Compute a layer's queries, keys and values after their convolutions, and the new entries of their tails.
@@ -70,7 +70,7 @@ def convolved(
     kernel: Float[Array, "heads dims taps"],
     bias: Float[Array, "heads dims"] | None,
     tail: Float[Array, "batch back channels"] | None,
-    ctx: Context,
+    ctx: ForwardContext,
 ) -> tuple[Float[Array, "batch length heads dims"], ConvInputs | NewConvInputs]:
     """Compute `convolution(x) + bias` of heads, as `convolved_stream` does of channels."""
     channels = kernel.shape[0] * kernel.shape[1]
@@ -85,7 +85,7 @@ def convolved_stream(
     kernel: Float[Array, "channels taps"],
     bias: Float[Array, "channels"] | None,
     tail: Float[Array, "batch back channels"] | None,
-    ctx: Context,
+    ctx: ForwardContext,
 ) -> tuple[Float[Array, "batch length channels"], ConvInputs | NewConvInputs]:
     """Compute `convolution(x) + bias`, causal and channel by channel, and the new entries of a `ConvState`."""
     smooth = convolve_on_mesh(x, kernel, bias, tail, ctx.positions, ctx.segment_ids, execution=ctx.execution)
@@ -101,7 +101,7 @@ def proposed_state(
     key: Float[Array, "batch length key_heads key_dim"],
     written: Float[Array, "batch length heads value_dim"],
     state: Float32[Array, "batch heads key_dim value_dim"],
-    ctx: Context,
+    ctx: ForwardContext,
 ) -> StateUpdate | NewState:
     """Return the new entries of a `RecurrentState`: `state`, after all tokens, or each token's update if smaller."""
     if not shape.proposes_writes(key.shape[1], ctx.accept_all):
@@ -111,7 +111,7 @@ def proposed_state(
 
 
 def new_states(
-    after: Float32[Array, "batch length channels"], end: Float32[Array, "batch channels"], ctx: Context
+    after: Float32[Array, "batch length channels"], end: Float32[Array, "batch channels"], ctx: ForwardContext
 ) -> ConvInputs | NewConvInputs:
     """Return the new entries of a `ConvState` that keeps the state after the last token: `end`, or each token's."""
     return NewConvInputs(tail=end[:, None]) if ctx.accept_all else ConvInputs(inputs=after)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import StateShape
@@ -124,7 +124,7 @@ class GatedDeltaNet(eqx.Module):
     config: GatedDeltaNetConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         config, keys = self.config, "key_heads key_dim"
@@ -146,12 +146,12 @@ class GatedDeltaNet(eqx.Module):
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _decay_and_beta(
-        self, x: Array, ctx: Context
+        self, x: Array, ctx: ForwardContext
     ) -> tuple[Float32[Array, "batch length heads 1"], Float32[Array, "batch length heads"]]:
         """Compute `g = -exp(a_log) softplus(dt x + dt_bias)`, and the written share of a correction; 0 at padding."""
         pattern = "batch length embed, embed heads -> batch length heads"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import StateShape
@@ -116,7 +116,7 @@ class KimiDeltaAttention(eqx.Module):
     config: KimiDeltaAttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         words: dict[str, str] = dict.fromkeys(("query", "key", "value"), "heads head_dim")
@@ -134,16 +134,18 @@ class KimiDeltaAttention(eqx.Module):
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _low_rank(self, x: Array, down: Array, up: Array, ctx: Context) -> Float[Array, "batch length heads head_dim"]:
+    def _low_rank(
+        self, x: Array, down: Array, up: Array, ctx: ForwardContext
+    ) -> Float[Array, "batch length heads head_dim"]:
         low = ctx.einsum("batch length embed, embed gate_rank -> batch length gate_rank", x, down)
         return ctx.einsum("batch length gate_rank, gate_rank heads head_dim -> batch length heads head_dim", low, up)
 
     def _decay_and_beta(
-        self, x: Array, ctx: Context
+        self, x: Array, ctx: ForwardContext
     ) -> tuple[Float32[Array, "batch length heads head_dim"], Float32[Array, "batch length heads"]]:
         """Compute `g = -exp(a_log) softplus(dt x + dt_bias)`, and the written share of a correction; 0 at padding."""
         dt = self._low_rank(x, self.dt_down, self.dt_up, ctx).astype(jnp.float32)

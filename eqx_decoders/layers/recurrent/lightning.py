@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import StateShape
@@ -96,7 +96,7 @@ class LightningAttention(eqx.Module):
     config: LightningAttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and the new entries of its state."""
         query, key, value = (
@@ -117,10 +117,10 @@ class LightningAttention(eqx.Module):
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _heads(self, x: Array, weight: Array, ctx: Context) -> Float[Array, "batch length heads head_dim"]:
+    def _heads(self, x: Array, weight: Array, ctx: ForwardContext) -> Float[Array, "batch length heads head_dim"]:
         pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
         return ctx.constrain(ctx.einsum(pattern, x, weight), "batch length heads head_dim")

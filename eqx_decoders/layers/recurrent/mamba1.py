@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
@@ -103,7 +103,7 @@ class Mamba1(eqx.Module):
     config: Mamba1Config = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the convolution's last inputs."""
         pattern = "batch length embed, embed inputs mlp -> batch length inputs mlp"
@@ -127,12 +127,12 @@ class Mamba1(eqx.Module):
         out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": entry, "stream": stream}
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _scan_inputs(
-        self, value: Float[Array, "batch length mlp"], ctx: Context
+        self, value: Float[Array, "batch length mlp"], ctx: ForwardContext
     ) -> tuple[
         Float32[Array, "batch length channels"],
         Float[Array, "batch length key_dim"],

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import (
     AtLeast,
     CheckedFields,
@@ -170,7 +170,7 @@ class Mamba2(eqx.Module):
     config: Mamba2Config = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         words = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
@@ -191,18 +191,18 @@ class Mamba2(eqx.Module):
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _step(self, x: Array, ctx: Context) -> Float32[Array, "batch length heads"]:
+    def _step(self, x: Array, ctx: ForwardContext) -> Float32[Array, "batch length heads"]:
         """Compute `dt = clip(softplus(scale (dt x + dt_in_bias) + dt_bias))`; 0 where there is no token."""
         dt = add_bias(ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.dt), self.dt_in_bias)
         dt = scale(dt, self.config.in_scales[4]).astype(jnp.float32)
         dt = jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])
         return zero_padding(jnp.clip(dt, self.config.dt_min, self.config.dt_max), ctx.positions)
 
-    def _gated(self, answer: Array, x: Array, ctx: Context) -> Float[Array, "batch length heads value_dim"]:
+    def _gated(self, answer: Array, x: Array, ctx: ForwardContext) -> Float[Array, "batch length heads value_dim"]:
         """Compute `norm(o * silu(gate x))`, or with the norm before the gate, or without one."""
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
         gate = scale(add_bias(ctx.einsum(pattern, x, self.gate), self.gate_bias), self.config.in_scales[0])

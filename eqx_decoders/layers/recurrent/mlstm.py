@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
@@ -100,7 +100,7 @@ class MLSTM(eqx.Module):
     config: MLSTMConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the largest gate."""
 
@@ -126,12 +126,12 @@ class MLSTM(eqx.Module):
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _gates(
-        self, x: Array, ctx: Context
+        self, x: Array, ctx: ForwardContext
     ) -> tuple[Float32[Array, "batch length heads"], Float32[Array, "batch length heads"]]:
         """Compute logarithms of the gates: of what is written, and of what is kept, which is all at padding."""
         pattern, cap = "batch length embed, embed heads -> batch length heads", self.config.gate_cap
@@ -144,7 +144,7 @@ class MLSTM(eqx.Module):
         return capped(self.input_gate, self.input_gate_bias), zero_padding(kept, ctx.positions)
 
     def _largest(
-        self, log_input: Array, log_forget: Array, past: dict[str, Any] | None, ctx: Context
+        self, log_input: Array, log_forget: Array, past: dict[str, Any] | None, ctx: ForwardContext
     ) -> tuple[Float32[Array, "batch length heads"], ConvInputs | NewConvInputs]:
         """Compute m, and its new entry."""
         level = jnp.zeros_like(log_input[:, 0]) if past is None else past["level"][:, 0]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
@@ -82,7 +82,7 @@ class TimeMix(eqx.Module):
     config: TimeMixConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the last token."""
         earlier, stream = _shifted(x, past, ctx)
@@ -98,7 +98,7 @@ class TimeMix(eqx.Module):
         out = ctx.einsum(_OUT_OF, gate * answer, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), {**entries, "stream": stream}
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
@@ -107,7 +107,7 @@ class TimeMix(eqx.Module):
         key: Float32[Array, "batch length channels"],
         value: Float32[Array, "batch length channels"],
         past: dict[str, Any] | None,
-        ctx: Context,
+        ctx: ForwardContext,
     ) -> tuple[Float32[Array, "batch length channels"], dict[str, Any]]:
         """Compute the weighted means, and new entries of the state."""
         real, starts = (ctx.positions >= 0)[:, :, None], document_starts(ctx.positions, ctx.segment_ids)
@@ -164,7 +164,7 @@ class ChannelMix(eqx.Module):
     config: ChannelMixConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and a new entry for the last token."""
         earlier, stream = _shifted(x, past, ctx)
@@ -176,7 +176,7 @@ class ChannelMix(eqx.Module):
         out = gate * ctx.constrain(ctx.einsum(_OUT_OF, hidden, self.value), "batch length embed")
         return save(out, "mlpwo"), {"stream": stream}
 
-    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
@@ -194,7 +194,7 @@ def _new_mix(size: int) -> Float32[Array, "embed"]:
 
 
 def _shifted(
-    x: Float[Array, "batch length embed"], past: dict[str, Any] | None, ctx: Context
+    x: Float[Array, "batch length embed"], past: dict[str, Any] | None, ctx: ForwardContext
 ) -> tuple[Float[Array, "batch length embed"], ConvInputs | NewConvInputs]:
     """Return the token before each, zeros before a document, and new entries for the last one: a convolution."""
     taps = jnp.broadcast_to(jnp.asarray([1.0, 0.0]), (x.shape[2], 2))

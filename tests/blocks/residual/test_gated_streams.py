@@ -19,7 +19,7 @@ from tests.oracles import sigmoid, wide
 
 EMBED, STREAMS = 6, 3
 CONFIG = GatedStreams(streams=STREAMS, rank=4, norm=RMSNormConfig(eps=0.01, offset=1.0))
-CTX = ed.Context(positions=jnp.broadcast_to(jnp.arange(5), (2, 5)))
+CTX = ed.ForwardContext(positions=jnp.broadcast_to(jnp.arange(5), (2, 5)))
 X = np.random.default_rng(1).normal(size=(2, 5, STREAMS, EMBED)).astype(np.float32)
 MATRICES = np.random.default_rng(2).normal(size=(2, EMBED, EMBED)).astype(np.float32)
 

@@ -24,7 +24,7 @@ EMBED = 6
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 RICH = dataclasses.replace(ATTENTION, qkv_bias=True, out_bias=True, sinks=True, qk_norm=QKNorm(), output_gate=True)
 SIZES = dict(teacher_heads=6, teacher_kv_heads=3, teacher_head_dim=4)
-CTX = ed.Context(positions=jnp.broadcast_to(jnp.arange(5), (2, 5)))
+CTX = ed.ForwardContext(positions=jnp.broadcast_to(jnp.arange(5), (2, 5)))
 X = np.random.default_rng(1).normal(size=(2, 5, EMBED)).astype(np.float32)
 
 

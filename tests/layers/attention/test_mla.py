@@ -64,9 +64,9 @@ def weights_of(layer):
     return {name: wide(leaf) for name, leaf in named_leaves(layer).items()}
 
 
-def context(positions=POSITIONS, segments=SEGMENTS, **execution) -> ed.Context:
+def context(positions=POSITIONS, segments=SEGMENTS, **execution) -> ed.ForwardContext:
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
-    return ed.Context(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
+    return ed.ForwardContext(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
 
 
 # --- the formula ---

@@ -95,7 +95,7 @@ WEIGHTS = jnp.sin(jnp.arange(2 * 4 * EMBED, dtype=jnp.float32)).reshape(2, 4, EM
 def lookup(table, lookup, layout=ed.Layout(), compute=jnp.float32):
     """The embeddings, and the table's gradient."""
     execution = ed.Execution(lookup=lookup, layout=layout, precision=ed.Precision(compute=compute))
-    ctx = ed.Context(positions=jnp.zeros_like(TOKENS), execution=execution)
+    ctx = ed.ForwardContext(positions=jnp.zeros_like(TOKENS), execution=execution)
 
     def loss(table):
         out = TokenEmbedding(table=table, scale=3.0)(TOKENS, ctx)
@@ -139,7 +139,7 @@ def test_the_product_needs_no_gather_of_the_table():
     layout = ed.Layout.create(tensor=8)
     spec = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec("vocab embed", TABLE.shape))
     table = jax.ShapeDtypeStruct(TABLE.shape, TABLE.dtype, sharding=spec)
-    ctx = ed.Context(positions=jnp.zeros_like(TOKENS), execution=ed.Execution(lookup="one_hot", layout=layout))
+    ctx = ed.ForwardContext(positions=jnp.zeros_like(TOKENS), execution=ed.Execution(lookup="one_hot", layout=layout))
     traced = jax.jit(lambda table: TokenEmbedding(table=table)(TOKENS, ctx)).trace(table)
     compiled = traced.lower().compile().as_text()
     assert "all-reduce" in compiled and "all-gather" not in compiled and "all-to-all" not in compiled

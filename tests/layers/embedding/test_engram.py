@@ -33,7 +33,7 @@ def context(tokens, positions=None, segment_ids=None, **options):
     counted = np.broadcast_to(np.arange(np.shape(tokens)[1], dtype=np.int32), np.shape(tokens))
     positions = jnp.asarray(counted if positions is None else positions)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    return ed.Context(positions=positions, segment_ids=segment_ids, tokens=jnp.asarray(tokens), **options)
+    return ed.ForwardContext(positions=positions, segment_ids=segment_ids, tokens=jnp.asarray(tokens), **options)
 
 
 @pytest.fixture(scope="module")
@@ -294,4 +294,4 @@ def test_another_width():
 
 def test_without_tokens(layer):
     with refused(ed.ConfigError, "Engram", "tokens"):
-        layer(jnp.asarray(X), ed.Context(positions=jnp.zeros((2, LENGTH), jnp.int32)))
+        layer(jnp.asarray(X), ed.ForwardContext(positions=jnp.zeros((2, LENGTH), jnp.int32)))

@@ -18,7 +18,7 @@ WORDS = "rows per_layer row_dim"
 
 
 def found(layout, rows, table=TABLE):
-    ctx = ed.Context(positions=jnp.zeros(rows.shape[:2], jnp.int32), execution=ed.Execution(layout=layout))
+    ctx = ed.ForwardContext(positions=jnp.zeros(rows.shape[:2], jnp.int32), execution=ed.Execution(layout=layout))
     return look_up(table, rows, WORDS, ctx)
 
 

@@ -101,7 +101,7 @@ def tokens(rows: int, length: int, seed: int = 1):
 def call(diff, positions, execution):
     """A sum that weighs every number differently, and output and statistics."""
     module, x = diff
-    out, stats = module(x, ed.Context(positions=positions, execution=execution))
+    out, stats = module(x, ed.ForwardContext(positions=positions, execution=execution))
     weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
     return jnp.sum(weights * out.astype(jnp.float32)), (out, stats)
 

@@ -110,7 +110,7 @@ def run(layer, x, positions, form):
 
     def loss(diff):
         layer, x = diff
-        ctx = ed.Context(positions=positions, execution=ed.Execution(experts=form))
+        ctx = ed.ForwardContext(positions=positions, execution=ed.Execution(experts=form))
         out, stats = layer(x, ctx)
         weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return jnp.sum(weights * out.astype(jnp.float32)), (out, stats)
@@ -173,7 +173,7 @@ def test_gradients_are_finite_differences_in_double_precision():
 
         def call(layer, x):  # the selection bias steers by steps: no difference there
             layer = eqx.tree_at(lambda m: m.router.selection_bias, layer, bias, is_leaf=lambda leaf: leaf is None)
-            ctx = ed.Context(positions=jnp.asarray(positions), execution=ed.Execution(experts="dropless"))
+            ctx = ed.ForwardContext(positions=jnp.asarray(positions), execution=ed.Execution(experts="dropless"))
             return layer(x, ctx)[0]
 
         free = eqx.tree_at(lambda m: m.router.selection_bias, layer, None)
@@ -286,7 +286,7 @@ def test_low_rank_pairs_of_experts_are_their_merged_weights(form):
 
     parts = eqx.tree_at(lambda m: (m.gate, m.down), layer, (pair(layer.gate), pair(layer.down)))
     whole = eqx.tree_at(lambda m: (m.gate, m.down), layer, (parts.gate.array(), parts.down.array()))
-    ctx = ed.Context(positions=jnp.asarray(positions), execution=ed.Execution(experts=form))
+    ctx = ed.ForwardContext(positions=jnp.asarray(positions), execution=ed.Execution(experts=form))
     assert_close(*(eqx.filter_jit(layer)(jnp.asarray(x), ctx)[0] for layer in (parts, whole)), units=256)
     assert set(axes(parts)) >= {"gate.base", "gate.lora_a", "gate.lora_b"}
     assert axes(parts)["gate.lora_a"] == ("experts", "embed", "rank")
@@ -402,7 +402,7 @@ def check_differences(config, form, seed):
 
         def call(layer, x):
             layer = dataclasses.replace(layer, router=dataclasses.replace(layer.router, selection_bias=held))
-            ctx = ed.Context(positions=jnp.asarray(positions), execution=ed.Execution(experts=form))
+            ctx = ed.ForwardContext(positions=jnp.asarray(positions), execution=ed.Execution(experts=form))
             return layer(x, ctx)[0]
 
         # steps of 1e-5: with JAX's own of 1e-4 curvature is seen, 1e-5 of the value

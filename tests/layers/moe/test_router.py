@@ -55,14 +55,14 @@ def tokens_of(seed: int = 1) -> np.ndarray:
 
 @eqx.filter_jit
 def run(router, x, positions, key):
-    return router(x, ed.Context(positions=positions), key=key)
+    return router(x, ed.ForwardContext(positions=positions), key=key)
 
 
 @eqx.filter_jit
 @eqx.filter_value_and_grad(has_aux=True)
 def replay(router, x, replayed):
     """A sum of weights, each with a factor of its own, and its gradient."""
-    found = router(x, ed.Context(positions=jnp.asarray(POSITIONS)), replayed=replayed)
+    found = router(x, ed.ForwardContext(positions=jnp.asarray(POSITIONS)), replayed=replayed)
     return jnp.sum(found[1] * jnp.asarray(FACTORS, jnp.float32)), found
 
 
@@ -88,7 +88,7 @@ def test_experts_of_token_ids():
     assert np.bincount(np.asarray(router.table).reshape(-1)).tolist() == [6] * EXPERTS and frozen(router) == {"table"}
     router = dataclasses.replace(router, table=jnp.asarray(table))
     tokens = np.random.default_rng(1).integers(0, 16, POSITIONS.shape).astype(np.int32)
-    ctx = ed.Context(positions=jnp.asarray(POSITIONS), tokens=jnp.asarray(tokens))
+    ctx = ed.ForwardContext(positions=jnp.asarray(POSITIONS), tokens=jnp.asarray(tokens))
     indices, weights, _ = eqx.filter_jit(router)(jnp.asarray(x), ctx)
     real = POSITIONS >= 0
     assert_array_equal(indices, np.where(real[..., None], table[tokens], EXPERTS))

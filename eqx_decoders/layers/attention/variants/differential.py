@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
@@ -94,7 +94,7 @@ class DifferentialAttention(Attention):
     layer_number: Float[Array, "one"] = eqx.field(metadata=COMPUTED)
     norm: Norm
 
-    def _attend_heads(self, x: Array, ctx: Context, past: AttentionPast | None) -> tuple[Array, Any]:
+    def _attend_heads(self, x: Array, ctx: ForwardContext, past: AttentionPast | None) -> tuple[Array, Any]:
         out, entries = super()._attend_heads(x, ctx, past)
         out = out.reshape(*out.shape[:2], -1, 2, out.shape[-1]).astype(jnp.float32)
         first = 0.8 - 0.6 * jnp.exp(-0.3 * self.layer_number.astype(jnp.float32))
@@ -106,7 +106,7 @@ class DifferentialAttention(Attention):
         query, key = (getattr(self, f"{name}_{part}").astype(jnp.float32) for part in ("query", "key"))
         return jnp.exp(jnp.sum(query * key))
 
-    def _project(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array, Array, Array]:
         """Project to the queries, keys and values of single heads, the two of each one after the other."""
 
         def projected(name: str) -> Array:
@@ -117,7 +117,7 @@ class DifferentialAttention(Attention):
         return projected("query"), projected("key"), projected("value")
 
     def _normalize_and_rotate(
-        self, query: Array, key: Array | None, value: Array | None, ctx: Context
+        self, query: Array, key: Array | None, value: Array | None, ctx: ForwardContext
     ) -> tuple[Array, NewKV]:
         """Return queries that are zero in the features of the other half, and keys and values side by side."""
         query, new = super()._normalize_and_rotate(query, key, value, ctx)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.block_indexer import BlockIndex
@@ -83,7 +83,7 @@ class DynamicMaskAttention(Attention):
     top_k: int = eqx.field(static=True)
 
     def _normalize_and_rotate(
-        self, query: Array, key: Array | None, value: Array | None, ctx: Context
+        self, query: Array, key: Array | None, value: Array | None, ctx: ForwardContext
     ) -> tuple[Array, NewKV]:
         """Return queries with a one, and keys with their bias, as last feature."""
         query, new = super()._normalize_and_rotate(query, key, value, ctx)
@@ -96,19 +96,19 @@ class DynamicMaskAttention(Attention):
             NewKV(key=ctx.constrain(key, "batch length kv_heads head_dim"), value=new.value),
         )
 
-    def _biases(self, value: Array, ctx: Context) -> Float32[Array, "batch length mask_heads"]:
+    def _biases(self, value: Array, ctx: ForwardContext) -> Float32[Array, "batch length mask_heads"]:
         pattern = "batch length kv_heads head_dim, kv_heads head_dim mask_heads -> batch length mask_heads"
         with jax.default_matmul_precision("highest"):  # few columns, and they decide
             step = add_bias(ctx.einsum(pattern, value.astype(jnp.float32), self.step), self.step_bias)
         return jnp.exp(self.rate.astype(jnp.float32)[None, None] * jax.nn.softplus(step))
 
-    def _choose_blocks(self, index: BlockIndex, past: Past | None, ctx: Context) -> KeyChoice:
+    def _choose_blocks(self, index: BlockIndex, past: Past | None, ctx: ForwardContext) -> KeyChoice:
         """Select the keys of this call and of the cache that have the largest biases."""
         bias = jax.lax.stop_gradient(index.key[..., -1]).astype(jnp.float32).swapaxes(1, 2)
         choice = KeyChoice(self._chosen(bias, ctx)) if past is None else self._chosen_cached(bias, past, ctx)
         return choice.repeated(self.config.num_heads // self.config.num_kv_heads)
 
-    def _chosen(self, bias: Float32[Array, "batch kv_heads length"], ctx: Context) -> Selection | None:
+    def _chosen(self, bias: Float32[Array, "batch kv_heads length"], ctx: ForwardContext) -> Selection | None:
         length = bias.shape[2]
         if length <= self.top_k:
             return None
@@ -121,7 +121,9 @@ class DynamicMaskAttention(Attention):
         words = jnp.moveaxis(found, 0, 2)
         return Selection(words.reshape(*words.shape[:2], -1, words.shape[4])[:, :, :length])
 
-    def _chosen_cached(self, bias: Float32[Array, "batch kv_heads length"], past: Past, ctx: Context) -> KeyChoice:
+    def _chosen_cached(
+        self, bias: Float32[Array, "batch kv_heads length"], past: Past, ctx: ForwardContext
+    ) -> KeyChoice:
         whole = past.whole()
         slots = whole.positions.shape[1]
         if slots + bias.shape[2] <= self.top_k:
@@ -139,7 +141,7 @@ class DynamicMaskAttention(Attention):
         return top_k_mask(scores[..., ::-1], self.top_k)[..., ::-1] & seen[:, None]
 
 
-def _with_keys(queries: Any, ctx: Context) -> tuple[Any, ...]:
+def _with_keys(queries: Any, ctx: ForwardContext) -> tuple[Any, ...]:
     """Return the positions and segments of queries and of all keys, as `visible` takes them."""
     positions, segments = queries
     return positions, ctx.positions, segments, ctx.segment_ids

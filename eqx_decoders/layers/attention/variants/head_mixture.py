@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
@@ -77,7 +77,7 @@ class HeadMixture(Attention):
     router: Router
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: AttentionPast | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: AttentionPast | None = None
     ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the layer's output, and the new keys and values for a cache."""
         chosen, weights, _ = self.router(x, ctx)
@@ -90,13 +90,13 @@ class HeadMixture(Attention):
         out = (self._sorted_outputs if sorts else self._all_outputs)(out, chosen, weights, ctx)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def _keys_and_values(self, x: Array, ctx: Context) -> tuple[Array, Array]:
+    def _keys_and_values(self, x: Array, ctx: ForwardContext) -> tuple[Array, Array]:
         pattern = "batch length embed, embed kv_heads head_dim -> batch length kv_heads head_dim"
         assert self.key is not None
         key = ctx.einsum(pattern, x, self.key)
         return key, key if self.value is None else ctx.einsum(pattern, x, self.value)
 
-    def _sorts_rows(self, chosen: Array, ctx: Context) -> bool:
+    def _sorts_rows(self, chosen: Array, ctx: ForwardContext) -> bool:
         """Return whether tokens are sorted by expert: on one device, where that has fewer products."""
         plain = eqx.is_array(self.query) and eqx.is_array(self.out)
         return plain and ctx.execution.layout.single and ctx.execution.experts in ("auto", "dropless")
@@ -104,7 +104,7 @@ class HeadMixture(Attention):
     # --- all experts on all tokens ---
 
     def _all_queries(
-        self, x: Array, chosen: Array, ctx: Context
+        self, x: Array, chosen: Array, ctx: ForwardContext
     ) -> Float[Array, "batch length slots kv_heads head_dim"]:
         """Return the queries of each token's experts, of those of all."""
         if eqx.is_array(self.query):
@@ -121,7 +121,7 @@ class HeadMixture(Attention):
         return jnp.sum(jnp.where(mine, of_all[:, :, None], 0), axis=3)
 
     def _all_outputs(
-        self, heads: Array, chosen: Array, weights: Array, ctx: Context
+        self, heads: Array, chosen: Array, weights: Array, ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
         """Return the sum of the outputs of all experts on the weighed heads that chose them."""
         mine, weighed = self._is_chosen(chosen)[..., None, None], heads * weights.astype(heads.dtype)[..., None, None]
@@ -145,14 +145,14 @@ class HeadMixture(Attention):
     # --- rows sorted by expert ---
 
     def _sorted_queries(
-        self, x: Array, chosen: Array, ctx: Context
+        self, x: Array, chosen: Array, ctx: ForwardContext
     ) -> Float[Array, "batch length slots kv_heads head_dim"]:
         rows, slots = x.reshape(-1, x.shape[-1]), chosen.reshape(-1, chosen.shape[-1])
         kernel = self.query.reshape(*self.query.shape[:2], -1)
         return _multiply_by_chosen(rows, slots, kernel, ctx).reshape(*chosen.shape, *self.query.shape[2:])
 
     def _sorted_outputs(
-        self, heads: Array, chosen: Array, weights: Array, ctx: Context
+        self, heads: Array, chosen: Array, weights: Array, ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
         kernel = self.out.reshape(self._num_experts, -1, self.out.shape[-1])
         out = _multiply_by_chosen(heads.reshape(chosen.size, -1), chosen.reshape(-1, 1), kernel, ctx)
@@ -164,7 +164,7 @@ def _multiply_by_chosen(
     x: Float[Array, "tokens inner"],
     chosen: Int32[Array, "tokens slots"],
     kernel: Float[Array, "experts inner outer"],
-    ctx: Context,
+    ctx: ForwardContext,
 ) -> Float[Array, "choices outer"]:
     """Multiply each token by the matrix of each of its choices; zeros for choices of no expert."""
     layout, (experts, *features) = ctx.execution.layout, kernel.shape

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.context import Context
+from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
@@ -136,12 +136,12 @@ class LearnedInit(eqx.Module):
     config: LearnedInitConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: Past | None = None
     ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the attention's output, and the new keys and values for a cache."""
         return self.materialized(ctx.execution.layout)(x, ctx, past)
 
-    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: ForwardContext, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 

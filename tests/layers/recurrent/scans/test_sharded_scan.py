@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.context import Context, Execution
+from eqx_decoders.context import Execution, ForwardContext
 from eqx_decoders.layers.recurrent.causal_conv import causal_convolution
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
@@ -123,7 +123,7 @@ def outputs(layer, rows, execution):
 
     def loss(both):
         layer, x = both
-        out = layer(x, Context(positions, segments, execution=execution))[0]
+        out = layer(x, ForwardContext(positions, segments, execution=execution))[0]
         out = jnp.where(positions[:, :, None] >= 0, out, 0.0)
         return (out * jnp.sin(jnp.arange(out.size)).reshape(out.shape)).sum(), out
 
