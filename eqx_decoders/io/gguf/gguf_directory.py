@@ -9,10 +9,10 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.gguf_architectures import find_architecture
-from eqx_decoders.families.gguf_table import FACTORS, Architecture, Found
 from eqx_decoders.io.gguf import gguf_tensors as views
+from eqx_decoders.io.gguf.gguf_architectures import find_architecture
 from eqx_decoders.io.gguf.gguf_header import Description, GGUFFile, exact, gguf_package, read_gguf
+from eqx_decoders.io.gguf.gguf_table import FACTORS, Architecture, Found
 from eqx_decoders.io.gguf.gguf_tokenizer import stop_ids, token_ids
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor
 

@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Tokenizer
 import eqx_decoders as ed
 from eqx_decoders.cli import convert
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.gguf_architectures import ARCHITECTURES
-from eqx_decoders.families.gguf_table import FACTORS
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io import coordination
+from eqx_decoders.io.gguf.gguf_architectures import ARCHITECTURES
+from eqx_decoders.io.gguf.gguf_table import FACTORS
 from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, make_tokenizer, stop_ids
 from eqx_decoders.io.gguf.gguf_vocabulary import tokenizer_metadata
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer, train_bpe

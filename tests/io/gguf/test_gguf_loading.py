@@ -17,9 +17,9 @@ from tokenizers import Regex, pre_tokenizers
 
 import eqx_decoders as ed
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families.gguf_table import PATTERN, Found, read_masks
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.gguf.gguf_header import read_gguf
+from eqx_decoders.io.gguf.gguf_table import PATTERN, Found, read_masks
 from eqx_decoders.io.gguf.gguf_tensors import BLOCKS, decoded, raw
 from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, PRE_TOKENIZERS, make_tokenizer
 from eqx_decoders.io.huggingface import export

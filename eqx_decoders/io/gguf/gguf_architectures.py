@@ -3,7 +3,7 @@
 llama.cpp's programs are the source (`src/models/*.cpp`), and its converter for what files say (`conversion/*.py`).
 """
 
-from eqx_decoders.families.gguf_table import (
+from eqx_decoders.io.gguf.gguf_table import (
     LAYER_NORM,
     RMS,
     WINDOW,
