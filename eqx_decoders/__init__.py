@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         DataError as DataError,
         EqxDecodersError as EqxDecodersError,
     )
-    from eqx_decoders.families import (
+    from eqx_decoders.families.registry import (
         get_config as get_config,
         list_models as list_models,
         register_family as register_family,
@@ -147,7 +147,7 @@ __getattr__, __all__, __dir__ = lazy(
         "encoders.media": "Media",
         "encoders.media_config": "EncoderConfig MediaConfig",
         "errors": "CheckpointError ConfigError ConversionError DataError EqxDecodersError",
-        "families": "get_config list_models register_family",
+        "families.registry": "get_config list_models register_family",
         "families.summary": "ModelInfo describe_model",
         "inference.generation": "generate stream",
         "inference.text_model": "load_text_model",

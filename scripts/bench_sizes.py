@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eqx_decoders.families import list_models
+from eqx_decoders.families.registry import list_models
 from eqx_decoders.planning.size_sweep import (
     SLICES as SLICES,
     Chips,

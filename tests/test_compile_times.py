@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families import library_families
+from eqx_decoders.families.registry import library_families
 from tests.commands import ENVIRONMENT, ROOT
 
 

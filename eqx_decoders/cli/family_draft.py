@@ -9,12 +9,12 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import abbreviate
 from eqx_decoders.errors import CheckedFields, ConfigError, ConversionError, EqxDecodersError, check
-from eqx_decoders.families import is_known, library_families
 from eqx_decoders.families.draft.draft_report import report
 from eqx_decoders.families.draft.questions import notes_of
 from eqx_decoders.families.draft.ranking import rank
 from eqx_decoders.families.draft.source import draft_source, python_name
 from eqx_decoders.families.draft.tensor_groups import Shape
+from eqx_decoders.families.registry import is_known, library_families
 from eqx_decoders.io.atomic_files import expand_paths, write_atomically
 from eqx_decoders.io.huggingface.directory import Directory, tensor_shapes
 from eqx_decoders.io.huggingface.load import abstract_hf, read_config

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from eqx_decoders.errors import ConfigError, check
-from eqx_decoders.families import register_family
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.registry import register_family
 from eqx_decoders.io.python_file import run_python_file
 
 

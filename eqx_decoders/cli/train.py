@@ -20,7 +20,7 @@ from eqx_decoders.cli.xla_flags import set_options
 from eqx_decoders.context import ExecutionConfig
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.families import list_models
+from eqx_decoders.families.registry import list_models
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.heartbeat import connected
 from eqx_decoders.io.program_cache import keep_programs

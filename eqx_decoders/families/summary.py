@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.repeats import find_repeats
-from eqx_decoders.families import get_config
+from eqx_decoders.families.registry import get_config
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig

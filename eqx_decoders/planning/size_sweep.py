@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from eqx_decoders.families import get_config
+from eqx_decoders.families.registry import get_config
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.init import count_parameters
 

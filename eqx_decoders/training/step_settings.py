@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from eqx_decoders.context import Execution, ExecutionConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, NonNegativeInt, check, check_word
-from eqx_decoders.families import list_models
+from eqx_decoders.families.registry import is_model, list_models
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.numerics.low_precision import LowPrecisionConfig
 from eqx_decoders.numerics.precision import Precision
@@ -37,7 +37,7 @@ class ModelSettings(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "model_config")
-        if self.model_config is None:
+        if self.model_config is None and not is_model(self.model):
             check_word("model", self.model, list_models())
 
 

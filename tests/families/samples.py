@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.families.registry import FAMILIES, find_family
 from tests.families.published import FILES, WITH_ENCODERS
 
 

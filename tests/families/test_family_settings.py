@@ -7,9 +7,10 @@ from pytest import approx
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import PostNorm
-from eqx_decoders.families import FAMILIES, qwen2, qwen3
+from eqx_decoders.families import qwen2, qwen3
 from eqx_decoders.families.deepseek_v4 import CHOSEN, HEAVY, SLIDING
 from eqx_decoders.families.moe import sparse_layers
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.load import decode_config
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding.embedding import LearnedPositions

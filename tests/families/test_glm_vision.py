@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 import eqx_decoders as ed
 from eqx_decoders.encoders.images import from_pixels, learned_positions
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
 from tests.families.samples import FIXTURES, decode

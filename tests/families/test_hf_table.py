@@ -9,8 +9,8 @@ import time
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.config_keys import IGNORED_KEYS
+from eqx_decoders.families.registry import FAMILIES
 from tests.errors import refused
 from tests.families.samples import SAMPLES, decode, sample
 

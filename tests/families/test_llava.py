@@ -13,7 +13,7 @@ import eqx_decoders as ed
 from eqx_decoders.data.media_documents import SyntheticReader
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
 from eqx_decoders.encoders.geometry import TilesConfig, best_size, grid_of, token_order
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings

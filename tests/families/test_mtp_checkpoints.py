@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import Sequential
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.verify import compare_tensors
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.sharding.axes import named_leaves

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.geometry import DIVIDER, LINE_END, TilesConfig, token_order
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.io.processors.limits import MediaLimits

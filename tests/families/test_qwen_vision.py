@@ -15,11 +15,12 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
-from eqx_decoders.families import FAMILIES, find_family, qwen3_omni
+from eqx_decoders.families import qwen3_omni
 from eqx_decoders.families._qwen_hybrid import delta_net, qwen3_5, with_depths
 from eqx_decoders.families._qwen_vision import qwen3_5_vision, qwen3_vl, qwen_vision
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.qwen3_moe import qwen3_moe
+from eqx_decoders.families.registry import FAMILIES, find_family
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.rope import Rope

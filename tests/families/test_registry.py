@@ -2,14 +2,17 @@
 
 import ast
 import dataclasses
+import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import eqx_decoders as ed
 from eqx_decoders import families
-from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.families.registry import FAMILIES, MODULES, find_family
 from eqx_decoders.io.huggingface.quantized import read_scheme
 from tests.errors import refused
 from tests.families.published import FILES
@@ -229,6 +232,34 @@ def test_an_alias_is_not_written():
     assert "kimi_k2" not in FAMILIES
     with refused(ed.ConversionError, "model_type='kimi_k3'", "'kimi_k2'"):
         find_family("kimi_k3")
+
+
+def test_the_index_names_all_families_and_models():
+    """`MODULES` lists what the modules define: model types with aliases, and the first words of models' names."""
+    found = {}
+    for path in sorted(Path(families.__file__).parent.glob("*.py")):
+        module = importlib.import_module(f"eqx_decoders.families.{path.stem}") if path.stem != "__init__" else families
+        if hasattr(module, "MODELS"):
+            own = getattr(module, "FAMILIES", ()) or [module.FAMILY] if hasattr(module, "FAMILY") else []
+            types = [name for family in own for name in (family.model_type, *family.aliases)]
+            words = dict.fromkeys(name.partition("-")[0] for name in module.MODELS)
+            found[path.stem] = (set(types), set(words))
+    assert found == {name: (set(types.split()), set(words.split())) for name, (types, words) in MODULES.items()}
+
+
+def test_a_family_is_imported_when_it_is_used():
+    code = """
+import sys
+import eqx_decoders as ed
+from eqx_decoders.families.registry import find_family
+
+ed.get_config("llama3-8b")
+find_family("llama")
+lineages = {name for name in sys.modules if name.startswith("eqx_decoders.families.")}
+assert {name.rpartition(".")[2] for name in lineages} & MODULES == {"llama"}
+""".replace("MODULES", repr(set(MODULES)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_families_import_no_families():

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders import families
 from eqx_decoders.families import llama
 from eqx_decoders.families.common import DecoderSizes
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import Section, Weight, sharing
 from eqx_decoders.io.huggingface import load, peft
 from eqx_decoders.io.huggingface.directory import StoredTensor
@@ -54,8 +54,7 @@ def saved(request, monkeypatch, tmp_path):
     own = [row for row in llama.FAMILY.weights if not row.path.startswith(("mixer.query", "mixer.key", "mixer.value"))]
     biases = sharing(_ATTENTION + "qkv.bias", *_BIASES)
     family = dataclasses.replace(llama.FAMILY, weights=(*own, *TABLES[request.param], *biases))
-    for table in (families.FAMILIES, families._NAMES):
-        monkeypatch.setitem(table, "llama", family)
+    monkeypatch.setitem(FAMILIES._families, "llama", family)
     model = filled(llama.llama(SHAPE))  # biases of a new one are zeros, which all places of a tensor would fit
     ed.save_hf(model, tmp_path / "saved", family="llama")
     return request.param, model, tmp_path / "saved"

@@ -12,7 +12,8 @@ from einops import rearrange
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.families import FAMILIES, moe
+from eqx_decoders.families import moe
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import Part
 from eqx_decoders.io.huggingface.export import TOKEN_IDS, export_plan
 from eqx_decoders.io.huggingface.load import read_config

@@ -8,7 +8,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.gguf import gguf_tensors as views
 from eqx_decoders.io.gguf.gguf_architectures import find_architecture
 from eqx_decoders.io.gguf.gguf_header import Description, GGUFFile, exact, gguf_package, read_gguf

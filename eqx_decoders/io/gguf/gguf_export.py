@@ -12,8 +12,8 @@ import numpy as np
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check, check_word
-from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.hf_table import Family, differences, for_inference
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.coordination import in_first

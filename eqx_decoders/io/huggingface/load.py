@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check, check_word
-from eqx_decoders.families import find_family
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import text_fields
+from eqx_decoders.families.registry import find_family
 from eqx_decoders.families.weight_rows import Section, WeightMapping
 from eqx_decoders.io.huggingface.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids, read_generation_config

@@ -21,8 +21,8 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors

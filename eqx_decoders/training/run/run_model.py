@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import ConfigError, check
-from eqx_decoders.families import get_config
+from eqx_decoders.families.registry import get_config
 from eqx_decoders.io.atomic_files import new_directory, write_atomically, write_json
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
 from eqx_decoders.io.huggingface.directory import parse_json

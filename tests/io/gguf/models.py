@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves, replaced

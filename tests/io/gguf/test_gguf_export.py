@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 import eqx_decoders as ed
 from eqx_decoders.cli import convert
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io import coordination
 from eqx_decoders.io.gguf.gguf_architectures import ARCHITECTURES

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface import export, hub
 from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
 from eqx_decoders.io.huggingface.load import read_config

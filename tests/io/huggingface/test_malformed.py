@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
 from tests.errors import assert_names, refused
 

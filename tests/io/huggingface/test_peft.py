@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.cli.serve import read_adapter
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface import peft
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.huggingface.peft import load_peft, save_peft

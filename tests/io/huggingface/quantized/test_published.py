@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.quantized import checkpoint_tensors
 from eqx_decoders.model.init import abstract

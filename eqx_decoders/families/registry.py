@@ -1,0 +1,272 @@
+"""Families of checkpoints by their `model_type`, and published models by name.
+
+A module of a family is imported when one of its families or models is first used.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+
+from eqx_decoders.errors import ConversionError, check, check_word
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+ModelBuilder = Callable[[], DecoderConfig] | ExtendedModel
+
+# Modules of this package. For each: the model types that its families read (aliases included), and the words before the
+# first "-" in the names of its models. `save_hf` tries the families in this order for a model that was not loaded.
+MODULES: dict[str, tuple[str, str]] = {
+    "llama": ("llama", "tiny llama2 llama3 llama3.1 llama3.2 llama3.3"),
+    "mistral": ("mistral", "mistral"),
+    "qwen2": ("qwen2", "qwen2.5"),
+    "qwen3": ("qwen3", "qwen3"),
+    "gemma": ("gemma", "gemma"),
+    "gemma2": ("gemma2", "gemma2"),
+    "gemma3": ("gemma3_text", "gemma3"),
+    "gemma4": ("gemma4_text", "gemma4"),
+    "olmo3": ("olmo3", "olmo3"),
+    "gpt2": ("gpt2", "gpt2"),
+    "mixtral": ("mixtral", "mixtral"),
+    "qwen3_moe": ("qwen3_moe", "qwen3"),
+    "gpt_oss": ("gpt_oss", "gpt"),
+    "llama4": ("llama4_text", "llama4"),
+    "deepseek_v3": ("deepseek_v3 kimi_k2", "deepseek3 kimi"),
+    "deepseek_v32": ("deepseek_v32", "deepseek32"),
+    "deepseek_v4": ("deepseek_v4", "deepseek4"),
+    "deepseek_v2": ("deepseek_v2", "deepseek2"),
+    "apertus": ("apertus", "apertus"),
+    "phimoe": ("phimoe", "phi3.5"),
+    "dbrx": ("dbrx", "dbrx"),
+    "jetmoe": ("jetmoe", "jetmoe"),
+    "longcat_flash": ("longcat_flash", "longcat"),
+    "olmo2": ("olmo2", "olmo2"),
+    "flex_olmo": ("flex_olmo", "flexolmo"),
+    "glm": ("glm", "glm4 glm"),
+    "glm4": ("glm4", "glm4"),
+    "glm4_moe": ("glm4_moe", "glm4.5 glm4.6 glm4.7"),
+    "glm4_moe_lite": ("glm4_moe_lite", "glm4.7"),
+    "glm_moe_dsa": ("glm_moe_dsa", "glm5"),
+    "qwen2_moe": ("qwen2_moe", "qwen1.5 qwen2"),
+    "dots1": ("dots1", "dots1"),
+    "hy_v3": ("hy_v3", "hy3"),
+    "solar_open": ("solar_open", "solar"),
+    "youtu": ("youtu", "youtu"),
+    "qwen3_next": ("qwen3_next", "qwen3"),
+    "qwen3_5": ("qwen3_5_text", "qwen3.5"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3.5"),
+    "qwen4_exp": ("qwen4_exp_text qwen4_exp", "qwen4"),
+    "nemotron_h": ("nemotron_h", "nemotron nemotron3"),
+    "granite_hybrid": ("granitemoehybrid", "granite4"),
+    "kimi_linear": ("kimi_linear", "kimi"),
+    "starcoder2": ("starcoder2", "starcoder2"),
+    "gpt_neox": ("gpt_neox", "pythia gpt"),
+    "falcon": ("falcon", "falcon falcon2"),
+    "cohere": ("cohere", "command aya"),
+    "cohere2": ("cohere2", "command"),
+    "minimax_m2": ("minimax_m2", "minimax"),
+    "minimax_m3_vl_text": ("minimax_m3_vl_text", "minimax"),
+    "nemotron": ("nemotron", "minitron"),
+    "stablelm": ("stablelm", "stablelm stable stablelm2"),
+    "ministral": ("ministral", "ministral"),
+    "ministral3": ("ministral3", "ministral3"),
+    "internlm3": ("internlm3", "internlm3"),
+    "vaultgemma": ("vaultgemma", "vaultgemma"),
+    "gpt_bigcode": ("gpt_bigcode", "santacoder starcoder"),
+    "mamba2": ("mamba2", "mamba2 mamba"),
+    "bamba": ("bamba", "bamba"),
+    "granite": ("granite", "granite3 granite3.1 granite3.3"),
+    "smollm3": ("smollm3", "smollm3"),
+    "exaone4": ("exaone4", "exaone4"),
+    "seed_oss": ("seed_oss", "seed"),
+    "ernie4_5": ("ernie4_5", "ernie4.5"),
+    "arcee": ("arcee", "afm"),
+    "hyperclovax": ("hyperclovax", "hyperclovax"),
+    "helium": ("helium", "helium1"),
+    "granite_moe": ("granitemoe", "granite3 granite3.1"),
+    "granite_moe_shared": ("granitemoeshared", ""),
+    "ernie4_5_moe": ("ernie4_5_moe", "ernie4.5"),
+    "afmoe": ("afmoe", "trinity"),
+    "qwen3_vl": ("qwen3_vl", "qwen3"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3"),
+    "qwen3_5_vision": ("qwen3_5", "qwen3.5"),
+    "qwen3_5_moe_vision": ("qwen3_5_moe", "qwen3.5"),
+    "qwen3_omni": ("qwen3_omni_moe_thinker qwen3_omni_moe", "qwen3"),
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2.5"),
+    "gemma3_vision": ("gemma3", "gemma3"),
+    "gemma4_vision": ("gemma4", "gemma4"),
+    "llama4_vision": ("llama4", "llama4"),
+    "mistral3": ("mistral3", "mistral ministral3"),
+    "smolvlm": ("smolvlm", "smolvlm2"),
+    "idefics3": ("idefics3", ""),
+    "internvl": ("internvl", "internvl3 internvl3.5"),
+    "glm4v": ("glm4v", "glm4.1v"),
+    "glm4v_moe": ("glm4v_moe", "glm4.5v"),
+    "glm46v": ("glm46v", "glm4.6v"),
+    "llava": ("llava", "llava1.5"),
+    "llava_next": ("llava_next", "llava1.6 granite"),
+    "phi": ("phi", "phi1 phi1.5 phi2"),
+    "gptj": ("gptj", "gptj"),
+    "opt": ("opt", "opt"),
+    "modernbert_decoder": ("modernbert-decoder", "ettin"),
+    "bloom": ("bloom", "bloom"),
+    "mpt": ("mpt", "mpt"),
+    "gemma3n": ("gemma3n_text", "gemma3n"),
+    "gemma3n_vision": ("gemma3n", "gemma3n"),
+    "mimo": ("mimo", "mimo"),
+    "mimo_v2_flash": ("mimo_v2_flash", "mimo"),
+    "phi3": ("phi3", "phi3 phi4"),
+    "phi4_multimodal": ("phi4_multimodal", "phi4"),
+    "olmo": ("olmo", "olmo"),
+    "olmoe": ("olmoe", "olmoe"),
+    "nanochat": ("nanochat", "nanochat"),
+    "bitnet": ("bitnet", "bitnet"),
+    "lfm2": ("lfm2", "lfm2"),
+    "lfm2_moe": ("lfm2_moe", "lfm2"),
+    "lfm2_vl": ("lfm2_vl lfm2-vl", "lfm2"),
+    "hunyuan": ("hunyuan_v1_dense", "hunyuan"),
+    "hunyuan_moe": ("hunyuan_v1_moe", "hunyuan"),
+    "mamba": ("mamba", "mamba"),
+    "falcon_mamba": ("falcon_mamba", "falcon"),
+    "jamba": ("jamba", "jamba"),
+    "olmo_hybrid": ("olmo_hybrid", "olmo"),
+    "falcon_h1": ("falcon_h1", "falcon"),
+    "minimax": ("minimax", "minimax"),
+    "zamba2": ("zamba2", "zamba2"),
+    "recurrent_gemma": ("recurrent_gemma", "recurrentgemma"),
+    "rwkv": ("rwkv", "rwkv4"),
+    "xlstm": ("xlstm", "xlstm"),
+    "diffllama": ("diffllama", "diffllama"),
+    "doge": ("doge", "doge"),
+    "gpt3": ("", "gpt3"),
+    "maxtext": ("", "maxtext qwen3 deepseek"),
+    "tiny_vision": ("", "tiny"),
+}
+_MODULE_OF_TYPE = {kind: module for module, (types, _) in MODULES.items() for kind in types.split()}
+
+
+class FamilyRegistry(Mapping[str, Family]):
+    """Families by `model_type`, without aliases."""
+
+    def __init__(self):
+        self._families: dict[str, Family] = {}  # by model type and alias, in the order of their first use
+        self._registered: dict[str, Family] = {}  # by model type: the families that users registered
+
+    def __getitem__(self, model_type: str) -> Family:
+        family = self.find(model_type)
+        if family.model_type != model_type:
+            raise KeyError(model_type)
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        for types, _ in MODULES.values():
+            yield from (kind for kind in types.split() if self.find(kind).model_type == kind)
+        yield from self._registered
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def find(self, name: str) -> Family:
+        """Return the family with this model type or alias. Raises KeyError."""
+        if name not in self._families:
+            for family in _families_in(_import(_MODULE_OF_TYPE[name])):
+                self._add(family)
+        return self._families[name]
+
+    def names(self) -> set[str]:
+        """Return all model types and aliases."""
+        return _MODULE_OF_TYPE.keys() | self._families.keys()
+
+    def register(self, family: Family) -> None:
+        """Add a user's family, or replace one. Raises ConfigError if a family of the library has one of its names."""
+        for name in (family.model_type, *family.aliases):
+            check(
+                name not in _MODULE_OF_TYPE,
+                f"Family.model_type={name!r} is the model type of a family of the library: use another one.",
+            )
+        self._registered[family.model_type] = self._add(family)
+
+    def _add(self, family: Family) -> Family:
+        if isinstance(family, MultimodalFamily):
+            family = family.with_texts(self.find)
+        self._families.update(dict.fromkeys((family.model_type, *family.aliases), family))
+        return family
+
+
+FAMILIES = FamilyRegistry()
+_REGISTERED_MODELS: dict[str, ModelBuilder] = {}
+
+
+def register_family(family: Family, models: Mapping[str, Callable[[], DecoderConfig]] = {}) -> None:
+    """Add a family: `load_hf`, `save_hf` and all programs then read and write its checkpoints.
+
+    `models`: configurations by name, for `get_config`. A family or model that is registered again replaces the former
+    one. Raises ConfigError for a name of the library.
+    """
+    for name in models:
+        check(_library_model(name) is None, f"register_family: models has {name!r}, a model of the library: rename it.")
+    FAMILIES.register(family)
+    _REGISTERED_MODELS.update(models)
+
+
+def library_families() -> dict[str, tuple[Family, str]]:
+    """Return the library's families by `model_type`, each with the name of its module."""
+    return {
+        kind: (FAMILIES[kind], f"{__package__}.{module}")
+        for module, (types, _) in MODULES.items()
+        for kind in types.split()
+        if FAMILIES.find(kind).model_type == kind
+    }
+
+
+def is_known(model_type: str) -> bool:
+    """Return whether some family has this `model_type`."""
+    return model_type in FAMILIES.names()
+
+
+def find_family(model_type: str) -> Family:
+    """Return the family of a checkpoint that calls itself `model_type`. Raises ConversionError."""
+    try:
+        name = check_word("config.json: model_type", model_type[:80], sorted(FAMILIES.names()), ConversionError)
+    except ConversionError as error:
+        draft = "Of another one `eqx-decoders convert draft DIRECTORY` drafts the table, for `--family FILE.py`"
+        raise ConversionError(f"{error} {draft}.") from None
+    return FAMILIES.find(name)
+
+
+def list_models() -> tuple[str, ...]:
+    """Return the names that `get_config` knows."""
+    library_models = (name for module in MODULES for name in _import(module).MODELS)
+    return tuple(sorted({*library_models, *_REGISTERED_MODELS}))
+
+
+def get_config(name: str) -> DecoderConfig:
+    """Return the configuration of a published model, or of `"tiny"`; edit it with `dataclasses.replace`."""
+    if not is_model(name):
+        check_word("get_config: name", name, list_models())
+    model = _REGISTERED_MODELS.get(name) or _library_model(name)
+    assert model is not None
+    return model.add_encoders(get_config(model.text)) if isinstance(model, ExtendedModel) else model()
+
+
+def is_model(name: str) -> bool:
+    """Return whether `get_config` knows a name."""
+    return name in _REGISTERED_MODELS or _library_model(name) is not None
+
+
+def _library_model(name: str) -> ModelBuilder | None:
+    for module, (_, words) in MODULES.items():
+        if name.partition("-")[0] in words.split():
+            models = _import(module).MODELS
+            if name in models:
+                return models[name]
+    return None
+
+
+def _import(module: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{module}")
+
+
+def _families_in(module: ModuleType) -> tuple[Family, ...]:
+    return (module.FAMILY,) if hasattr(module, "FAMILY") else module.FAMILIES
