@@ -3,8 +3,6 @@
 RMSNorm before attention and gated MLP, rotary embedding, grouped-query attention, no biases.
 """
 
-import functools
-
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -12,7 +10,7 @@ from eqx_decoders.families.settings_table import Flag
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
-from eqx_decoders.layers.rope import Llama3Rope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -58,30 +56,34 @@ def _tiny_moe() -> DecoderConfig:
     return _TINY.decoder(_TINY.block(_TINY.attention(), experts))
 
 
-_llama2 = functools.partial(DecoderSizes, vocab_size=32_000, head_dim=128, eps=1e-5)
-_llama3 = functools.partial(DecoderSizes, vocab_size=128_256, num_kv_heads=8, eps=1e-5)
-_8B = _llama3(embed_dim=4096, num_layers=32, num_heads=32, head_dim=128, mlp_dim=14_336)
-_70B = _llama3(embed_dim=8192, num_layers=80, num_heads=64, head_dim=128, mlp_dim=28_672)
-_405B = _llama3(embed_dim=16_384, num_layers=126, num_heads=128, head_dim=128, mlp_dim=53_248)
-_1B = _llama3(embed_dim=2048, num_layers=16, num_heads=32, head_dim=64, mlp_dim=8192, tied=True)
-_3B = _llama3(embed_dim=3072, num_layers=28, num_heads=24, head_dim=128, mlp_dim=8192, tied=True)
-_ROPE3 = Rope(theta=500_000.0)
-_ROPE31 = Llama3Rope(theta=500_000.0, factor=8.0)
-_ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
+_LLAMA2 = dict(model_type="llama", vocab_size=32_000, rms_norm_eps=1e-5)
+_LLAMA3 = dict(model_type="llama", vocab_size=128_256, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=500_000.0)
+_8B = _LLAMA3 | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14_336)
+_70B = _LLAMA3 | dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28_672)
+_405B = _LLAMA3 | dict(hidden_size=16_384, num_hidden_layers=126, num_attention_heads=128, intermediate_size=53_248)
+_SCALING = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_ROPE31 = dict(rope_scaling=_SCALING | dict(factor=8.0))
+_ROPE32 = dict(rope_scaling=_SCALING | dict(factor=32.0), tie_word_embeddings=True)
 
 MODELS = {
     "tiny": lambda: llama(_TINY),
     "tiny-moe": _tiny_moe,
-    "llama2-7b": lambda: llama(_llama2(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_dim=11_008)),
-    "llama2-13b": lambda: llama(_llama2(embed_dim=5120, num_layers=40, num_heads=40, num_kv_heads=40, mlp_dim=13_824)),
-    "llama2-70b": lambda: llama(_llama2(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, mlp_dim=28_672)),
-    "llama3-8b": lambda: llama(_8B, rope=_ROPE3),
-    "llama3-70b": lambda: llama(_70B, rope=_ROPE3),
-    "llama3-405b": lambda: llama(_405B, rope=_ROPE3),
-    "llama3.1-8b": lambda: llama(_8B, rope=_ROPE31),
-    "llama3.1-70b": lambda: llama(_70B, rope=_ROPE31),
-    "llama3.1-405b": lambda: llama(_405B, rope=_ROPE31),
-    "llama3.2-1b": lambda: llama(_1B, rope=_ROPE32),
-    "llama3.2-3b": lambda: llama(_3B, rope=_ROPE32),
-    "llama3.3-70b": lambda: llama(_70B, rope=_ROPE31),
-}
+    "llama2-7b": _LLAMA2
+    | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11_008),
+    "llama2-13b": _LLAMA2
+    | dict(hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, intermediate_size=13_824),
+    "llama2-70b": _LLAMA2
+    | dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+           intermediate_size=28_672),
+    "llama3-8b": _8B,
+    "llama3-70b": _70B,
+    "llama3-405b": _405B,
+    "llama3.1-8b": _8B | _ROPE31,
+    "llama3.1-70b": _70B | _ROPE31,
+    "llama3.1-405b": _405B | _ROPE31,
+    "llama3.2-1b": _LLAMA3 | _ROPE32
+    | dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, head_dim=64, intermediate_size=8192),
+    "llama3.2-3b": _LLAMA3 | _ROPE32
+    | dict(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24, head_dim=128, intermediate_size=8192),
+    "llama3.3-70b": _70B | _ROPE31,
+}  # fmt: skip

@@ -6,6 +6,7 @@ A module of a family is imported when one of its families or models is first use
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 from eqx_decoders.errors import ConversionError, check, check_word
 from eqx_decoders.families.hf_table import Family
@@ -13,7 +14,8 @@ from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-ModelBuilder = Callable[[], DecoderConfig] | ExtendedModel
+# A published model: the settings of its `config.json`, or a function for a model that no `config.json` describes.
+ModelBuilder = Mapping[str, Any] | Callable[[], DecoderConfig] | ExtendedModel
 
 # Modules of this package. For each: the model types that its families read (aliases included), and the words before the
 # first "-" in the names of its models. `save_hf` tries the families in this order for a model that was not loaded.
@@ -247,6 +249,8 @@ def get_config(name: str) -> DecoderConfig:
         check_word("get_config: name", name, list_models())
     model = _REGISTERED_MODELS.get(name) or _library_model(name)
     assert model is not None
+    if isinstance(model, Mapping):
+        return find_family(model["model_type"]).decode(model)[0]
     return model.add_encoders(get_config(model.text)) if isinstance(model, ExtendedModel) else model()
 
 
