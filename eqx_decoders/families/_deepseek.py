@@ -39,7 +39,7 @@ from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.moe.router import RouterConfig
-from eqx_decoders.layers.rope import Rope, YarnRope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
@@ -307,23 +307,3 @@ V3_COPIES = {
     _LAYER + "embed_tokens.weight": "model.embed_tokens.weight",
     _LAYER + "shared_head.head.weight": "lm_head.weight",
 }
-V3_YARN: dict[str, Any] = dict(original_length=4096, mscale=1.0, mscale_all_dim=1.0, pairing="interleaved")
-
-
-def v3_model(*, vocab_size: int, num_heads: int, rope: Rope, **options: Any) -> DecoderConfig:
-    """Return a decoder of the published sizes of DeepSeek-V3; the options are those of `deepseek`."""
-    shape = DecoderSizes(
-        vocab_size=vocab_size, embed_dim=7168, num_layers=61, num_heads=num_heads, num_kv_heads=num_heads,
-        head_dim=192, mlp_dim=18_432,
-    )  # fmt: skip
-    mixer = latent_attention(shape, rope=rope, q_rank=1536)
-    return deepseek(shape, mixer, num_experts_per_token=8, num_shared=1, expert_dim=2048, **options)
-
-
-def v3_671b() -> DecoderConfig:
-    """Return DeepSeek-V3."""
-    return v3_model(
-        vocab_size=129_280, num_heads=128, num_experts=256, dense_layers=range(3),
-        rope=YarnRope(factor=40.0, **V3_YARN),
-        router=v3_router(groups=8, groups_per_token=4, scaling_factor=2.5),
-    )  # fmt: skip

@@ -1,7 +1,5 @@
 """Blocks and settings that GLM-4 and GLM-4-0414 share."""
 
-import functools
-
 from eqx_decoders.families.common import LAYER, DecoderSizes, NormPlaces, decoder_sizes, fused_mlp
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP
@@ -22,7 +20,3 @@ def glm(shape: DecoderSizes, *, rope: Rope = ROPE, norms: NormPlaces = "pre") ->
     """Return a decoder of GLM-4 blocks; the output of attention never has a bias."""
     mixer = shape.attention(rope=rope, out_bias=False)
     return shape.decoder(shape.block(mixer, shape.mlp(fused=True), norms=norms))
-
-
-# of the published models
-glm_sizes = functools.partial(DecoderSizes, vocab_size=151_552, head_dim=128, num_kv_heads=2)

@@ -1,6 +1,5 @@
 """Trinity (Arcee AI 2025): gated attention, RoPE in the layers with windows only, four norms a block, experts."""
 
-import functools
 from typing import Any
 
 from eqx_decoders.families import moe
@@ -55,17 +54,31 @@ FAMILY = Family(
     | {"use_grouped_mm": "how it is run"},
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=200_192, head_dim=128, eps=1e-5)
-_NANO = _shape(embed_dim=1024, num_layers=56, num_heads=8, num_kv_heads=2, mlp_dim=3072)
-_MINI = _shape(embed_dim=2048, num_layers=32, num_heads=32, num_kv_heads=4, mlp_dim=6144)
-_LARGE = _shape(embed_dim=3072, num_layers=60, num_heads=48, num_kv_heads=8, mlp_dim=12_288)
-_model = functools.partial(afmoe, num_experts=128, num_experts_per_token=8, num_shared=1)
+
+_SETTINGS = dict(
+    model_type="afmoe",
+    vocab_size=200_192,
+    mup_enabled=True,
+    num_dense_layers=2,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_shared_experts=1,
+    route_scale=2.826,
+    sliding_window=2048,
+)
 
 MODELS = {
-    "trinity-nano-6b-a1b": lambda: _model(_NANO, masks=_NANO.cycle_masks(2048, 4), expert_dim=256),
-    "trinity-mini-26b-a3b": lambda: _model(_MINI, masks=_MINI.cycle_masks(2048, 4), expert_dim=1024),
-    "trinity-large-398b-a13b": lambda: _model(
-        _LARGE, masks=_LARGE.cycle_masks(4096, 4), num_dense_layers=6, num_experts=256, num_experts_per_token=4,
-        expert_dim=3072, scaling_factor=2.448,
+    "trinity-nano-6b-a1b": _SETTINGS | dict(
+        hidden_size=1024, num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2, intermediate_size=3072,
+        moe_intermediate_size=256,
+    ),
+    "trinity-mini-26b-a3b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144,
+        moe_intermediate_size=1024,
+    ),
+    "trinity-large-398b-a13b": _SETTINGS | dict(
+        hidden_size=3072, num_hidden_layers=60, num_attention_heads=48, num_key_value_heads=8, intermediate_size=12_288,
+        moe_intermediate_size=3072, num_dense_layers=6, num_experts=256, num_experts_per_tok=4, route_scale=2.448,
+        sliding_window=4096,
     ),
 }  # fmt: skip

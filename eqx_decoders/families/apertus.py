@@ -1,7 +1,5 @@
 """Apertus (Hernández-Cano et al. 2025): q and k normalized per head, MLPs without a gate that learn xIELU."""
 
-import functools
-
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, plain_mlp
 from eqx_decoders.families.config_keys import ACTIVATIONS
@@ -50,9 +48,14 @@ FAMILY = Family(
     ),
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=131_072, num_kv_heads=8, head_dim=128, eps=1e-5, activation="xielu")
+
+_SETTINGS = dict(model_type="apertus", vocab_size=131_072, num_key_value_heads=8)
 
 MODELS = {
-    "apertus-8b": lambda: apertus(_shape(embed_dim=4096, num_layers=32, num_heads=32, mlp_dim=21_504)),
-    "apertus-70b": lambda: apertus(_shape(embed_dim=8192, num_layers=80, num_heads=64, mlp_dim=43_008)),
-}
+    "apertus-8b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=21_504,
+    ),
+    "apertus-70b": _SETTINGS | dict(
+        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=43_008,
+    ),
+}  # fmt: skip

@@ -4,7 +4,7 @@ from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weig
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag
-from eqx_decoders.layers.rope import Rope, YarnRope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -25,9 +25,11 @@ FAMILY = Family(
     weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.")),
 )
 
-_4_5B = DecoderSizes(
-    vocab_size=128_005, embed_dim=2560, num_layers=36, num_heads=20, num_kv_heads=4, head_dim=128, mlp_dim=18_432,
-    eps=1e-5, activation="relu2",
-)  # fmt: skip
 
-MODELS = {"afm-4.5b": lambda: arcee(_4_5B, rope=YarnRope(factor=20.0, original_length=4096))}
+MODELS = {
+    "afm-4.5b": dict(
+        model_type="arcee", vocab_size=128_005, hidden_size=2560, num_hidden_layers=36, num_attention_heads=20,
+        num_key_value_heads=4, intermediate_size=18_432,
+        rope_scaling=dict(factor=20.0, original_max_position_embeddings=4096, rope_type="yarn"),
+    ),
+}  # fmt: skip

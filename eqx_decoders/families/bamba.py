@@ -48,10 +48,10 @@ FAMILY = Family(
     ignored_keys={"mamba_chunk_size num_logits_to_keep z_loss_coefficient": "how it is run"},
 )
 
-_9B = DecoderSizes(
-    vocab_size=128_256, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
-    eps=1e-5,
-)  # fmt: skip
-_MAMBA = Mamba2Config(num_heads=128, value_dim=64, num_groups=1, key_dim=128)
 
-MODELS = {"bamba-9b": lambda: bamba(_9B, mamba=_MAMBA, full=(9, 18, 27), rope=Rope(fraction=0.5))}
+MODELS = {
+    "bamba-9b": dict(
+        model_type="bamba", vocab_size=128_256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        intermediate_size=14_336, attn_layer_indices=[9, 18, 27], mamba_d_state=128,
+    ),
+}  # fmt: skip

@@ -27,9 +27,10 @@ FAMILY = Family(
     + norm(_LAYER + "mlp.ffn_sub_norm", "mlp.inner_norm"),
 )
 
-_2B = DecoderSizes(
-    vocab_size=128_256, embed_dim=2560, num_layers=30, num_heads=20, num_kv_heads=5, head_dim=128, mlp_dim=6912,
-    eps=1e-5, tied=True, activation="relu2",
-)  # fmt: skip
 
-MODELS = {"bitnet-b1.58-2b": lambda: bitnet(_2B)}
+MODELS = {
+    "bitnet-b1.58-2b": dict(
+        model_type="bitnet", vocab_size=128_256, hidden_size=2560, num_hidden_layers=30, num_attention_heads=20,
+        num_key_value_heads=5, intermediate_size=6912, tie_word_embeddings=True,
+    ),
+}  # fmt: skip

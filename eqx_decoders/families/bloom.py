@@ -1,10 +1,9 @@
 """BLOOM (BigScience 2022): ALiBi, a norm behind the embedding, LayerNorm, tanh-gelu without a gate, biases."""
 
-import functools
 from typing import Any
 
 from eqx_decoders.blocks.residual.residual import Weighted
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, gpt_sizes, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Renamed
 from eqx_decoders.families.weight_rows import norm_weights
@@ -52,14 +51,14 @@ FAMILY = Family(
     },
 )
 
-_sizes = functools.partial(gpt_sizes, vocab_size=250_880, eps=1e-5, tied=True, activation="gelu_tanh")
-_SIZES = {
-    "bloom-560m": _sizes(1024, 24, 16),
-    "bloom-1b1": _sizes(1536, 24, 16),
-    "bloom-1b7": _sizes(2048, 24, 16),
-    "bloom-3b": _sizes(2560, 30, 32),
-    "bloom-7b1": _sizes(4096, 30, 32),
-    "bloom-176b": _sizes(14_336, 70, 112),
-}
 
-MODELS = {name: functools.partial(bloom, shape) for name, shape in _SIZES.items()}
+_SETTINGS = dict(model_type="bloom", vocab_size=250_880)
+
+MODELS = {
+    "bloom-560m": _SETTINGS | dict(hidden_size=1024, n_layer=24, n_head=16),
+    "bloom-1b1": _SETTINGS | dict(hidden_size=1536, n_layer=24, n_head=16),
+    "bloom-1b7": _SETTINGS | dict(hidden_size=2048, n_layer=24, n_head=16),
+    "bloom-3b": _SETTINGS | dict(hidden_size=2560, n_layer=30, n_head=32),
+    "bloom-7b1": _SETTINGS | dict(hidden_size=4096, n_layer=30, n_head=32),
+    "bloom-176b": _SETTINGS | dict(hidden_size=14_336, n_layer=70, n_head=112),
+}  # fmt: skip

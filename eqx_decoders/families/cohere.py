@@ -33,22 +33,36 @@ FAMILY = Family(
 )
 
 _shape = functools.partial(DecoderSizes, vocab_size=256_000, head_dim=128, eps=1e-5, tied=True)
-_8B = _shape(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14_336)
 _32B = _shape(embed_dim=8192, num_layers=40, num_heads=64, num_kv_heads=8, mlp_dim=24_576)
 _35B = _shape(embed_dim=8192, num_layers=40, num_heads=64, num_kv_heads=64, mlp_dim=22_528)
-_104B = _shape(embed_dim=12_288, num_layers=64, num_heads=96, num_kv_heads=8, mlp_dim=33_792)
 
 
-def _rope(theta: float) -> Rope:
-    return Rope(theta=theta, pairing="interleaved")
+_SETTINGS = dict(
+    model_type="cohere",
+    vocab_size=256_000,
+    hidden_size=8192,
+    num_hidden_layers=40,
+    num_attention_heads=64,
+)
 
+_35B = _SETTINGS | dict(intermediate_size=22_528, rope_theta=8_000_000.0)
+_32B = _SETTINGS | dict(num_key_value_heads=8, intermediate_size=24_576, rope_theta=4_000_000.0)
 
 MODELS = {
-    "command-r-35b": lambda: cohere(_35B, rope=_rope(8e6)),
-    "command-r-08-2024-32b": lambda: cohere(_32B, rope=_rope(4e6)),
-    "command-r-plus-104b": lambda: cohere(_104B, rope=_rope(75e6), logit_divisor=1 / 0.8333333333333334, qk_norm=True),
-    "aya-23-8b": lambda: cohere(_8B, rope=_rope(10_000.0)),
-    "aya-23-35b": lambda: cohere(_35B, rope=_rope(8e6)),
-    "aya-expanse-8b": lambda: cohere(_8B, rope=_rope(10_000.0), logit_divisor=8.0),
-    "aya-expanse-32b": lambda: cohere(_32B, rope=_rope(4e6)),
-}
+    "command-r-35b": _35B,
+    "command-r-08-2024-32b": _32B,
+    "command-r-plus-104b": _SETTINGS | dict(
+        hidden_size=12_288, num_hidden_layers=64, num_attention_heads=96, num_key_value_heads=8,
+        intermediate_size=33_792, logit_scale=0.8333333333333334, rope_theta=75_000_000.0, use_qk_norm=True,
+    ),
+    "aya-23-8b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14_336,
+        rope_theta=10_000.0,
+    ),
+    "aya-23-35b": _35B,
+    "aya-expanse-8b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14_336,
+        logit_scale=0.125, rope_theta=10_000.0,
+    ),
+    "aya-expanse-32b": _32B,
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """Command R7B and Command A (Cohere 2025): Command R's blocks, windows with RoPE and full layers without positions."""
 
-import functools
-
 from eqx_decoders.families._cohere import COHERE_SETTINGS, IGNORED_COHERE_KEYS, cohere_decoder
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -35,12 +33,14 @@ FAMILY = Family(
     ignored_keys=IGNORED_COHERE_KEYS,
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=256_000, num_kv_heads=8, head_dim=128, eps=1e-5, tied=True)
-_7B = _shape(embed_dim=4096, num_layers=32, num_heads=32, mlp_dim=14_336)
-_111B = _shape(embed_dim=12_288, num_layers=64, num_heads=96, mlp_dim=36_864)
-_ROPE = Rope(theta=50_000.0, pairing="interleaved")
+
+_SETTINGS = dict(model_type="cohere2", vocab_size=256_000, num_key_value_heads=8, logit_scale=0.25, rope_theta=50_000.0)
 
 MODELS = {
-    "command-r7b": lambda: cohere2(_7B, masks=_7B.cycle_masks(4096, 4), rope=_ROPE, logit_divisor=4.0),
-    "command-a-111b": lambda: cohere2(_111B, masks=_111B.cycle_masks(4096, 4), rope=_ROPE, logit_divisor=4.0),
-}
+    "command-r7b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14_336,
+    ),
+    "command-a-111b": _SETTINGS | dict(
+        hidden_size=12_288, num_hidden_layers=64, num_attention_heads=96, intermediate_size=36_864,
+    ),
+}  # fmt: skip

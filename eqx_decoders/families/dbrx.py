@@ -148,13 +148,11 @@ FAMILY = Family(
     },
 )
 
-_132B = DecoderSizes(
-    vocab_size=100_352, embed_dim=6144, num_layers=40, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=10_752,
-    eps=1e-5,
-)  # fmt: skip
 
 MODELS = {
-    "dbrx-132b-a36b": lambda: dbrx(
-        _132B, num_experts=16, num_experts_per_token=4, rope=Rope(theta=500_000.0), clip=8.0
+    "dbrx-132b-a36b": dict(
+        model_type="dbrx", vocab_size=100_352, d_model=6144, n_layers=40, n_heads=48,
+        attn_config=dict(clip_qkv=8.0, kv_n_heads=8, rope_theta=500_000.0),
+        ffn_config=dict(ffn_hidden_size=10_752, moe_num_experts=16, moe_top_k=4),
     ),
-}
+}  # fmt: skip

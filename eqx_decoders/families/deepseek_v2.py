@@ -1,15 +1,11 @@
 """DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): softmax scores; V2-Lite has no latents for queries."""
 
-from typing import Any
-
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, WEIGHTS, deepseek, deepseek_settings, latent_attention, router_settings
-from eqx_decoders.families.common import DecoderSizes
+from eqx_decoders.families._deepseek import MLP, WEIGHTS, deepseek, deepseek_settings, router_settings
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Only, Word, value_at
 from eqx_decoders.layers.moe.router import RouterConfig
-from eqx_decoders.layers.rope import YarnRope
 
 
 def _router(*, grouped: bool, groups: int, groups_per_token: int, scaling_factor: float) -> RouterConfig:
@@ -46,30 +42,29 @@ FAMILY = Family(
     },
 )
 
-_ROPE = YarnRope(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707, pairing="interleaved")
-_LITE = DecoderSizes(
-    vocab_size=102_400, embed_dim=2048, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=192, mlp_dim=10_944
+
+_SETTINGS = dict(
+    model_type="deepseek_v2",
+    vocab_size=102_400,
+    first_k_dense_replace=1,
+    num_experts_per_tok=6,
+    rope_scaling=dict(
+        factor=40.0,
+        mscale=0.707,
+        mscale_all_dim=0.707,
+        original_max_position_embeddings=4096,
+        rope_type="yarn",
+    ),
 )
-_FULL = DecoderSizes(
-    vocab_size=102_400, embed_dim=5120, num_layers=60, num_heads=128, num_kv_heads=128, head_dim=192, mlp_dim=12_288
-)
-_COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, dense_layers=range(1))
 
 MODELS = {
-    "deepseek2-16b": lambda: deepseek(
-        _LITE,
-        latent_attention(_LITE, rope=_ROPE, q_rank=None),
-        **_COMMON,
-        num_experts=64,
-        expert_dim=1408,
-        router=RouterConfig(order="score_first"),
+    "deepseek2-16b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, intermediate_size=10_944,
+        moe_intermediate_size=1408, q_lora_rank=None,
     ),
-    "deepseek2-236b": lambda: deepseek(
-        _FULL,
-        latent_attention(_FULL, rope=_ROPE, q_rank=1536),
-        **_COMMON,
-        num_experts=160,
-        expert_dim=1536,
-        router=RouterConfig(order="score_first", num_groups=8, groups_per_token=3, scaling_factor=16.0),
+    "deepseek2-236b": _SETTINGS | dict(
+        hidden_size=5120, num_hidden_layers=60, num_attention_heads=128, intermediate_size=12_288,
+        moe_intermediate_size=1536, n_group=8, n_routed_experts=160, routed_scaling_factor=16.0, topk_group=3,
+        topk_method="group_limited_greedy",
     ),
-}
+}  # fmt: skip

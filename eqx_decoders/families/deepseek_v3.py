@@ -9,14 +9,9 @@ from eqx_decoders.families._deepseek import (
     V3_COPIES,
     V3_SETTINGS,
     V3_WEIGHTS,
-    V3_YARN,
     deepseek_v3,
-    v3_671b,
-    v3_model,
-    v3_router,
 )
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.layers.rope import YarnRope
 
 
 FAMILY = Family(
@@ -32,11 +27,21 @@ FAMILY = Family(
 )
 
 
+_SETTINGS = dict(model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, intermediate_size=18_432)
+
 MODELS = {
-    "deepseek3-671b": v3_671b,
-    "kimi-k2-1t": lambda: v3_model(
-        vocab_size=163_840, num_heads=64, num_experts=384, dense_layers=range(1),
-        rope=YarnRope(theta=50_000.0, factor=32.0, beta_fast=1.0, **V3_YARN),
-        router=v3_router(groups=1, groups_per_token=1, scaling_factor=2.827),
+    "deepseek3-671b": _SETTINGS | dict(
+        vocab_size=129_280, num_attention_heads=128,
+        rope_scaling=dict(
+            factor=40.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096, rope_type="yarn",
+        ),
+    ),
+    "kimi-k2-1t": _SETTINGS | dict(
+        vocab_size=163_840, num_attention_heads=64, first_k_dense_replace=1, n_group=1, n_routed_experts=384,
+        rope_scaling=dict(
+            beta_fast=1.0, factor=32.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096,
+            rope_type="yarn",
+        ),
+        rope_theta=50_000.0, routed_scaling_factor=2.827, topk_group=1,
     ),
 }  # fmt: skip

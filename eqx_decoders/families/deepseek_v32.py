@@ -12,7 +12,6 @@ from eqx_decoders.families._deepseek import (
     V3_WEIGHTS,
     deepseek_v3,
     indexer_settings,
-    v3_671b,
     with_indexer,
 )  # fmt: skip
 from eqx_decoders.families.hf_table import Family
@@ -56,4 +55,12 @@ FAMILY = Family(
     copies=V3_COPIES,
 )
 
-MODELS = {"deepseek32-671b": lambda: with_indexer(v3_671b(), IndexerConfig())}
+MODELS = {
+    "deepseek32-671b": dict(
+        model_type="deepseek_v32", vocab_size=129_280, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128,
+        intermediate_size=18_432,
+        rope_scaling=dict(
+            factor=40.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096, rope_type="yarn",
+        ),
+    ),
+}  # fmt: skip

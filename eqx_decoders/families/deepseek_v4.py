@@ -28,7 +28,7 @@ from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.rope import Rope, YarnRope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
@@ -303,18 +303,15 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def _flash() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=129_280, embed_dim=4096, num_layers=43, num_heads=64, num_kv_heads=1, head_dim=512, mlp_dim=2048
-    )
-    yarn = YarnRope(theta=1.6e5, factor=16.0, original_length=65_536, attention_factor=1.0, pairing="interleaved")
-    return deepseek_v4(
-        shape, mixer=_mixer(shape, rope_dim=64, q_rank=1024, out_groups=8, out_rank=1024, window=128),
-        kinds=(SLIDING, SLIDING, *(CHOSEN, HEAVY) * 20, CHOSEN), sizes={CHOSEN: 4, HEAVY: 128},
-        ropes={"main": Rope(pairing="interleaved"), "compress": yarn}, indexer=CompressedIndexerConfig(),
-        residual=_residual(shape, streams=4, iterations=20, eps=1e-6), hashed=(True,) * 3 + (False,) * 40,
-        router=_router("sqrt_softplus", 1.5), limit=10.0, num_experts=256, num_experts_per_token=6,
-    )  # fmt: skip
-
-
-MODELS = {"deepseek4-flash-284b-a13b": _flash}
+MODELS = {
+    "deepseek4-flash-284b-a13b": dict(
+        model_type="deepseek_v4", vocab_size=129_280, hidden_size=4096, num_hidden_layers=43, num_attention_heads=64,
+        layer_types=["sliding_attention", "sliding_attention", "compressed_sparse_attention"]
+        + ["heavily_compressed_attention", "compressed_sparse_attention"] * 20,
+        moe_intermediate_size=2048,
+        rope_parameters=dict(
+            compress=dict(attention_factor=1.0, factor=16.0, original_max_position_embeddings=65_536, rope_type="yarn"),
+            main=dict(),
+        ),
+    ),
+}  # fmt: skip

@@ -64,9 +64,10 @@ FAMILY = Family(
     ignored_keys={"lambda_std_dev": "of new weights"},
 )
 
-_1B = DecoderSizes(
-    vocab_size=32_000, embed_dim=2048, num_layers=16, num_heads=32, num_kv_heads=32, head_dim=64, mlp_dim=8192,
-    eps=1e-5,
-)  # fmt: skip
 
-MODELS = {"diffllama-1b": lambda: diffllama(_1B)}
+MODELS = {
+    "diffllama-1b": dict(
+        model_type="diffllama", vocab_size=32_000, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
+        intermediate_size=8192,
+    ),
+}  # fmt: skip

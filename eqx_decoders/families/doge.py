@@ -3,8 +3,6 @@
 The sizes with experts are not implemented: their router mixes tokens.
 """
 
-import functools
-
 from eqx_decoders.blocks.residual.residual import Weighted
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -12,7 +10,7 @@ from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Integer, Only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
-from eqx_decoders.layers.rope import DynamicRope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -57,13 +55,26 @@ FAMILY = Family(
     ignored_keys={"hidden_dropout": "in training alone", _EXPERTS: "there are no experts"},
 )  # fmt: skip
 
-_sizes = functools.partial(DecoderSizes, vocab_size=32_768, head_dim=128, tied=True)
-_SIZES = {
-    "doge-20m": _sizes(embed_dim=256, num_layers=8, num_heads=2, num_kv_heads=1, mlp_dim=512),
-    "doge-60m": _sizes(embed_dim=512, num_layers=16, num_heads=4, num_kv_heads=2, mlp_dim=1024),
-    "doge-160m": _sizes(embed_dim=768, num_layers=24, num_heads=6, num_kv_heads=3, mlp_dim=1536),
-    "doge-320m": _sizes(embed_dim=1024, num_layers=32, num_heads=8, num_kv_heads=4, mlp_dim=2048),
-}
-_ROPE = DynamicRope(factor=4.0, original_length=2048)
 
-MODELS = {name: functools.partial(doge, shape, rope=_ROPE) for name, shape in _SIZES.items()}
+_SETTINGS = dict(
+    model_type="doge",
+    vocab_size=32_768,
+    max_position_embeddings=2048,
+    rope_scaling=dict(factor=4.0, rope_type="dynamic"),
+    tie_word_embeddings=True,
+)
+
+MODELS = {
+    "doge-20m": _SETTINGS | dict(
+        hidden_size=256, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=512,
+    ),
+    "doge-60m": _SETTINGS | dict(
+        hidden_size=512, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024,
+    ),
+    "doge-160m": _SETTINGS | dict(
+        hidden_size=768, num_hidden_layers=24, num_attention_heads=6, num_key_value_heads=3, intermediate_size=1536,
+    ),
+    "doge-320m": _SETTINGS | dict(
+        hidden_size=1024, num_hidden_layers=32, num_attention_heads=8, num_key_value_heads=4, intermediate_size=2048,
+    ),
+}  # fmt: skip

@@ -3,12 +3,11 @@
 import functools
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router, v3_router_settings
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, layer_masks, llama_weights
+from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router_settings
+from eqx_decoders.families.common import decoder_sizes, layer_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Integer
-from eqx_decoders.layers.rope import Rope
 
 
 dots1 = functools.partial(v3_experts, normalized=True)
@@ -31,14 +30,11 @@ FAMILY = Family(
     | {"max_window_layers use_sliding_window": "layer_types and sliding_window say it"},
 )
 
-_142B = DecoderSizes(
-    vocab_size=152_064, embed_dim=4096, num_layers=62, num_heads=32, num_kv_heads=32, head_dim=128, mlp_dim=10_944,
-    eps=1e-5,
-)  # fmt: skip
 
 MODELS = {
-    "dots1-142b-a14b": lambda: dots1(
-        _142B, rope=Rope(theta=1e7), router=v3_router(scaling_factor=2.5), num_experts=128, num_experts_per_token=6,
-        num_shared=2, expert_dim=1408, dense_layers=range(1),
+    "dots1-142b-a14b": dict(
+        model_type="dots1", vocab_size=152_064, hidden_size=4096, num_hidden_layers=62, num_attention_heads=32,
+        intermediate_size=10_944, first_k_dense_replace=1, norm_topk_prob=True, rms_norm_eps=1e-05,
+        rope_theta=10_000_000.0, routed_scaling_factor=2.5,
     ),
 }  # fmt: skip

@@ -26,9 +26,10 @@ FAMILY = Family(
     weights=llama_weights(),
 )
 
-_0_3B = DecoderSizes(
-    vocab_size=103_424, embed_dim=1024, num_layers=18, num_heads=16, num_kv_heads=2, head_dim=128, mlp_dim=3072,
-    eps=1e-5, tied=True,
-)  # fmt: skip
 
-MODELS = {"ernie4.5-0.3b": lambda: ernie4_5(_0_3B)}
+MODELS = {
+    "ernie4.5-0.3b": dict(
+        model_type="ernie4_5", vocab_size=103_424, hidden_size=1024, num_hidden_layers=18, num_attention_heads=16,
+        intermediate_size=3072,
+    ),
+}  # fmt: skip

@@ -1,7 +1,6 @@
 """ERNIE 4.5 with experts (Baidu 2025): a softmax over all experts, whose choice alone has a bias; shared experts."""
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -100,14 +99,16 @@ FAMILY = Family(
     ignored_tensors=unread_depths(r"model\.mtp_.*"),
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=103_424, head_dim=128, eps=1e-5)
-_21B = _shape(embed_dim=2560, num_layers=28, num_heads=20, num_kv_heads=4, mlp_dim=12_288, tied=True)
-_300B = _shape(embed_dim=8192, num_layers=54, num_heads=64, num_kv_heads=8, mlp_dim=28_672)
 
-_21B_EXPERTS: dict[str, Any] = dict(num_experts=64, num_experts_per_token=6, expert_dim=1536, num_shared=2)
-_300B_EXPERTS: dict[str, Any] = dict(num_experts=64, num_experts_per_token=8, expert_dim=3584, num_shared=0)
+_SETTINGS = dict(model_type="ernie4_5_moe", vocab_size=103_424)
 
 MODELS = {
-    "ernie4.5-21b-a3b": lambda: ernie4_5_moe(_21B, sparse=range(1, 28), **_21B_EXPERTS),
-    "ernie4.5-300b-a47b": lambda: ernie4_5_moe(_300B, sparse=range(3, 54), **_300B_EXPERTS),
-}
+    "ernie4.5-21b-a3b": _SETTINGS | dict(
+        hidden_size=2560, num_hidden_layers=28, num_attention_heads=20, intermediate_size=12_288,
+    ),
+    "ernie4.5-300b-a47b": _SETTINGS | dict(
+        hidden_size=8192, num_hidden_layers=54, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28_672,
+        moe_intermediate_size=3584, moe_k=8, moe_layer_start_index=3, moe_num_shared_experts=0,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip

@@ -1,6 +1,5 @@
 """EXAONE 4.0 (LG AI Research 2025): norms on outputs only, and RoPE in the layers with windows only."""
 
-import functools
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
@@ -9,7 +8,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Rule, Values, value_at
 from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.rope import Llama3Rope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -46,12 +45,27 @@ FAMILY = Family(
     ignored_keys={"sliding_window_pattern": "layer_types says it"},
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=102_400, num_kv_heads=8, eps=1e-5)
-_1B = _shape(embed_dim=2048, num_layers=30, num_heads=32, head_dim=64, mlp_dim=4096, tied=True)
-_32B = _shape(embed_dim=5120, num_layers=64, num_heads=40, head_dim=128, mlp_dim=27_392)
-_ROPE = Llama3Rope(theta=1e6, factor=16.0)
+
+_SETTINGS = dict(
+    model_type="exaone4",
+    vocab_size=102_400,
+    num_key_value_heads=8,
+    rope_scaling=dict(
+        factor=16.0,
+        high_freq_factor=4.0,
+        low_freq_factor=1.0,
+        original_max_position_embeddings=8192,
+        rope_type="llama3",
+    ),
+    rope_theta=1_000_000.0,
+)
 
 MODELS = {
-    "exaone4-1.2b": lambda: exaone4(_1B, rope=_ROPE),
-    "exaone4-32b": lambda: exaone4(_32B, masks=_32B.cycle_masks(4096, 4), rope=_ROPE),
-}
+    "exaone4-1.2b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=30, num_attention_heads=32, intermediate_size=4096, sliding_window=None,
+        tie_word_embeddings=True,
+    ),
+    "exaone4-32b": _SETTINGS | dict(
+        hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, intermediate_size=27_392,
+    ),
+}  # fmt: skip

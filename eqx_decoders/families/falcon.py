@@ -3,11 +3,10 @@
 Falcon-RW: one after the other, with ALiBi and biases.
 """
 
-import functools
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, gpt_sizes, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Integer, Renamed, Rule, Values, only, value_at
@@ -94,14 +93,28 @@ FAMILY = Family(
     ignored_keys={"ff_factor": "ffn_hidden_size says it"},
 )  # fmt: skip
 
-_sizes = functools.partial(gpt_sizes, vocab_size=65_024, eps=1e-5, activation="gelu", tied=True)
-_rw = functools.partial(_sizes, attention_bias=True)
+
+_SETTINGS = dict(model_type="falcon", vocab_size=65_024)
 
 MODELS = {
-    "falcon-7b": lambda: falcon(_sizes(4544, 32, 71, 1)),
-    "falcon-40b": lambda: falcon(_sizes(8192, 60, 128, 8), norms=2),
-    "falcon-180b": lambda: falcon(_sizes(14_848, 80, 232, 8), norms=2),
-    "falcon-rw-1b": lambda: falcon(_rw(2048, 24, 32, vocab_size=50_304), norms=0, alibi=True),
-    "falcon-rw-7b": lambda: falcon(_rw(4096, 36, 64), norms=0, alibi=True),
-    "falcon2-11b": lambda: falcon(_sizes(4096, 60, 32, 8, tied=False), rope=Rope(theta=500_042.0)),
-}
+    "falcon-7b": _SETTINGS | dict(hidden_size=4544, num_hidden_layers=32, num_attention_heads=71),
+    "falcon-40b": _SETTINGS | dict(
+        hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8, new_decoder_architecture=True,
+    ),
+    "falcon-180b": _SETTINGS | dict(
+        hidden_size=14_848, num_hidden_layers=80, num_attention_heads=232, num_kv_heads=8,
+        new_decoder_architecture=True,
+    ),
+    "falcon-rw-1b": _SETTINGS | dict(
+        vocab_size=50_304, hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, alibi=True, bias=True,
+        multi_query=False, parallel_attn=False,
+    ),
+    "falcon-rw-7b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=36, num_attention_heads=64, alibi=True, bias=True, multi_query=False,
+        parallel_attn=False,
+    ),
+    "falcon2-11b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=60, num_attention_heads=32, num_kv_heads=8, new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1, rope_theta=500_042.0, tie_word_embeddings=False,
+    ),
+}  # fmt: skip

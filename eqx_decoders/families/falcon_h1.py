@@ -1,7 +1,6 @@
 """Falcon-H1 (Falcon LLM Team 2025): attention and Mamba-2 side by side in each layer, and many multipliers."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -133,24 +132,27 @@ FAMILY = Family(
     },
 )
 
-_shape = functools.partial(DecoderSizes, head_dim=128, num_kv_heads=2, eps=1e-5)
 
-
-def _model(shape: DecoderSizes, heads: int, value_dim: int, key_dim: int = 256, **options: Any) -> DecoderConfig:
-    """Return a decoder of these sizes; multipliers, which published checkpoints have, are all 1."""
-    options = {"num_groups": 1, "norm": None, **options}
-    return falcon_h1(shape, mamba=Mamba2Config(num_heads=heads, value_dim=value_dim, key_dim=key_dim, **options))
-
+_SETTINGS = dict(
+    model_type="falcon_h1",
+    num_key_value_heads=2,
+    head_dim=128,
+    mamba_n_heads=24,
+    rope_theta=100_000_000_000.0,
+)
 
 MODELS = {
-    "falcon-h1-0.5b": lambda: _model(
-        _shape(vocab_size=32_784, embed_dim=1024, num_layers=36, num_heads=8, head_dim=64, mlp_dim=2048), 24, 64, 128
+    "falcon-h1-0.5b": _SETTINGS | dict(
+        vocab_size=32_784, hidden_size=1024, num_hidden_layers=36, num_attention_heads=8, head_dim=64,
+        intermediate_size=2048, mamba_d_ssm=1536, mamba_d_state=128,
     ),
-    "falcon-h1-7b": lambda: _model(
-        _shape(vocab_size=130_049, embed_dim=3072, num_layers=44, num_heads=12, mlp_dim=12_288), 24, 128
+    "falcon-h1-7b": _SETTINGS | dict(
+        vocab_size=130_049, hidden_size=3072, num_hidden_layers=44, num_attention_heads=12, intermediate_size=12_288,
+        mamba_d_ssm=3072,
     ),
-    "falcon-h1-34b": lambda: _model(
-        _shape(vocab_size=261_120, embed_dim=5120, num_layers=72, num_heads=20, num_kv_heads=4, mlp_dim=21_504),
-        *(32, 128), num_groups=2, norm="after_gate",
+    "falcon-h1-34b": _SETTINGS | dict(
+        vocab_size=261_120, hidden_size=5120, num_hidden_layers=72, num_attention_heads=20, num_key_value_heads=4,
+        intermediate_size=21_504, mamba_d_ssm=4096, mamba_n_groups=2, mamba_n_heads=32, mamba_norm_before_gate=False,
+        mamba_rms_norm=True,
     ),
 }  # fmt: skip

@@ -3,12 +3,11 @@
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families._mamba import BACKBONE, MambaSizes, backbone, mamba_decoder, mamba_sizes
+from eqx_decoders.families._mamba import BACKBONE, backbone, mamba_decoder, mamba_sizes
 from eqx_decoders.families._mamba1 import IGNORED, mamba1_settings, mamba1_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Only, Rule, Values, first_layer
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -33,7 +32,9 @@ FAMILY = Family(
     ignored_keys=IGNORED,
 )
 
-_7B = MambaSizes(vocab_size=65_024, embed_dim=4096, num_layers=64)
-_MAMBA = Mamba1Config(channels=8192, key_dim=16, step_rank=256, norm=RMSNormConfig(eps=1e-6, scale=False))
 
-MODELS = {"falcon-mamba-7b": lambda: mamba_decoder(_7B, mamba=_MAMBA)}
+MODELS = {
+    "falcon-mamba-7b": dict(
+        model_type="falcon_mamba", vocab_size=65_024, hidden_size=4096, num_hidden_layers=64, tie_word_embeddings=False,
+    ),
+}  # fmt: skip

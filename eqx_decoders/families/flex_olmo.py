@@ -40,8 +40,10 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_7B = DecoderSizes(
-    vocab_size=100_352, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, mlp_dim=11_008
-)
 
-MODELS = {"flexolmo-7x7b": lambda: flex_olmo(_7B, num_experts=7, num_experts_per_token=5)}
+MODELS = {
+    "flexolmo-7x7b": dict(
+        model_type="flex_olmo", vocab_size=100_352, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        intermediate_size=11_008,
+    ),
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """Gemma (Gemma Team 2024): norms that store w - 1, scaled embeddings, tanh-gelu, tied head."""
 
-import functools
-
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -38,9 +36,14 @@ FAMILY = Family(
     ignored_keys={"hidden_activation": "transformers reads hidden_act"},
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=256_128, head_dim=256, tied=True, activation="gelu_tanh")
+
+_SETTINGS = dict(model_type="gemma", vocab_size=256_128)
 
 MODELS = {
-    "gemma-2b": lambda: gemma(_shape(embed_dim=2048, num_layers=18, num_heads=8, num_kv_heads=1, mlp_dim=16_384)),
-    "gemma-7b": lambda: gemma(_shape(embed_dim=3072, num_layers=28, num_heads=16, num_kv_heads=16, mlp_dim=24_576)),
-}
+    "gemma-2b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1, intermediate_size=16_384,
+    ),
+    "gemma-7b": _SETTINGS | dict(
+        hidden_size=3072, num_hidden_layers=28, num_attention_heads=16, intermediate_size=24_576,
+    ),
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """Gemma 3, text (Gemma Team 2025): five layers with a window to one without, each kind with its own RoPE."""
 
-import functools
-
 from eqx_decoders.families._gemma import GEMMA_SETTINGS, IGNORED_ACTIVATION_KEY, gemma_decoder
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -10,7 +8,7 @@ from eqx_decoders.families.settings_table import Number, Only
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.rope import LinearRope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -44,16 +42,25 @@ FAMILY = Family(
     ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types says it"},
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=262_144, tied=True, activation="gelu_tanh")
-_1B = _shape(embed_dim=1152, num_layers=26, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912)
-_4B = _shape(embed_dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=10_240)
-_12B = _shape(embed_dim=3840, num_layers=48, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=15_360)
-_27B = _shape(embed_dim=5376, num_layers=62, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=21_504)
-_LONG = LinearRope(theta=1e6, factor=8.0)
+
+_SETTINGS = dict(model_type="gemma3_text", vocab_size=262_144, sliding_window=1024)
 
 MODELS = {
-    "gemma3-1b": lambda: gemma3(_1B, masks=_1B.cycle_masks(512, 6)),
-    "gemma3-4b": lambda: gemma3(_4B, masks=_4B.cycle_masks(1024, 6), rope=_LONG),
-    "gemma3-12b": lambda: gemma3(_12B, masks=_12B.cycle_masks(1024, 6), rope=_LONG),
-    "gemma3-27b": lambda: gemma3(_27B, masks=_27B.cycle_masks(1024, 6), rope=_LONG, query_scalar=168),
-}
+    "gemma3-1b": _SETTINGS | dict(
+        hidden_size=1152, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1, intermediate_size=6912,
+        sliding_window=512,
+    ),
+    "gemma3-4b": _SETTINGS | dict(
+        hidden_size=2560, num_hidden_layers=34, num_attention_heads=8, intermediate_size=10_240,
+        rope_parameters=dict(full_attention=dict(factor=8.0, rope_type="linear")),
+    ),
+    "gemma3-12b": _SETTINGS | dict(
+        hidden_size=3840, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8, intermediate_size=15_360,
+        rope_parameters=dict(full_attention=dict(factor=8.0, rope_type="linear")),
+    ),
+    "gemma3-27b": _SETTINGS | dict(
+        hidden_size=5376, num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
+        intermediate_size=21_504, query_pre_attn_scalar=168,
+        rope_parameters=dict(full_attention=dict(factor=8.0, rope_type="linear")),
+    ),
+}  # fmt: skip

@@ -273,31 +273,30 @@ FAMILY = Family(
     ignored_tensors=unused_kv_tensors,
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=262_144, tied=True, activation="gelu_tanh", head_dim=256)
-_E2B = _shape(embed_dim=1536, num_layers=35, num_heads=8, num_kv_heads=1, mlp_dim=6144)
-_E4B = _shape(embed_dim=2560, num_layers=42, num_heads=8, num_kv_heads=2, mlp_dim=10_240)
-_26B = _shape(embed_dim=2816, num_layers=30, num_heads=16, num_kv_heads=8, mlp_dim=2112)
-_31B = _shape(embed_dim=5376, num_layers=60, num_heads=32, num_kv_heads=16, mlp_dim=21_504)
 
-
-def _model(shape: DecoderSizes, *, window: int, period: int, full_kv_heads: int, **options: Any) -> DecoderConfig:
-    masks = shape.cycle_masks(window, period)
-    wide = (full_kv_heads, 512)
-    heads = tuple(wide if isinstance(mask, Causal) else (shape.num_kv_heads, shape.head_dim) for mask in masks)
-    return gemma4(shape, masks=masks, heads=heads, **options)
-
+_SETTINGS = dict(model_type="gemma4_text", vocab_size=262_144, final_logit_softcapping=30.0)
 
 MODELS = {
-    "gemma4-e2b": lambda: _model(
-        _E2B, window=512, period=5, full_kv_heads=1, num_kv_shared_layers=20, double_wide=True,
-        per_layer=_per_layer(_E2B),
+    "gemma4-e2b": _SETTINGS | dict(
+        hidden_size=1536, num_hidden_layers=35, num_attention_heads=8, num_key_value_heads=1, intermediate_size=6144,
+        layer_types=["full_attention" if layer % 5 == 4 else "sliding_attention" for layer in range(35)],
+        num_kv_shared_layers=20, use_double_wide_mlp=True,
     ),
-    "gemma4-e4b": lambda: _model(
-        _E4B, window=512, period=6, full_kv_heads=2, num_kv_shared_layers=18, per_layer=_per_layer(_E4B)
+    "gemma4-e4b": _SETTINGS | dict(
+        hidden_size=2560, num_hidden_layers=42, num_attention_heads=8, num_key_value_heads=2, intermediate_size=10_240,
+        num_kv_shared_layers=18,
     ),
-    "gemma4-26b": lambda: _model(
-        _26B, window=1024, period=6, full_kv_heads=2, shared_kv=True,
-        experts=dict(num_experts=128, num_experts_per_token=8, mlp_dim=704),
+    "gemma4-26b": _SETTINGS | dict(
+        hidden_size=2816, num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8, intermediate_size=2112,
+        attention_k_eq_v=True, enable_moe_block=True, hidden_size_per_layer_input=0, moe_intermediate_size=704,
+        num_experts=128,
+        per_layer_config={str(layer): dict(head_dim=512, num_key_value_heads=2) for layer in range(5, 30, 6)},
+        sliding_window=1024, top_k_experts=8,
     ),
-    "gemma4-31b": lambda: _model(_31B, window=1024, period=6, full_kv_heads=4, shared_kv=True),
+    "gemma4-31b": _SETTINGS | dict(
+        hidden_size=5376, num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16,
+        intermediate_size=21_504, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+        per_layer_config={str(layer): dict(head_dim=512, num_key_value_heads=4) for layer in range(5, 60, 6)},
+        sliding_window=1024,
+    ),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import functools
 
-from eqx_decoders.families._glm import FUSED_MLP, SETTINGS, glm, glm_sizes
+from eqx_decoders.families._glm import FUSED_MLP, SETTINGS, glm
 from eqx_decoders.families.common import LAYER, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.weight_rows import norm_weights
@@ -26,7 +26,14 @@ FAMILY = Family(
     ),
 )
 
-_9B = glm_sizes(embed_dim=4096, num_layers=40, num_heads=32, mlp_dim=13_696, eps=1e-5, attention_bias=True)
-_32B = glm_sizes(embed_dim=6144, num_layers=61, num_heads=48, mlp_dim=23_040, eps=1e-5)
 
-MODELS = {"glm4-0414-9b": lambda: glm4(_9B), "glm4-0414-32b": lambda: glm4(_32B)}
+_SETTINGS = dict(model_type="glm4", vocab_size=151_552, rms_norm_eps=1e-05)
+
+MODELS = {
+    "glm4-0414-9b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=40, num_attention_heads=32, intermediate_size=13_696,
+    ),
+    "glm4-0414-32b": _SETTINGS | dict(
+        hidden_size=6144, num_hidden_layers=61, num_attention_heads=48, intermediate_size=23_040, attention_bias=False,
+    ),
+}  # fmt: skip

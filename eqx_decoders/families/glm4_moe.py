@@ -10,15 +10,13 @@ from eqx_decoders.families._deepseek import (
     V3_EXPERTS,
     expert_settings,
     v3_experts,
-    v3_router,
     v3_router_settings,
 )  # fmt: skip
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.common import decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Flag
-from eqx_decoders.layers.rope import Rope
 
 
 glm4_moe = functools.partial(v3_experts, output_bias=False)
@@ -42,19 +40,30 @@ FAMILY = Family(
     copies=V3_COPIES,
 )
 
-_shape = functools.partial(
-    DecoderSizes, vocab_size=151_552, num_heads=96, num_kv_heads=8, head_dim=128, eps=1e-5, attention_bias=True
+
+_SETTINGS = dict(
+    model_type="glm4_moe",
+    vocab_size=151_552,
+    hidden_size=5120,
+    num_hidden_layers=92,
+    num_attention_heads=96,
+    head_dim=128,
+    intermediate_size=12_288,
+    attention_bias=True,
+    rope_theta=1_000_000.0,
 )
-_AIR = _shape(embed_dim=4096, num_layers=46, mlp_dim=10_944)
-_FULL = _shape(embed_dim=5120, num_layers=92, mlp_dim=12_288)
-_model = functools.partial(glm4_moe, rope=Rope(theta=1e6, fraction=0.5), num_experts_per_token=8, num_shared=1)
+
+_355B = _SETTINGS | dict(
+    first_k_dense_replace=3,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    routed_scaling_factor=2.5,
+    use_qk_norm=True,
+)
 
 MODELS = {
-    "glm4.5-air-106b-a12b": lambda: _model(
-        _AIR, num_experts=128, expert_dim=1408, dense_layers=range(1), router=v3_router(scaling_factor=1.0)
-    ),
-    **dict.fromkeys(("glm4.5-355b-a32b", "glm4.6-355b-a32b", "glm4.7-355b-a32b"), lambda: _model(
-        _FULL, num_experts=160, expert_dim=1536, dense_layers=range(3), router=v3_router(scaling_factor=2.5),
-        normalized=True,
-    )),
+    "glm4.5-air-106b-a12b": _SETTINGS | dict(hidden_size=4096, num_hidden_layers=46, intermediate_size=10_944),
+    "glm4.5-355b-a32b": _355B,
+    "glm4.6-355b-a32b": _355B,
+    "glm4.7-355b-a32b": _355B,
 }  # fmt: skip

@@ -14,19 +14,15 @@ from eqx_decoders.families._deepseek import (
     deepseek_v3,
     expert_settings,
     indexer_settings,
-    latent_attention,
     latent_mixer,
     latent_sizes,
-    v3_router,
     v3_router_settings,
     with_indexer,
 )  # fmt: skip
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import AUTO_MAP, Only, Rule, Values
 from eqx_decoders.layers.attention.indexer import IndexerConfig
-from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -89,18 +85,9 @@ FAMILY = Family(
 )
 
 
-def _744b() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=154_880, embed_dim=6144, num_layers=78, num_heads=64, num_kv_heads=64, head_dim=256, mlp_dim=12_288,
-        eps=1e-5,
-    )  # fmt: skip
-    rope = Rope(theta=1e6, pairing="interleaved")
-    return glm_moe_dsa(
-        indexer=IndexerConfig(num_heads=32, pairing="interleaved"), chooses=(True,) * 78,
-        shape=shape, mixer=latent_attention(shape, rope=rope, q_rank=2048, nope_dim=192, value_dim=256),
-        router=v3_router(scaling_factor=2.5), num_experts=256, num_experts_per_token=8, num_shared=1, expert_dim=2048,
-        dense_layers=range(3),
-    )  # fmt: skip
-
-
-MODELS = {"glm5-744b-a40b": _744b}
+MODELS = {
+    "glm5-744b-a40b": dict(
+        model_type="glm_moe_dsa", vocab_size=154_880, hidden_size=6144, num_hidden_layers=78, num_attention_heads=64,
+        intermediate_size=12_288, rope_theta=1_000_000.0,
+    ),
+}  # fmt: skip

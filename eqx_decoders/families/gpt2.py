@@ -1,6 +1,5 @@
 """GPT-2 (Radford et al. 2019): LayerNorm with bias, learned positions, fused QKV, biases everywhere, tied head."""
 
-import functools
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
@@ -74,11 +73,10 @@ FAMILY = Family(
     ignored_keys=_gpt2.IGNORED_KEYS | {"reorder_and_upcast_attn": "scores and softmax are in float32 here anyway"},
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=50_257, head_dim=64, eps=1e-5, tied=True, activation="gelu_tanh")
 
 MODELS = {
-    "gpt2": lambda: gpt2(_shape(embed_dim=768, num_layers=12, num_heads=12, num_kv_heads=12, mlp_dim=3072)),
-    "gpt2-medium": lambda: gpt2(_shape(embed_dim=1024, num_layers=24, num_heads=16, num_kv_heads=16, mlp_dim=4096)),
-    "gpt2-large": lambda: gpt2(_shape(embed_dim=1280, num_layers=36, num_heads=20, num_kv_heads=20, mlp_dim=5120)),
-    "gpt2-xl": lambda: gpt2(_shape(embed_dim=1600, num_layers=48, num_heads=25, num_kv_heads=25, mlp_dim=6400)),
-}
+    "gpt2": dict(model_type="gpt2"),
+    "gpt2-medium": dict(model_type="gpt2", n_embd=1024, n_layer=24, n_head=16),
+    "gpt2-large": dict(model_type="gpt2", n_embd=1280, n_layer=36, n_head=20),
+    "gpt2-xl": dict(model_type="gpt2", n_embd=1600, n_layer=48, n_head=25),
+}  # fmt: skip

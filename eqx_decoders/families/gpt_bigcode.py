@@ -1,9 +1,7 @@
 """SantaCoder and StarCoder (Li et al. 2023): GPT-2 with one key head, whose matrices are stored as `[out, in]`."""
 
-import functools
-
 from eqx_decoders.families import _gpt2
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, gpt_sizes, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Integer, value_at
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -46,13 +44,14 @@ FAMILY = Family(
     },
 )  # fmt: skip
 
-_sizes = functools.partial(gpt_sizes, vocab_size=49_152, num_kv_heads=1, eps=1e-5, tied=True, activation="gelu_tanh")
+
+_SETTINGS = dict(model_type="gpt_bigcode", vocab_size=49_152, n_positions=8192)
 
 MODELS = {
-    "santacoder-1.1b": lambda: gpt_bigcode(_sizes(2048, 24, 16, vocab_size=49_280), max_positions=2048),
-    "starcoder-164m": lambda: gpt_bigcode(_sizes(768, 20, 12), max_positions=8192),
-    "starcoder-1b": lambda: gpt_bigcode(_sizes(2048, 24, 16), max_positions=8192),
-    "starcoder-3b": lambda: gpt_bigcode(_sizes(2816, 36, 22), max_positions=8192),
-    "starcoder-7b": lambda: gpt_bigcode(_sizes(4096, 42, 32), max_positions=8192),
-    "starcoder-15b": lambda: gpt_bigcode(_sizes(6144, 40, 48), max_positions=8192),
-}
+    "santacoder-1.1b": _SETTINGS | dict(vocab_size=49_280, n_embd=2048, n_layer=24, n_head=16, n_positions=2048),
+    "starcoder-164m": _SETTINGS | dict(n_layer=20),
+    "starcoder-1b": _SETTINGS | dict(n_embd=2048, n_layer=24, n_head=16),
+    "starcoder-3b": _SETTINGS | dict(n_embd=2816, n_layer=36, n_head=22),
+    "starcoder-7b": _SETTINGS | dict(n_embd=4096, n_layer=42, n_head=32),
+    "starcoder-15b": _SETTINGS | dict(n_embd=6144, n_layer=40, n_head=48),
+}  # fmt: skip

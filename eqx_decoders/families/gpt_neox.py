@@ -1,8 +1,6 @@
 """GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and MLP in parallel, each with its norm."""
 
-import functools
-
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, gpt_sizes, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Number
@@ -43,18 +41,36 @@ FAMILY = Family(
     ignored_tensors=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
 
-_sizes = functools.partial(gpt_sizes, vocab_size=50_304, eps=1e-5, activation="gelu", attention_bias=True)
+
+_SETTINGS = dict(model_type="gpt_neox", vocab_size=50_304)
 
 MODELS = {
-    "pythia-14m": lambda: gpt_neox(_sizes(128, 6, 4)),
-    "pythia-31m": lambda: gpt_neox(_sizes(256, 6, 8)),
-    "pythia-70m": lambda: gpt_neox(_sizes(512, 6, 8)),
-    "pythia-160m": lambda: gpt_neox(_sizes(768, 12, 12)),
-    "pythia-410m": lambda: gpt_neox(_sizes(1024, 24, 16)),
-    "pythia-1b": lambda: gpt_neox(_sizes(2048, 16, 8)),
-    "pythia-1.4b": lambda: gpt_neox(_sizes(2048, 24, 16)),
-    "pythia-2.8b": lambda: gpt_neox(_sizes(2560, 32, 32)),
-    "pythia-6.9b": lambda: gpt_neox(_sizes(4096, 32, 32, vocab_size=50_432)),
-    "pythia-12b": lambda: gpt_neox(_sizes(5120, 36, 40, vocab_size=50_688)),
-    "gpt-neox-20b": lambda: gpt_neox(_sizes(6144, 44, 64, vocab_size=50_432, activation="gelu_tanh")),
-}
+    "pythia-14m": _SETTINGS | dict(hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512),
+    "pythia-31m": _SETTINGS | dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1024),
+    "pythia-70m": _SETTINGS | dict(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048),
+    "pythia-160m": _SETTINGS | dict(
+        hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
+    ),
+    "pythia-410m": _SETTINGS | dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+    ),
+    "pythia-1b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=8, intermediate_size=8192,
+    ),
+    "pythia-1.4b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, intermediate_size=8192,
+    ),
+    "pythia-2.8b": _SETTINGS | dict(
+        hidden_size=2560, num_hidden_layers=32, num_attention_heads=32, intermediate_size=10_240,
+    ),
+    "pythia-6.9b": _SETTINGS | dict(
+        vocab_size=50_432, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=16_384,
+    ),
+    "pythia-12b": _SETTINGS | dict(
+        vocab_size=50_688, hidden_size=5120, num_hidden_layers=36, num_attention_heads=40, intermediate_size=20_480,
+    ),
+    "gpt-neox-20b": _SETTINGS | dict(
+        vocab_size=50_432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64, intermediate_size=24_576,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """GPT-OSS (OpenAI 2025): sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU."""
 
-import functools
-
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
@@ -81,13 +79,17 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling says it"},
 )  # fmt: skip
 
-_shape = functools.partial(
-    DecoderSizes, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5,
-    attention_bias=True,
-)  # fmt: skip
-_20B, _120B = _shape(num_layers=24), _shape(num_layers=36)
+
+_SETTINGS = dict(
+    model_type="gpt_oss",
+    vocab_size=201_088,
+    hidden_size=2880,
+    num_attention_heads=64,
+    intermediate_size=2880,
+    rope_scaling=dict(factor=32.0, original_max_position_embeddings=4096, rope_type="yarn", truncate=False),
+)
 
 MODELS = {
-    "gpt-oss-20b": lambda: gpt_oss(_20B, masks=_20B.cycle_masks(128, 2), num_experts=32),
-    "gpt-oss-120b": lambda: gpt_oss(_120B, masks=_120B.cycle_masks(128, 2), num_experts=128),
-}
+    "gpt-oss-20b": _SETTINGS | dict(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": _SETTINGS | dict(num_hidden_layers=36),
+}  # fmt: skip

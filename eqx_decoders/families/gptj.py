@@ -1,7 +1,7 @@
 """GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel after one norm, pairs of neighbors rotated."""
 
 from eqx_decoders.families import _gpt2
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gpt_sizes, plain_mlp, renamed
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, plain_mlp, renamed
 from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Integer, only, value_at
@@ -43,6 +43,7 @@ FAMILY = Family(
     ignored_keys=_gpt2.IGNORED_KEYS | {"n_positions": "a promise, not a limit: rotary positions have no table"},
 )
 
-_6B = gpt_sizes(4096, 28, 16, vocab_size=50_400, eps=1e-5, activation="gelu_tanh")
 
-MODELS = {"gptj-6b": lambda: gptj(_6B)}
+MODELS = {
+    "gptj-6b": dict(model_type="gptj"),
+}  # fmt: skip

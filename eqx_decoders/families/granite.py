@@ -1,6 +1,5 @@
 """Granite 3.0 to 3.3 (Granite Team 2024): Llama's block with multipliers of embeddings, branches, scores and logits."""
 
-import functools
 from typing import Any
 
 from eqx_decoders.families import _granite
@@ -26,21 +25,40 @@ FAMILY = Family(
     weights=llama_weights(),
 )
 
-_shape = functools.partial(DecoderSizes, num_layers=40, num_heads=32, num_kv_heads=8, eps=1e-5, tied=True)
-_2b = functools.partial(_shape, embed_dim=2048, head_dim=64, mlp_dim=8192)
-_8b = functools.partial(_shape, embed_dim=4096, head_dim=128, mlp_dim=12_800)
 
-
-def _model(shape: DecoderSizes, theta: float, logit_divisor: float) -> DecoderConfig:
-    scales: dict[str, Any] = dict(query_scale=1 / shape.head_dim, embedding_scale=12.0, residual_scale=0.22)
-    return granite(shape, rope=Rope(theta=theta), logit_divisor=logit_divisor, **scales)
-
+_SETTINGS = dict(
+    model_type="granite",
+    vocab_size=49_155,
+    num_hidden_layers=40,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    rms_norm_eps=1e-05,
+    tie_word_embeddings=True,
+)
 
 MODELS = {
-    "granite3-2b": lambda: _model(_2b(vocab_size=49_155), 1e4, 8.0),
-    "granite3-8b": lambda: _model(_8b(vocab_size=49_155), 1e4, 16.0),
-    "granite3.1-2b": lambda: _model(_2b(vocab_size=49_155), 5e6, 8.0),
-    "granite3.1-8b": lambda: _model(_8b(vocab_size=49_155), 1e7, 16.0),
-    "granite3.3-2b": lambda: _model(_2b(vocab_size=49_159), 1e7, 8.0),
-    "granite3.3-8b": lambda: _model(_8b(vocab_size=49_159), 1e7, 16.0),
-}
+    "granite3-2b": _SETTINGS | dict(
+        hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
+    ),
+    "granite3-8b": _SETTINGS | dict(
+        hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125, logits_scaling=16.0,
+    ),
+    "granite3.1-2b": _SETTINGS | dict(
+        hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
+        rope_theta=5_000_000.0,
+    ),
+    "granite3.1-8b": _SETTINGS | dict(
+        hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125, logits_scaling=16.0,
+        rope_theta=10_000_000.0,
+    ),
+    "granite3.3-2b": _SETTINGS | dict(
+        vocab_size=49_159, hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
+        rope_theta=10_000_000.0,
+    ),
+    "granite3.3-8b": _SETTINGS | dict(
+        vocab_size=49_159, hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125,
+        logits_scaling=16.0, rope_theta=10_000_000.0,
+    ),
+}  # fmt: skip

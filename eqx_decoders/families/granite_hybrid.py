@@ -1,7 +1,6 @@
 """Granite 4, hybrid (IBM 2025): Mamba-2, few layers of attention without positions, experts or an MLP, multipliers."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -134,30 +133,36 @@ FAMILY = Family(
     },
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=100_352, num_layers=40, eps=1e-5, tied=True, init_std=0.1)
-_FULL = tuple(index % 10 == 5 for index in range(40))
 
-
-def _model(shape: DecoderSizes, mamba_heads: int, logit_divisor: float, experts: ExpertsConfig | None = None):
-    mamba = Mamba2Config(num_heads=mamba_heads, value_dim=64, num_groups=1, key_dim=128, eps=shape.eps)
-    return granite_hybrid(
-        shape, mamba=mamba, full=_FULL, mlp=experts or shape.mlp(), query_scale=1 / shape.head_dim,
-        embedding_scale=12.0, logit_divisor=logit_divisor, residual_scale=0.22,
-    )  # fmt: skip
-
-
-_MICRO = _shape(embed_dim=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_dim=8192)
-_1B = _shape(embed_dim=1536, num_heads=12, num_kv_heads=4, head_dim=128, mlp_dim=4096)
-_TINY = _shape(embed_dim=1536, num_heads=12, num_kv_heads=4, head_dim=128, mlp_dim=512)
-_SMALL = _shape(embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=768)
+_SETTINGS = dict(
+    model_type="granitemoehybrid",
+    vocab_size=100_352,
+    num_hidden_layers=40,
+    attention_multiplier=0.0078125,
+    embedding_multiplier=12.0,
+    initializer_range=0.1,
+    layer_types=["full_attention" if layer % 10 == 5 else "linear_attention" for layer in range(40)],
+    mamba_d_state=128,
+    residual_multiplier=0.22,
+    rms_norm_eps=1e-05,
+    tie_word_embeddings=True,
+)
 
 MODELS = {
-    "granite4-h-micro": lambda: _model(_MICRO, 64, 8.0),
-    "granite4-h-1b": lambda: _model(_1B, 48, 6.0),
-    "granite4-h-tiny": lambda: _model(
-        _TINY, 48, 6.0, _TINY.experts(shared_dim=1024, num_experts=64, num_experts_per_token=6)
+    "granite4-h-micro": _SETTINGS | dict(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, attention_multiplier=0.015625,
+        logits_scaling=8.0, mamba_n_heads=64, num_local_experts=0, shared_intermediate_size=8192,
     ),
-    "granite4-h-small": lambda: _model(
-        _SMALL, 128, 16.0, _SMALL.experts(shared_dim=1536, num_experts=72, num_experts_per_token=10)
+    "granite4-h-1b": _SETTINGS | dict(
+        hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, logits_scaling=6.0, mamba_n_heads=48,
+        num_local_experts=0, shared_intermediate_size=4096,
     ),
-}
+    "granite4-h-tiny": _SETTINGS | dict(
+        hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, intermediate_size=512, logits_scaling=6.0,
+        mamba_n_heads=48, num_experts_per_tok=6, num_local_experts=64,
+    ),
+    "granite4-h-small": _SETTINGS | dict(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=768, logits_scaling=16.0,
+        num_experts_per_tok=10, num_local_experts=72, shared_intermediate_size=1536,
+    ),
+}  # fmt: skip

@@ -1,6 +1,5 @@
 """Granite 3 with experts (Granite Team 2024): Granite's multipliers, and a softmax over the chosen of many experts."""
 
-import functools
 from typing import Any
 
 from eqx_decoders.families import moe
@@ -8,7 +7,6 @@ from eqx_decoders.families._granite import EXPERTS, MULTIPLIERS, POSITIONS, gran
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -33,15 +31,31 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=49_155, num_kv_heads=8, head_dim=64, mlp_dim=512, tied=True)
-_1B = _shape(embed_dim=1024, num_layers=24, num_heads=16)
-_3B = _shape(embed_dim=1536, num_layers=32, num_heads=24)
-_SCALES = dict(query_scale=1 / 64, embedding_scale=12.0, logit_divisor=6.0, residual_scale=0.22)
-_model = functools.partial(granite_moe, num_experts_per_token=8, **_SCALES)
+
+_SETTINGS = dict(
+    model_type="granitemoe",
+    vocab_size=49_155,
+    num_key_value_heads=8,
+    intermediate_size=512,
+    attention_multiplier=0.015625,
+    embedding_multiplier=12.0,
+    logits_scaling=6.0,
+    num_experts_per_tok=8,
+    residual_multiplier=0.22,
+    tie_word_embeddings=True,
+)
 
 MODELS = {
-    "granite3-1b-a400m": lambda: _model(_1B, num_experts=32),
-    "granite3-3b-a800m": lambda: _model(_3B, num_experts=40),
-    "granite3.1-1b-a400m": lambda: _model(_1B, num_experts=32, rope=Rope(theta=1.5e6)),
-    "granite3.1-3b-a800m": lambda: _model(_3B, num_experts=40, rope=Rope(theta=1e7)),
-}
+    "granite3-1b-a400m": _SETTINGS | dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_local_experts=32,
+    ),
+    "granite3-3b-a800m": _SETTINGS | dict(
+        hidden_size=1536, num_hidden_layers=32, num_attention_heads=24, num_local_experts=40,
+    ),
+    "granite3.1-1b-a400m": _SETTINGS | dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_local_experts=32, rope_theta=1_500_000.0,
+    ),
+    "granite3.1-3b-a800m": _SETTINGS | dict(
+        hidden_size=1536, num_hidden_layers=32, num_attention_heads=24, num_local_experts=40, rope_theta=10_000_000.0,
+    ),
+}  # fmt: skip

@@ -31,9 +31,10 @@ FAMILY = Family(
     weights=llama_weights(),
 )
 
-_2B = DecoderSizes(
-    vocab_size=48_000, embed_dim=2560, num_layers=24, num_heads=20, num_kv_heads=20, head_dim=128, mlp_dim=7040,
-    eps=1e-8,
-)  # fmt: skip
 
-MODELS = {"helium1-2b-preview": lambda: helium(_2B)}
+MODELS = {
+    "helium1-2b-preview": dict(
+        model_type="helium", vocab_size=48_000, hidden_size=2560, num_hidden_layers=24, num_attention_heads=20,
+        intermediate_size=7040,
+    ),
+}  # fmt: skip

@@ -4,7 +4,7 @@ from eqx_decoders.families._hunyuan import IGNORED_KEYS, NAMES, attention
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.layers.rope import NTKRope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -22,9 +22,11 @@ FAMILY = Family(
     ignored_keys=IGNORED_KEYS,
 )
 
-_7B = DecoderSizes(
-    vocab_size=128_167, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
-    eps=1e-5, tied=True,
-)  # fmt: skip
 
-MODELS = {"hunyuan-7b": lambda: hunyuan(_7B, rope=NTKRope(alpha=1000.0))}
+MODELS = {
+    "hunyuan-7b": dict(
+        model_type="hunyuan_v1_dense", vocab_size=128_167, hidden_size=4096, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, intermediate_size=14_336,
+        rope_scaling=dict(alpha=1000.0, rope_type="dynamic"), tie_word_embeddings=True,
+    ),
+}  # fmt: skip

@@ -6,7 +6,7 @@ from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weig
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.layers.moe.router import RouterConfig
-from eqx_decoders.layers.rope import NTKRope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -37,9 +37,11 @@ FAMILY = Family(
     ignored_keys=IGNORED_KEYS | moe.IGNORED_ROUTER_KEYS,
 )
 
-_A13B = DecoderSizes(
-    vocab_size=128_167, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=3072,
-    eps=1e-5, tied=True,
-)  # fmt: skip
 
-MODELS = {"hunyuan-80b-a13b": lambda: hunyuan_moe(_A13B, rope=NTKRope(alpha=1000.0))}
+MODELS = {
+    "hunyuan-80b-a13b": dict(
+        model_type="hunyuan_v1_moe", vocab_size=128_167, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=3072, moe_topk=8, num_experts=64,
+        rope_scaling=dict(alpha=1000.0, rope_type="dynamic"), tie_word_embeddings=True,
+    ),
+}  # fmt: skip

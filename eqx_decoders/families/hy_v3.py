@@ -5,11 +5,10 @@ import functools
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import DEPTH, num_shared, v3_experts, v3_router
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, renamed
+from eqx_decoders.families.common import LAYER, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, only
-from eqx_decoders.layers.rope import Rope
 
 
 _THETA = 11_158_840.0
@@ -39,14 +38,10 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {_COMPUTED: "how it is computed, not what"},
 )
 
-_295B = DecoderSizes(
-    vocab_size=120_832, embed_dim=4096, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=13_312,
-    eps=1e-5, init_std=0.006,
-)  # fmt: skip
 
 MODELS = {
-    "hy3-295b-a21b": lambda: hy_v3(
-        _295B, rope=Rope(theta=_THETA), router=v3_router(scaling_factor=2.826), num_experts=192,
-        num_experts_per_token=8, num_shared=1, expert_dim=1536, dense_layers=range(1),
+    "hy3-295b-a21b": dict(
+        model_type="hy_v3", vocab_size=120_832, hidden_size=4096, num_hidden_layers=80, num_attention_heads=64,
+        intermediate_size=13_312, initializer_range=0.006,
     ),
 }  # fmt: skip

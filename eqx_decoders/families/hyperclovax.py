@@ -8,7 +8,6 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Inverse, Number
 from eqx_decoders.families.weight_rows import norm_weights
-from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -37,13 +36,11 @@ FAMILY = Family(
     + norm_weights("model.layers.{layer}.", post_mixer_norm="post_norm1", post_mlp_norm="post_norm2"),
 )
 
-_14B = DecoderSizes(
-    vocab_size=110_592, embed_dim=6144, num_layers=38, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
-    eps=1e-5,
-)  # fmt: skip
 
 MODELS = {
-    "hyperclovax-seed-think-14b": lambda: hyperclovax(
-        _14B, rope=Rope(theta=1e8), query_scale=1 / 128, embedding_scale=10.0, logit_divisor=8.0
+    "hyperclovax-seed-think-14b": dict(
+        model_type="hyperclovax", vocab_size=110_592, hidden_size=6144, num_hidden_layers=38, num_attention_heads=48,
+        num_key_value_heads=8, intermediate_size=14_336, attention_multiplier=0.0078125, embedding_multiplier=10.0,
+        logits_scaling=0.125, rms_norm_eps=1e-05, rope_theta=100_000_000.0,
     ),
-}
+}  # fmt: skip

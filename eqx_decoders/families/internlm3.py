@@ -4,7 +4,7 @@ from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weig
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Check, Flag, Renamed
-from eqx_decoders.layers.rope import DynamicRope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -32,10 +32,11 @@ FAMILY = Family(
     other_architectures=("InternLM3ForCausalLM",),
 )
 
-_8B = DecoderSizes(
-    vocab_size=128_512, embed_dim=4096, num_layers=48, num_heads=32, num_kv_heads=2, head_dim=128, mlp_dim=10_240,
-    eps=1e-5,
-)  # fmt: skip
-_ROPE = DynamicRope(theta=5e7, factor=6.0, original_length=32_768)
 
-MODELS = {"internlm3-8b": lambda: internlm3(_8B, rope=_ROPE)}
+MODELS = {
+    "internlm3-8b": dict(
+        model_type="internlm3", vocab_size=128_512, hidden_size=4096, num_hidden_layers=48, num_attention_heads=32,
+        intermediate_size=10_240, max_position_embeddings=32_768, rope_scaling=dict(factor=6.0, rope_type="dynamic"),
+        rope_theta=50_000_000.0,
+    ),
+}  # fmt: skip

@@ -110,17 +110,13 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def _model(embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int) -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=65_536, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=8,
-        head_dim=128, mlp_dim=mlp_dim,
-    )  # fmt: skip
-    mamba = Mamba1Config(channels=2 * embed_dim, key_dim=16, step_rank=embed_dim // 16, norm=shape.norm)
-    full, sparse = range(4, num_layers, 8), range(1, num_layers, 2)
-    return jamba(shape, mamba=mamba, full=full, sparse=sparse, num_experts=16, num_experts_per_token=2)
-
+_SETTINGS = dict(model_type="jamba", vocab_size=65_536)
 
 MODELS = {
-    "jamba-52b-a12b": lambda: _model(4096, 32, 32, 14_336),
-    "jamba-398b-a94b": lambda: _model(8192, 72, 64, 24_576),
-}
+    "jamba-52b-a12b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14_336,
+    ),
+    "jamba-398b-a94b": _SETTINGS | dict(
+        hidden_size=8192, num_hidden_layers=72, num_attention_heads=64, intermediate_size=24_576,
+    ),
+}  # fmt: skip

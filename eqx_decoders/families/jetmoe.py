@@ -76,9 +76,7 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"aux_loss_coef": "routers are trained with it; it changes no output"},
 )  # fmt: skip
 
-_8B = DecoderSizes(
-    vocab_size=32_000, embed_dim=2048, num_layers=24, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=5632,
-    eps=1e-5, tied=True, init_std=0.01,
-)  # fmt: skip
 
-MODELS = {"jetmoe-8b-a2b": lambda: jetmoe(_8B, num_experts=8, num_experts_per_token=2)}
+MODELS = {
+    "jetmoe-8b-a2b": dict(model_type="jetmoe", num_hidden_layers=24, rms_norm_eps=1e-05),
+}  # fmt: skip

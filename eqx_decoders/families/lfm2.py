@@ -1,11 +1,7 @@
 """LFM2 (Liquid AI 2025): gated short convolutions, and attention with normalized queries and keys."""
 
-import functools
-from typing import Any
-
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families._lfm2 import SETTINGS, WEIGHTS, lfm2
-from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Renamed, Rule, Values
 
@@ -37,18 +33,16 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def _layers(*attention: int, count: int = 16) -> tuple[bool, ...]:
-    return tuple(index in attention for index in range(count))
-
-
-_shape = functools.partial(DecoderSizes, vocab_size=65_536, head_dim=64, num_kv_heads=8, eps=1e-5, tied=True)
-_350M = _shape(embed_dim=1024, num_layers=16, num_heads=16, mlp_dim=4608)
-_700M = _shape(embed_dim=1536, num_layers=16, num_heads=24, mlp_dim=6912)
-_1_2B = _shape(embed_dim=2048, num_layers=16, num_heads=32, mlp_dim=8192)
-_FULL: dict[str, Any] = dict(full=_layers(2, 5, 8, 10, 12, 14))
+_SETTINGS = dict(
+    model_type="lfm2",
+    vocab_size=65_536,
+    num_hidden_layers=16,
+    block_auto_adjust_ff_dim=False,
+    layer_types=["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+)
 
 MODELS = {
-    "lfm2-350m": lambda: lfm2(_350M, **_FULL),
-    "lfm2-700m": lambda: lfm2(_700M, **_FULL),
-    "lfm2-1.2b": lambda: lfm2(_1_2B, **_FULL),
-}
+    "lfm2-350m": _SETTINGS | dict(hidden_size=1024, num_attention_heads=16, intermediate_size=4608),
+    "lfm2-700m": _SETTINGS | dict(hidden_size=1536, num_attention_heads=24, intermediate_size=6912),
+    "lfm2-1.2b": _SETTINGS | dict(hidden_size=2048, num_attention_heads=32, intermediate_size=8192),
+}  # fmt: skip

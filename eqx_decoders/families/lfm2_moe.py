@@ -4,7 +4,7 @@ import functools
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._lfm2 import MLP, MLP_NAMES, SETTINGS, WEIGHTS, lfm2
-from eqx_decoders.families.common import DecoderSizes, renamed
+from eqx_decoders.families.common import renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -37,15 +37,11 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_8B = DecoderSizes(
-    vocab_size=65_536, embed_dim=2048, num_layers=24, num_heads=32, num_kv_heads=8, head_dim=64, mlp_dim=7168,
-    eps=1e-5, tied=True,
-)  # fmt: skip
 
 MODELS = {
-    "lfm2-8b-a1b": lambda: lfm2(
-        _8B, full=tuple(index in (2, 6, 10, 14, 18, 21) for index in range(24)), num_dense_layers=2,
-        num_experts=32, num_experts_per_token=4, mlp_dim=1792,
-        router=_router(selection_bias=True, renormalize=True),
+    "lfm2-8b-a1b": dict(
+        model_type="lfm2_moe", vocab_size=65_536, hidden_size=2048, num_hidden_layers=24, num_attention_heads=32,
+        intermediate_size=7168,
+        layer_types=["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
     ),
 }  # fmt: skip

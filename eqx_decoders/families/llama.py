@@ -66,7 +66,10 @@ _ROPE31 = dict(rope_scaling=_SCALING | dict(factor=8.0))
 _ROPE32 = dict(rope_scaling=_SCALING | dict(factor=32.0), tie_word_embeddings=True)
 
 MODELS = {
-    "tiny": lambda: llama(_TINY),
+    "tiny": dict(
+        model_type="llama", vocab_size=4096, hidden_size=256, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=704, rms_norm_eps=1e-05, tie_word_embeddings=True,
+    ),
     "tiny-moe": _tiny_moe,
     "llama2-7b": _LLAMA2
     | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11_008),

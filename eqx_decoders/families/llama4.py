@@ -17,7 +17,7 @@ from eqx_decoders.layers.mask import Chunked, Mask
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.rope import Llama3Rope, Rope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -125,10 +125,16 @@ _SHAPE = DecoderSizes(
 )  # fmt: skip
 _ROTATED = frozenset(index for index in range(48) if (index + 1) % 4)
 _model = functools.partial(llama4, _SHAPE, rotated=_ROTATED, masks=_SHAPE.cycle_masks(8192, 4, Chunked))
-_SCOUT_ROPE = Llama3Rope(theta=500_000.0, factor=16.0, high_frequency_factor=1.0, pairing="interleaved")
 _MAVERICK_ROPE = Rope(theta=500_000.0, pairing="interleaved")
 
 MODELS = {
-    "llama4-17b-16e": lambda: _model(num_experts=16, sparse=range(48), rope=_SCOUT_ROPE),
+    "llama4-17b-16e": dict(
+        model_type="llama4_text", vocab_size=202_048, hidden_size=5120, num_hidden_layers=48, num_attention_heads=40,
+        intermediate_size=8192,
+        rope_scaling=dict(
+            factor=16.0, high_freq_factor=1.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+            rope_type="llama3",
+        ),
+    ),
     "llama4-17b-128e": lambda: _model(num_experts=128, sparse=range(1, 48, 2), rope=_MAVERICK_ROPE, qk_norm=False),
-}
+}  # fmt: skip

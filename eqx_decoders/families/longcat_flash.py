@@ -168,13 +168,7 @@ FAMILY = Family(
     blocks_per_layer=2,
 )  # fmt: skip
 
-_560B = DecoderSizes(
-    vocab_size=131_072, embed_dim=6144, num_layers=28, num_heads=64, num_kv_heads=64, head_dim=192, mlp_dim=12_288,
-    eps=1e-5,
-)  # fmt: skip
 
 MODELS = {
-    "longcat-flash-560b-a27b": lambda: longcat_flash(
-        _560B, num_experts=512, num_zero_experts=256, num_experts_per_token=12
-    ),
-}
+    "longcat-flash-560b-a27b": dict(model_type="longcat_flash"),
+}  # fmt: skip

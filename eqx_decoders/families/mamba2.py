@@ -1,10 +1,7 @@
 """Mamba-2 (Dao & Gu 2024): recurrences alone, without attention and MLPs."""
 
-import functools
-
 from eqx_decoders.families._mamba import (
     BACKBONE,
-    MambaSizes,
     backbone,
     mamba_decoder,
     mamba_settings,
@@ -13,7 +10,6 @@ from eqx_decoders.families._mamba import (
 )
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Only
-from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 
 
 _KEYS = {
@@ -39,18 +35,25 @@ FAMILY = Family(
 )
 
 
-def _model(embed_dim: int, num_layers: int, vocab_size: int = 50_288, num_groups: int = 1, tied: bool = True):
-    shape = MambaSizes(vocab_size=vocab_size, embed_dim=embed_dim, num_layers=num_layers, tied=tied)
-    return mamba_decoder(
-        shape, mamba=Mamba2Config(num_heads=embed_dim // 32, value_dim=64, num_groups=num_groups, key_dim=128)
-    )
-
-
 MODELS = {
-    "mamba2-130m": functools.partial(_model, 768, 24),
-    "mamba2-370m": functools.partial(_model, 1024, 48),
-    "mamba2-780m": functools.partial(_model, 1536, 48),
-    "mamba2-1.3b": functools.partial(_model, 2048, 48),
-    "mamba2-2.7b": functools.partial(_model, 2560, 64),
-    "mamba-codestral-7b": functools.partial(_model, 4096, 64, 32_768, 8, False),
-}
+    "mamba2-130m": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=768, num_hidden_layers=24, n_groups=1, num_heads=24,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-370m": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=1024, num_hidden_layers=48, n_groups=1, num_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-780m": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=1536, num_hidden_layers=48, n_groups=1, num_heads=48,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-1.3b": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=2048, num_hidden_layers=48, n_groups=1, num_heads=64,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-2.7b": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=2560, n_groups=1, num_heads=80, tie_word_embeddings=True,
+    ),
+    "mamba-codestral-7b": dict(model_type="mamba2"),
+}  # fmt: skip

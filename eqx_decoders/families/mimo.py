@@ -10,7 +10,6 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP
 from eqx_decoders.families.weight_rows import depth_rows, mtp_rows
-from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
@@ -49,9 +48,10 @@ FAMILY = Family(
     ignored_keys=IGNORED_QWEN2_KEYS,
 )  # fmt: skip
 
-_7B = DecoderSizes(
-    vocab_size=151_680, embed_dim=4096, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=11_008,
-    eps=1e-5,
-)  # fmt: skip
 
-MODELS = {"mimo-7b": lambda: mimo(_7B, rope=Rope(theta=640_000.0))}
+MODELS = {
+    "mimo-7b": dict(
+        model_type="mimo", vocab_size=151_680, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=11_008, rms_norm_eps=1e-05, rope_theta=640_000.0,
+    ),
+}  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, v3_router, v3_router_settings
+from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, v3_router_settings
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
     LAYER,
@@ -24,7 +24,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import AUTO_MAP, Group, Integer, Number, Only, Renamed, Rule, Unused, Values
 from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
@@ -137,15 +137,10 @@ FAMILY = Family(
     },
 )
 
-_309B = DecoderSizes(
-    vocab_size=152_576, embed_dim=4096, num_layers=48, num_heads=64, num_kv_heads=4, head_dim=192, mlp_dim=16_384,
-    eps=1e-5,
-)  # fmt: skip
-_MASKS = tuple(Causal() if index == 0 or (index + 1) % 6 == 0 else SlidingWindow(129) for index in range(48))
 
 MODELS = {
-    "mimo-v2-flash-309b-a15b": lambda: mimo_v2_flash(
-        _309B, masks=_MASKS, dense_layers=range(1), router=v3_router(scaling_factor=1.0), num_experts=256,
-        num_experts_per_token=8, expert_dim=2048, values=dict(value_dim=128, value_scale=0.707),
+    "mimo-v2-flash-309b-a15b": dict(
+        model_type="mimo_v2_flash", vocab_size=152_576, hidden_size=4096, num_hidden_layers=48, num_attention_heads=64,
+        intermediate_size=16_384,
     ),
 }  # fmt: skip

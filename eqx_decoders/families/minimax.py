@@ -123,15 +123,12 @@ FAMILY = Family(
 )
 
 
-def _text_01() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=200_064, embed_dim=6144, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=9216,
-        eps=1e-5,
-    )  # fmt: skip
-    full, weights = tuple((index + 1) % 8 == 0 for index in range(80)), (3.5565588200778455, 1.0)
-    return minimax(
-        shape, full=full, num_experts=32, num_experts_per_token=2, softmax=weights, lightning=weights, mlp=weights
-    )
-
-
-MODELS = {"minimax-text-01-456b-a46b": _text_01}
+MODELS = {
+    "minimax-text-01-456b-a46b": dict(
+        model_type="minimax", vocab_size=200_064, hidden_size=6144, num_hidden_layers=80, num_attention_heads=64,
+        head_dim=128, intermediate_size=9216, full_attn_alpha_factor=3.5565588200778455,
+        layer_types=["full_attention" if layer % 8 == 7 else "linear_attention" for layer in range(80)],
+        linear_attn_alpha_factor=3.5565588200778455, mlp_alpha_factor=3.5565588200778455, num_local_experts=32,
+        rope_theta=10_000_000.0,
+    ),
+}  # fmt: skip

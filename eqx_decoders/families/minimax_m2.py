@@ -46,8 +46,10 @@ FAMILY = Family(
     },
 )
 
-_229B = DecoderSizes(
-    vocab_size=200_064, embed_dim=3072, num_layers=62, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=1536
-)
 
-MODELS = {"minimax-m2-229b-a10b": lambda: minimax_m2(_229B, num_experts=256, num_experts_per_token=8)}
+MODELS = {
+    "minimax-m2-229b-a10b": dict(
+        model_type="minimax_m2", vocab_size=200_064, hidden_size=3072, num_hidden_layers=62, num_attention_heads=48,
+        intermediate_size=1536, rotary_dim=64,
+    ),
+}  # fmt: skip

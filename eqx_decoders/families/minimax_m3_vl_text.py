@@ -117,15 +117,11 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def _428b() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=200_064, embed_dim=6144, num_layers=60, num_heads=64, num_kv_heads=4, head_dim=128, mlp_dim=3072
-    )
-    return minimax_m3(
-        shape, rope=Rope(theta=5e6, fraction=0.5), selects=(False,) * 3 + (True,) * 57,
-        indexer=BlockIndexerConfig(size=128, top_k=16), dense_dim=12_288, dense_layers=frozenset(range(3)),
-        shared_dim=3072, scaling_factor=2.0, num_experts=128, num_experts_per_token=4,
-    )  # fmt: skip
-
-
-MODELS = {"minimax-m3-428b-a23b": _428b}
+MODELS = {
+    "minimax-m3-428b-a23b": dict(
+        model_type="minimax_m3_vl_text", vocab_size=200_064, hidden_size=6144, num_hidden_layers=60,
+        num_attention_heads=64, intermediate_size=3072,
+        layer_types=["full_attention", "full_attention", "full_attention"] + ["minimax_m3_sparse"] * 57,
+        mlp_layer_types=["dense", "dense", "dense"] + ["sparse"] * 57, rotary_dim=64,
+    ),
+}  # fmt: skip

@@ -3,7 +3,7 @@
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, layer_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -25,11 +25,12 @@ FAMILY = Family(
     weights=llama_weights(),
 )
 
-_8B = DecoderSizes(
-    vocab_size=131_072, embed_dim=4096, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=12_288,
-    eps=1e-5,
-)  # fmt: skip
 
 MODELS = {
-    "ministral-8b": lambda: ministral(_8B, rope=Rope(theta=1e8), masks=(Causal(), *(SlidingWindow(32_768),) * 3) * 9)
-}
+    "ministral-8b": dict(
+        model_type="ministral", vocab_size=131_072, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32,
+        intermediate_size=12_288,
+        layer_types=["full_attention" if layer % 4 == 0 else "sliding_attention" for layer in range(36)],
+        rms_norm_eps=1e-05, rope_theta=100_000_000.0, sliding_window=32_768,
+    ),
+}  # fmt: skip

@@ -51,10 +51,13 @@ FAMILY = Family(
     weights=llama_weights(),
 )
 
-_YARN = YarnRope(theta=1e6, factor=16.0, original_length=16_384, mscale=1.0, mscale_all_dim=1.0)
-_8B = DecoderSizes(
-    vocab_size=131_072, embed_dim=4096, num_layers=34, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
-    eps=1e-5,
-)  # fmt: skip
 
-MODELS = {"ministral3-8b": lambda: ministral3(_8B, rope=_YARN)}
+MODELS = {
+    "ministral3-8b": dict(
+        model_type="ministral3", vocab_size=131_072, hidden_size=4096, num_hidden_layers=34, num_attention_heads=32,
+        intermediate_size=14_336,
+        rope_scaling=dict(
+            factor=16.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16_384, rope_type="yarn",
+        ),
+    ),
+}  # fmt: skip

@@ -5,7 +5,7 @@ from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, f
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Rule, Values
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -38,12 +38,18 @@ FAMILY = Family(
     },
 )
 
-_SHAPE = DecoderSizes(
-    vocab_size=32_000, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
-    eps=1e-5,
-)  # fmt: skip
+
+_SETTINGS = dict(
+    model_type="mistral",
+    vocab_size=32_000,
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    intermediate_size=14_336,
+    rms_norm_eps=1e-05,
+)
 
 MODELS = {
-    "mistral-7b": lambda: mistral(_SHAPE, rope=Rope(theta=1e6)),
-    "mistral-7b-v0.1": lambda: mistral(_SHAPE, rope=Rope(theta=10_000.0), mask=SlidingWindow(4096)),
-}
+    "mistral-7b": _SETTINGS | dict(rope_theta=1_000_000.0, sliding_window=None),
+    "mistral-7b-v0.1": _SETTINGS,
+}  # fmt: skip

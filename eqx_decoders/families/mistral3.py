@@ -5,7 +5,6 @@ Images keep their sizes; four neighboring patches become one token.
 
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.multimodal import (
     LANGUAGE_MODEL,
     ExtendedModel,
@@ -20,7 +19,7 @@ from eqx_decoders.families.settings_table import Check, Flag, Integer, Only, Ren
 from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes, axial_theta, encoder_sizes, vision_config
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.rope import AxialRope, Rope
+from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -117,14 +116,6 @@ FAMILY = MultimodalFamily(
 )
 
 
-def _small_31() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=131_072, embed_dim=5120, num_layers=40, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=32_768,
-        eps=1e-5,
-    )  # fmt: skip
-    return _with_vision(shape.decoder(shape.block(shape.attention(rope=Rope(theta=1e9)))))
-
-
 def _with_vision(text: DecoderConfig) -> DecoderConfig:
     sizes = EncoderSizes(
         embed_dim=1024, layers=24, heads=16, mlp_dim=4096, out_dim=text.embed_dim, size=14, activation="silu"
@@ -133,6 +124,13 @@ def _with_vision(text: DecoderConfig) -> DecoderConfig:
 
 
 MODELS = {
-    "mistral-small-3.1-24b": _small_31,
+    "mistral-small-3.1-24b": dict(
+        model_type="mistral3",
+        text_config=dict(
+            head_dim=128, rms_norm_eps=1e-05, rope_theta=1_000_000_000.0, sliding_window=None, hidden_size=5120,
+            intermediate_size=32_768, num_attention_heads=32, num_hidden_layers=40, vocab_size=131_072,
+        ),
+        vision_config=dict(hidden_act="silu", patch_size=14),
+    ),
     "ministral3-8b-vision": ExtendedModel("ministral3-8b", _with_vision),
-}
+}  # fmt: skip

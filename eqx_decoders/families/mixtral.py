@@ -1,7 +1,5 @@
 """Mixtral (Jiang et al. 2024): Mistral's attention, and eight experts, two for each token."""
 
-import functools
-
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights, same_window
 from eqx_decoders.families.hf_table import Family
@@ -41,13 +39,14 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_shape = functools.partial(DecoderSizes, num_kv_heads=8, head_dim=128, eps=1e-5)
 
 MODELS = {
-    "mixtral-8x7b": lambda: mixtral(
-        _shape(vocab_size=32_000, embed_dim=4096, num_layers=32, num_heads=32, mlp_dim=14_336)
+    "mixtral-8x7b": dict(
+        model_type="mixtral", vocab_size=32_000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        intermediate_size=14_336,
     ),
-    "mixtral-8x22b": lambda: mixtral(
-        _shape(vocab_size=32_768, embed_dim=6144, num_layers=56, num_heads=48, mlp_dim=16_384)
+    "mixtral-8x22b": dict(
+        model_type="mixtral", vocab_size=32_768, hidden_size=6144, num_hidden_layers=56, num_attention_heads=48,
+        intermediate_size=16_384,
     ),
-}
+}  # fmt: skip

@@ -1,6 +1,5 @@
 """ModernBERT's decoder, Ettin (Weller et al. 2025): two windows to one full layer, and the head of BERT."""
 
-import functools
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
@@ -20,7 +19,7 @@ from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Flag, Only, Renamed, Rule, Values, activation
 from eqx_decoders.families.weight_rows import Weight, norm, norm_weights, self_attention, sharing
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -111,20 +110,23 @@ FAMILY = Family(
 )
 
 
-def _model(embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int) -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=50_368, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_heads,
-        head_dim=embed_dim // num_heads, mlp_dim=mlp_dim, eps=1e-5, tied=True, activation="gelu",
-    )  # fmt: skip
-    masks = tuple(SlidingWindow(64) if index % 3 else Causal() for index in range(num_layers))
-    return modernbert_decoder(shape, masks=masks, local_rope=Rope(theta=160_000.0))
-
+_SETTINGS = dict(
+    model_type="modernbert-decoder",
+    vocab_size=50_368,
+    rope_parameters=dict(sliding_attention=dict(rope_theta=160_000.0)),
+)
 
 MODELS = {
-    "ettin-17m": functools.partial(_model, 256, 7, 4, 384),
-    "ettin-32m": functools.partial(_model, 384, 10, 6, 576),
-    "ettin-68m": functools.partial(_model, 512, 19, 8, 768),
-    "ettin-150m": functools.partial(_model, 768, 22, 12, 1152),
-    "ettin-400m": functools.partial(_model, 1024, 28, 16, 2624),
-    "ettin-1b": functools.partial(_model, 1792, 28, 28, 3840),
-}
+    "ettin-17m": _SETTINGS | dict(hidden_size=256, num_hidden_layers=7, num_attention_heads=4, intermediate_size=384),
+    "ettin-32m": _SETTINGS | dict(hidden_size=384, num_hidden_layers=10, num_attention_heads=6, intermediate_size=576),
+    "ettin-68m": _SETTINGS | dict(hidden_size=512, num_hidden_layers=19, num_attention_heads=8, intermediate_size=768),
+    "ettin-150m": _SETTINGS | dict(
+        hidden_size=768, num_hidden_layers=22, num_attention_heads=12, intermediate_size=1152,
+    ),
+    "ettin-400m": _SETTINGS | dict(
+        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=2624,
+    ),
+    "ettin-1b": _SETTINGS | dict(
+        hidden_size=1792, num_hidden_layers=28, num_attention_heads=28, intermediate_size=3840,
+    ),
+}  # fmt: skip

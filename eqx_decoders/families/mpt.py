@@ -1,8 +1,6 @@
 """MPT (MosaicML 2023): ALiBi, LayerNorm without biases, gelu without a gate; perhaps clipped queries, keys, values."""
 
-import functools
-
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, gpt_sizes, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import AUTO_MAP, Number, Only, Renamed, Table
 from eqx_decoders.families.weight_rows import Weight, norm_weights
@@ -67,9 +65,10 @@ FAMILY = Family(
     },
 )
 
-_sizes = functools.partial(gpt_sizes, vocab_size=50_432, eps=1e-5, tied=True, activation="gelu")
+
+_SETTINGS = dict(model_type="mpt", vocab_size=50_432, attn_config=dict())
 
 MODELS = {
-    "mpt-7b": lambda: mpt(_sizes(4096, 32, 32)),
-    "mpt-30b": lambda: mpt(_sizes(7168, 48, 64)),
-}
+    "mpt-7b": _SETTINGS | dict(d_model=4096, n_layers=32, n_heads=32),
+    "mpt-30b": _SETTINGS | dict(d_model=7168, n_layers=48, n_heads=64),
+}  # fmt: skip

@@ -33,13 +33,13 @@ FAMILY = Family(
 )
 
 
-def _of_depth(depth: int) -> DecoderSizes:
-    """Return the sizes of a model by its number of layers, which sets all others."""
-    heads, embed = depth // 2, 64 * depth
-    return DecoderSizes(
-        vocab_size=65_536, embed_dim=embed, num_layers=depth, num_heads=heads, num_kv_heads=heads, head_dim=128,
-        mlp_dim=4 * embed, activation="relu2",
-    )  # fmt: skip
+_SETTINGS = dict(model_type="nanochat", vocab_size=65_536)
 
-
-MODELS = {"nanochat-d20": lambda: nanochat(_of_depth(20)), "nanochat-d32": lambda: nanochat(_of_depth(32))}
+MODELS = {
+    "nanochat-d20": _SETTINGS | dict(
+        hidden_size=1280, num_hidden_layers=20, num_attention_heads=10, intermediate_size=5120,
+    ),
+    "nanochat-d32": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=32, num_attention_heads=16, intermediate_size=8192,
+    ),
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """Nemotron-4 and Minitron (NVIDIA 2024): LayerNorm that stores w - 1, squared ReLU without a gate, half of RoPE."""
 
-import functools
-
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -29,12 +27,16 @@ FAMILY = Family(
     weights=llama_weights(mlp=plain_mlp(LAYER + "mlp.")),
 )
 
-_shape = functools.partial(
-    DecoderSizes, vocab_size=256_000, num_layers=32, num_kv_heads=8, head_dim=128, eps=1e-5, activation="relu2",
-    init_std=0.0134,
-)  # fmt: skip
+
+_SETTINGS = dict(
+    model_type="nemotron",
+    vocab_size=256_000,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    initializer_range=0.0134,
+)
 
 MODELS = {
-    "minitron-4b": lambda: nemotron(_shape(embed_dim=3072, num_heads=24, mlp_dim=9216)),
-    "minitron-8b": lambda: nemotron(_shape(embed_dim=4096, num_heads=48, mlp_dim=16_384)),
-}
+    "minitron-4b": _SETTINGS | dict(hidden_size=3072, num_attention_heads=24, intermediate_size=9216),
+    "minitron-8b": _SETTINGS | dict(hidden_size=4096, num_attention_heads=48, head_dim=128, intermediate_size=16_384),
+}  # fmt: skip

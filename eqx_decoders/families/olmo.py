@@ -1,7 +1,5 @@
 """OLMo (Groeneveld et al. 2024): Llama with LayerNorms without weights, and clipped queries, keys and values."""
 
-import functools
-
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -31,12 +29,21 @@ FAMILY = Family(
     weights=llama_weights(),
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=50_304, head_dim=128)
-_1B = _shape(embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=16, mlp_dim=8192, tied=True)
-_7B = _shape(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_dim=11_008)
+
+_SETTINGS = dict(
+    model_type="olmo",
+    vocab_size=50_304,
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    intermediate_size=11_008,
+)
 
 MODELS = {
-    "olmo-1b": lambda: olmo(_1B),
-    "olmo-7b": lambda: olmo(_7B),
-    "olmo-7b-0724": lambda: olmo(_7B, clip=8.0),
-}
+    "olmo-1b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, intermediate_size=8192,
+        tie_word_embeddings=True,
+    ),
+    "olmo-7b": _SETTINGS,
+    "olmo-7b-0724": _SETTINGS | dict(clip_qkv=8.0),
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """OLMo 2 (OLMo et al. 2024): norms on outputs only, norms over all heads of queries and keys."""
 
-import functools
-
 from eqx_decoders.families._olmo import olmo_block
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -26,11 +24,20 @@ FAMILY = Family(
     weights=llama_weights(norms="post"),
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=100_352, head_dim=128)
+
+_SETTINGS = dict(model_type="olmo2", vocab_size=100_352, rms_norm_eps=1e-06, rope_theta=500_000.0)
 
 MODELS = {
-    "olmo2-1b": lambda: olmo2(_shape(embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=16, mlp_dim=8192)),
-    "olmo2-7b": lambda: olmo2(_shape(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_dim=11_008)),
-    "olmo2-13b": lambda: olmo2(_shape(embed_dim=5120, num_layers=40, num_heads=40, num_kv_heads=40, mlp_dim=13_824)),
-    "olmo2-32b": lambda: olmo2(_shape(embed_dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, mlp_dim=27_648)),
-}
+    "olmo2-1b": _SETTINGS | dict(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, intermediate_size=8192,
+    ),
+    "olmo2-7b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11_008,
+    ),
+    "olmo2-13b": _SETTINGS | dict(
+        hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, intermediate_size=13_824,
+    ),
+    "olmo2-32b": _SETTINGS | dict(
+        hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27_648,
+    ),
+}  # fmt: skip

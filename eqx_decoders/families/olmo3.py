@@ -1,14 +1,12 @@
 """Olmo 3 (Team Olmo 2025): norms on outputs only, norms over all heads, a window in three of four layers."""
 
-import functools
-
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families._olmo import olmo_block
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.layers.mask import Mask, SlidingWindow
-from eqx_decoders.layers.rope import Rope, YarnRope
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -43,13 +41,24 @@ FAMILY = Family(
     weights=llama_weights(norms="post"),
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=100_278, head_dim=128)
-_7B = _shape(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_dim=11_008)
-_32B = _shape(embed_dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, mlp_dim=27_648)
-_LONG = YarnRope(theta=_THETA, factor=8.0, original_length=8192)
+
+_SETTINGS = dict(
+    model_type="olmo3",
+    vocab_size=100_278,
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    intermediate_size=11_008,
+    rms_norm_eps=1e-06,
+)
 
 MODELS = {
-    "olmo3-7b-pt": lambda: olmo3(_7B, masks=_7B.cycle_masks(4096, 4)),
-    "olmo3-7b": lambda: olmo3(_7B, masks=_7B.cycle_masks(4096, 4), rope=_LONG),
-    "olmo3-32b": lambda: olmo3(_32B, masks=_32B.cycle_masks(4096, 4), rope=_LONG),
-}
+    "olmo3-7b-pt": _SETTINGS,
+    "olmo3-7b": _SETTINGS | dict(
+        rope_parameters=dict(full_attention=dict(factor=8.0, original_max_position_embeddings=8192, rope_type="yarn")),
+    ),
+    "olmo3-32b": _SETTINGS | dict(
+        hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27_648,
+        rope_parameters=dict(full_attention=dict(factor=8.0, original_max_position_embeddings=8192, rope_type="yarn")),
+    ),
+}  # fmt: skip

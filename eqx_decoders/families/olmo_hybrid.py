@@ -5,7 +5,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families._olmo import olmo_block
-from eqx_decoders.families._qwen_hybrid import INTO_KEYS, INTO_VALUES, KEYS, LINEAR, VALUES, every_fourth
+from eqx_decoders.families._qwen_hybrid import INTO_KEYS, INTO_VALUES, KEYS, LINEAR, VALUES
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, hybrid_layers, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -98,14 +98,6 @@ FAMILY = Family(
 )
 
 
-def _7b() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=100_352, embed_dim=3840, num_layers=32, num_heads=30, num_kv_heads=30, head_dim=128, mlp_dim=11_008
-    )
-    delta = GatedDeltaNetConfig(
-        num_key_heads=30, num_heads=30, key_dim=96, value_dim=192, norm=_NORM, negative_eigenvalues=True
-    )
-    return olmo_hybrid(shape, delta=delta, full=every_fourth(32), rope=None)
-
-
-MODELS = {"olmo-hybrid-7b": _7b}
+MODELS = {
+    "olmo-hybrid-7b": dict(model_type="olmo_hybrid", rope_parameters=dict(rope_theta=None)),
+}  # fmt: skip

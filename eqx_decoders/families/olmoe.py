@@ -44,9 +44,10 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_7B = DecoderSizes(
-    vocab_size=50_304, embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=16, head_dim=128, mlp_dim=1024,
-    eps=1e-5,
-)  # fmt: skip
 
-MODELS = {"olmoe-7b-a1b": lambda: olmoe(_7B)}
+MODELS = {
+    "olmoe-7b-a1b": dict(
+        model_type="olmoe", vocab_size=50_304, hidden_size=2048, num_hidden_layers=16, num_attention_heads=16,
+        intermediate_size=1024,
+    ),
+}  # fmt: skip

@@ -8,10 +8,9 @@ import functools
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import PostNorm
-from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, gpt_sizes, plain_mlp, renamed
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Flag, Integer, Rule, Values, only
+from eqx_decoders.families.settings_table import Flag, Integer, Rule, only
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
@@ -55,15 +54,6 @@ def opt(
 
 def _norm_first(config: DecoderConfig) -> bool:
     return not isinstance(config.residual, PostNorm)
-
-
-def _lacks_final_norm(config: DecoderConfig) -> bool:
-    return _norm_first(config) and config.final_norm is None
-
-
-def _read_rank(fields: Fields, values: Values) -> int | None:
-    table, embed_dim = fields.integer("word_embed_proj_dim", None), values["shape"].embed_dim
-    return None if table == embed_dim else table
 
 
 def _has_norm_weights(config: DecoderConfig) -> bool:
@@ -123,5 +113,19 @@ _SIZES = {
     "opt-66b": _sizes(9216, 64, 72),
 }
 
-MODELS = {name: functools.partial(opt, shape) for name, shape in _SIZES.items()}
+_SETTINGS = dict(model_type="opt", vocab_size=50_272)
+
+MODELS = {
+    "opt-125m": _SETTINGS | dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, ffn_dim=3072),
+    "opt-350m": _SETTINGS | dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, ffn_dim=4096, do_layer_norm_before=False,
+        word_embed_proj_dim=512,
+    ),
+    "opt-1.3b": _SETTINGS | dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, ffn_dim=8192),
+    "opt-2.7b": _SETTINGS | dict(hidden_size=2560, num_hidden_layers=32, num_attention_heads=32, ffn_dim=10_240),
+    "opt-6.7b": _SETTINGS | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, ffn_dim=16_384),
+    "opt-13b": _SETTINGS | dict(hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, ffn_dim=20_480),
+    "opt-30b": _SETTINGS | dict(hidden_size=7168, num_hidden_layers=48, num_attention_heads=56, ffn_dim=28_672),
+    "opt-66b": _SETTINGS | dict(hidden_size=9216, num_hidden_layers=64, num_attention_heads=72, ffn_dim=36_864),
+}  # fmt: skip
 MODELS["opt-350m"] = functools.partial(opt, _SIZES["opt-350m"], rank=512, norm_first=False)

@@ -1,13 +1,10 @@
 """Phi 1 to 2 (Gunasekar et al. 2023): attention and MLP in parallel after one norm, biases everywhere, the head too."""
 
-import functools
-
 from eqx_decoders.families.common import (
     LAYER,
     NO_BIAS,
     DecoderSizes,
     decoder_sizes,
-    gpt_sizes,
     llama_weights,
     plain_mlp,
     renamed,
@@ -47,10 +44,21 @@ FAMILY = Family(
     weights=renamed(llama_weights(mlp=plain_mlp(LAYER + "mlp.", up="fc1", down="fc2")), _NAMES),
 )  # fmt: skip
 
-_shape = functools.partial(gpt_sizes, vocab_size=51_200, eps=1e-5, activation="gelu_tanh", attention_bias=True)
+
+_SETTINGS = dict(
+    model_type="phi",
+    vocab_size=51_200,
+    hidden_size=2048,
+    num_hidden_layers=24,
+    num_attention_heads=32,
+    intermediate_size=8192,
+)
 
 MODELS = {
-    "phi1-1.4b": lambda: phi(_shape(2048, 24, 32)),
-    "phi1.5-1.4b": lambda: phi(_shape(2048, 24, 32)),
-    "phi2-2.8b": lambda: phi(_shape(2560, 32, 32), rope=Rope(fraction=0.4)),
-}
+    "phi1-1.4b": _SETTINGS,
+    "phi1.5-1.4b": _SETTINGS,
+    "phi2-2.8b": _SETTINGS | dict(
+        hidden_size=2560, num_hidden_layers=32, intermediate_size=10_240,
+        rope_parameters=dict(partial_rotary_factor=0.4),
+    ),
+}  # fmt: skip

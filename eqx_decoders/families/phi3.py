@@ -53,13 +53,6 @@ FAMILY = Family(
     ignored_keys={"attention_bias mlp_bias": "transformers has no such key here"},
 )
 
-_MINI = DecoderSizes(
-    vocab_size=32_064, embed_dim=3072, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=96, mlp_dim=8192,
-    eps=1e-5,
-)  # fmt: skip
-_14B: dict[str, Any] = dict(
-    embed_dim=5120, num_layers=40, num_heads=40, num_kv_heads=10, head_dim=128, mlp_dim=17_920, eps=1e-5
-)
 
 # of long texts: what frequencies are divided by
 _LONG = (
@@ -82,9 +75,20 @@ def _phi4_mini() -> DecoderConfig:
     return phi3(shape, rope=rope, mask=SlidingWindow(262_144))
 
 
+_SETTINGS = dict(
+    model_type="phi3",
+    vocab_size=32_064,
+    hidden_size=5120,
+    num_hidden_layers=40,
+    num_attention_heads=40,
+    intermediate_size=17_920,
+)
+
 MODELS = {
-    "phi3-mini-3.8b": lambda: phi3(_MINI, mask=SlidingWindow(2047)),
-    "phi3-medium-14b": lambda: phi3(DecoderSizes(vocab_size=32_064, **_14B), mask=SlidingWindow(2047)),
+    "phi3-mini-3.8b": _SETTINGS | dict(
+        hidden_size=3072, num_hidden_layers=32, num_attention_heads=32, intermediate_size=8192, sliding_window=2047,
+    ),
+    "phi3-medium-14b": _SETTINGS | dict(num_key_value_heads=10, sliding_window=2047),
     "phi4-mini-3.8b": _phi4_mini,
-    "phi4-14b": lambda: phi3(DecoderSizes(vocab_size=100_352, **_14B), rope=Rope(theta=250_000.0)),
-}
+    "phi4-14b": _SETTINGS | dict(vocab_size=100_352, num_key_value_heads=10, rope_theta=250_000.0),
+}  # fmt: skip

@@ -79,10 +79,10 @@ FAMILY = Family(
     },
 )
 
-# its LongRoPE, 64 numbers for short texts and as many for long ones, comes with a checkpoint
-_42B = DecoderSizes(
-    vocab_size=32_064, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=6400,
-    eps=1e-5, attention_bias=True,
-)  # fmt: skip
 
-MODELS = {"phi3.5-moe-42b-a7b": lambda: phimoe(_42B, head_bias=True)}
+MODELS = {
+    "phi3.5-moe-42b-a7b": dict(
+        model_type="phimoe", vocab_size=32_064, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        intermediate_size=6400, attention_bias=True, lm_head_bias=True, rope_theta=10_000.0,
+    ),
+}  # fmt: skip

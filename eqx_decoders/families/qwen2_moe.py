@@ -1,7 +1,5 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al. 2024): Qwen2's attention, experts, and a shared one with a gate."""
 
-import functools
-
 from eqx_decoders.families import moe
 from eqx_decoders.families._qwen import EARLY_WINDOWS, IGNORED_WINDOW_KEYS
 from eqx_decoders.families._qwen_hybrid import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
@@ -45,16 +43,13 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_WINDOW_KEYS,
 )
 
-_shape = functools.partial(DecoderSizes, vocab_size=151_936, head_dim=128, attention_bias=True)
-_experts = functools.partial(qwen_experts, renormalize=False)
-_14B = _shape(embed_dim=2048, num_layers=24, num_heads=16, num_kv_heads=16, mlp_dim=5632)
-_57B = _shape(embed_dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_dim=18_944)
+
+_SETTINGS = dict(model_type="qwen2_moe", vocab_size=151_936, rope_theta=1_000_000.0)
 
 MODELS = {
-    "qwen1.5-moe-a2.7b": lambda: qwen2_moe(
-        _14B, experts=_experts(_14B, num_experts=60, num_experts_per_token=4, mlp_dim=1408, shared_dim=5632)
+    "qwen1.5-moe-a2.7b": _SETTINGS | dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=16),
+    "qwen2-57b-a14b": _SETTINGS | dict(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        moe_intermediate_size=2560, num_experts=64, num_experts_per_tok=8, shared_expert_intermediate_size=20_480,
     ),
-    "qwen2-57b-a14b": lambda: qwen2_moe(
-        _57B, experts=_experts(_57B, num_experts=64, num_experts_per_token=8, mlp_dim=2560, shared_dim=20_480)
-    ),
-}
+}  # fmt: skip

@@ -16,8 +16,6 @@ from eqx_decoders.families._qwen_hybrid import (
     INTO_VALUES,
     LINEAR,
     SHARED_WEIGHTS,
-    delta_net,
-    every_fourth,
     expert_settings,
     qwen3_next,
     qwen_experts,
@@ -82,12 +80,9 @@ FAMILY = Family(
 )
 
 
-def _80b() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=151_936, embed_dim=2048, num_layers=48, num_heads=16, num_kv_heads=2, head_dim=256, mlp_dim=5120
-    )
-    experts = qwen_experts(shape, num_experts=512, num_experts_per_token=10, mlp_dim=512, shared_dim=512)
-    return qwen3_next(shape, delta=delta_net(shape), full=every_fourth(48), mlps=(experts,) * 48)
-
-
-MODELS = {"qwen3-next-80b": _80b}
+MODELS = {
+    "qwen3-next-80b": dict(
+        model_type="qwen3_next", vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16,
+        rope_theta=10_000_000.0,
+    ),
+}  # fmt: skip

@@ -22,8 +22,6 @@ from eqx_decoders.families._qwen_hybrid import (
     IGNORED_STATE_KEYS,
     LAYER,
     QWEN3_5_WEIGHTS,
-    delta_net,
-    every_fourth,
     expert_settings,
     hybrid_settings,
     qwen_experts,
@@ -275,19 +273,11 @@ FAMILY = Family(
 )  # fmt: skip
 
 
-def _exp() -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=248_320, embed_dim=2560, num_layers=48, num_heads=24, num_kv_heads=2, head_dim=256, mlp_dim=640
-    )
-    ngrams = dict(
-        layers=(1,), num_heads=8, head_dim=160, vocab_bases=(20_000_000,) * 2, taps=4, seed=1234, row_multiple=128,
-        table_parts=128, pad_token=248_044, end_token=248_044,
-    )  # fmt: skip
-    return qwen4_exp(
-        shape, delta=delta_net(shape, num_heads=48, gate_activation="sigmoid"), full=every_fourth(48), ngrams=ngrams,
-        mlp=qwen_experts(shape, shared_dim=640, num_experts=512, num_experts_per_token=10),
-        indexer=PooledIndexerConfig(size=4, top_k=512, num_heads=4, head_dim=128), residual=GatedStreams(),
-    )  # fmt: skip
-
-
-MODELS = {"qwen4-exp": _exp}
+MODELS = {
+    "qwen4-exp": dict(
+        model_type="qwen4_exp_text", vocab_size=248_320, hidden_size=2560, num_hidden_layers=48, num_attention_heads=24,
+        eos_token_id=248_044, indexer_budget=2048, indexer_compress_ratio=4, indexer_head_dim=128, indexer_n_heads=4,
+        linear_num_value_heads=48, moe_intermediate_size=640, output_gate_type="sigmoid", ple_layer_ids=[2],
+        rope_theta=10_000_000.0, shared_expert_intermediate_size=640, split_ngram_parts=128,
+    ),
+}  # fmt: skip

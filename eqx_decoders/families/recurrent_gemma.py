@@ -131,15 +131,13 @@ FAMILY = Family(
 )
 
 
-def _model(embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int) -> DecoderConfig:
-    shape = DecoderSizes(
-        vocab_size=256_000, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=1,
-        head_dim=256, mlp_dim=mlp_dim, tied=True, activation="gelu_tanh",
-    )  # fmt: skip
-    return recurrent_gemma(shape, recurrence=RGLRUConfig(num_heads=num_heads, value_dim=256))
-
+_SETTINGS = dict(model_type="recurrent_gemma", vocab_size=256_000, num_key_value_heads=1)
 
 MODELS = {
-    "recurrentgemma-2b": lambda: _model(2560, 26, 10, 7680),
-    "recurrentgemma-9b": lambda: _model(4096, 38, 16, 12_288),
-}
+    "recurrentgemma-2b": _SETTINGS | dict(
+        hidden_size=2560, num_hidden_layers=26, num_attention_heads=10, intermediate_size=15_360,
+    ),
+    "recurrentgemma-9b": _SETTINGS | dict(
+        hidden_size=4096, num_hidden_layers=38, num_attention_heads=16, intermediate_size=24_576,
+    ),
+}  # fmt: skip

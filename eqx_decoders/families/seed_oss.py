@@ -29,9 +29,10 @@ FAMILY = Family(
     ignored_keys={"residual_dropout": "dropout happens in training only, and a loaded model has none"},
 )
 
-_36B = DecoderSizes(
-    vocab_size=155_136, embed_dim=5120, num_layers=64, num_heads=80, num_kv_heads=8, head_dim=128, mlp_dim=27_648,
-    attention_bias=True,
-)  # fmt: skip
 
-MODELS = {"seed-oss-36b": lambda: seed_oss(_36B)}
+MODELS = {
+    "seed-oss-36b": dict(
+        model_type="seed_oss", vocab_size=155_136, hidden_size=5120, num_hidden_layers=64, num_attention_heads=80,
+        intermediate_size=27_648, rope_theta=10_000_000.0,
+    ),
+}  # fmt: skip

@@ -7,7 +7,7 @@ from eqx_decoders.families.common import DecoderSizes, decoder_sizes, layer_mask
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotated_layers
 from eqx_decoders.families.settings_table import Flag
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -39,11 +39,10 @@ FAMILY = Family(
     ignored_keys={"no_rope_layer_interval max_window_layers": "the lists of the layers say it"},
 )
 
-_3B = DecoderSizes(
-    vocab_size=128_256, embed_dim=2048, num_layers=36, num_heads=16, num_kv_heads=4, head_dim=128, mlp_dim=11_008,
-    tied=True,
-)  # fmt: skip
 
-_ROTATED = frozenset(index for index in range(36) if (index + 1) % 4)
-
-MODELS = {"smollm3-3b": lambda: smollm3(_3B, rotated=_ROTATED, masks=(Causal(),) * 36, rope=Rope(theta=5e6))}
+MODELS = {
+    "smollm3-3b": dict(
+        model_type="smollm3", vocab_size=128_256, hidden_size=2048, num_hidden_layers=36, num_attention_heads=16,
+        intermediate_size=11_008, rope_theta=5_000_000.0,
+    ),
+}  # fmt: skip

@@ -1,32 +1,37 @@
 """SmolVLM 2 (Marafioti et al. 2025): Idefics 3 with SmolLM 2, a smaller Llama."""
 
-import functools
-
-from eqx_decoders.families._idefics3 import idefics3_encoder, idefics3_family
-from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.multimodal import with_images
-from eqx_decoders.families.vision_fields import EncoderSizes
-from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.families._idefics3 import idefics3_family
 
 
 FAMILY = idefics3_family("smolvlm", "SmolVLMForConditionalGeneration")
 
-_shape = functools.partial(DecoderSizes, vocab_size=49_280, head_dim=64, eps=1e-5)
-_256M = _shape(embed_dim=576, num_layers=30, num_heads=9, num_kv_heads=3, mlp_dim=1536)
-_500M = _shape(embed_dim=960, num_layers=32, num_heads=15, num_kv_heads=5, mlp_dim=2560)
-_2B = _shape(embed_dim=2048, num_layers=24, num_heads=32, num_kv_heads=32, mlp_dim=8192)
-_base = functools.partial(EncoderSizes, embed_dim=768, layers=12, heads=12, mlp_dim=3072, size=16, merge=4)
-_so400m = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, mlp_dim=4304, size=14, merge=3)
 
-
-def _model(shape: DecoderSizes, encoder: functools.partial[EncoderSizes], side: int, theta: float) -> DecoderConfig:
-    text = shape.decoder(shape.block(shape.attention(rope=Rope(theta=theta))))
-    return with_images(text, idefics3_encoder(encoder(out_dim=shape.embed_dim), side=side), image_token=49_190)
-
+_SETTINGS = dict(
+    model_type="smolvlm",
+    image_token_id=49_190,
+    scale_factor=4,
+    vision_config=dict(image_size=512, patch_size=16, hidden_size=768, num_attention_heads=12),
+)
 
 MODELS = {
-    "smolvlm2-256m": lambda: _model(_256M, _base, 32, 100_000.0),
-    "smolvlm2-500m": lambda: _model(_500M, _base, 32, 100_000.0),
-    "smolvlm2-2.2b": lambda: _model(_2B, _so400m, 27, 130_000.0),
-}
+    "smolvlm2-256m": _SETTINGS | dict(
+        text_config=dict(
+            num_key_value_heads=3, rms_norm_eps=1e-05, rope_theta=100_000.0, hidden_size=576, intermediate_size=1536,
+            num_attention_heads=9, num_hidden_layers=30, vocab_size=49_280,
+        ),
+    ),
+    "smolvlm2-500m": _SETTINGS | dict(
+        text_config=dict(
+            num_key_value_heads=5, rms_norm_eps=1e-05, rope_theta=100_000.0, hidden_size=960, intermediate_size=2560,
+            num_attention_heads=15, vocab_size=49_280,
+        ),
+    ),
+    "smolvlm2-2.2b": _SETTINGS | dict(
+        scale_factor=3,
+        text_config=dict(
+            rms_norm_eps=1e-05, rope_theta=130_000.0, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24,
+            vocab_size=49_280,
+        ),
+        vision_config=dict(image_size=378, patch_size=14, intermediate_size=4304, num_hidden_layers=27),
+    ),
+}  # fmt: skip

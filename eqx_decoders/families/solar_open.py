@@ -3,12 +3,11 @@
 import functools
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router, v3_router_settings
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router_settings
+from eqx_decoders.families.common import decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Only
-from eqx_decoders.layers.rope import YarnRope
 
 
 solar_open = functools.partial(v3_experts, output_bias=False, dense_layers=())
@@ -32,14 +31,10 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_100B = DecoderSizes(
-    vocab_size=196_608, embed_dim=4096, num_layers=48, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=1280,
-    eps=1e-5,
-)  # fmt: skip
 
 MODELS = {
-    "solar-open-100b-a12b": lambda: solar_open(
-        _100B, rope=YarnRope(theta=1e6, factor=2.0, original_length=65_536), router=v3_router(scaling_factor=1.0),
-        num_experts=128, num_experts_per_token=8, num_shared=1, expert_dim=1280,
+    "solar-open-100b-a12b": dict(
+        model_type="solar_open", vocab_size=196_608, hidden_size=4096, num_hidden_layers=48, num_attention_heads=64,
+        rope_scaling=dict(factor=2.0, original_max_position_embeddings=65_536, rope_type="yarn"),
     ),
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """StableLM and StableLM 2 (Bellagente et al. 2024): LayerNorm with biases, a quarter of RoPE, biases of q, k and v."""
 
-import functools
-
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -45,14 +43,19 @@ FAMILY = Family(
     ),
 )
 
-_shape = functools.partial(DecoderSizes, num_heads=32, num_kv_heads=32, eps=1e-5)
-_3B = _shape(vocab_size=50_304, embed_dim=2560, num_layers=32, head_dim=80, mlp_dim=6912)
-_1B = _shape(vocab_size=100_352, embed_dim=2048, num_layers=24, head_dim=64, mlp_dim=5632)
-_12B = _shape(vocab_size=100_352, embed_dim=5120, num_layers=40, num_kv_heads=8, head_dim=160, mlp_dim=13_824)
+
+_SETTINGS = dict(model_type="stablelm", num_attention_heads=32)
 
 MODELS = {
-    "stablelm-3b": lambda: stablelm(_3B),
-    "stable-code-3b": lambda: stablelm(_3B, rope=Rope(theta=1e6, fraction=0.25)),
-    "stablelm2-1.6b": lambda: stablelm(_1B, qkv_bias=True),
-    "stablelm2-12b": lambda: stablelm(_12B, parallel=True, qk_norm=True),
-}
+    "stablelm-3b": _SETTINGS | dict(vocab_size=50_304, hidden_size=2560, num_hidden_layers=32, intermediate_size=6912),
+    "stable-code-3b": _SETTINGS | dict(
+        vocab_size=50_304, hidden_size=2560, num_hidden_layers=32, intermediate_size=6912, rope_theta=1_000_000.0,
+    ),
+    "stablelm2-1.6b": _SETTINGS | dict(
+        vocab_size=100_352, hidden_size=2048, num_hidden_layers=24, intermediate_size=5632, use_qkv_bias=True,
+    ),
+    "stablelm2-12b": _SETTINGS | dict(
+        vocab_size=100_352, hidden_size=5120, num_hidden_layers=40, num_key_value_heads=8, intermediate_size=13_824,
+        qk_layernorm=True, use_parallel_residual=True,
+    ),
+}  # fmt: skip

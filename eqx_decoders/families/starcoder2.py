@@ -1,12 +1,10 @@
 """StarCoder2 (Lozhkov et al. 2024): LayerNorm, an MLP without a gate, biases everywhere, a window in every layer."""
 
-import functools
-
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp, same_window
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import only
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -39,16 +37,20 @@ FAMILY = Family(
     },
 )  # fmt: skip
 
-_shape = functools.partial(
-    DecoderSizes, vocab_size=49_152, head_dim=128, eps=1e-5, tied=True, activation="gelu_tanh", attention_bias=True
-)
-_3B = _shape(embed_dim=3072, num_layers=30, num_heads=24, num_kv_heads=2, mlp_dim=12_288, init_std=0.018042)
-_7B = _shape(embed_dim=4608, num_layers=32, num_heads=36, num_kv_heads=4, mlp_dim=18_432, init_std=0.018042)
-_15B = _shape(embed_dim=6144, num_layers=40, num_heads=48, num_kv_heads=4, mlp_dim=24_576, init_std=0.01275, tied=False)
-_WINDOW = SlidingWindow(4096)
+
+_SETTINGS = dict(model_type="starcoder2", vocab_size=49_152, initializer_range=0.018042, sliding_window=4096)
 
 MODELS = {
-    "starcoder2-3b": lambda: starcoder2(_3B, rope=Rope(theta=999_999.4420358813), mask=_WINDOW),
-    "starcoder2-7b": lambda: starcoder2(_7B, rope=Rope(theta=1e6), mask=_WINDOW),
-    "starcoder2-15b": lambda: starcoder2(_15B, rope=Rope(theta=100_000.0), mask=_WINDOW),
-}
+    "starcoder2-3b": _SETTINGS | dict(
+        hidden_size=3072, num_hidden_layers=30, num_attention_heads=24, intermediate_size=12_288,
+        rope_theta=999_999.4420358813,
+    ),
+    "starcoder2-7b": _SETTINGS | dict(
+        hidden_size=4608, num_hidden_layers=32, num_attention_heads=36, num_key_value_heads=4, intermediate_size=18_432,
+        rope_theta=1_000_000.0,
+    ),
+    "starcoder2-15b": _SETTINGS | dict(
+        hidden_size=6144, num_hidden_layers=40, num_attention_heads=48, num_key_value_heads=4, intermediate_size=24_576,
+        initializer_range=0.01275, rope_theta=100_000.0, tie_word_embeddings=False,
+    ),
+}  # fmt: skip

@@ -3,7 +3,7 @@
 import functools
 
 from eqx_decoders.families._gemma import GEMMA2_SETTINGS, IGNORED_ACTIVATION_KEY, gemma2
-from eqx_decoders.families.common import LAYER, DecoderSizes, llama_weights
+from eqx_decoders.families.common import LAYER, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.weight_rows import norm_weights
 
@@ -18,9 +18,10 @@ FAMILY = Family(
     ignored_keys=IGNORED_ACTIVATION_KEY,
 )
 
-_1B = DecoderSizes(
-    vocab_size=256_000, embed_dim=1152, num_layers=26, num_heads=4, num_kv_heads=4, head_dim=256, mlp_dim=6912,
-    tied=True, activation="gelu_tanh",
-)  # fmt: skip
 
-MODELS = {"vaultgemma-1b": lambda: gemma2(_1B, masks=_1B.cycle_masks(512, 2), norms="pre")}
+MODELS = {
+    "vaultgemma-1b": dict(
+        model_type="vaultgemma", vocab_size=256_000, hidden_size=1152, num_hidden_layers=26, num_attention_heads=4,
+        intermediate_size=6912, sliding_window=512,
+    ),
+}  # fmt: skip

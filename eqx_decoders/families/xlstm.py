@@ -125,6 +125,7 @@ FAMILY = Family(
     },
 )  # fmt: skip
 
-_7B = MambaSizes(vocab_size=50_304, embed_dim=4096, num_layers=32, eps=1e-6)
 
-MODELS = {"xlstm-7b": lambda: xlstm(_7B, mixer=MLSTMConfig(num_heads=8, key_dim=256, value_dim=512), mlp_dim=10_944)}
+MODELS = {
+    "xlstm-7b": dict(model_type="xlstm"),
+}  # fmt: skip

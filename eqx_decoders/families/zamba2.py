@@ -216,29 +216,19 @@ FAMILY = Family(
 )
 
 
-def _model(
-    embed_dim: int,
-    hybrid: Iterable[int],
-    *,
-    num_layers: int,
-    count: int,
-    key_dim: int = 64,
-    groups: int = 1,
-    rope: Rope | None = None,
-    attention_adapters: bool = False,
-) -> DecoderConfig:
-    shape = MambaSizes(vocab_size=32_000, embed_dim=embed_dim, num_layers=num_layers, tied=True, init_std=0.02)
-    mamba = Mamba2Config(num_heads=embed_dim // 32, value_dim=64, num_groups=groups, key_dim=key_dim, dt_min=0.001)
-    block = shared(shape, num_heads=32, num_kv_heads=32, mlp_dim=4 * embed_dim, count=count, rope=rope)
-    ids = set(hybrid)
-    flags = tuple(index in ids for index in range(num_layers))
-    return zamba2(shape, mamba=mamba, transformer=block, hybrid=flags, rank=128, attention_adapters=attention_adapters)
-
-
 MODELS = {
-    "zamba2-1.2b": lambda: _model(
-        2048, range(5, 38, 6), num_layers=38, count=1, key_dim=128, rope=Rope(), attention_adapters=True
+    "zamba2-1.2b": dict(
+        model_type="zamba2", hidden_size=2048, num_hidden_layers=38,
+        layers_block_type=["hybrid" if layer % 6 == 5 else "linear_attention" for layer in range(38)],
+        mamba_d_state=128, n_mamba_heads=64, use_mem_rope=True, use_shared_attention_adapter=True,
     ),
-    "zamba2-2.7b": lambda: _model(2560, (*range(6, 43, 6), 47, 51), num_layers=54, count=2),
-    "zamba2-7b": lambda: _model(3584, (6, *range(11, 78, 6)), num_layers=81, count=2, groups=2, rope=Rope()),
-}
+    "zamba2-2.7b": dict(model_type="zamba2", n_mamba_heads=80, num_mem_blocks=2),
+    "zamba2-7b": dict(
+        model_type="zamba2", hidden_size=3584, num_hidden_layers=81,
+        layers_block_type=[
+            "hybrid" if layer in (6, 11, 17, 23, 29, 35, 41, 47, 53, 59, 65, 71, 77) else "linear_attention"
+            for layer in range(81)
+        ],
+        mamba_ngroups=2, n_mamba_heads=112, num_mem_blocks=2, use_mem_rope=True,
+    ),
+}  # fmt: skip
