@@ -26,7 +26,7 @@ def abstract_cache(
     layout: Layout = Layout(),
     pages: PageConfig | None = None,
 ) -> Cache:
-    """Return `init_cache` as a tree of `jax.ShapeDtypeStruct` with shardings."""
+    """Return the result of `init_cache` as a tree of `jax.ShapeDtypeStruct` with shardings."""
     check_integer("init_cache batch_size", batch_size)
     check_integer("init_cache max_length", max_length)
     shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype, pages))
@@ -46,11 +46,15 @@ def init_cache(
     layout: Layout = Layout(),
     pages: PageConfig | None = None,
 ) -> Cache:
-    """Return an empty cache for `batch_size` rows of up to `max_length` tokens, created sharded.
+    """Return an empty cache for `batch_size` sequences of up to `max_length` tokens. It is created sharded.
 
-    `dtype` may be "int8", "int4" or "float8_e4m3fn": keys and values are then stored in so few bits, with a scale for
-    each token and head, or as a `CacheFormat` says. The tokens of a call see each other as they are, and earlier ones
-    as they are stored. With `pages` these keys and values are in pages, of which rows have as many as they need.
+    **Arguments:**
+
+    - `dtype`: dtype of keys and values. "int8", "int4" and "float8_e4m3fn" store them quantized, with one scale for
+        each token and head; a `CacheFormat` selects other scales. Within a call, tokens attend to each other's
+        unquantized keys and values, and to the quantized keys and values of earlier calls.
+    - `pages`: store keys and values in pages (paged attention), so that each sequence takes the pages that it needs;
+        None for a contiguous cache.
     """
     target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages)
     build = layout.automatically(
@@ -78,12 +82,12 @@ def block_cache(
     dtype: DTypeLike | CacheFormat,
     pages: PageConfig | None = None,
 ) -> dict[str, Any]:
-    """Return empty caches of the layers of so many equal blocks, by the names of the branches."""
-    kind = CacheFormat.of(dtype)
+    """Return empty caches for the layers of `layers` equal blocks, by layer name (see `BlockConfig.branches`)."""
+    cache_format = CacheFormat.of(dtype)
 
     def build(shape: Any) -> Any:
         if pages is not None and shape.by_token:
-            return build_pages(shape, layers, batch_size, max_length, kind, pages)
-        return shape.build(layers, batch_size, kind)
+            return build_pages(shape, layers, batch_size, max_length, cache_format, pages)
+        return shape.build(layers, batch_size, cache_format)
 
     return jax.tree.map(build, block.cache_shape(max_length))

@@ -1,4 +1,4 @@
-"""Configurations as plain JSON values and back, exactly; and changes of single fields by name."""
+"""Lossless conversion of configurations to JSON and back, and changes of single fields by name."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 
 T = TypeVar("T")
 
-# The names that classes, and fields by their class, have had on disk, and those that they have now.
+# Former names of classes, and of fields by class, in configurations on disk, and their present names.
 FORMER_CLASSES: dict[str, str] = {"BranchConfig": "ExtraLayerConfig", "Plain": "NoResidual"}
 FORMER_FIELDS: dict[str, dict[str, str]] = {
     "BlockConfig": {
@@ -28,12 +28,13 @@ FORMER_FIELDS: dict[str, dict[str, str]] = {
 }
 
 
+# a former field of `BlockConfig` in the path of a weight, after the index of the block, `block` or the wildcard `*`
 _FORMER_PART = re.compile(rf"(?<=\.)(\d+|block|\*)\.({'|'.join(FORMER_FIELDS['BlockConfig'])})(?=\.|$)")
 
 
 def present_name(path: str) -> str:
-    """Return the present path of a weight, or of a pattern of weights, in which parts of blocks have former names."""
-    path = _FORMER_PART.sub(lambda found: f"{found[1]}.{FORMER_FIELDS['BlockConfig'][found[2]]}", f".{path}")
+    """Replace former names of block fields in the path of a weight (or in a pattern of paths) by present names."""
+    path = _FORMER_PART.sub(lambda match: f"{match[1]}.{FORMER_FIELDS['BlockConfig'][match[2]]}", f".{path}")
     return path.removeprefix(".")
 
 
@@ -42,140 +43,160 @@ def to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"class": type(value).__name__} | fields
-    return [to_plain(each) for each in value] if isinstance(value, tuple) else value
+    return [to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def from_plain(value: Any, hint: Any, where: str) -> Any:
-    """Convert the result of `to_plain` back to a type that fits the annotation `hint`, or raise ConfigError."""
+    """Convert the result of `to_plain` back to a value of a type that the annotation `hint` allows.
+
+    Raises ConfigError for other values; `where` is the name of the value in the message.
+    """
     kinds = _kinds(hint)
     if isinstance(value, dict):
         classes: dict[str, Any] = {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
         classes = {name: kind for name, kind in classes.items() if dataclasses.is_dataclass(kind)}
-        word = str(value.get("class", ""))
-        word = word if word in classes else FORMER_CLASSES.get(word, word)
-        kind = classes[check_word(f"{where}: class", word, classes)]
+        class_name = str(value.get("class", ""))
+        class_name = class_name if class_name in classes else FORMER_CLASSES.get(class_name, class_name)
+        kind = classes[check_word(f"{where}: class", class_name, classes)]
         hints = typing.get_type_hints(kind)
         names = [field.name for field in dataclasses.fields(kind)]
         former = {old: new for base in kind.__mro__ for old, new in FORMER_FIELDS.get(base.__name__, {}).items()}
         renamed = {old: new for old, new in former.items() if new not in value}
-        fields = {renamed.get(str(name), str(name)): each for name, each in value.items() if name != "class"}
+        fields = {renamed.get(str(name), str(name)): item for name, item in value.items() if name != "class"}
         for name in fields:
             check_word(f"{where}: field of {kind.__name__}", name, names)
-        needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-        lacking = sorted(set(needed) - set(fields))
-        check(not lacking, f"{where}: {kind.__name__} needs {', '.join(lacking)}.")
-        return kind(**{name: from_plain(each, hints[name], f"{where}.{name}") for name, each in fields.items()})
+        required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+        missing = sorted(set(required) - set(fields))
+        check(not missing, f"{where}: {kind.__name__} needs the fields {', '.join(missing)}.")
+        return kind(**{name: from_plain(item, hints[name], f"{where}.{name}") for name, item in fields.items()})
     if isinstance(value, list):
-        inner = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple]
-        check(len(inner) == 1, f"{where} must be {_named(kinds)}, not a list.")
-        return tuple(from_plain(each, inner[0], f"{where}[{index}]") for index, each in enumerate(value))
+        item_hints = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple]
+        check(len(item_hints) == 1, f"{where} must be {_type_names(kinds)}, not a list.")
+        return tuple(from_plain(item, item_hints[0], f"{where}[{index}]") for index, item in enumerate(value))
     for kind in kinds:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if value in typing.get_args(kind) if typing.get_origin(kind) is Literal else type(value) is kind:
             return value
-    raise ConfigError(f"{where}={value!r} must be {_named(kinds)}.")
+    raise ConfigError(f"{where}={value!r} must be {_type_names(kinds)}.")
 
 
 def decoder_to_json(config: Any) -> str:
     """Write a `DecoderConfig` as JSON; repeated layers are written once: `{"repeat": 4, "blocks": …}`."""
-    runs = [
+    repeated_blocks = [
         {"repeat": repeats, "blocks": [to_plain(block) for block in unit]}
         for unit, repeats in find_repeats(config.blocks)
     ]
-    return json.dumps(to_plain(config) | {"blocks": runs}, indent=2) + "\n"
+    return json.dumps(to_plain(config) | {"blocks": repeated_blocks}, indent=2) + "\n"
 
 
 def decoder_from_json(text: str, kind: type[T]) -> T:
-    """Read the result of `decoder_to_json` as a `DecoderConfig`, its class; ConfigError for anything else."""
+    """Convert the result of `decoder_to_json` to `kind` (`DecoderConfig`). Raises ConfigError for other texts."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"a configuration must be JSON: {str(error)[:200]}.") from error
-    good = isinstance(plain, dict) and isinstance(plain.get("blocks"), list)
-    check(good, "a configuration must be a JSON object with a list of blocks.")
+        raise ConfigError(f"The configuration is not valid JSON: {str(error)[:200]}.") from error
+    has_blocks = isinstance(plain, dict) and isinstance(plain.get("blocks"), list)
+    check(has_blocks, "The configuration must be a JSON object with a list of blocks.")
     blocks = []
     for entry in plain["blocks"]:
         repeated = isinstance(entry, dict) and set(entry) == {"repeat", "blocks"}
         if repeated:
             check_integer("DecoderConfig.blocks: repeat", entry["repeat"])
-            check(isinstance(entry["blocks"], list), "DecoderConfig.blocks: repeat needs a list of blocks.")
+            check(
+                isinstance(entry["blocks"], list),
+                'DecoderConfig.blocks: "blocks" must be a list in an entry with "repeat".',
+            )
         blocks += entry["blocks"] * entry["repeat"] if repeated else [entry]
     return from_plain(plain | {"blocks": blocks}, kind, "DecoderConfig")
 
 
 def with_fields(config: T, pairs: Sequence[str]) -> T:
-    """Return a `DecoderConfig` with single fields changed, each by a text like `"embed_dim=512"`.
+    """Return a `DecoderConfig` with the changes in `pairs`, texts such as `"embed_dim=512"`.
 
-    The names are those of fields of `DecoderConfig`; `num_layers`, to which the pattern of the layers is cut or
-    continued; and of fields of the mixers and the MLPs in all layers that have them: `num_heads`, `mlp_dim`, or with
-    the part where both or neither would do, `mixer.bias`, `mlp.router.z_loss`, `block.dropout`. Values are JSON or
-    plain words. All are changed together and then checked. Values derived from another field stay as they are.
+    A name is one of:
+
+    - a field of `DecoderConfig`;
+    - `num_layers`: the pattern of layers is truncated, or continued, to this number of layers;
+    - a field of the mixers or MLPs, such as `num_heads` or `mlp_dim`: it is changed in all layers that have it;
+    - a path of fields that starts with `mixer`, `mlp` or `block`, for fields that are ambiguous or nested:
+        `mixer.bias`, `mlp.router.z_loss`, `block.dropout`.
+
+    Values are JSON; other texts are strings. All changes are made together and then checked. Fields that were derived
+    from a changed field are not updated.
     """
-    named = {}
+    changes: dict[str, str] = {}
     for pair in pairs:
         name, equal, text = pair.partition("=")
         check(bool(equal and name), f"set={pair!r} must be a field and its value, such as num_layers=4.")
-        named[name.strip()] = text.strip()
-    if not named:
+        changes[name.strip()] = text.strip()
+    if not changes:
         return config
     decoder: Any = config
-    count = named.pop("num_layers", None)
+    num_layers = changes.pop("num_layers", None)
     decoder_fields = {field.name for field in dataclasses.fields(decoder)} - {"blocks", "mtp"}
-    of_blocks = {name: text for name, text in named.items() if name not in decoder_fields}
-    inner = {_path(name, decoder.blocks, decoder_fields): text for name, text in of_blocks.items()}
-    used: set[tuple[str, ...]] = set()
-    blocks = {block: _changed(block, inner, used) for block in dict.fromkeys(decoder.blocks)}
-    for path in inner.keys() - used:
-        raise ConfigError(f"set={'.'.join(path)!r}: no layer has that field.")
-    new: dict[str, Any] = {"blocks": tuple(blocks[block] for block in decoder.blocks)}
-    if count is not None:
-        new["blocks"] = _continued(new["blocks"], _value(count, int, "num_layers"))
+    block_changes = {
+        _block_path(name, decoder.blocks, decoder_fields): text
+        for name, text in changes.items()
+        if name not in decoder_fields
+    }
+    applied: set[tuple[str, ...]] = set()
+    changed_blocks = {block: _changed(block, block_changes, applied) for block in dict.fromkeys(decoder.blocks)}
+    for path in block_changes.keys() - applied:
+        raise ConfigError(f"set={'.'.join(path)!r}: no layer has this field.")
+    new: dict[str, Any] = {"blocks": tuple(changed_blocks[block] for block in decoder.blocks)}
+    if num_layers is not None:
+        new["blocks"] = _continued(new["blocks"], _parsed_value(num_layers, int, "num_layers"))
     if decoder.mtp is not None:
-        new["mtp"] = dataclasses.replace(decoder.mtp, block=_changed(decoder.mtp.block, inner, used))
+        new["mtp"] = dataclasses.replace(decoder.mtp, block=_changed(decoder.mtp.block, block_changes, applied))
     hints = typing.get_type_hints(type(decoder))
-    new |= {name: _value(text, hints[name], name) for name, text in named.items() if name in decoder_fields}
+    new |= {name: _parsed_value(text, hints[name], name) for name, text in changes.items() if name in decoder_fields}
     return dataclasses.replace(decoder, **new)
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """Return the types that an annotation allows, with the subclasses of configurations."""
+    """Return the types that an annotation allows, including the subclasses of configuration classes."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
     if dataclasses.is_dataclass(hint):
         kind: Any = hint
-        return [kind, *(each for derived in kind.__subclasses__() for each in _kinds(derived))]
+        return [kind, *(derived for subclass in kind.__subclasses__() for derived in _kinds(subclass))]
     return [hint]
 
 
-def _named(kinds: list[Any]) -> str:
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a word", types.NoneType: "null"}
-    texts = []
+def _type_names(kinds: list[Any]) -> str:
+    json_names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
+    names = []
     for kind in kinds:
-        literal = typing.get_origin(kind) is Literal
-        texts += map(repr, typing.get_args(kind)) if literal else [words.get(kind, getattr(kind, "__name__", "a list"))]
-    return " or ".join(texts)
+        if typing.get_origin(kind) is Literal:
+            names += map(repr, typing.get_args(kind))
+        else:
+            names.append(json_names.get(kind, getattr(kind, "__name__", "a list")))
+    return " or ".join(names)
 
 
-def _path(name: str, blocks: Sequence[Any], decoder_fields: set[str]) -> tuple[str, ...]:
+def _block_path(name: str, blocks: Sequence[Any], decoder_fields: set[str]) -> tuple[str, ...]:
     """Return the path of a field in a block: `num_heads` is `("mixer", "num_heads")`."""
-    part, *rest = name.split(".")
-    if rest and part in ("mixer", "mlp", "block"):
-        return tuple(rest) if part == "block" else (part, *rest)
-    parts = {which: {each for block in blocks for each in _fields(getattr(block, which))} for which in ("mixer", "mlp")}
-    owners = [which for which, names in parts.items() if part in names]
+    first, *rest = name.split(".")
+    if rest and first in ("mixer", "mlp", "block"):
+        return tuple(rest) if first == "block" else (first, *rest)
+    fields = {part: {field for block in blocks for field in _fields(getattr(block, part))} for part in ("mixer", "mlp")}
+    owners = [part for part, names in fields.items() if first in names]
     check(len(owners) < 2, f"set={name!r} is a field of mixers and of MLPs: write mixer.{name} or mlp.{name}.")
     if not owners:
-        check_word("set", name, ("num_layers", *sorted(decoder_fields), *sorted(parts["mixer"] | parts["mlp"])))
-    return (*owners, part, *rest)
+        check_word("set", name, ("num_layers", *sorted(decoder_fields), *sorted(fields["mixer"] | fields["mlp"])))
+    return (*owners, first, *rest)
 
 
 def _fields(config: Any) -> list[str]:
     return [] if config is None else [field.name for field in dataclasses.fields(config)]
 
 
-def _changed(config: Any, changes: dict[tuple[str, ...], str], used: set[tuple[str, ...]], depth: int = 0) -> Any:
-    """Return the configuration with the values of the paths that it has; these paths are added to `used`."""
+def _changed(config: Any, changes: dict[tuple[str, ...], str], applied: set[tuple[str, ...]], depth: int = 0) -> Any:
+    """Return the configuration with those changes whose path exists in it. Adds their paths to `applied`.
+
+    `config` is at `depth` of the paths.
+    """
     new: dict[str, Any] = {}
     hints = typing.get_type_hints(type(config))
     for path, text in changes.items():
@@ -183,38 +204,41 @@ def _changed(config: Any, changes: dict[tuple[str, ...], str], used: set[tuple[s
         if name not in _fields(config):
             continue
         if len(path) == depth + 1:
-            new[name] = _value(text, hints[name], f"{type(config).__name__}.{name}")
-            used.add(path)
+            new[name] = _parsed_value(text, hints[name], f"{type(config).__name__}.{name}")
+            applied.add(path)
         elif dataclasses.is_dataclass(getattr(config, name)):
-            same = {other: each for other, each in changes.items() if other[: depth + 1] == path[: depth + 1]}
-            same = {other: each for other, each in same.items() if len(other) > depth + 1}
-            new[name] = _changed(getattr(config, name), same, used, depth + 1)
+            nested = {
+                other: other_text
+                for other, other_text in changes.items()
+                if other[: depth + 1] == path[: depth + 1] and len(other) > depth + 1
+            }
+            new[name] = _changed(getattr(config, name), nested, applied, depth + 1)
     return dataclasses.replace(config, **new) if new else config
 
 
-def _value(text: str, hint: Any, where: str) -> Any:
-    """Return the value of a text of the command line, in a field with the annotation `hint`."""
-    words = {"None": None, "none": None, "True": True, "False": False}
+def _parsed_value(text: str, hint: Any, where: str) -> Any:
+    """Parse a text of the command line as the value of a field with the annotation `hint`."""
+    python_constants = {"None": None, "none": None, "True": True, "False": False}
     try:
-        value = words[text] if text in words else json.loads(text)
+        value = python_constants[text] if text in python_constants else json.loads(text)
     except ValueError:
         value = text
     return from_plain(value, hint, where)
 
 
 def _continued(blocks: tuple[T, ...], count: int) -> tuple[T, ...]:
-    """Return the first `count` blocks; if there are fewer, the cycle at their end continues, or all of them repeat."""
+    """Return the first `count` blocks. If there are fewer, continue the shortest cycle at the end of the list."""
     check_integer("num_layers", count)
-    numbers = [list(dict.fromkeys(blocks)).index(block) for block in blocks]
+    kinds = [list(dict.fromkeys(blocks)).index(block) for block in blocks]
     size = len(blocks)
-    # the shortest beginning plus cycle that explains all of them: one dense block, then experts, is 1 + 1
+    # find the shortest prefix plus period that describes the list: a dense block and then experts is 1 + 1
     _, _, period = min(
-        (begin + period, begin, period)
+        (prefix + period, prefix, period)
         for period in range(1, size + 1)
-        for begin in range(size - period + 1)
-        if all(numbers[i] == numbers[i - period] for i in range(begin + period, size))
+        for prefix in range(size - period + 1)
+        if all(kinds[i] == kinds[i - period] for i in range(prefix + period, size))
     )
-    longer = list(blocks)
-    while len(longer) < count:
-        longer.append(longer[-period])
-    return tuple(longer[:count])
+    result = list(blocks)
+    while len(result) < count:
+        result.append(result[-period])
+    return tuple(result[:count])

@@ -62,14 +62,15 @@ from eqx_decoders.sharding.layout import Layout
 
 
 class Output(eqx.Module):
-    """Result of a decoder.
+    """Result of a forward pass.
 
     **Arguments:**
 
-    - `logits`: of the next token, in float32; scores of the text so far where the model gives these.
-    - `hidden`: the residual stream after the last block, before the final norm; all with `MTPConfig.all_streams`.
-    - `cache`: the given cache with this call's tokens, or None.
-    - `stats`: statistics of the layers, stacked in their order.
+    - `logits`: logits of the next token; scores of the text so far for a model with `DecoderConfig.scores`.
+    - `hidden`: the residual stream after the last block, before the final norm; with `MTPConfig.all_streams` the
+        concatenation of all residual streams.
+    - `cache`: the cache of the call extended by its tokens; None for a call without a cache.
+    - `stats`: statistics of the layers, stacked in the order of the layers.
     """
 
     logits: Float32[Array, "batch length vocab"]
@@ -79,9 +80,10 @@ class Output(eqx.Module):
 
 
 class Decoder(eqx.Module):
-    """`head(norm(block_n(... block_1(embed(tokens)))))`, an immutable pytree, with encoders if it has any.
+    """A decoder language model `head(norm(block_n(... block_1(embed(tokens)))))`, with optional media encoders.
 
-    Created by `init`, `abstract` or `load_*`. `model.replace(remat="full")` is the same model run another way.
+    It is an immutable pytree, created by `init`, `abstract` or `load_*`. `model.replace(remat="full")` returns the
+    same weights with other execution options.
     """
 
     embedding: TokenEmbedding
@@ -106,20 +108,23 @@ class Decoder(eqx.Module):
 
     @classmethod
     def build(cls, config: DecoderConfig, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":
-        """Return a new decoder in float32 on the default device; `init` chooses device and dtype."""
+        """Return a new decoder in float32 on the default device. Use `init` for a layout and other dtypes."""
         table_key, position_key, head_key, block_key = jax.random.split(key, 4)
-        mtp_key, per_layer_key = jax.random.fold_in(key, 4), jax.random.fold_in(key, 5)
-        vision_key, audio_key = jax.random.fold_in(key, 6), jax.random.fold_in(key, 7)
+        mtp_key, per_layer_key, vision_key, audio_key, transform_key, shared_key, streams_key = (
+            jax.random.fold_in(key, index) for index in range(4, 11)
+        )
         vision, audio = (None, None) if config.media is None else (config.media.vision, config.media.audio)
         keys = jax.random.split(block_key, len(config.blocks))
-        stack, begin = [], 0
+        stack = []
+        start = 0
         for unit, repeats in find_repeats(config.blocks):
             count = len(unit) * repeats
-            stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[begin : begin + count], begin=begin))
-            begin += count
-        per_layer, layers = config.per_layer_embedding, len(takers(config.blocks))
-        transform, transformer = config.head_transform, config.shared_transformer
-        transform_key, shared_key = jax.random.fold_in(key, 8), jax.random.fold_in(key, 9)
+            stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[start : start + count], begin=start))
+            start += count
+        per_layer = config.per_layer_embedding
+        per_layer_count = len(takers(config.blocks))
+        transform = config.head_transform
+        transformer = config.shared_transformer
         return cls(
             embedding=TokenEmbedding.build(
                 (config.vocab_size, config.table_features),
@@ -130,8 +135,8 @@ class Decoder(eqx.Module):
             ),
             embedding_norm=None if config.embedding_norm is None else config.embedding_norm.build(config.embed_dim),
             positions=None if config.positions is None else config.positions.build(config.embed_dim, key=position_key),
-            per_layer_embedding=per_layer and per_layer.build(config.embed_dim, layers, key=per_layer_key),
-            streams=config.residual.build_maps(config.embed_dim, key=jax.random.fold_in(key, 10)),
+            per_layer_embedding=per_layer and per_layer.build(config.embed_dim, per_layer_count, key=per_layer_key),
+            streams=config.residual.build_maps(config.embed_dim, key=streams_key),
             scanned_layers=tuple(stack),
             final_norm=None if config.final_norm is None else config.final_norm.build(config.embed_dim),
             head_transform=None if transform is None else transform.build(config.embed_dim, key=transform_key),
@@ -159,33 +164,41 @@ class Decoder(eqx.Module):
         inputs: Inputs | None = None,
         media: Media | None = None,
     ) -> Output:
-        """Return logits for the token after each token. Outside of `jax.jit` it is compiled, once for each shape.
+        """Return the logits of the next token at each position.
 
-        Raises ConfigError for arrays of other shapes or dtypes than these and, where they are known, for ids that are
-        not in the vocabulary.
+        Outside of `jax.jit` the call is compiled, once for each combination of shapes. Raises ConfigError for wrong
+        shapes or dtypes and, unless values are traced, for ids outside of the vocabulary and positions that do not
+        increase.
 
         **Arguments:**
 
-        - `tokens`: ids below `vocab_size`.
-        - `positions`: of each token in its document, increasing; -1 marks padding. Default: counted from the beginning
-            of each document, with a cache from where each row stopped; padding takes none.
-        - `segment_ids`: documents packed into a row, 1, 2, …; 0 marks padding, which may stand within a document, too.
-            With a cache each row is one document, and only the 0 matters.
-        - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
-        - `key`: for dropout; None for none.
-        - `embeds`: results of `embed_tokens` in place of tokens, for example to differentiate by them.
-        - `inputs`: more inputs of layers.
-        - `media`: images, videos and audio, made by `Media.create` for these tokens; a placeholder may then be
-            outside of the vocabulary. With a cache they are this call's, as its tokens are.
+        - `tokens`: token ids below `vocab_size`.
+        - `positions`: position of each token in its document, increasing; -1 marks padding. None: positions count the
+            tokens of each document from 0 without padding; with a cache they continue at the length of each sequence.
+        - `segment_ids`: ids 1, 2, … of the documents packed into a sequence; 0 marks padding, which may also be
+            within a document. With a cache each sequence is one document, and ids only distinguish padding.
+        - `cache`: cache of earlier tokens; `Output.cache` extends it by the tokens of this call. Tokens at positions
+            beyond the cache's `max_length` are not stored.
+        - `key`: random key for dropout; None disables dropout.
+        - `embeds`: results of `embed_tokens` in place of `tokens`, for example to compute gradients for embeddings.
+        - `inputs`: further inputs of layers.
+        - `media`: images, videos and audio, created by `Media.create` for these tokens; placeholder ids may then be
+            outside of the vocabulary. With a cache, only the media of this call's tokens.
         """
         arrays = as_int32_inputs(TokenInputs(tokens, positions, segment_ids, embeds))
-        known = arrays.tokens if media is None else merge.without_placeholders(arrays.tokens, media)
-        documents = arrays.positions, arrays.segment_ids
-        check_inputs(self.config, known, *documents, embeds=embeds, packed=cache is None)
+        checked_tokens = arrays.tokens if media is None else merge.without_placeholders(arrays.tokens, media)
+        check_inputs(
+            self.config,
+            checked_tokens,
+            arrays.positions,
+            arrays.segment_ids,
+            embeds=embeds,
+            packed=cache is None,
+        )
         return _compiled_call(self, arrays, cache, key, inputs, media)
 
     def encode(self, media: Media) -> Encoded:
-        """Return the features of images and audio, which stand for placeholder tokens."""
+        """Run the encoders: return the features of images and audio that replace the placeholder tokens' embeddings."""
         return _compiled_encode(self, media)
 
     def _encode(self, media: Media) -> Encoded:
@@ -207,13 +220,22 @@ class Decoder(eqx.Module):
         encoded: Encoded | None = None,
         promises: Promises = Promises(),
     ) -> tuple[Float[Array, "batch length stream_embed"], Cache | None, BlockStats]:
-        """Run everything but the head: return `Output`'s hidden, cache and stats.
+        """Run the model without the head: return `hidden`, `cache` and `stats` of `Output`.
 
-        `encoded` is `encode(media)`, where that is known. `promises.accept_all` is always so here.
+        `encoded` is `encode(media)` if the caller has computed it. `promises.accept_all` is always True here.
         """
-        promises = promises._replace(accept_all=True)
-        more: Any = dict(embeds=embeds, inputs=inputs, media=media, encoded=encoded, promises=promises)
-        hidden, proposal, stats = self.forward_uncommitted(tokens, positions, segment_ids, cache, key, **more)
+        hidden, proposal, stats = self.forward_uncommitted(
+            tokens,
+            positions,
+            segment_ids,
+            cache,
+            key,
+            embeds=embeds,
+            inputs=inputs,
+            media=media,
+            encoded=encoded,
+            promises=promises._replace(accept_all=True),
+        )
         if cache is not None:
             cache = cache.commit(proposal.entries, proposal.positions, proposal.rope_offset)
         return hidden, cache, stats
@@ -233,7 +255,11 @@ class Decoder(eqx.Module):
         encoded: Encoded | None = None,
         promises: Promises = Promises(),
     ) -> tuple[Float[Array, "batch length stream_embed"], Proposal, BlockStats]:
-        """Run without writing to the cache: `cache.commit` takes the proposal, less rejected tokens."""
+        """Run the model without the head, and without writing to the cache.
+
+        Returns the hidden states, the proposed cache update and statistics. The caller writes the update with
+        `cache.commit(proposal.entries, positions)`, after setting the positions of rejected tokens to -1.
+        """
         inputs = Inputs() if inputs is None else inputs
         if media is not None:
             merge.check_tokens(tokens, media)
@@ -245,15 +271,17 @@ class Decoder(eqx.Module):
             check_pipeline(self.scanned_layers, batch.ctx)
         embed_key, block_key, _ = self._keys(key)
         x, by_layer = self._embed_inputs(batch, media, encoded, embed_key)
-        if cache is not None:  # idle rows read an old token, and a NaN in its embedding must not reach the cache
+        if cache is not None:  # idle sequences read an old token; a NaN in its embedding must not reach the cache
             x = zero_padding(x, batch.ctx.positions)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         scanned_layers = self._rounded("scanned_layers", key).scanned_layers
-        shared = share(batch.ctx, self.shared, x), None if cache is None else cache.layer_caches
-        x, entries, stats = run_stack(scanned_layers, x, *shared, keys=layer_keys, by_layer=by_layer)
-        hidden = (
-            flat_streams(x) if self.config.hands_on_streams else add_streams(self.config.residual, self, x, batch.ctx)
-        )
+        layer_ctx = share(batch.ctx, self.shared, x)
+        layer_caches = None if cache is None else cache.layer_caches
+        x, entries, stats = run_stack(scanned_layers, x, layer_ctx, layer_caches, keys=layer_keys, by_layer=by_layer)
+        if self.config.returns_all_streams:
+            hidden = flat_streams(x)
+        else:
+            hidden = add_streams(self.config.residual, self, x, batch.ctx)
         positions = batch.ctx.positions if cache is None else positions_after(x, batch.ctx)
         proposal = Proposal(entries=entries, positions=positions, rope_offset=batch.rope_offset)
         return hidden, proposal, join_layer_stats(stats)
@@ -261,7 +289,7 @@ class Decoder(eqx.Module):
     def _embed_inputs(
         self, batch: PreparedInputs, media: Media | None, encoded: Encoded | None, key: PRNGKeyArray | None
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Array]]:
-        """Return the input of the first layer, and the inputs that single layers have for themselves."""
+        """Return the input of the first layer, and the inputs of individual layers by name (see `Inputs.by_layer`)."""
         tokens, ctx, by_layer = batch.tokens, batch.ctx, batch.by_layer
         embeds = merge.embed_tokens(self, jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
         if media is not None and encoded is not None and self.config.media is not None:
@@ -278,11 +306,11 @@ class Decoder(eqx.Module):
     def embed(
         self, tokens: Int[Array, "batch length"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
-        """Return the input of the first layer: embeddings (with dropout) and absolute positions."""
+        """Return the embeddings of tokens with dropout, absolute positions and the embedding norm."""
         return self._inputs(merge.embed_tokens(self, tokens, ctx), ctx, key)
 
     def embed_tokens(self, tokens: Integer[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
-        """Return the embeddings of tokens, as `embeds` of a call: scaled, without dropout and positions."""
+        """Return the embeddings of tokens for the argument `embeds`: scaled, without dropout and positions."""
         check_inputs(self.config, tokens)
         return _compiled_embedding(self, jnp.asarray(as_int32("tokens", tokens)))
 
@@ -307,39 +335,53 @@ class Decoder(eqx.Module):
         order: np.ndarray | None = None,
         contiguous: bool = False,
     ) -> MTPOutput:
-        """Predict several tokens at each position of whole sequences: `logits` makes scores of each depth's stream.
+        """Run the depths of multi-token prediction on complete sequences; `logits` computes logits of their streams.
 
-        At token t depth k predicts token t + k + 1, from the tokens up to t + k. If that one belongs to another
-        document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions, segment ids, inputs
-        and media, `encoded` is `encode(media)` if that is known: features replace placeholders.
-        `order` has the index of each column's token in the text, if they do not follow one another.
+        At token t, depth k predicts token t + k + 1 from the tokens up to t + k. Positions where token t + k belongs
+        to another document are treated as padding.
+
+        **Arguments:**
+
+        - `hidden`: `Output.hidden` of the same tokens, positions, segment ids, inputs and media.
+        - `encoded`: `encode(media)`, if the caller has computed it.
+        - `order`: for each column the index of its token in the text, if tokens are reordered; see `mtp.shift_left`.
+        - `contiguous`: see `ForwardContext`.
         """
-        rule = "needs a model with multi-token prediction: DecoderConfig.mtp is None"
-        check(self.mtp is not None, f"Decoder.predict_mtp {rule}.")
+        check(
+            self.mtp is not None,
+            "Decoder.predict_mtp needs a model with multi-token prediction, but DecoderConfig.mtp is None: "
+            "use a checkpoint that has it, or add_mtp.",
+        )
         assert self.mtp is not None
-        inputs, key = Inputs() if inputs is None else inputs, as_key(key)
+        inputs = Inputs() if inputs is None else inputs
+        key = as_key(key)
         if media is not None:
             merge.check_tokens(tokens, media)
             encoded = self._encode(media) if encoded is None else encoded
             inputs, segment_ids = merge.merge_media_inputs(media, inputs, segment_ids)
         token_ids, positions, segment_ids, _ = as_arrays(TokenInputs(tokens, positions, segment_ids))
         positions, segment_ids = document_positions(positions, segment_ids, token_ids.shape)
-        seen: Any = dict(contiguous=contiguous) | layer_positions(inputs, positions)
-        ctx = ForwardContext(positions=positions, segment_ids=segment_ids, execution=self.execution, **seen)
+        ctx = ForwardContext(
+            positions=positions,
+            segment_ids=segment_ids,
+            execution=self.execution,
+            contiguous=contiguous,
+            **layer_positions(inputs, positions),
+        )
 
-        def embed(count: int, later: ForwardContext, key: PRNGKeyArray | None) -> Array:
-            following = merge.embed_tokens(self, shift_left(token_ids, count, order), later)
+        def embed(count: int, later_ctx: ForwardContext, key: PRNGKeyArray | None) -> Array:
+            later_embeds = merge.embed_tokens(self, shift_left(token_ids, count, order), later_ctx)
             if media is not None and encoded is not None:
                 index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
-                following = merge.with_encoded(self.config.media, following, encoded, index)
-            return self._inputs(following, later, key)
+                later_embeds = merge.with_encoded(self.config.media, later_embeds, encoded, index)
+            return self._inputs(later_embeds, later_ctx, key)
 
         mtp = self._rounded("mtp", key).mtp or self.mtp
         return run_depths(mtp.unstacked(), self.mtp_input(hidden), embed, ctx, order=order, key=key)
 
     @typed
     def mtp_input(self, hidden: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length *rest"]:
-        """Return the input of the first depth of multi-token prediction."""
+        """Return the input of the first MTP depth for `Output.hidden`."""
         assert self.mtp is not None
         return self.final_norm(hidden) if self.mtp.config.normed_stream and self.final_norm is not None else hidden
 
@@ -347,12 +389,13 @@ class Decoder(eqx.Module):
     def head_input(
         self, hidden: Float[Array, "batch length stream_embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length head_embed"]:
-        """Return the head's input, of `hidden`, or with `depth` of `MTPOutput.hidden`: norm, transform and dropout.
+        """Return the input of the output head: `hidden` after the final norm, head transform and dropout.
 
-        It is divided by `logit_divisor`, so that losses need not do it.
+        `hidden` is `Output.hidden` for `depth=0`, else `MTPOutput.hidden[depth - 1]`. The result is already divided by
+        `DecoderConfig.logit_divisor`.
         """
         owner = self if depth == 0 or self.mtp is None else self.mtp.unstacked()[depth - 1]
-        if self.config.hands_on_streams:
+        if self.config.returns_all_streams:
             hidden = add_streams(self.config.residual, owner, hidden, self._head_context(hidden))
         norm = self.final_norm if self.mtp is None or self.mtp.config.model_norm else owner.final_norm
         hidden = hidden if norm is None else norm(hidden)
@@ -365,61 +408,68 @@ class Decoder(eqx.Module):
     def logits(
         self, hidden: Float[Array, "batch length stream_embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
-        """Apply the head, of logits or of scores, to `Output.hidden`; with `depth` to `MTPOutput.hidden[depth - 1]`."""
+        """Return the logits (or scores) of `Output.hidden` for `depth=0`, else of `MTPOutput.hidden[depth - 1]`."""
         if isinstance(self.head, ScoreHead):
             return self.head(self.head_input(hidden, key=key))
-        options: Any = dict(tied=self.head is None, bias=self.logit_bias, soft_cap=self.config.logit_soft_cap)
-        x = self.head_input(hidden, key=key, depth=depth)
-        return logits(x, self.head_kernel, self._head_context(hidden), **options)
+        return logits(
+            self.head_input(hidden, key=key, depth=depth),
+            self.head_kernel,
+            self._head_context(hidden),
+            tied=self.head is None,
+            bias=self.logit_bias,
+            soft_cap=self.config.logit_soft_cap,
+        )
 
     def _head_context(self, hidden: Array) -> ForwardContext:
         return ForwardContext(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
 
     @property
     def head_kernel(self) -> Array | AbstractWeight:
-        """Weight of the head: `embed vocab`, or the embedding table, `vocab embed`, when tied."""
+        """Weight of the output head with axes `embed vocab`; for tied weights the embedding table, `vocab embed`."""
         return self.embedding.table if self.head is None else self.head.kernel
 
     @property
     def logit_bias(self) -> Float32[Array, "vocab"] | None:
-        """What is added to the head's products: its bias, divided by `logit_divisor` as `head_input` is."""
+        """Bias of the logits, divided by `logit_divisor` as `head_input` is; None for a head without bias."""
         return None if self.head_bias is None else self.head_bias.astype(jnp.float32) / self.config.logit_divisor
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """Sampling settings and stop ids published with the model, the defaults of `generate`."""
+        """Sampling settings and stop ids published with the checkpoint: the defaults of `generate`."""
         return GenerationConfig() if self.origin is None else self.origin.generation
 
     @property
     def trained_positions(self) -> int | None:
-        """Length for which the model was trained, if its checkpoint or its learned positions have it."""
+        """Context length for which the model was trained, from learned positions or the checkpoint; None: unknown."""
         if isinstance(self.config.positions, LearnedPositions):
             return self.config.positions.max_positions
-        length = json.loads(self.origin.settings).get("max_position_embeddings") if self.origin is not None else None
+        if self.origin is None:
+            return None
+        length = json.loads(self.origin.settings).get("max_position_embeddings")
         return length if isinstance(length, int) else None
 
     def replace(self, **changes: Unpack[ExecutionOptions]) -> "Decoder":
-        """Return the same weights, run another way: `model.replace(remat="full", attention="dot", scan=False)`."""
+        """Return the model with other execution options: `model.replace(remat="full", attention="dot", scan=False)`."""
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
 
     def without_mtp(self) -> "Decoder":
-        """Return the same model without multi-token prediction."""
+        """Return the model without multi-token prediction."""
         saved = tuple(path for path in self.saved_modules if not path.startswith("mtp."))
         config = dataclasses.replace(self.config, mtp=None)
         return dataclasses.replace(self, mtp=None, config=config, saved_modules=saved)
 
     def place(self, layout: Layout) -> "Decoder":
-        """Return the same model with its weights moved to another layout."""
+        """Return the model with its weights moved to another layout."""
         model = self.replace(layout=layout)
         arrays, static = eqx.partition(model, eqx.is_array)
         return eqx.combine(jax.device_put(arrays, layout.shardings(arrays)), static)
 
     def unstacked(self) -> tuple[Any, ...]:
-        """Return all blocks one by one, in the order of the layers."""
+        """Return a tuple of all blocks in the order of the layers, with unstacked weights."""
         return tuple(block for layers in self.scanned_layers for block in layers.unstacked())
 
     def _rounded(self, below: str, key: PRNGKeyArray | None) -> "Decoder":
-        """Return the model; weights below this name are multiplied in 8 bits if `Execution.low_precision` says so."""
+        """Return the model with the weights below this path prepared for 8-bit products (`Execution.low_precision`)."""
         key = None if key is None else jax.random.fold_in(as_key(key), 2**16)
         return round_weights(self, self.execution.low_precision, below=below, key=key)
 
@@ -431,8 +481,9 @@ class Decoder(eqx.Module):
 @typed
 def _compiled_call(model: Decoder, arrays: TokenInputs, cache, key, inputs, media) -> Output:
     tokens, positions, segment_ids, embeds = arrays
-    more: Any = dict(embeds=embeds, inputs=inputs, media=media)
-    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, **more)
+    hidden, cache, stats = model.run(
+        tokens, positions, segment_ids, cache, key, embeds=embeds, inputs=inputs, media=media
+    )
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
 

@@ -1,7 +1,7 @@
-"""The configuration of a decoder, with its JSON form."""
+"""Configuration of a decoder, and its conversion to and from JSON."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_sharing
@@ -26,27 +26,27 @@ class DecoderConfig(CheckedFields):
 
     **Arguments:**
 
-    - `vocab_size`: token ids.
+    - `vocab_size`: number of token ids.
     - `embed_dim`: features of the residual stream.
     - `blocks`: one configuration per layer, in order.
-    - `final_norm`: before the head; None for none.
-    - `tied`: whether the embedding table is the head.
-    - `embedding_rank`: features of the embedding table where they are not those of the stream, to which a matrix maps
-        them (Lan et al. 2020); None where they are.
-    - `head_transform`: what maps the normalized stream to the head's input; None for nothing.
-    - `scores`: numbers that the head gives for a token in place of logits, such as the reward of the text so far; None
-        for logits. Such a model generates nothing.
+    - `final_norm`: norm before the head; None for no norm.
+    - `tied`: whether the head uses the embedding table as its weight.
+    - `embedding_rank`: features of a factorized embedding table, which a matrix maps to `embed_dim` features (ALBERT;
+        Lan et al. 2020). None: the table has `embed_dim` features.
+    - `head_transform`: layer between the final norm and the head; None for no layer.
+    - `scores`: number of scores per token that the head returns in place of logits, such as the reward of the text so
+        far (reward model); None for logits. A model with scores cannot generate.
     - `head_bias`: whether the head, tied or not, adds a bias to the logits.
-    - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
-    - `embedding_norm`: normalization of the input of the first layer (BLOOM); None for none.
-    - `positions`: absolute positions added to the embeddings; None for none.
-    - `logit_divisor`: logits are divided by it (Granite).
-    - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
-    - `dropout`: rate on the embeddings and before the head.
+    - `embedding_scale`: factor of the embeddings (Gemma: `embed_dim ** 0.5`).
+    - `embedding_norm`: norm of the input of the first layer (BLOOM); None for no norm.
+    - `positions`: absolute positions added to the embeddings; None for no absolute positions.
+    - `logit_divisor`: divisor of the logits (Granite).
+    - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for no cap.
+    - `dropout`: dropout rate on the embeddings and before the head.
     - `init_std`: standard deviation of a new embedding table.
-    - `per_layer_embedding`: embeddings that single layers have for themselves; None for none.
-    - `mtp`: multi-token prediction; None for none. It changes no logits.
-    - `media`: encoders of images and audio, and which tokens their features replace; None for none.
+    - `per_layer_embedding`: per-layer embeddings (Gemma 3n); None for no such embeddings.
+    - `mtp`: multi-token prediction; None for no MTP. It does not change the logits.
+    - `media`: encoders of images and audio, and the tokens that their features replace; None for a text model.
     """
 
     vocab_size: PositiveInt
@@ -74,15 +74,20 @@ class DecoderConfig(CheckedFields):
         for index, block in enumerate(self.blocks):
             if not isinstance(block, BlockConfig):
                 raise ConfigError(f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
-        streams = {block.residual.streams for block in self.blocks}
-        rule = "must have as many residual streams in all layers"
-        check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
+        stream_counts = sorted({block.residual.streams for block in self.blocks})
+        check(
+            len(stream_counts) == 1,
+            "DecoderConfig.blocks must have the same number of residual streams in all layers, "
+            f"not {' and '.join(map(str, stream_counts))}.",
+        )
         if self.mtp is not None:
             _check_mtp_streams(self.mtp, self.residual)
-        read, stored = self.head_features, self.table_features
-        rule = f"a head of {read} features, and the embedding table has {stored}"
-        remedy = "Set head_transform.features to embedding_rank"
-        check(not self.tied or read == stored, f"DecoderConfig.tied=True needs {rule}. {remedy}, or tied=False.")
+        check(
+            not self.tied or self.head_features == self.table_features,
+            f"DecoderConfig.tied=True needs a head and an embedding table with equal features, but the head reads "
+            f"{self.head_features} and the table has {self.table_features}. Set head_transform.features to "
+            "embedding_rank, or tied=False.",
+        )
         if self.scores is not None:
             self._check_scores()
         check_sharing(self.blocks)
@@ -92,20 +97,25 @@ class DecoderConfig(CheckedFields):
         check_media(self.media, self.blocks, self.embed_dim)
 
     def _check_scores(self) -> None:
-        """Raise ConfigError for what only logits have."""
-        plain = {"tied": False, "head_bias": False, "logit_soft_cap": None, "logit_divisor": 1.0, "mtp": None}
-        others = [f"{name}={getattr(self, name)!r}" for name in plain if getattr(self, name) != plain[name]]
-        rule = f"DecoderConfig.scores={self.scores} excludes {', '.join(others)}"
-        check(not others, f"{rule}: these are of logits. Use `with_scores`.")
+        """Raise ConfigError for options that are defined only for logits."""
+        required = {"tied": False, "head_bias": False, "logit_soft_cap": None, "logit_divisor": 1.0, "mtp": None}
+        others = [f"{name}={getattr(self, name)!r}" for name in required if getattr(self, name) != required[name]]
+        check(
+            not others,
+            f"DecoderConfig.scores={self.scores} excludes {', '.join(others)}, which apply only to logits. "
+            "Use `with_scores`, which resets these fields.",
+        )
 
     def check_logits(self, what: str) -> None:
-        """Raise ConfigError if the model gives scores: `what` needs logits."""
-        rule = f"DecoderConfig.scores={self.scores}: {what} needs a model with logits, and this one scores texts"
-        check(self.scores is None, f"{rule}.")
+        """Raise ConfigError if the model returns scores; `what` names the feature that needs logits."""
+        check(
+            self.scores is None,
+            f"DecoderConfig.scores={self.scores}: {what} needs a model with logits, but this model returns scores.",
+        )
 
     @property
     def residual(self) -> ResidualConfig:
-        """Residual connection of the first layer, which has the number of residual streams."""
+        """Residual connection of the first layer; all layers have the same number of residual streams."""
         return self.blocks[0].residual
 
     @property
@@ -115,76 +125,91 @@ class DecoderConfig(CheckedFields):
 
     @property
     def hidden_features(self) -> int:
-        """Features of `Output.hidden`: of all residual streams where multi-token prediction reads them, else of one."""
-        return self.embed_dim * (self.residual.streams if self.hands_on_streams else 1)
+        """Features of `Output.hidden`: `embed_dim`, times the number of streams with `MTPConfig.all_streams`."""
+        return self.embed_dim * (self.residual.streams if self.returns_all_streams else 1)
 
     @property
-    def hands_on_streams(self) -> bool:
-        """Whether `Output.hidden` has all residual streams, one behind the other."""
+    def returns_all_streams(self) -> bool:
+        """Whether `Output.hidden` is the concatenation of all residual streams."""
         return self.mtp is not None and self.mtp.all_streams
 
     @property
     def head_features(self) -> int:
-        """Features that the output head reads."""
+        """Input features of the output head."""
         return (self.head_transform and self.head_transform.features) or self.embed_dim
 
     @property
     def head_sizes(self) -> tuple[int, int | None]:
-        """Logits of a token, and the scores that it has in their place."""
+        """Number of logits per token, and number of scores that replace them (None: the head returns logits)."""
         return self.vocab_size, self.scores
 
     @property
     def shared_transformer(self) -> SharedTransformerConfig | None:
-        """Transformer block whose weights layers share; None where there is none."""
+        """Transformer block whose weights several layers share (Zamba 2); None for a model without it."""
         mixers = (block.mixer for block in self.blocks)
-        kinds = {mixer.transformer for mixer in mixers if isinstance(mixer, AidedMixerConfig)}
-        rule = "must be the same in all layers, whose weights are shared"
-        check(len(kinds) <= 1, f"AidedMixerConfig.transformer {rule}, not one of {len(kinds)} configurations.")
-        return next(iter(kinds), None)
+        configs = {mixer.transformer for mixer in mixers if isinstance(mixer, AidedMixerConfig)}
+        check(
+            len(configs) <= 1,
+            "AidedMixerConfig.transformer must be equal in all layers, because they share its weights, "
+            f"but there are {len(configs)} different configurations.",
+        )
+        return next(iter(configs), None)
 
     @property
     def has_grid_positions(self) -> bool:
-        """Return whether rotary positions have time, row and column."""
+        """Whether rotary positions have three dimensions: time, row and column."""
         return self.media is not None and self.media.positions is not None
 
     @property
     def fixed_length(self) -> int | None:
-        """Tokens up to which the rotation of a key does not depend on the length of its text; None: it never does."""
+        """Length in tokens above which keys rotate differently (length-dependent RoPE scaling); None: no such length.
+
+        Up to this length a key does not depend on the length of its text.
+        """
         ropes = (getattr(mixer, "rope", None) for block in self.blocks for mixer in block.mixers())
         return min((rope.fixed_length for rope in ropes if rope is not None and rope.fixed_length), default=None)
 
     def to_json(self) -> str:
-        """Return the configuration as JSON, for `from_json`; repeated layers are written once: `{"repeat": 4, "blocks":
-        …}`.
+        """Return the configuration as JSON, for `from_json`.
 
-        Every field is there, whatever its default, so that it means the same in later versions.
+        Repeated layers are written once: `{"repeat": 4, "blocks": …}`. Fields with default values are written, too, so
+        that the text keeps its meaning if a later version changes a default.
         """
         return decoder_to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "DecoderConfig":
-        """Return the configuration of a text of `to_json`. Raise ConfigError for unknown classes, fields and values."""
+        """Return the configuration from a text of `to_json`. Raises ConfigError for unknown classes, fields or values."""
         return decoder_from_json(text, cls)
 
 
 def with_scores(config: DecoderConfig, scores: int) -> DecoderConfig:
-    """Return the configuration with a head of scores in place of that of logits."""
-    none: dict[str, Any] = dict(head_bias=False, logit_soft_cap=None, logit_divisor=1.0, mtp=None)
-    return dataclasses.replace(config, scores=scores, tied=False, **none)
+    """Return the configuration with a head of scores in place of a head of logits."""
+    return dataclasses.replace(
+        config, scores=scores, tied=False, head_bias=False, logit_soft_cap=None, logit_divisor=1.0, mtp=None
+    )
 
 
 def _check_mtp_streams(mtp: MTPConfig, residual: ResidualConfig) -> None:
-    """Raise ConfigError where depths sum streams otherwise than the model, or read others than it has."""
-    where = f"{type(residual).__name__}.weighted_sum"
-    rule = f"DecoderConfig.mtp must have all_streams=True where {where} is: depths that read their sum add them up as"
-    check(mtp.all_streams or not residual.weighted_sum, f"{rule} they are.")
-    mixed = isinstance(residual, HyperConnections | GatedStreams) and mtp.block.residual == residual
-    rule = "needs HyperConnections or GatedStreams, the same in MTPConfig.block as in the first layer"
-    check(mixed or not mtp.all_streams, f"DecoderConfig.mtp.all_streams=True {rule}.")
+    """Raise ConfigError if MTP depths reduce or read residual streams in a way that does not fit the model."""
+    check(
+        mtp.all_streams or not residual.weighted_sum,
+        f"DecoderConfig.mtp must have all_streams=True if {type(residual).__name__}.weighted_sum is True: "
+        "otherwise the depths would read an unweighted sum of the streams.",
+    )
+    same_streams = isinstance(residual, HyperConnections | GatedStreams) and mtp.block.residual == residual
+    check(
+        same_streams or not mtp.all_streams,
+        "DecoderConfig.mtp.all_streams=True needs HyperConnections or GatedStreams as residual connection, "
+        "with equal options in MTPConfig.block and in the first layer.",
+    )
 
 
 def _check_mtp_block(block: BlockConfig | None) -> None:
-    """Raise ConfigError where the block of multi-token prediction needs what only the model's layers have."""
-    alone = block is None or not (needs_model(block) or takers((block,)) or block.pre_layers)
-    rule = "can't use what another layer shares, take an embedding of its own, or have branches before its mixer"
-    check(alone, f"DecoderConfig.mtp.block {rule}, or find experts by token ids.")
+    """Raise ConfigError if the block of the MTP depths depends on other layers or on inputs of the model."""
+    independent = block is None or not (needs_model(block) or takers((block,)) or block.pre_layers)
+    check(
+        independent,
+        "DecoderConfig.mtp.block cannot use keys, values or weights that another layer shares, per-layer embeddings, "
+        "pre_layers, or experts that are selected by token ids. Remove them from the block.",
+    )

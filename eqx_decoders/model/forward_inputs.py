@@ -1,22 +1,22 @@
 """Inputs of a decoder's forward pass: checked arrays, and the `ForwardContext` that every layer receives.
 
-Arguments of MaxText's `Transformer`, for those who know it:
+Arguments of MaxText's `Transformer`, and their equivalents in this library:
 
 | MaxText | here |
 |---|---|
 | `decoder_input_tokens`, `decoder_positions`, `decoder_segment_ids` | `tokens`, `positions`, `segment_ids` |
-| `encoder_images`, `encoder_image_masks`, `encoder_audios` | `media`, by `Media.create`; no padded tiles |
+| `encoder_images`, `encoder_image_masks`, `encoder_audios` | `media`, from `Media.create`; tiles are not padded |
 | bidirectional masks of images | `media.spans`, in layers with `AttentionConfig.spans` |
 | deepstack embeddings | computed by `encode`, added by `AddedFeaturesConfig`, with and without scan |
-| `enable_dropout`, rngs | `key`; None is without |
+| `enable_dropout`, rngs | `key`; None disables dropout |
 | `model_mode="train"` | no `cache` |
 | `model_mode="prefill"`, `"autoregressive"` | a `cache`, empty or not; any number of tokens at a time |
-| `previous_chunk` | the `cache`: a chunk is a call that goes on with it |
+| `previous_chunk` | the `cache`: each chunk of a prompt is one call with the cache of the previous chunks |
 | `true_length` | positions of -1, or segment 0, for padding; `prompt_lengths` of `generate` |
-| `slot` | a row of the cache: `cache.with_row`, `cache.reset` |
-| `page_state` | tables of a cache with `pages`, by `cache.with_tables`; without, its rows are contiguous |
-| `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_mtp` alone |
-| `kv_caches`, `attention_metadata` | `forward_uncommitted`, which writes nothing, and `cache.commit` |
+| `slot` | a batch row of the cache: `cache.with_row`, `cache.reset` |
+| `page_state` | page tables of a paged cache (`pages=`), set by `cache.with_tables`; other caches are contiguous |
+| `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_mtp` has no loss |
+| `kv_caches`, `attention_metadata` | `forward_uncommitted`, which does not write to the cache, and `cache.commit` |
 | `nnx_method`, intermediates | methods (`run`, `logits`, `head_input`), and `Output.stats` |
 """
 
@@ -36,7 +36,7 @@ from eqx_decoders.layers.mask import spans_of
 
 
 class TokenInputs(NamedTuple):
-    """Arguments of a decoder that have a value for each token; `embeds` stands in place of `tokens`."""
+    """Arguments of a decoder with one value per token. Either `tokens` or `embeds` is None."""
 
     tokens: Any
     positions: Any = None
@@ -45,7 +45,10 @@ class TokenInputs(NamedTuple):
 
 
 class PreparedInputs(NamedTuple):
-    """Arrays of a forward pass: either `tokens` or `embeds`, and the offset of rotary positions after it."""
+    """Checked arrays of a forward pass. Either `tokens` or `embeds` is None.
+
+    `rope_offset` is the cache's offset of rotary positions after this pass; None if the cache has no such offset.
+    """
 
     tokens: Array | None
     embeds: Array | None
@@ -55,21 +58,24 @@ class PreparedInputs(NamedTuple):
 
 
 def as_int32_inputs(inputs: TokenInputs) -> TokenInputs:
-    """Convert ids, positions and documents to int32."""
+    """Convert `tokens`, `positions` and `segment_ids` to int32."""
     integers = {name: as_int32(name, getattr(inputs, name)) for name in ("tokens", "positions", "segment_ids")}
     return inputs._replace(**integers)
 
 
 def as_arrays(inputs: TokenInputs) -> TokenInputs:
-    """Convert `as_int32_inputs` to arrays of JAX."""
+    """Convert the inputs to JAX arrays; integers become int32."""
     return TokenInputs(*(None if x is None else jnp.asarray(x) for x in as_int32_inputs(inputs)))
 
 
 def layer_positions(inputs: Inputs, positions: Array) -> dict[str, Any]:
     """Return the fields of a `ForwardContext` that come from `inputs`."""
-    spans = as_int32("spans", inputs.spans)
-    spans, rotary = (None if x is None else jnp.asarray(x) for x in (spans, inputs.rotary_positions))
-    return dict(spans=None if spans is None else spans_of(spans, positions), rotary_positions=rotary)
+    span_ids = as_int32("spans", inputs.spans)
+    rotary = inputs.rotary_positions
+    return dict(
+        spans=None if span_ids is None else spans_of(jnp.asarray(span_ids), positions),
+        rotary_positions=None if rotary is None else jnp.asarray(rotary),
+    )
 
 
 def prepare_inputs(
@@ -80,16 +86,23 @@ def prepare_inputs(
     cache: Cache | None,
     promises: Promises,
 ) -> PreparedInputs:
-    """Check the inputs of a forward pass, and derive missing ones from the cache and from documents."""
+    """Check the inputs of a forward pass, and derive missing positions from the cache and the segment ids.
+
+    Raises ConfigError for wrong shapes or dtypes, and for a cache of another batch size.
+    """
     arrays = as_int32_inputs(arrays)
     tokens, positions, segment_ids, embeds = arrays
-    rows, length = check_shapes(config, tokens, positions, segment_ids, embeds=embeds, spans=inputs.spans)
+    batch_size, length = check_shapes(config, tokens, positions, segment_ids, embeds=embeds, spans=inputs.spans)
     tokens, positions, segment_ids, embeds = as_arrays(arrays)
-    cache_rows = rows if cache is None else cache.length.shape[0]
-    check(cache_rows == rows, f"cache has {cache_rows} rows, but tokens {rows}: make one with init_cache.")
-    begin = None if cache is None else cache.length
+    cache_rows = batch_size if cache is None else cache.length.shape[0]
+    check(
+        cache_rows == batch_size,
+        f"cache has {cache_rows} rows, but tokens have {batch_size} rows. "
+        f"Create a cache with init_cache(batch_size={batch_size}).",
+    )
+    start = None if cache is None else cache.length
     dense_positions = all(x is None for x in (positions, segment_ids, cache))
-    positions, segment_ids = document_positions(positions, segment_ids, (rows, length), begin)
+    positions, segment_ids = document_positions(positions, segment_ids, (batch_size, length), start)
     inputs, rope_offset = _with_offsets(inputs, positions, cache)
     ctx = ForwardContext(
         positions=positions,
@@ -108,33 +121,35 @@ def prepare_inputs(
 def _with_offsets(
     inputs: Inputs, positions: Int[Array, "batch length"], cache: Cache | None
 ) -> tuple[Inputs, Float[Array, "batch"] | None]:
-    """Return inputs with rotary positions behind those of a cache, and the offset of the next call; None without it.
+    """Return inputs whose rotary positions continue those in the cache, and the cache's offset for the next call.
 
-    Given positions count from 0 in each call; where none are given, all dimensions count on.
+    The offset is None if there is no cache, or if the model has no multi-dimensional rotary positions.
+    `Inputs.rotary_positions` count from 0 in each call. If they are None, all dimensions continue one by one.
     """
     if cache is None or cache.rope_offset is None:
         return inputs, None
-    offset, call_positions = cache.rope_offset, inputs.rotary_positions
+    offset = cache.rope_offset
+    call_positions = inputs.rotary_positions
     if call_positions is None:
-        counted = positions.astype(jnp.float32) + offset[:, None]
-        rotary = jnp.where(positions >= 0, counted, -1.0)[:, :, None]
+        continued = positions.astype(jnp.float32) + offset[:, None]
+        rotary = jnp.where(positions >= 0, continued, -1.0)[:, :, None]
         return dataclasses.replace(inputs, rotary_positions=jnp.repeat(rotary, 3, axis=2)), offset
-    begin = cache.length.astype(jnp.float32) + offset
-    rotary = jnp.asarray(call_positions).astype(jnp.float32) + begin[:, None, None]
+    start = cache.length.astype(jnp.float32) + offset
+    rotary = jnp.asarray(call_positions).astype(jnp.float32) + start[:, None, None]
     real = positions >= 0
     last = jnp.max(jnp.where(real[:, :, None], rotary, -jnp.inf), axis=(1, 2))
-    new = last - jnp.max(positions, axis=1).astype(jnp.float32)
-    return dataclasses.replace(inputs, rotary_positions=rotary), jnp.where(real.any(axis=1), new, offset)
+    new_offset = last - jnp.max(positions, axis=1).astype(jnp.float32)
+    return dataclasses.replace(inputs, rotary_positions=rotary), jnp.where(real.any(axis=1), new_offset, offset)
 
 
 def positions_after(x: Array, ctx: ForwardContext) -> Int[Array, "batch length"]:
-    """Return positions that depend on `x`: so all of a cache is read before it is written, which is in place.
+    """Return `ctx.positions` with a data dependency on `x`, so that XLA reads a cache before it writes to it.
 
-    XLA's backends for CPUs and GPUs would copy it.
+    Without the dependency, XLA's CPU and GPU backends copy the cache instead of updating it in place.
     """
     layout = ctx.execution.layout
     if x.size == 0 or not layout.backend.reads_before_writes:
         return ctx.positions
-    if layout.single:  # jax 0.10 drops barriers on CPUs
-        return jnp.where(x.reshape(-1)[0] > jnp.inf, -1, ctx.positions)  # never
+    if layout.single:  # jax 0.10 drops optimization barriers on CPU, hence a condition that is always False
+        return jnp.where(x.reshape(-1)[0] > jnp.inf, -1, ctx.positions)
     return jax.lax.optimization_barrier((x, ctx.positions))[1]

@@ -41,11 +41,11 @@ def abstract(
         tree = eqx.filter_eval_shape(lambda key: Decoder.build(config, key=key, execution=run), jax.random.key(0))
     arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
-    def stored(dtype: Any) -> Any:
-        return dtype if jnp.issubdtype(dtype, jnp.integer) else precision.params  # tables of numbers stay what they are
+    def stored_dtype(dtype: Any) -> Any:
+        return dtype if jnp.issubdtype(dtype, jnp.integer) else precision.params  # integer buffers keep their dtype
 
     placed = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, stored(leaf.dtype), sharding=sharding),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, stored_dtype(leaf.dtype), sharding=sharding),
         arrays,
         layout.shardings(arrays),
     )
@@ -60,15 +60,15 @@ def init(
     precision: Precision = Precision(),
     **execution: Unpack[RunOptions],
 ) -> Decoder:
-    """Return a new model, sharded from the start: no device ever holds more than its part.
+    """Return a new model. Weights are created sharded: each device allocates only its shard.
 
     **Arguments:**
 
-    - `config`: of the decoder.
-    - `key`: the same key gives the same weights on every mesh.
-    - `layout`: where the weights live.
+    - `config`: configuration of the decoder.
+    - `key`: random key; the same key gives the same weights on every mesh.
+    - `layout`: mesh and sharding of the weights.
     - `precision`: dtypes of weights and activations.
-    - `execution`: more fields of `Execution`, such as `remat="full"`.
+    - `execution`: other fields of `Execution`, such as `remat="full"`.
     """
     target = abstract(config, layout=layout, precision=precision, **execution)
     return _materialize(target, lambda key: Decoder.build(config, key=key, execution=target.execution), key, layout)
@@ -87,17 +87,17 @@ def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArra
 
 
 def count_parameters(config: DecoderConfig) -> int:
-    """Return the number of weights of a model; tied ones count once, buffers that are computed not at all."""
+    """Return the number of weights of a model. Tied weights count once; computed buffers do not count."""
     return sum(math.prod(leaf.shape) for leaf in stored_leaves(abstract(config)).values())
 
 
 def computed_buffers(target: Decoder) -> dict[str, Array]:
-    """Return the buffers that follow from the configuration, by path, with the dtypes and shardings of `target`.
+    """Return the buffers that are computed from the configuration, by path, with the dtypes and shardings of `target`.
 
-    Nothing else of a new model is made.
+    The weights of the model are not computed.
     """
-    names = computed(target)
-    shapes = {path: leaf for path, leaf in named_leaves(target).items() if path in names}
+    buffer_paths = computed(target)
+    shapes = {path: leaf for path, leaf in named_leaves(target).items() if path in buffer_paths}
 
     def build(key: PRNGKeyArray) -> dict[str, Array]:
         leaves = named_leaves(Decoder.build(target.config, key=key, execution=target.execution))
@@ -107,33 +107,41 @@ def computed_buffers(target: Decoder) -> dict[str, Array]:
 
 
 def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1) -> DecoderConfig:
-    """Return the configuration with multi-token prediction, whose blocks and norms are like its last ones.
+    """Return the configuration with `num_depths` depths of multi-token prediction (MTP).
 
-    The block is the last one whose mixer has keys and values, or a state, of its own; without extra layers.
+    The depths use the final norm's configuration, and that of the last block that can run without other layers (it
+    must not reuse the keys and values of an earlier layer), without the block's extra layers.
     """
     return dataclasses.replace(config, mtp=_mtp_like(config, num_depths, loss_weight))
 
 
 def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
-    # the last block with a mixer that uses nothing of another layer
-    own_kv = [each for each in config.blocks if each.mixer is not None and not needs_model(each)]
-    nothing = dict(shares_kv_as=None, shortcut_from=None)
-    block = dataclasses.replace((own_kv or config.blocks)[-1], pre_layers=(), post_layers=(), **nothing)
-    if block.mlp is None:  # blocks of one layer each: join both kinds
-        mlp_block = next((each for each in reversed(config.blocks) if each.mlp is not None), block)
-        norms = dict(pre_mlp_norm=mlp_block.pre_mlp_norm, post_mlp_norm=mlp_block.post_mlp_norm)
-        block = dataclasses.replace(block, mlp=mlp_block.mlp, **norms)
-    streams = block.residual.weighted_sum
-    return MTPConfig(num_depths=num_depths, block=block, norm=norm, all_streams=streams, loss_weight=loss_weight)
+    candidates = [block for block in config.blocks if block.mixer is not None and not needs_model(block)]
+    block = dataclasses.replace(
+        (candidates or config.blocks)[-1], pre_layers=(), post_layers=(), shares_kv_as=None, shortcut_from=None
+    )
+    if block.mlp is None:  # models whose blocks have either a mixer or an MLP: a depth gets both
+        mlp_block = next((other for other in reversed(config.blocks) if other.mlp is not None), block)
+        block = dataclasses.replace(
+            block, mlp=mlp_block.mlp, pre_mlp_norm=mlp_block.pre_mlp_norm, post_mlp_norm=mlp_block.post_mlp_norm
+        )
+    return MTPConfig(
+        num_depths=num_depths,
+        block=block,
+        norm=norm,
+        all_streams=block.residual.weighted_sum,
+        loss_weight=loss_weight,
+    )
 
 
 def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray) -> Decoder:
-    """Return the model with new depths of multi-token prediction, as in `with_mtp`, created sharded like the rest.
+    """Return the model with newly initialized depths of multi-token prediction, configured as in `with_mtp`.
 
-    A model of `jax.ShapeDtypeStruct`s stays one.
+    The new weights are created with the model's sharding. For a model of `jax.ShapeDtypeStruct`s they are also
+    `jax.ShapeDtypeStruct`s. Raises ConfigError if the model already has multi-token prediction.
     """
-    check(model.mtp is None, "add_mtp: the model has multi-token prediction already.")
+    check(model.mtp is None, "add_mtp: the model already has multi-token prediction. Call model.without_mtp() first.")
     mtp = _mtp_like(model.config, num_depths, loss_weight)
     config = dataclasses.replace(model.config, mtp=mtp)
     depths = abstract(config, **vars(model.execution)).mtp
@@ -145,9 +153,10 @@ def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: P
 
 
 def add_score_head(model: Decoder, *, scores: int = 1, key: PRNGKeyArray) -> Decoder:
-    """Return the model with a new head of scores in place of that of logits, created sharded like the rest.
+    """Return the model with a newly initialized head of `scores` scores per token in place of the head of logits.
 
-    A model of `jax.ShapeDtypeStruct`s stays one. Multi-token prediction is left out.
+    The new weights are created with the model's sharding. For a model of `jax.ShapeDtypeStruct`s they are also
+    `jax.ShapeDtypeStruct`s. Multi-token prediction is removed.
     """
     config = with_scores(model.config, scores)
     head = abstract(config, **vars(model.execution)).head

@@ -1,6 +1,6 @@
-"""Multi-token prediction: depths that predict tokens after the next one (Gloeckle et al. 2024, DeepSeek-V3).
+"""Multi-token prediction (MTP): depths that predict tokens after the next token (Gloeckle et al. 2024, DeepSeek-V3).
 
-At token t depth k reads the stream of depth k - 1 and the embedding of token t + k, and predicts token t + k + 1.
+At token t, depth k reads the stream of depth k - 1 and the embedding of token t + k, and predicts token t + k + 1.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from eqx_decoders.numerics.initializers import fan_in
 
 
 class MTPDepth(eqx.Module):
-    """One depth: an embedding and the stream, projected and added, through a block."""
+    """One MTP depth: the sum of the projected embedding and the projected stream passes through a block."""
 
     embed_norm: Norm
     stream_norm: Norm
@@ -46,22 +46,31 @@ class MTPDepth(eqx.Module):
         *,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "batch length stream_embed"], dict[str, Any], BlockStats]:
-        """Return the stream of this depth, from the last one's stream and the embeddings of later tokens."""
-        pattern = "batch length {0}joined, joined embed -> batch length {0}embed"
-        x = ctx.einsum(pattern.format(""), self.embed_norm(embedded), self.embed_kernel)
-        residual, wide = self.block.config.residual, self.config.all_streams
-        normed = self._normed(stream, embedded.shape[-1])
-        added = ctx.einsum(pattern.format("streams " if wide else ""), normed, self.stream_kernel)
-        x = added + x[:, :, None] if wide else residual.expand(added + x)
+        """Return the stream of this depth, the new cache entries of its block, and the block's statistics.
+
+        **Arguments:**
+
+        - `stream`: stream of the previous depth; for the first depth, of the model.
+        - `embedded`: embedding of the later token that this depth reads at each position.
+        - `past`: cached keys and values of the block, by layer name.
+        """
+        residual = self.block.config.residual
+        all_streams = self.config.all_streams
+        pattern = "batch length joined, joined embed -> batch length embed"
+        embed_part = ctx.einsum(pattern, self.embed_norm(embedded), self.embed_kernel)
+        if all_streams:
+            pattern = "batch length streams joined, joined embed -> batch length streams embed"
+        stream_part = ctx.einsum(pattern, self._normed(stream, embedded.shape[-1]), self.stream_kernel)
+        x = stream_part + embed_part[:, :, None] if all_streams else residual.expand(stream_part + embed_part)
         run = checkpointed(Block.__call__, ctx, prevent_cse=True)
         x, entries, stats = run(self.block, x, ctx, past, key)
-        x = flat_streams(x) if wide else residual.reduce(x)
+        x = flat_streams(x) if all_streams else residual.reduce(x)
         return x, {name: entry for name, entry in entries.items() if not name.endswith(LENT)}, stats
 
     def _normed(
         self, stream: Float[Array, "batch length stream_embed"], embed_dim: int
     ) -> Float[Array, "batch length *streams embed"]:
-        """Return the stream, or all streams, normalized."""
+        """Return the normalized stream, or all normalized streams with `MTPConfig.all_streams`."""
         if not self.config.all_streams:
             return self.stream_norm(stream)
         if self.config.joint_norm:
@@ -69,12 +78,12 @@ class MTPDepth(eqx.Module):
         return self.stream_norm(_split_streams(stream, embed_dim))
 
     def next_input(self, x: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length stream_embed"]:
-        """Return what the next depth reads, from the stream of this one."""
+        """Return the input of the next depth for the stream `x` of this depth."""
         return self.final_norm(x) if self.config.normed_depths and self.final_norm is not None else x
 
 
 def flat_streams(x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length stream_embed"]:
-    """Return the residual streams one behind the other."""
+    """Concatenate the residual streams along the last axis."""
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -86,20 +95,24 @@ def _split_streams(
 
 @runtime_checkable
 class HasStreams(Protocol):
-    """A decoder, or a depth."""
+    """A decoder or an MTP depth; `streams` is None if the sum of its residual streams has no weights."""
 
     @property
     def streams(self) -> StreamMapping | None: ...
 
 
 def add_streams(residual: ResidualConfig, owner: HasStreams, x: Array, ctx: ForwardContext) -> Array:
-    """Return the sum of the residual streams, which may be one behind the other, with weights if `owner` has any."""
-    x = _split_streams(x, x.shape[2] // residual.streams) if residual.streams > 1 and x.ndim == 3 else x
+    """Reduce the residual streams to one stream, with the weights of `owner.streams` unless these are None.
+
+    The streams of `x` are on a separate axis, or concatenated as in `flat_streams`.
+    """
+    if residual.streams > 1 and x.ndim == 3:
+        x = _split_streams(x, x.shape[2] // residual.streams)
     return residual.reduce(x) if owner.streams is None else owner.streams.reduce(x, ctx)
 
 
 class MTP(eqx.Module):
-    """The depths of multi-token prediction, their weights stacked on a leading `layers` axis."""
+    """All depths of multi-token prediction; their weights are stacked on a leading `layers` axis."""
 
     stack_axes: ClassVar[tuple[str, ...]] = ("layers",)
     depth: MTPDepth
@@ -107,14 +120,14 @@ class MTP(eqx.Module):
 
     @classmethod
     def build(cls, config: MTPConfig, embed_dim: int, *, key: PRNGKeyArray) -> "MTP":
-        def one(key):
+        def build_depth(key: PRNGKeyArray) -> MTPDepth:
             kernel_key, block_key = jax.random.split(key)
-            size, streams_key = (2 * embed_dim, embed_dim), jax.random.fold_in(key, 2)
-            kernel = fan_in(kernel_key, size, jnp.float32, 2 * embed_dim)
-            normed = embed_dim * (config.block.residual.streams if config.joint_norm else 1)
+            streams_key = jax.random.fold_in(key, 2)
+            kernel = fan_in(kernel_key, (2 * embed_dim, embed_dim), jnp.float32, 2 * embed_dim)
+            norm_dim = embed_dim * (config.block.residual.streams if config.joint_norm else 1)
             return MTPDepth(
                 embed_norm=config.norm.build(embed_dim),
-                stream_norm=config.norm.build(normed),
+                stream_norm=config.norm.build(norm_dim),
                 embed_kernel=kernel[:embed_dim],
                 stream_kernel=kernel[embed_dim:],
                 block=config.block.build(embed_dim, key=block_key),
@@ -123,10 +136,10 @@ class MTP(eqx.Module):
                 config=config,
             )
 
-        return cls(depth=eqx.filter_vmap(one)(jax.random.split(key, config.num_depths)), config=config)
+        return cls(depth=eqx.filter_vmap(build_depth)(jax.random.split(key, config.num_depths)), config=config)
 
     def unstacked(self) -> tuple[MTPDepth, ...]:
-        """Return the depths one by one."""
+        """Return a tuple of the depths, with unstacked weights."""
         return tuple(at_layer(self.depth, index) for index in range(self.config.num_depths))
 
 
@@ -135,9 +148,9 @@ class MTPOutput(eqx.Module):
 
     **Arguments:**
 
-    - `hidden`: the stream of each depth, or its streams one behind the other, before its final norm.
-    - `real`: whether the token `depth` positions later belongs to the same document.
-    - `stats`: of their blocks, stacked.
+    - `hidden`: the stream of each depth before its final norm; with `MTPConfig.all_streams` the concatenated streams.
+    - `real`: for depth k, whether the next k tokens belong to the document of the token (see `same_document`).
+    - `stats`: statistics of the depths' blocks, stacked on a leading axis.
     """
 
     hidden: tuple[Float[Array, "batch length stream_embed"], ...]
@@ -154,40 +167,43 @@ def run_depths(
     order: np.ndarray | None,
     key: PRNGKeyArray | None,
 ) -> MTPOutput:
-    """Run all depths, one after the other.
+    """Run all depths in order; each depth reads the stream of the previous depth.
 
     **Arguments:**
 
     - `stream`: the input of the first depth.
-    - `embed`: returns the embeddings of the tokens so many positions later, given their positions and a key for
-        dropout.
-    - `ctx`: of the tokens from which is predicted.
+    - `embed`: `embed(count, ctx, key)` returns for each token the embedding of the token `count` positions later;
+        `ctx` has the positions of the later tokens, and `key` is for dropout.
+    - `ctx`: context of the input tokens.
     - `order`: as in `shift_left`.
     """
-    x, hiddens, reals, stats = stream, [], [], []
+    x = stream
+    hiddens, reals, stats = [], [], []
     for count, depth in enumerate(depths, 1):
         embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
         real = same_document(ctx.positions, ctx.segment_ids, count, order)
         later = ForwardContext(positions=shift_left(ctx.positions, count, order), execution=ctx.execution)
         depth_ctx = dataclasses.replace(ctx, positions=jnp.where(real, ctx.positions, -1))
         embedded = embed(count, later, embed_key)
-        hidden, _, stat = depth(x, embedded, depth_ctx, key=block_key)
+        hidden, _, depth_stats = depth(x, embedded, depth_ctx, key=block_key)
         x = depth.next_input(hidden)
         hiddens.append(hidden)
         reals.append(real)
-        stats.append(stat)
+        stats.append(depth_stats)
     return MTPOutput(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))
 
 
 def shift_left(x: Array, count: int, order: np.ndarray | None = None) -> Array:
-    """Return the values `count` positions later in the text, zeros at its end.
+    """Return the values `count` positions later in the text, and zeros where the text has ended.
 
-    `order` has the index of each column's token in the text; None: `y[:, t] = x[:, t + count]`.
+    `order` has the index in the text of the token in each column (context parallelism reorders tokens). None: columns
+    are in the order of the text, `y[:, t] = x[:, t + count]`.
     """
     length = x.shape[1]
     if order is None:
         return jnp.pad(x[:, count:], ((0, 0), (0, min(count, length))) + ((0, 0),) * (x.ndim - 2))
-    columns, later = np.argsort(order), order + count
+    columns = np.argsort(order)
+    later = order + count
     inside = (later < length).reshape(1, length, *(1,) * (x.ndim - 2))
     return jnp.where(inside, x[:, columns[np.minimum(later, length - 1)]], jnp.zeros((), x.dtype))
 
@@ -198,13 +214,13 @@ def same_document(
     count: int,
     order: np.ndarray | None = None,
 ) -> Bool[Array, "batch length"]:
-    """Return whether a token and the next `count` ones are of one document, without padding in between.
+    """Return whether a token and the next `count` tokens belong to one document, without padding in between.
 
-    Padding is at position -1; `order` as in `shift_left`.
+    Padding has position -1. `order` is as in `shift_left`.
     """
-    inside = positions >= 0
-    for later in range(1, count + 1):
-        inside &= shift_left(positions + 1, later, order) > 0
+    same = positions >= 0
+    for shift in range(1, count + 1):
+        same &= shift_left(positions + 1, shift, order) > 0
         if segment_ids is not None:
-            inside &= segment_ids == shift_left(segment_ids, later, order)
-    return inside
+            same &= segment_ids == shift_left(segment_ids, shift, order)
+    return same

@@ -10,30 +10,37 @@ from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 
 
 def needs_model(block: BlockConfig) -> bool:
-    """Return whether a block's layers need what only a model's layers have, such as token ids."""
-    hashed = isinstance(block.mlp, ExpertsConfig) and block.mlp.router.hashed_tokens is not None
-    return hashed or block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig)
+    """Return whether a block depends on other layers or on token ids, so that it cannot run in an MTP depth.
+
+    Such blocks route tokens by their ids, read the keys and values of an earlier layer, or use a shared transformer.
+    """
+    routes_by_token_id = isinstance(block.mlp, ExpertsConfig) and block.mlp.router.hashed_tokens is not None
+    return routes_by_token_id or block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPConfig(CheckedFields):
-    """`h_k[t] = block(A norm(embed(token[t + k])) + B norm(h_{k-1}[t]))`, and the model's head on `norm(h_k)`.
+    """Configuration of multi-token prediction (MTP): `num_depths` blocks that predict tokens after the next token.
 
-    h_0 is the residual stream after the last layer. Embedding and head are the model's, all else is a depth's own.
+    Depth k computes `h_k[t] = block(A norm(embed(token[t + k])) + B norm(h_{k-1}[t]))`, and its logits are the model's
+    head applied to `norm(h_k)`. h_0 is the residual stream after the last layer. Embedding and head are shared with the
+    model; all other weights are separate for each depth.
 
     **Arguments:**
 
-    - `num_depths`: number of tokens after the next one that are predicted.
-    - `block`: the layer of each depth.
-    - `norm`: of the embedding, of the stream, and before the head.
+    - `num_depths`: number of tokens after the next token that are predicted.
+    - `block`: configuration of the block of each depth.
+    - `norm`: configuration of the norms of the embedding, of the stream, and before the head.
     - `normed_stream`: the first depth reads the stream after the final norm (DeepSeek's published weights expect it).
     - `normed_depths`: later depths read h_{k-1} after the norm before the head (MiMo-V2).
-    - `all_streams`: depths read, and hand on, all residual streams: B and its norm are those of each one (DeepSeek-V4).
-        Before the head they are added up as the model's are, with weights of the depth's own where these have any.
-    - `joint_norm`: the norm of the stream is one of all residual streams side by side, with a scale for each (Qwen 4).
-    - `model_norm`: before the head stands the model's final norm, or none where it has none, not one of each depth's
-        own (ERNIE 4.5, Qwen 4).
-    - `loss_weight`: of the depths' cross-entropy, the mean over all their targets, in the training loss.
+    - `all_streams`: depths read and return all residual streams (DeepSeek-V4). B and its norm are applied to each
+        stream separately. Before the head the streams are summed as in the model; if that sum has weights, each depth
+        has separate weights for it.
+    - `joint_norm`: one norm over the concatenation of all residual streams, with a separate scale for each stream
+        (Qwen 4), in place of one norm that is applied to each stream.
+    - `model_norm`: depths use the model's final norm (or no norm, if the model has none) before the head, in place of a
+        separate norm for each depth (ERNIE 4.5, Qwen 4).
+    - `loss_weight`: weight of the depths' cross-entropy (mean over the targets of all depths) in the training loss.
     """
 
     num_depths: PositiveInt
@@ -48,11 +55,20 @@ class MTPConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        alone = self.block.shortcut_from is None and getattr(self.block.mlp, "shortcut", None) is None
-        check(alone, "MTPConfig.block must have no shortcut of experts: it stands alone.")
-        norms = [name for name in ("normed_stream", "normed_depths") if getattr(self, name)]
-        rule = "excludes normed_stream and normed_depths, whose norm is of the sum of the streams"
-        check(not (self.all_streams and norms), f"MTPConfig.all_streams=True {rule}.")
+        has_shortcut = self.block.shortcut_from is not None or getattr(self.block.mlp, "shortcut", None) is not None
+        check(
+            not has_shortcut,
+            "MTPConfig.block must not use shortcut-connected experts, because an MTP depth has a single block: "
+            "set shortcut=None and shortcut_from=None.",
+        )
+        check(
+            not (self.all_streams and (self.normed_stream or self.normed_depths)),
+            "MTPConfig.all_streams=True excludes normed_stream and normed_depths, because the norm that they use is "
+            "applied to the sum of the streams. Set them to False.",
+        )
         check(self.all_streams or not self.joint_norm, "MTPConfig.joint_norm=True needs all_streams=True.")
-        rule = "excludes normed_depths: the norm that they read is one of each depth's own"
-        check(not (self.model_norm and self.normed_depths), f"MTPConfig.model_norm=True {rule}.")
+        check(
+            not (self.model_norm and self.normed_depths),
+            "MTPConfig.model_norm=True excludes normed_depths=True, which needs a separate norm for each depth. "
+            "Set one of them to False.",
+        )

@@ -1,4 +1,4 @@
-"""Low-rank pairs that begin as the largest singular values of their weights (PiSSA; Meng et al. 2024)."""
+"""PiSSA (Meng et al. 2024): initialize low-rank adapters from the largest singular values of the weights."""
 
 import math
 from typing import Any
@@ -19,40 +19,47 @@ from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
 
 def check_split(path: str, words: Axes, weight: Any, rank: int) -> None:
-    """Raise ConfigError for a weight that has fewer singular values than `rank`, or that can't be rounded again."""
-    sizes, split = dict(zip(words, weight.shape, strict=True)), product_axes(words)
-    assert split is not None
-    most = min(math.prod(sizes[word] for word in side) for side in split)
-    check(rank <= most, f"LoRAConfig.rank={rank}: {path} has {most} singular values. Choose a smaller rank for it.")
+    """Raise ConfigError for a weight with fewer singular values than `rank`, or whose quantization cannot be repeated.
+
+    `words` are the names of the weight's axes.
+    """
+    sizes = dict(zip(words, weight.shape, strict=True))
+    matrix_sides = product_axes(words)
+    assert matrix_sides is not None
+    max_rank = min(math.prod(sizes[axis] for axis in side) for side in matrix_sides)
+    check(
+        rank <= max_rank,
+        f"LoRAConfig.rank={rank} exceeds the {max_rank} singular values of {path}. Choose a smaller rank for it.",
+    )
     if isinstance(weight, AbstractQuantizedWeight):
         check_rounds(weight, f"LoRAConfig.init='pissa': {path}")
 
 
 def taken_out(layout: Layout, node: LowRank, rank: int) -> LowRank:
-    """Return a weight without the part that its pair begins with, and the pair: `base - scale a b`, a, b.
+    """Return `node` with its low-rank pair a, b set to the leading singular vectors, and the base `base - scale a b`.
 
-    `node` has shapes in place of the pair. The singular values are divided between both factors, as in PEFT. A
-    quantized weight is widened, and what remains is rounded as the weight was.
+    The pair of `node` has shapes in place of arrays. Each factor gets the square root of the singular values, as in
+    PEFT. A quantized base is dequantized for this, and the new base is quantized to the same format.
     """
 
     def run(base: Any) -> LowRank:
         array = as_weight(base).array()
-        wide = array.astype(np.promote_types(array.dtype, np.float32))
+        upcast = array.astype(np.promote_types(array.dtype, np.float32))
         inner = node.lora_a.ndim - 1
-        stack = inner + node.lora_b.ndim - 1 - wide.ndim
-        rows, columns = math.prod(wide.shape[stack:inner]), math.prod(wide.shape[inner:])
-        pairs = lax.map(lambda each: _leading(each, rank, node.scale), wide.reshape(-1, rows, columns))
-        a, b = (
-            each.reshape(like.shape).astype(like.dtype)
-            for each, like in zip(pairs, (node.lora_a, node.lora_b), strict=True)
-        )
-        rest = wide - LowRank(jnp.zeros_like(wide), a, b, node.scale).array()
-        like = None if node.lora_magnitude is None else jnp.zeros(node.lora_magnitude.shape, node.lora_magnitude.dtype)
-        base = rounded_like(rest, base) if isinstance(base, AbstractQuantizedWeight) else rest.astype(array.dtype)
-        return LowRank(base, a, b, node.scale, like, a, b)
+        stack = inner + node.lora_b.ndim - 1 - upcast.ndim
+        rows = math.prod(upcast.shape[stack:inner])
+        columns = math.prod(upcast.shape[inner:])
+        a, b = lax.map(lambda matrix: _leading(matrix, rank, node.scale), upcast.reshape(-1, rows, columns))
+        a = a.reshape(node.lora_a.shape).astype(node.lora_a.dtype)
+        b = b.reshape(node.lora_b.shape).astype(node.lora_b.dtype)
+        remainder = upcast - LowRank(jnp.zeros_like(upcast), a, b, node.scale).array()
+        magnitude = node.lora_magnitude
+        magnitude = None if magnitude is None else jnp.zeros(magnitude.shape, magnitude.dtype)
+        quantized = isinstance(base, AbstractQuantizedWeight)
+        base = rounded_like(remainder, base) if quantized else remainder.astype(array.dtype)
+        return LowRank(base, a, b, node.scale, magnitude, a, b)
 
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)  # noqa: E731
-    target = jax.tree.map(shape, node)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), node)
     split = layout.automatically(run, lambda _: partitions(target))
     return jax.jit(split, out_shardings=out_shardings(target))(node.base)
 
@@ -60,7 +67,7 @@ def taken_out(layout: Layout, node: LowRank, rank: int) -> LowRank:
 def _leading(
     weight: Float[Array, "rows columns"], rank: int, scale: float
 ) -> tuple[Float[Array, "rows rank"], Float[Array, "rank columns"]]:
-    """Return the pair whose product, times `scale`, is the part of a matrix with the largest singular values."""
+    """Return a, b such that `scale a b` is the best approximation of the matrix with this rank."""
     left, values, right = jnp.linalg.svd(weight, full_matrices=False)
     roots = jnp.sqrt(values[:rank] / scale)
     return left[:, :rank] * roots[None], roots[:, None] * right[:rank]

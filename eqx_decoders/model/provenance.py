@@ -1,4 +1,4 @@
-"""The source of a model."""
+"""Source checkpoint of a model."""
 
 import dataclasses
 
@@ -7,14 +7,14 @@ from eqx_decoders.core.sampling import GenerationConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Source of a model: all that an export needs besides its configuration.
+    """Source checkpoint of a model: what an export needs besides weights and configuration.
 
     **Arguments:**
 
-    - `family`: the `model_type` of its checkpoint.
-    - `settings`: JSON text of the settings that don't change its results, such as token ids.
-    - `directory`: directory of its tokenizer; None if there is none.
-    - `generation`: sampling and stop ids that were published with it.
+    - `family`: `model_type` of the checkpoint.
+    - `settings`: JSON text of the checkpoint's settings that do not change the model's results, such as token ids.
+    - `directory`: directory of the tokenizer; None if there is no tokenizer.
+    - `generation`: sampling settings and stop ids that were published with the checkpoint.
     """
 
     family: str

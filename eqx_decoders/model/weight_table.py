@@ -1,30 +1,33 @@
-"""The table of a model's weights: path, shape, axes, sharding and bytes on a device."""
+"""Table of a model's weights: path, shape, axes, sharding, dtype and size per device."""
 
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.axes import axes, named_leaves, names_of
 from eqx_decoders.sharding.layout import device_bytes
 
 
 def describe(model: PyTree) -> str:
-    """Return a table with one row per weight of `model` (arrays or `ShapeDtypeStruct`s), their sum, and the backend."""
-    words = axes(model)
+    """Return a text table with one row per weight of `model` (arrays or `ShapeDtypeStruct`s) and their totals."""
+    axis_names = axes(model)
     rows = [("path", "shape", "axes", "sharding", "dtype", "MB/device")]
-    count = size = 0
+    total_weights = 0
+    total_bytes = 0
     for name, leaf in named_leaves(model).items():
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
-        split = ", ".join("x".join(part if isinstance(part, tuple) else (part,)) if part else "-" for part in spec)
-        device_size = device_bytes(leaf)
-        count, size = count + leaf.size, size + device_size
+        mesh_axes = [names_of(part) for part in spec]
+        sharding = ", ".join("x".join(names) or "-" for names in mesh_axes)
+        size = device_bytes(leaf)
+        total_weights += leaf.size
+        total_bytes += size
         shape = " x ".join(map(str, leaf.shape))
-        rows.append((name, shape, " ".join(words[name]), split or "-", str(leaf.dtype), f"{device_size / 1e6:,.2f}"))
-    rows.append((f"{len(words)} arrays", f"{count:,} weights", "", "", "", f"{size / 1e6:,.2f}"))
+        rows.append((name, shape, " ".join(axis_names[name]), sharding or "-", str(leaf.dtype), f"{size / 1e6:,.2f}"))
+    rows.append((f"{len(axis_names)} arrays", f"{total_weights:,} weights", "", "", "", f"{total_bytes / 1e6:,.2f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
-            cell.rjust(w) if column == 5 else cell.ljust(w)
-            for column, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column == 5 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]

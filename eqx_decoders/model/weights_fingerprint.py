@@ -1,4 +1,4 @@
-"""Fingerprint of a model's weights, by which answers and scores that they gave are found again."""
+"""Fingerprint of a model's weights: the key under which completions and scores of these weights are cached."""
 
 import equinox as eqx
 import jax
@@ -13,21 +13,23 @@ from eqx_decoders.sharding.explicit import typed
 @jax.jit
 @typed
 def weights_fingerprint(model: Decoder) -> UInt32[Array, ""]:
-    """Return a hash of all bits of a model's weights, the same on every mesh."""
+    """Return a 32-bit hash of all bits of a model's weights. It does not depend on the mesh."""
     total = jnp.zeros((), jnp.uint32)
-    for number, leaf in enumerate(named_leaves(eqx.filter(model, eqx.is_array)).values()):
-        bits, place = _bits(leaf), jnp.zeros((), jnp.uint32)
-        for axis, size in enumerate(leaf.shape):  # no flat view: that would gather what a mesh has split
-            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        mixed = (bits ^ (bits >> 15)) * ((place * jnp.uint32(2654435761) + jnp.uint32(2 * number + 1)) | 1)
+    for index, leaf in enumerate(named_leaves(eqx.filter(model, eqx.is_array)).values()):
+        bits = _bits(leaf)
+        # index of each element in the flattened array; flattening itself would all-gather a sharded array
+        position = jnp.zeros((), jnp.uint32)
+        for axis, size in enumerate(leaf.shape):
+            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        mixed = (bits ^ (bits >> 15)) * ((position * jnp.uint32(2654435761) + jnp.uint32(2 * index + 1)) | 1)
         total += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
     return total
 
 
 def _bits(x: Array) -> UInt32[Array, "*shape"]:
-    """Return the bits of numbers as integers; of numbers with 4 bits, integers as different as they are."""
+    """Return the bits of an array as uint32. Floats of less than 8 bits are upcast to float32 first."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.int32).astype(jnp.uint32)
     x = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 8 else x
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
+    bits_dtype = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, bits_dtype).astype(jnp.uint32)
