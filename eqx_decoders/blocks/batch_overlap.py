@@ -1,4 +1,4 @@
-"""Batch overlap: a batch runs in parts, and what one part sends to other devices travels while another is computed."""
+"""Batch overlap (two-batch overlap): communication of one part of a batch overlaps with computation of another part."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,47 +23,65 @@ Parts = tuple[Float[Array, "rows length *streams embed"], ...]
 
 
 def cut_batch(x: Float[Array, "batch length *streams embed"], execution: Execution) -> Parts:
-    """Cut a batch into `Execution.batch_split` parts with equally many rows of each device, or raise ConfigError."""
-    count, layout, rows = execution.batch_split, execution.layout, x.shape[0]
+    """Split a batch into `Execution.batch_split` parts of equal size on each device.
+
+    Raises ConfigError if the batch size is not a multiple of the parts times the devices.
+    """
+    count = execution.batch_split
+    layout = execution.layout
+    rows = x.shape[0]
     devices = 1 if layout.mesh is None else layout.activation_parts("batch", (rows,))
-    rule = f"must be a multiple of Execution.batch_split={count} times the {devices} devices that split it"
-    check(rows % (count * devices) == 0, f"A batch of {rows} rows {rule}. Choose another batch size or leave it out.")
+    check(
+        rows % (count * devices) == 0,
+        f"A batch of {rows} rows must be a multiple of Execution.batch_split={count} times the {devices} devices that "
+        "split the batch. Choose another batch size, or leave batch_split out.",
+    )
     return tuple(cut_rows(x, count))
 
 
 def join_batch(parts: Parts) -> Float[Array, "batch length *streams embed"]:
-    """Join the parts that `cut_batch` returned."""
+    """Join parts from `cut_batch` to a batch."""
     return join_rows(jnp.stack(parts))
 
 
 def run_staggered(
     block: AnyBlock, parts: Parts, ctx: ForwardContext, past: None, *, key: PRNGKeyArray | None
 ) -> tuple[Parts, dict[str, Any], BlockStats]:
-    """Return the results of `block` for all parts together; statistics have the parts on their first axis.
+    """Run `block` on all parts of a batch, and overlap the communication of its layers with computation.
 
-    With a residual connection that calls the layers itself, parts run one after another.
+    Returns the streams of the parts, the entries of the full batch, and statistics with a leading axis of parts. If the
+    residual connection is not a `ReadWriteResidual`, the parts run one after another without overlap.
     """
-    arrays, others = eqx.partition(ctx, eqx.is_array)
-    rows = jax.tree.map(lambda leaf: cut_rows(leaf, len(parts)), arrays)
-    numbers = range(len(parts))
-    contexts = [eqx.combine(jax.tree.map(lambda leaf, n=number: leaf[n], rows), others) for number in numbers]
-    keys = [None if key is None else jax.random.fold_in(key, number) for number in numbers]
+    ctx_arrays, ctx_static = eqx.partition(ctx, eqx.is_array)
+    ctx_parts = jax.tree.map(lambda leaf: cut_rows(leaf, len(parts)), ctx_arrays)
+    contexts = [
+        eqx.combine(jax.tree.map(lambda leaf, i=index: leaf[i], ctx_parts), ctx_static) for index in range(len(parts))
+    ]
+    keys = [None if key is None else jax.random.fold_in(key, index) for index in range(len(parts))]
     if isinstance(block.residual, ReadWriteResidual):
-        part_runs = [_PartRun(block, block.residual, *each) for each in zip(contexts, keys, strict=True)]
+        part_runs = [
+            _PartRun(block, block.residual, part_ctx, part_key)
+            for part_ctx, part_key in zip(contexts, keys, strict=True)
+        ]
         outputs = _stagger(part_runs, parts, ctx.execution.layout)
         results = [part_run.run.leave(x) for part_run, x in zip(part_runs, outputs, strict=True)]
     else:
-        results = [block(x, part, key=part_key) for x, part, part_key in zip(parts, contexts, keys, strict=True)]
+        results = [
+            block(x, part_ctx, key=part_key) for x, part_ctx, part_key in zip(parts, contexts, keys, strict=True)
+        ]
     streams, entries, stats = zip(*results, strict=True)
     entries = jax.tree.map(lambda *leaves: join_rows(jnp.stack(leaves)), *entries)
     return streams, entries, jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
 
 
-class _Stop(NamedTuple):
-    """A part of the batch at a layer that communicates: the layer's arguments, and the result of its `begin`."""
+class _AtLayer(NamedTuple):
+    """A part of the batch that has stopped at a `StaggeredLayer`.
+
+    `inputs` are the layer's arguments, and `prepared` is the result of its `begin`.
+    """
 
     inputs: BranchInputs
-    begun: Any
+    prepared: Any
 
 
 class _PartRun:
@@ -71,24 +89,27 @@ class _PartRun:
 
     def __init__(self, block: AnyBlock, residual: ReadWriteResidual, ctx: ForwardContext, key: PRNGKeyArray | None):
         self.run = BlockRun(block, ctx, None, key)
-        self.residual, self.layers, self.next = residual, block.layers(), 0
-        self.state, self.coefficients = None, None
+        self.residual = residual
+        self.layers = block.layers()
+        self.next = 0  # index of the next layer
+        self.state = None
+        self.coefficients = None
 
     def advance(self, value: Array) -> Any:
-        """Run layers up to the next one that communicates, or to the end of the block: a `_Stop`, or the output.
+        """Run layers up to the next `StaggeredLayer` or the end of the block: return `_AtLayer`, or the block's output.
 
-        `value` is the block's input at first, then the output of the layer at which the part stopped.
+        `value` is the block's input in the first call, and then the output of the layer at which the part stopped.
         """
         if self.state is None:
             self.state = self.residual.begin(self.run.enter(value))
         else:
             self._write(value)
         while self.next < len(self.layers):
-            layer, ctx = self.layers[self.next], self.run.ctx
-            y, self.coefficients = self.residual.read(self.state, layer, ctx)
+            layer = self.layers[self.next]
+            y, self.coefficients = self.residual.read(self.state, layer, self.run.ctx)
             if isinstance(layer.layer, StaggeredLayer):
                 inputs = self.run.inputs(layer, y)
-                return _Stop(inputs, layer.layer.begin(inputs))
+                return _AtLayer(inputs, layer.layer.begin(inputs))
             self._write(self.run(layer, y))
         return self.residual.end(self.state, self.run.dropout, self.run.ctx)
 
@@ -100,35 +121,37 @@ class _PartRun:
 def _stagger(part_runs: Sequence[_PartRun], parts: Sequence[Array], layout: Layout) -> list[Array]:
     """Return the block's output for all parts.
 
-    Left alone, XLA sends what all parts have to send when all are ready to, and multiplies nothing meanwhile. Here each
-    part goes as far as to a layer that communicates, and the next one waits for it: what the first sends travels while
-    the next one comes. Then the layer goes on with all (DeepSeek-AI 2024, section 3.2.1). If other layers communicate,
-    as they do if heads or rows are split, none waits.
+    Without barriers, XLA communicates for all parts at the same time and does not overlap it with products. With
+    barriers, each part runs up to a layer that communicates, and the next part starts only then, so that the
+    communication of a part overlaps with the computation of the next part. Then the layer finishes all parts
+    (DeepSeek-AI 2024, section 3.2.1). There are no barriers if other layers communicate, too, because the mesh splits
+    heads or sequences.
     """
-    waits, values = not _communicates_elsewhere(layout), parts
+    use_barriers = not _splits_more_than_batch(layout)
+    values = parts
     while True:
         reached: list[Any] = []
         for part_run, value in zip(part_runs, values, strict=True):
-            if waits and reached:
+            if use_barriers and reached:
                 value, arrays = lax.optimization_barrier((value, _arrays_of(reached[-1])))
                 reached[-1] = _with_arrays(reached[-1], arrays)
             reached.append(part_run.advance(value))
-        if not isinstance(reached[0], _Stop):
+        if not isinstance(reached[0], _AtLayer):
             return reached
         layer = part_runs[0].layers[part_runs[0].next]
-        results = layer.layer.finish([stop.inputs for stop in reached], [stop.begun for stop in reached])
+        results = layer.layer.finish([part.inputs for part in reached], [part.prepared for part in reached])
         values = [part_run.run.output(layer, result) for part_run, result in zip(part_runs, results, strict=True)]
 
 
 def _arrays_of(reached: Any) -> Any:
-    return reached.begun if isinstance(reached, _Stop) else reached
+    return reached.prepared if isinstance(reached, _AtLayer) else reached
 
 
 def _with_arrays(reached: Any, arrays: Any) -> Any:
-    return reached._replace(begun=arrays) if isinstance(reached, _Stop) else arrays
+    return reached._replace(prepared=arrays) if isinstance(reached, _AtLayer) else arrays
 
 
-def _communicates_elsewhere(layout: Layout) -> bool:
-    """Return whether something but the batch and the weights is split."""
-    rows = {*dict(layout.activations).get("batch", ()), "stage"}
-    return any(size > 1 and name not in rows for name, size in layout.sizes.items())
+def _splits_more_than_batch(layout: Layout) -> bool:
+    """Return whether the mesh splits activations along other axes than the batch, such as heads or sequences."""
+    batch_axes = {*dict(layout.activations).get("batch", ()), "stage"}
+    return any(size > 1 and name not in batch_axes for name, size in layout.sizes.items())

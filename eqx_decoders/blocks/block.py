@@ -1,4 +1,4 @@
-"""A decoder block: layers with their norms, around a residual stream."""
+"""A decoder block: a token mixer, a channel mixer and extra layers with their norms, and a residual connection."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.block_run import LENT, BlockLayer, BlockResult, BlockRun
+from eqx_decoders.blocks.block_run import SHARED_SUFFIX, BlockLayer, BlockResult, BlockRun
 from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
@@ -43,7 +43,7 @@ from eqx_decoders.layers.recurrent.rwkv import ChannelMix, ChannelMixConfig, Tim
 from eqx_decoders.layers.shared_transformer import AidedMixer, AidedMixerConfig
 
 
-# The layers that may stand in each place of a block; a new layer is added here.
+# Layer types that are allowed at each position of a block. Add new layers here.
 
 MixerConfig = (
     AttentionConfig
@@ -101,13 +101,13 @@ ExtraLayerKind = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtraLayerConfig(CheckedFields):
-    """An extra layer of a block, with a norm before it and one on its output: `scale * post(layer(pre(x)))`.
+    """Configuration of an extra layer of a block, `scale * post_norm(layer(pre_norm(x)))`.
 
     **Arguments:**
 
     - `layer`: one of `blocks.block.ExtraLayerKind`.
-    - `pre_norm`, `post_norm`: its norms; None for none.
-    - `scale`: multiplies its output (a half in Conformers; Gulati et al. 2020).
+    - `pre_norm`, `post_norm`: norms of the layer's input and output; None for no norm.
+    - `scale`: factor of the output (0.5 in Conformers; Gulati et al. 2020).
     """
 
     layer: ExtraLayerKind
@@ -117,8 +117,11 @@ class ExtraLayerConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        rule = "must be one of blocks.block.ExtraLayerKind: statistics of experts are those of the MLP alone"
-        check(isinstance(self.layer, ExtraLayerKind), f"ExtraLayerConfig.layer={self.layer!r} {rule}.")
+        check(
+            isinstance(self.layer, ExtraLayerKind),
+            f"ExtraLayerConfig.layer={self.layer!r} must be one of blocks.block.ExtraLayerKind. "
+            "Experts are allowed only as BlockConfig.mlp, because a block reports the statistics of one router.",
+        )
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "ExtraLayer":
         norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))
@@ -134,21 +137,23 @@ class ExtraLayer(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(CheckedFields):
-    """A token mixer and a channel mixer, each `post(layer(pre(x)))`, and their residual connection.
+    """Configuration of a block: a token mixer and a channel mixer, each with norms, and a residual connection.
 
     **Arguments:**
 
-    - `mixer`: the token mixer; None for none.
-    - `mlp`: the channel mixer; None for none.
-    - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output,
-        where a scale alone may stand.
-        In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalized input.
+    - `mixer`: the token mixer (attention or a recurrent layer); None for no mixer.
+    - `mlp`: the channel mixer (an MLP or experts); None for no channel mixer.
+    - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms of the inputs and outputs of mixer and
+        MLP; None for no norm. The norms of outputs may also be a `LayerScaleConfig`. In a parallel block without
+        `pre_mlp_norm` the MLP reads the mixer's normalized input.
     - `residual`: one of `eqx_decoders.blocks.residual`, or `"sequential"`, `"parallel"`, `"plain"`, `"chained"`.
-    - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
+    - `dropout`: dropout rate. It applies to the sum of the branches in a parallel block, and to the complete output of
+        any other block (as in MaxText).
     - `pre_layers`, `post_layers`: extra layers before the mixer and after the MLP.
-    - `shares_kv_as`: name by which later layers use this mixer's keys and values (`kv_shared_from`); None for none.
-    - `shortcut_from`: adds to the block's output what the experts of an earlier block returned, those whose
-        `ExpertsConfig.shortcut` is this name (shortcut-connected experts, Cai et al. 2024); None for none.
+    - `shares_kv_as`: name under which later layers can reuse this mixer's keys and values (their `kv_shared_from`);
+        None: keys and values are not shared.
+    - `shortcut_from`: name of earlier experts (their `ExpertsConfig.shortcut`) whose output is added to the output of
+        this block (shortcut-connected experts, Cai et al. 2024); None for no shortcut.
     """
 
     mixer: MixerConfig | None
@@ -171,103 +176,119 @@ class BlockConfig(CheckedFields):
                 self, "residual", RESIDUALS[check_word("BlockConfig.residual", self.residual, RESIDUALS)]
             )
         for part in ("mixer", "mlp"):
-            idle = [name for name in (f"pre_{part}_norm", f"post_{part}_norm") if getattr(self, name)]
+            norms = [name for name in (f"pre_{part}_norm", f"post_{part}_norm") if getattr(self, name)]
             check(
-                getattr(self, part) is not None or not idle,
-                f"BlockConfig.{part}=None leaves {' and '.join(idle)} without a layer. Set {part} or leave them out.",
+                getattr(self, part) is not None or not norms,
+                f"BlockConfig.{part}=None, but {' and '.join(norms)} are set. Set {part}, or set the norms to None.",
             )
-        one_stream = self.residual.streams == 1
-        rule = f"needs one residual stream, not {self.residual}"
-        check(one_stream or self.shortcut_from is None, f"BlockConfig.shortcut_from={self.shortcut_from!r} {rule}.")
-        only_two = self.mixer is not None and self.mlp is not None and not self.pre_layers and not self.post_layers
-        rule = "needs a mixer and an mlp, and nothing else: one feeds the other"
-        check(only_two or not self.residual.chains, f"BlockConfig.residual='chained' {rule}.")
+        check(
+            self.residual.streams == 1 or self.shortcut_from is None,
+            f"BlockConfig.shortcut_from={self.shortcut_from!r} needs a residual connection with one stream, "
+            f"not {self.residual}.",
+        )
+        only_mixer_and_mlp = (
+            self.mixer is not None and self.mlp is not None and not self.pre_layers and not self.post_layers
+        )
+        check(
+            only_mixer_and_mlp or not self.residual.chains,
+            "BlockConfig.residual='chained' needs a mixer and an mlp, and no pre_layers or post_layers.",
+        )
         out_dim = getattr(self.mixer, "out_dim", None)
-        rule = f"AttentionConfig.out_dim={out_dim} needs BlockConfig.residual='chained': other blocks add the output to"
-        check(out_dim is None or self.residual.chains, f"{rule} the stream.")
+        check(
+            out_dim is None or self.residual.chains,
+            f"AttentionConfig.out_dim={out_dim} needs BlockConfig.residual='chained': other residual connections add "
+            "the mixer's output to the stream, so it must have the stream's features.",
+        )
 
     def branches(self) -> dict[str, Any]:
-        """Return its layers' configurations by name, in order: `pre_layers.0`, `mixer`, `mlp`, `post_layers.0`, …."""
-        named = {f"pre_layers.{index}": branch.layer for index, branch in enumerate(self.pre_layers)}
-        named |= {"mixer": self.mixer, "mlp": self.mlp}
-        named |= {f"post_layers.{index}": branch.layer for index, branch in enumerate(self.post_layers)}
-        return {name: layer for name, layer in named.items() if layer is not None}
+        """Return the layers' configurations by name, in order: `pre_layers.0`, `mixer`, `mlp`, `post_layers.0`."""
+        layers = {f"pre_layers.{index}": extra.layer for index, extra in enumerate(self.pre_layers)}
+        layers |= {"mixer": self.mixer, "mlp": self.mlp}
+        layers |= {f"post_layers.{index}": extra.layer for index, extra in enumerate(self.post_layers)}
+        return {name: layer for name, layer in layers.items() if layer is not None}
 
     @property
-    def lent_names(self) -> tuple[str, ...]:
-        """Names by which later layers use what its layers compute."""
-        return tuple(self._lenders)
+    def shared_names(self) -> tuple[str, ...]:
+        """Names under which the block shares values with later layers."""
+        return tuple(self._shared_entries)
 
     @property
-    def _lenders(self) -> dict[str, str]:
-        """Names by which later layers use what its layers lend, each with the place of it among the entries."""
+    def _shared_entries(self) -> dict[str, str]:
+        """For each name in `shared_names`, the key of the shared value in the block's entries.
+
+        The key is empty for keys and values: these are in the cache as well as in the entries.
+        """
         indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
-        names = {
+        entry_keys = {
             self.shares_kv_as: "",
-            None if indexer is None else indexer.shares_as: "mixer" + LENT,
-            getattr(self.mlp, "shortcut", None): "mlp" + LENT,
+            None if indexer is None else indexer.shares_as: "mixer" + SHARED_SUFFIX,
+            getattr(self.mlp, "shortcut", None): "mlp" + SHARED_SUFFIX,
         }
-        return {name: place for name, place in names.items() if name is not None}
+        return {name: entry_key for name, entry_key in entry_keys.items() if name is not None}
 
     @property
-    def shared_name(self) -> str | None:
-        """Name of what its mixer uses of an earlier layer; None for nothing."""
+    def shared_from(self) -> str | None:
+        """Name of the value shared by an earlier layer that the mixer uses; None if it uses no shared value."""
         indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
         return getattr(self.mixer, "kv_shared_from", None) if indexer is None else indexer.shared_from
 
     def lent(self, past: Any, entries: dict[str, Any]) -> dict[str, Any]:
-        """Return what later layers may use, by name.
+        """Return the values that later layers may use, by their shared name.
 
-        These are past and new keys and values, what an indexer chose, or what experts returned.
+        A value is a pair of cached and new keys and values, or the keys that an indexer selected, or the output of
+        experts.
         """
-        return {name: entries[place] if place else (past, entries) for name, place in self._lenders.items()}
+        return {
+            name: entries[entry_key] if entry_key else (past, entries)
+            for name, entry_key in self._shared_entries.items()
+        }
 
     def mixers(self) -> tuple[Any, ...]:
-        """Return the configurations of its mixers: none, one, or those that are parallel."""
+        """Return the configurations of all mixers in the block; there are several if `mixer` combines mixers."""
         if isinstance(self.mixer, ParallelMixersConfig):
-            return tuple(each.mixer for each in self.mixer.mixers)
+            return tuple(parallel.mixer for parallel in self.mixer.mixers)
         if isinstance(self.mixer, AidedMixerConfig):
             return self.mixer.transformer.attention, self.mixer.mixer
         return () if self.mixer is None else (self.mixer,)
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shapes of its layers' caches, by the names of `branches`."""
+        """Return the shapes of the layers' caches, by layer name (see `branches`)."""
         layers = {name: layer for name, layer in self.branches().items() if hasattr(layer, "cache_shape")}
         shapes = {name: layer.cache_shape(max_length) for name, layer in layers.items()}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray, layer: int | Int[Array, ""] = 0) -> "Block":
-        """Return a new block; `layer` is its number in the decoder, of which the weights of some mixers depend."""
-        numbered = {"layer": layer} if getattr(self.mixer, "built_by_layer", False) else {}
+        """Return a new block. `layer` is its index in the decoder; some mixers use it for initialization."""
+        layer_index = {"layer": layer} if getattr(self.mixer, "built_by_layer", False) else {}
         mixer_key, mlp_key = jax.random.split(key)
-        inner = getattr(self.mixer, "out_dim", None) or embed_dim
-        residual_key, pre_key, post_key = (jax.random.fold_in(key, number) for number in (2, 3, 4))
+        inner_dim = getattr(self.mixer, "out_dim", None) or embed_dim
+        residual_key, pre_key, post_key = (jax.random.fold_in(key, index) for index in (2, 3, 4))
 
-        def norm(config, size=inner):
+        def norm(config: Any, size: int = inner_dim) -> Any:
             return None if config is None else config.build(size)
 
-        def extra(configs, key):
+        def extra_layers(configs: tuple[ExtraLayerConfig, ...], key: PRNGKeyArray) -> tuple[ExtraLayer, ...]:
             return tuple(
                 config.build(embed_dim, key=jax.random.fold_in(key, index)) for index, config in enumerate(configs)
             )
 
-        single = sum(not _reads_streams(layer) for layer in self.branches().values())
+        branches = sum(not _reads_streams(layer) for layer in self.branches().values())
         return Block(
-            pre_layers=extra(self.pre_layers, pre_key),
-            mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key, **numbered),
-            mlp=None if self.mlp is None else self.mlp.build(inner, key=mlp_key),
-            post_layers=extra(self.post_layers, post_key),
+            pre_layers=extra_layers(self.pre_layers, pre_key),
+            mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key, **layer_index),
+            mlp=None if self.mlp is None else self.mlp.build(inner_dim, key=mlp_key),
+            post_layers=extra_layers(self.post_layers, post_key),
             pre_mixer_norm=norm(self.pre_mixer_norm, embed_dim),
             post_mixer_norm=norm(self.post_mixer_norm),
             pre_mlp_norm=norm(self.pre_mlp_norm),
             post_mlp_norm=norm(self.post_mlp_norm),
-            residual=self.residual.build(embed_dim, branches=single, inner_dim=inner, key=residual_key),
+            residual=self.residual.build(embed_dim, branches=branches, inner_dim=inner_dim, key=residual_key),
             config=self,
         )
 
 
 class Block(eqx.Module):
-    """Layers with their norms, around a residual stream."""
+    """A decoder block: layers with their norms, and a residual connection."""
 
     pre_layers: tuple[ExtraLayer, ...]
     mixer: Mixer | None
@@ -288,10 +309,10 @@ class Block(eqx.Module):
         *,
         key: PRNGKeyArray | None = None,
     ) -> BlockResult:
-        """Return the block's output, the entries that each layer proposes for its cache, and statistics."""
+        """Return the block's output, the new cache entries of its layers by name, and statistics."""
         run = BlockRun(self, ctx, past, key)
         x = run.enter(x)
-        if type(self.residual) is SequentialResidual:  # what its call does, without the hops
+        if type(self.residual) is SequentialResidual:  # same as its `__call__`, without the nested function calls
             for layer in self.layers():
                 x = self.residual.write(x, run(layer, x))
             x = self.residual.end(x, run.dropout, ctx)
@@ -300,9 +321,9 @@ class Block(eqx.Module):
         return run.leave(x)
 
     def layers(self) -> list[BlockLayer]:
-        """Return its layers with their norms, in order."""
-        shared = self.pre_mixer_norm if self.config.residual.shares_norm else None
-        pre_mlp_norm = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
+        """Return the layers with their norms, in order."""
+        shared_norm = self.pre_mixer_norm if self.config.residual.shares_norm else None
+        pre_mlp_norm = shared_norm if self.pre_mlp_norm is None else self.pre_mlp_norm
         layers = [
             *_extra_layers("pre_layers", self.pre_layers),
             BlockLayer("mixer", self.mixer, self.pre_mixer_norm, self.post_mixer_norm),
@@ -311,12 +332,15 @@ class Block(eqx.Module):
         ]
         configs = self.config.branches()
         layers = [
-            each._replace(reads_streams=_reads_streams(configs[each.name])) for each in layers if each.name in configs
+            layer._replace(reads_streams=_reads_streams(configs[layer.name]))
+            for layer in layers
+            if layer.name in configs
         ]
         if not self.config.residual.keeps_normed:
             return layers
         return [
-            each if each.reads_streams else each._replace(pre_norm=None, stream_norm=each.pre_norm) for each in layers
+            layer if layer.reads_streams else layer._replace(pre_norm=None, stream_norm=layer.pre_norm)
+            for layer in layers
         ]
 
 

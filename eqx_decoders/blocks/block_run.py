@@ -1,4 +1,4 @@
-"""One forward pass of a block: its layers with their norms, and their results other than the stream."""
+"""One forward pass of a block: runs its layers with their norms, and collects cache entries and statistics."""
 
 import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -18,8 +18,11 @@ from eqx_decoders.remat import save
 class BlockLayer(NamedTuple):
     """A layer of a block with its norms: `scale * post_norm(layer(pre_norm(x)))`.
 
-    `reads_streams` tells whether it reads and writes all residual streams, rather than the block for it; `stream_norm`
-    normalizes the stream itself before it.
+    **Arguments:**
+
+    - `reads_streams`: whether the layer itself reads and writes all residual streams; otherwise the block's residual
+        connection computes its input and adds its output.
+    - `stream_norm`: norm that replaces the residual stream by its normalized value before the layer; None for no norm.
     """
 
     name: str
@@ -31,18 +34,18 @@ class BlockLayer(NamedTuple):
     stream_norm: Norm | None = None
 
     def function(self, run: "BlockRun") -> BranchFunction:
-        """Return the layer as a function of its input in one forward pass."""
+        """Return the layer as a function of its input, for the forward pass `run`."""
         return BranchFunction(functools.partial(run, self), self.reads_streams, self.stream_norm, self.name)
 
 
-# ends the names, among a block's entries, of what its layers lend to later layers, which no cache takes
-LENT = ".lent"
+# Suffix of the names of those entries of a block that are shared with later layers and not written to a cache.
+SHARED_SUFFIX = ".shared"
 BlockResult = tuple[Array, dict[str, Any], BlockStats]
 
 
 @runtime_checkable
 class AnyBlock(Protocol):
-    """Block whose layers are run one by one: its residual connection, its layers in order, and its call."""
+    """Interface of a block: its residual connection, its layers in order, and its call."""
 
     residual: Any
     config: Any
@@ -55,25 +58,30 @@ class AnyBlock(Protocol):
 
 
 class BlockRun:
-    """One forward pass of a block: arguments of its layers other than the stream, and their other results."""
+    """One forward pass of a block: the arguments of its layers except the stream, and their collected results.
+
+    `entries` has the new cache entries of the layers that have run, by name, and `stats` their statistics.
+    """
 
     def __init__(self, block: AnyBlock, ctx: ForwardContext, past: dict[str, Any] | None, key: PRNGKeyArray | None):
-        self.ctx, self.past, self.dropout_rate = ctx, past, block.config.dropout
+        self.ctx = ctx
+        self.past = past
+        self.dropout_rate = block.config.dropout
         self.shortcut = block.config.shortcut_from
         self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)
         self.entries: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
 
     def enter(self, x: Array) -> Array:
-        """Return the block's input, split over the mesh and under its name for rematerialization."""
-        return save(self.ctx.constrain(x, _words(x)), "decoder_layer_input")
+        """Constrain the sharding of the block's input, and name it for the remat policy."""
+        return save(self.ctx.constrain(x, _axis_names(x)), "decoder_layer_input")
 
     def __call__(self, layer: BlockLayer, y: Array) -> Array:
-        """Run a layer with its norms."""
+        """Run a layer with its norms on the input `y`."""
         return self.output(layer, layer.layer.branch(*self.inputs(layer, y)))
 
     def inputs(self, layer: BlockLayer, y: Array) -> BranchInputs:
-        """Return the layer's arguments; `y` is its input, before the norm."""
+        """Return the arguments of a layer whose input before its norm is `y`."""
         key = self.layer_key
         if layer.name != "mlp" and key is not None:
             key = jax.random.fold_in(key, len(self.entries) + 1)
@@ -81,10 +89,10 @@ class BlockRun:
         return BranchInputs(y if layer.pre_norm is None else layer.pre_norm(y), self.ctx, past, key)
 
     def output(self, layer: BlockLayer, result: BranchResult) -> Array:
-        """Return the layer's output for the stream, after its norm; record the rest of its results."""
+        """Return the layer's output after its norm and scale, and record its cache entries and statistics."""
         self.entries[layer.name] = result.entries
         if result.lent is not None:
-            self.entries[layer.name + LENT] = result.lent
+            self.entries[layer.name + SHARED_SUFFIX] = result.lent
         self.stats.update(result.stats)
         out = result.out if layer.post_norm is None else layer.post_norm(result.out)
         return out if layer.scale == 1.0 else out * layer.scale
@@ -94,8 +102,10 @@ class BlockRun:
         return dropout(y, self.dropout_rate, self.out_key)
 
     def leave(self, x: Array) -> BlockResult:
-        """Return the result of the block whose output is `x`."""
-        x = self.ctx.constrain(x if self.shortcut is None else x + self.ctx.shared[self.shortcut], _words(x))
+        """Return the result of the block; `x` is the output of its residual connection."""
+        if self.shortcut is not None:
+            x = x + self.ctx.shared[self.shortcut]
+        x = self.ctx.constrain(x, _axis_names(x))
         if self.ctx.execution.layer_stats:
             self.stats["activations"] = ActivationStats.of(x)
         if self.ctx.execution.layer_streams:
@@ -104,5 +114,5 @@ class BlockRun:
         return x, entries, BlockStats(**self.stats)
 
 
-def _words(x: Array) -> str:
+def _axis_names(x: Array) -> str:
     return "batch length embed" if x.ndim == 3 else "batch length streams embed"

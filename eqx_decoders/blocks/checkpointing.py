@@ -1,4 +1,4 @@
-"""A block's call inside `jax.checkpoint`: `Execution.remat` says which of its intermediate values are saved."""
+"""Rematerialization of a block with `jax.checkpoint`; `Execution.remat` selects the values that are saved."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,35 +16,41 @@ def checkpointed(call: Callable[..., Any], ctx: ForwardContext, *, prevent_cse: 
 
     **Arguments:**
 
-    - `call`: `Block.__call__`, or another function with its arguments.
-    - `prevent_cse`: keep XLA from merging the backward pass's computations with those of the forward pass.
-    - `ordered`: for several blocks in the body of a loop, whose weights nothing else orders. The backward pass returns
-        the gradient of `x` only once those of the weights are there, added up over devices: they might be left to the
-        end of the loop, with what they are computed from for all blocks at once (gemma3-12b, six blocks: 38 instead of
-        22 GB). On a mesh, weights are used once `x` is there: those of all blocks might be gathered at the beginning,
-        one after the other with no product beside them. Not without remat, which would keep a copy of them.
+    - `call`: `Block.__call__`, or another function with the same arguments.
+    - `prevent_cse`: prevent XLA from undoing remat by common-subexpression elimination between the forward and the
+        backward pass. Not needed in a scan, because forward and backward pass are separate loops there.
+    - `ordered`: make XLA process the blocks in order. Set it for several blocks in the body of one loop.
+
+        Backward pass: the gradient of `x` is returned only after the reduced gradients of the weights. Otherwise XLA
+        may postpone the weight gradients of all blocks to the end of the loop body, and keep the inputs of all of them
+        (gemma3-12b, six blocks: 38 GB instead of 22 GB).
+
+        Forward pass on a mesh with remat: weights are used only after `x` is computed. Otherwise XLA may all-gather the
+        weights of all blocks first, not overlapped with any product. Without remat this barrier is left out, because it
+        would keep a copy of the gathered weights.
     """
-    remat, layout = get_remat(ctx.execution.remat), ctx.execution.layout
-    together = _gradients_together if remat is None or layout.single else jax.lax.optimization_barrier
+    remat = get_remat(ctx.execution.remat)
+    layout = ctx.execution.layout
+    barrier = _gradient_barrier if remat is None or layout.single else jax.lax.optimization_barrier
 
     def run(block, x, ctx, past, key):
-        # inside of the checkpoint, so that the backward pass fetches the host's weights again
+        # inside the checkpoint, so that the backward pass transfers weights from the host again
         block = to_device(block)
         if ordered:
-            weights, rest = eqx.partition(block, eqx.is_inexact_array)
-            weights, x = together((weights, x))
-            block = eqx.combine(weights, rest)
+            weights, others = eqx.partition(block, eqx.is_inexact_array)
+            weights, x = barrier((weights, x))
+            block = eqx.combine(weights, others)
         return call(block, x, ctx, past, key=key)
 
     if remat is None:
         return run
-    # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it
     return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
 
 
 @jax.custom_vjp
-def _gradients_together(tree: Any) -> Any:
+def _gradient_barrier(tree: Any) -> Any:
+    """Return the tree unchanged; its gradients become available only all together."""
     return tree
 
 
-_gradients_together.defvjp(lambda tree: (tree, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),))
+_gradient_barrier.defvjp(lambda tree: (tree, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),))

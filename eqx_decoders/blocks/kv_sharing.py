@@ -1,4 +1,4 @@
-"""Checks of layers that use what earlier ones share: keys and values, the choice of an indexer, outputs of experts."""
+"""Checks of values that layers share with later layers: keys and values, selected keys, and outputs of experts."""
 
 from typing import Any
 
@@ -9,39 +9,56 @@ from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 
 
 def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
-    """Raise ConfigError for layers that use what no earlier layer of the same kind, sizes and mask shares."""
-    known: dict[str, tuple] = {}
+    """Raise ConfigError unless every shared value that a layer uses is computed by a compatible earlier layer."""
+    properties_by_name: dict[str, tuple] = {}
     for index, block in enumerate(blocks):
-        where, borrowed = f"DecoderConfig.blocks[{index}]", block.shared_name
-        if borrowed is not None:
+        where = f"DecoderConfig.blocks[{index}]"
+        shared_from = block.shared_from
+        if shared_from is not None:
             field = "kv_shared_from" if isinstance(block.mixer, AttentionConfig) else "indexer.shared_from"
-            name = check_word(f"{where}.mixer.{field}", borrowed, known)
-            rule = f"has {_common(block)}, the layer that shares it {known[name]}: they must be alike"
-            check(_common(block) == known[name], f"{where}.mixer.{field}={name!r} {rule}.")
-        lends = isinstance(block.mixer, AttentionConfig) and block.mixer.block_indexer is None and borrowed is None
-        if block.shares_kv_as is not None and not lends:
-            rule = "needs attention with keys and values of its own as mixer, and without an indexer"
-            raise ConfigError(f"{where}.shares_kv_as={block.shares_kv_as!r} {rule}.")
-        known |= dict.fromkeys(block.lent_names, _common(block))
+            name = check_word(f"{where}.mixer.{field}", shared_from, properties_by_name)
+            properties = _sharing_properties(block)
+            check(
+                properties == properties_by_name[name],
+                f"{where}.mixer.{field}={name!r}: this layer has {properties}, but the layer that shares the value has "
+                f"{properties_by_name[name]}. Both layers must have the same sizes and mask.",
+            )
+        can_share_kv = (
+            isinstance(block.mixer, AttentionConfig) and block.mixer.block_indexer is None and shared_from is None
+        )
+        if block.shares_kv_as is not None and not can_share_kv:
+            raise ConfigError(
+                f"{where}.shares_kv_as={block.shares_kv_as!r} needs an AttentionConfig as mixer that computes its own "
+                "keys and values and has no block_indexer."
+            )
+        properties_by_name |= dict.fromkeys(block.shared_names, _sharing_properties(block))
     _check_shortcuts(blocks)
 
 
 def _check_shortcuts(blocks: tuple[BlockConfig, ...]) -> None:
-    """Raise ConfigError unless what experts send to a later block is added to the stream once."""
-    sent: dict[str, str] = {}
+    """Raise ConfigError unless the output of experts with a shortcut is added to the stream exactly once."""
+    pending: dict[str, str] = {}  # shortcuts that no block has added yet, and the blocks of their experts
     for index, block in enumerate(blocks):
-        where, name, taken = f"DecoderConfig.blocks[{index}]", getattr(block.mlp, "shortcut", None), block.shortcut_from
-        if taken is not None:
-            sent.pop(check_word(f"{where}.shortcut_from", taken, sent))
-        if name is not None:
-            check(name not in sent, f"{where}.mlp.shortcut={name!r}: no block adds that of {sent.get(name)} before.")
-            sent[name] = where
-    rule = "no later block has it as shortcut_from: what these experts return would be lost"
-    check(not sent, f"{''.join(list(sent.values())[:1])}.mlp.shortcut={''.join(list(sent)[:1])!r}: {rule}.")
+        where = f"DecoderConfig.blocks[{index}]"
+        if block.shortcut_from is not None:
+            pending.pop(check_word(f"{where}.shortcut_from", block.shortcut_from, pending))
+        shortcut = getattr(block.mlp, "shortcut", None)
+        if shortcut is not None:
+            check(
+                shortcut not in pending,
+                f"{where}.mlp.shortcut={shortcut!r} is also the shortcut of {pending.get(shortcut)}, whose output no "
+                "block has added yet. Use another name, or set shortcut_from in a block between them.",
+            )
+            pending[shortcut] = where
+    for shortcut, where in pending.items():
+        raise ConfigError(
+            f"{where}.mlp.shortcut={shortcut!r} needs a later block with shortcut_from={shortcut!r}: "
+            "otherwise the output of these experts is not used."
+        )
 
 
-def _common(block: BlockConfig) -> tuple:
-    """Return the properties that layers must have in common to share what they compute."""
+def _sharing_properties(block: BlockConfig) -> tuple:
+    """Return the properties that must be equal in layers that share a value."""
     mixer: Any = block.mixer
     if isinstance(mixer, AttentionConfig):
         return mixer.num_kv_heads, mixer.head_dim, mixer.value_dim, mixer.mask

@@ -1,4 +1,4 @@
-"""Inputs that single layers have besides the residual stream, split over the scanned layers of a stack."""
+"""Inputs of individual layers besides the residual stream, distributed over the scanned layers of a stack."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingC
 
 
 class LayerInputs:
-    """Inputs of single layers, taken by one `ScannedLayers` after another.
+    """Inputs of individual layers, consumed by one `ScannedLayers` after another.
 
-    `by_layer` has, by name, an array for each of the layers that take it, in their order: `[takers, batch,
-    length, ...]`.
+    `by_layer` has for each input name the arrays of all layers that read it, stacked in the order of the layers:
+    `[layers with this input, batch, length, ...]`.
     """
 
     def __init__(self, by_layer: Mapping[str, Array]):
@@ -21,42 +21,49 @@ class LayerInputs:
         self.used = dict.fromkeys(by_layer, 0)
 
     def cut(self, unit: tuple[BlockConfig, ...], repeats: int) -> tuple[dict[str, Array], ...]:
-        """Return the inputs of the next `repeats` units, for each block of the unit, stacked over the repeats."""
+        """Return the inputs of the next `repeats` copies of `unit`: for each of its blocks, stacked over the copies."""
         inputs: list[dict[str, Array]] = [{} for _ in unit]
         for name, array in self.by_layer.items():
-            takers = [number for number, block in enumerate(unit) if name in _taken(block)]
-            begin, count = self.used[name], repeats * len(takers)
-            self.used[name] += count
-            self._check(name, begin + count <= array.shape[0])
-            arrays = array[begin : begin + count].reshape(repeats, len(takers), *array.shape[1:])
-            for index, number in enumerate(takers):
-                inputs[number][name] = arrays[:, index]
+            readers = [index for index, block in enumerate(unit) if name in _input_names(block)]
+            start = self.used[name]
+            end = start + repeats * len(readers)
+            self.used[name] = end
+            self._check(name, end <= array.shape[0])
+            arrays = array[start:end].reshape(repeats, len(readers), *array.shape[1:])
+            for position, index in enumerate(readers):
+                inputs[index][name] = arrays[:, position]
         return tuple(inputs)
 
     def finish(self) -> None:
-        """Raise ConfigError if inputs are left."""
+        """Raise ConfigError unless all arrays have been used."""
         for name, array in self.by_layer.items():
             self._check(name, self.used[name] == array.shape[0])
 
-    def _check(self, name: str, good: bool) -> None:
-        rule = "must have an array for each layer that takes it"
-        check(good, f"Inputs.by_layer[{name!r}] of shape {self.by_layer[name].shape} {rule}: {self.used[name]} so far.")
+    def _check(self, name: str, complete: bool) -> None:
+        check(
+            complete,
+            f"Inputs.by_layer[{name!r}] of shape {self.by_layer[name].shape} must have one array for each layer that "
+            f"reads it; the layers run so far read {self.used[name]} arrays.",
+        )
 
 
-def _taken(block: BlockConfig) -> set[str]:
-    """Return the names of the inputs of a block's layers: each configuration's `takes`."""
+def _input_names(block: BlockConfig) -> set[str]:
+    """Return the names of the inputs of a block's layers, which their configurations declare in `takes`."""
     return {name for layer in block.branches().values() for name in getattr(layer, "takes", ())}
 
 
 def check_per_layer(blocks: tuple[BlockConfig, ...], embedding: PerLayerEmbeddingConfig | None) -> None:
-    """Raise ConfigError unless layers take exactly the features of the per-layer embedding."""
+    """Raise ConfigError unless the layers read exactly the features that the per-layer embedding has."""
     provided = set() if embedding is None else {embedding.features}
-    taken = {layer.features for layer in takers(blocks)}
-    rule = f"makes {sorted(provided)} features, but layers take {sorted(taken)}: give both, equal, or neither"
-    check(provided == taken, f"DecoderConfig.per_layer_embedding {rule}.")
+    read = {layer.features for layer in takers(blocks)}
+    check(
+        provided == read,
+        f"DecoderConfig.per_layer_embedding has {sorted(provided)} features, but its layers (PerLayerInputConfig) read "
+        f"{sorted(read)} features. Set both to the same number, or leave both out.",
+    )
 
 
 def takers(blocks: tuple[BlockConfig, ...]) -> list[PerLayerInputConfig]:
-    """Return the layers that have an embedding of their own."""
+    """Return the configurations of the layers that read a per-layer embedding, in order."""
     layers = (layer for block in blocks for layer in block.branches().values())
     return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]

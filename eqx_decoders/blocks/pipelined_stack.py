@@ -1,4 +1,4 @@
-"""Run a stack of scanned layers, part of which may run as a pipeline over the mesh axis `stage`."""
+"""Run a stack of scanned layers, optionally with pipeline parallelism over the mesh axis `stage`."""
 
 import dataclasses
 import functools
@@ -45,19 +45,27 @@ def run_stack(
 
     **Arguments:**
 
-    - `caches`: the caches of each `ScannedLayers`, or None.
+    - `caches`: the caches of each `ScannedLayers`, or None for a pass without a cache.
     - `keys`: one key per layer, for dropout.
-    - `by_layer`: see `LayerInputs`.
+    - `by_layer`: inputs of individual layers; see `LayerInputs`.
     """
-    entries, stats, begin, layer_inputs = [], [], 0, LayerInputs(by_layer)
+    entries, stats = [], []
+    start = 0
+    layer_inputs = LayerInputs(by_layer)
     for index, layers in enumerate(stack):
         unit = tuple(block.config for block in layers.unit)
-        end = begin + layers.repeats * len(unit)
-        these_keys = None if keys is None else keys[begin:end]
-        inputs = layer_inputs.cut(unit, layers.repeats)
-        these_caches = None if caches is None else caches[index]
-        output = run_scanned_layers(layers, x, ctx, these_caches, keys=these_keys, inputs=inputs)
-        x, ctx, begin = output.x, dataclasses.replace(ctx, shared=output.shared), end
+        end = start + layers.repeats * len(unit)
+        output = run_scanned_layers(
+            layers,
+            x,
+            ctx,
+            None if caches is None else caches[index],
+            keys=None if keys is None else keys[start:end],
+            inputs=layer_inputs.cut(unit, layers.repeats),
+        )
+        x = output.x
+        ctx = dataclasses.replace(ctx, shared=output.shared)
+        start = end
         entries.append(output.entries)
         stats.append(output.stats)
     layer_inputs.finish()
@@ -73,51 +81,59 @@ def run_scanned_layers(
     keys: Key[Array, "layers"] | None = None,
     inputs: tuple[dict[str, Array], ...] = (),
 ) -> ScanOutput:
-    """Run scanned layers. With a pipeline, as many of them as fill all stages run as a pipeline."""
-    count = 0 if caches is not None else piped_repeats(layers, ctx)
+    """Run scanned layers, in a pipeline if `Execution.pipeline` is set.
+
+    The pipeline runs the largest number of repeats that fills all stages equally; the remaining repeats run after it.
+    """
+    count = 0 if caches is not None else pipelined_repeats(layers, ctx)
     if count == 0:
         return layers(x, ctx, caches, keys=keys, inputs=inputs)
     keys = None if keys is None else keys.reshape(layers.repeats, -1)
     arrays, static = eqx.partition(layers.unit, eqx.is_array)
 
-    def part(begin: int, end: int) -> tuple[PyTree, Any, Any]:
-        return jax.tree.map(lambda leaf: leaf[begin:end], (arrays, keys, inputs))
+    def slice_repeats(start: int, end: int) -> tuple[PyTree, Any, Any]:
+        return jax.tree.map(lambda leaf: leaf[start:end], (arrays, keys, inputs))
 
-    x, stats = _piped(static, layers, *part(0, count), x, ctx)
-    rest = layers.repeats - count
+    x, stats = _run_pipelined(static, layers, *slice_repeats(0, count), x, ctx)
+    remaining = layers.repeats - count
     entries = ({},) * len(layers.unit)
-    if rest == 0:
+    if remaining == 0:
         return ScanOutput(x, entries, stats, ctx.shared)
-    weights, keys, inputs = part(count, layers.repeats)
-    after = ScannedLayers(unit=eqx.combine(weights, static), repeats=rest)
-    out = after(x, ctx, keys=None if keys is None else keys.reshape(-1), inputs=inputs)
+    weights, keys, inputs = slice_repeats(count, layers.repeats)
+    remaining_layers = ScannedLayers(unit=eqx.combine(weights, static), repeats=remaining)
+    out = remaining_layers(x, ctx, keys=None if keys is None else keys.reshape(-1), inputs=inputs)
     stats = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), stats, out.stats)
     return ScanOutput(out.x, entries, stats, out.shared)
 
 
-def piped_repeats(layers: ScannedLayers, ctx: ForwardContext) -> int:
+def pipelined_repeats(layers: ScannedLayers, ctx: ForwardContext) -> int:
     """Return the number of repeats of the unit that run as a pipeline.
 
-    It is 0 if later layers use what these layers share.
+    It is 0 if these layers share values with later layers.
     """
-    setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
-    if setup is None or stages == 1 or any(block.config.lent_names for block in layers.unit):
+    pipeline = ctx.execution.pipeline
+    stages = ctx.execution.layout.sizes.get(AXIS, 1)
+    if pipeline is None or stages == 1 or any(block.config.shared_names for block in layers.unit):
         return 0
-    return layers.repeats - layers.repeats % (stages * setup.repeats)
+    return layers.repeats - layers.repeats % (stages * pipeline.repeats)
 
 
 def check_pipeline(stack: tuple[ScannedLayers, ...], ctx: ForwardContext) -> None:
-    """Raise ConfigError if there is a pipeline, but no layers that could run in it."""
-    setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
-    if setup is None or stages == 1:
+    """Raise ConfigError if a pipeline is requested, but no layers can run in it."""
+    pipeline = ctx.execution.pipeline
+    stages = ctx.execution.layout.sizes.get(AXIS, 1)
+    if pipeline is None or stages == 1:
         return
-    text = f"Layout.stage={stages} x Pipeline.repeats={setup.repeats} needs {stages * setup.repeats} equal layers, or"
-    counts = ", ".join(str(layers.repeats) for layers in stack)
-    rule = f"{text} repeats of some layers, in a row; this model has {counts}"
-    check(any(piped_repeats(layers, ctx) for layers in stack), f"{rule}. Choose fewer, or leave the pipeline out.")
+    check(
+        any(pipelined_repeats(layers, ctx) for layers in stack),
+        f"Layout.stage={stages} x Pipeline.repeats={pipeline.repeats} needs at least {stages * pipeline.repeats} "
+        "consecutive repeats of equal layers (or of a cycle of layers) that do not share values with later layers, but "
+        f"the runs of layers of this model have {', '.join(str(layers.repeats) for layers in stack)} repeats. "
+        "Choose fewer stages or repeats, or leave the pipeline out.",
+    )
 
 
-def _piped(
+def _run_pipelined(
     static: tuple[Block, ...],
     layers: ScannedLayers,
     weights: PyTree,
@@ -126,68 +142,77 @@ def _piped(
     x: Array,
     ctx: ForwardContext,
 ) -> tuple[Array, tuple[BlockStats, ...]]:
-    """Return the stream after the layers with these `weights`, and their statistics."""
+    """Run the pipeline of the layers with these `weights`. Returns the residual stream after it, and statistics."""
     execution = ctx.execution
-    setup, layout = execution.pipeline, execution.layout
-    assert setup is not None
-    stages, count = layout.sizes[AXIS], setup.microbatches
-    setup.check_fits(x.shape[0], stages)
-    per_stage = len(jax.tree.leaves(weights)[0]) // (stages * setup.repeats)
-    # with one layer in a stage, the stage's checkpoint is the layer's
-    remat, stage_layout = execution.remat if per_stage * len(static) > 1 else None, layout.without_stage()
-    inner = dataclasses.replace(execution, remat=remat, layout=stage_layout, pipeline=None)
-    rows, others = eqx.partition(dataclasses.replace(ctx, layer_inputs={}, execution=inner), eqx.is_array)
+    pipeline = execution.pipeline
+    layout = execution.layout
+    assert pipeline is not None
+    stages = layout.sizes[AXIS]
+    microbatches = pipeline.microbatches
+    pipeline.check_fits(x.shape[0], stages)
+    repeats_per_stage = len(jax.tree.leaves(weights)[0]) // (stages * pipeline.repeats)
+    # a stage of a single layer needs no checkpoint for the layer, because `run_pipeline` checkpoints the stage
+    stage_remat = execution.remat if repeats_per_stage * len(static) > 1 else None
+    stage_layout = layout.without_stage()
+    stage_execution = dataclasses.replace(execution, remat=stage_remat, layout=stage_layout, pipeline=None)
+    stage_ctx = dataclasses.replace(ctx, layer_inputs={}, execution=stage_execution)
+    ctx_arrays, ctx_static = eqx.partition(stage_ctx, eqx.is_array)
 
-    def stage(weights, by_layer, rows, x, number):
-        if setup.gather != "iteration":
-            weights = _scattering(functools.partial(_split, stage_layout, stage_layout.weight_spec, layers), weights)
+    def stage(weights, by_layer, ctx_arrays, x, microbatch):
+        if pipeline.gather != "iteration":
+            split = functools.partial(_split, stage_layout, stage_layout.weight_spec, layers)
+            weights = _split_gradients(split, weights)
         keys, inputs = by_layer
         if keys is not None:
-            keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), number)
-        inputs = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, 1, keepdims=False), inputs)
-        piece = ScannedLayers(unit=eqx.combine(weights, static), repeats=per_stage)
-        out = piece(x, eqx.combine(rows, others), keys=keys, inputs=inputs)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), microbatch)
+        inputs = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, 1, keepdims=False), inputs)
+        stage_layers = ScannedLayers(unit=eqx.combine(weights, static), repeats=repeats_per_stage)
+        out = stage_layers(x, eqx.combine(ctx_arrays, ctx_static), keys=keys, inputs=inputs)
         return out.x, out.stats
 
-    cut = jax.vmap(lambda leaf: cut_rows(leaf, count))
+    outer_remat = get_remat(execution.remat)
+    cut_layers = jax.vmap(lambda leaf: cut_rows(leaf, microbatches))
     x, stats = run_pipeline(
         stage,
         weights,
-        (keys, jax.tree.map(cut, inputs)),
-        jax.tree.map(lambda leaf: cut_rows(leaf, count), rows),
+        (keys, jax.tree.map(cut_layers, inputs)),
+        jax.tree.map(lambda leaf: cut_rows(leaf, microbatches), ctx_arrays),
         x,
-        pipeline=setup,
+        pipeline=pipeline,
         layout=layout,
-        contiguous=_contiguous(layers, per_stage * stages * setup.repeats, layout),
+        contiguous=_contiguous(layers, repeats_per_stage * stages * pipeline.repeats, layout),
         gathered=functools.partial(_split, stage_layout, stage_layout.used_spec, layers),
-        policy=None if (outer := get_remat(execution.remat)) is None else outer.policy(),
+        policy=None if outer_remat is None else outer_remat.policy(),
     )
-    return x, tuple(join_parts(stat) for stat in stats)
+    return x, tuple(join_parts(block_stats) for block_stats in stats)
 
 
 def _contiguous(layers: ScannedLayers, repeats: int, layout: Layout) -> bool:
-    """Return whether `stage` splits the weights on their axis of layers, and all repeats run as a pipeline."""
+    """Return whether all repeats are pipelined, and `stage` shards the `layers` axis of their weights."""
     return repeats == layers.repeats and layout.weight_spec("layers", (repeats,))[0] is not None
 
 
 def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], layers: ScannedLayers, weights: PyTree) -> PyTree:
-    """Shard slices of the weights by `spec_of` their axes; leading axes that a slice adds are replicated."""
-    words = axes(layers)
+    """Constrain the sharding of weights of single layers or of several layers to `spec_of(axis names)`.
 
-    def one(path, leaf):
-        inner = spec_of(words[f"unit.{path_name(path)}"])[1:]
-        spec = PartitionSpec(*(None,) * (leaf.ndim - len(inner)), *inner)
+    Leading axes (layers, repeats) are replicated.
+    """
+    axis_names = axes(layers)
+
+    def constrain(path, leaf):
+        layer_spec = spec_of(axis_names[f"unit.{path_name(path)}"])[1:]
+        spec = PartitionSpec(*(None,) * (leaf.ndim - len(layer_spec)), *layer_spec)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh_here, spec))
 
-    return jax.tree_util.tree_map_with_path(one, weights)
+    return jax.tree_util.tree_map_with_path(constrain, weights)
 
 
-def _scattering(split: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
-    """Return gathered weights unchanged; their gradients are split before they are summed."""
+def _split_gradients(split: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
+    """Return gathered weights unchanged, and shard their gradients with `split` before they are summed."""
 
     @jax.custom_vjp
-    def same(weights):
+    def identity(weights):
         return weights
 
-    same.defvjp(lambda weights: (weights, None), lambda _, gradients: (split(gradients),))
-    return same(weights)
+    identity.defvjp(lambda weights: (weights, None), lambda _, gradients: (split(gradients),))
+    return identity(weights)

@@ -1,4 +1,4 @@
-"""The repeating structure of a list of layers."""
+"""Find the repeating structure of a list of layers."""
 
 import functools
 from collections.abc import Hashable
@@ -9,11 +9,12 @@ Block = TypeVar("Block", bound=Hashable)  # a `BlockConfig`
 
 
 def find_repeats(blocks: tuple[Block, ...]) -> tuple[tuple[tuple[Block, ...], int], ...]:
-    """Cut a list of blocks into `(unit, repeats)` runs so that as few blocks as possible have to be traced.
+    """Split a list of blocks into runs `(unit, repeats)` so that the total number of blocks in the units is minimal.
 
-    `(local,) * 5 + (full,)` ten times and two locals more are `((local x5, full), 10), ((local,), 2)`. Of two cuts
-    with as many blocks the one with fewer runs is taken, and the remainder comes last. A dynamic programme over the
-    ends of runs, O(n^2 log n).
+    Only the blocks of the units are traced. Example: ten times `(local,) * 5 + (full,)`, followed by `(local,) * 2`, is
+    split into `((local x5, full), 10), ((local,), 2)`. Among splits with equally many traced blocks, the one with
+    the fewest runs is returned, with a remainder at the end. Uses dynamic programming over the ends of runs,
+    O(n^2 log n).
     """
     return _find_repeats(blocks)
 
@@ -22,18 +23,21 @@ def find_repeats(blocks: tuple[Block, ...]) -> tuple[tuple[tuple[Block, ...], in
 def _find_repeats(blocks: tuple[Any, ...]) -> Any:
     index: dict[Any, int] = {}
     kinds = [index.setdefault(block, len(index)) for block in blocks]
-    best: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)]  # blocks traced, runs, -(begin of the last run), its unit
+    # for each prefix of the list: traced blocks, number of runs, -(start of the last run), size of the last run's unit
+    best: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)]
     for end in range(1, len(kinds) + 1):
         options = []
         for unit in range(1, end + 1):
-            begin = end - unit
-            while begin >= 0 and kinds[begin : begin + unit] == kinds[end - unit : end]:
-                options.append((best[begin][0] + unit, best[begin][1] + 1, -begin, unit))
-                begin -= unit
+            start = end - unit
+            while start >= 0 and kinds[start : start + unit] == kinds[end - unit : end]:
+                options.append((best[start][0] + unit, best[start][1] + 1, -start, unit))
+                start -= unit
         best.append(min(options))
-    cuts, end = [], len(kinds)
+    runs = []
+    end = len(kinds)
     while end > 0:
-        begin, unit = -best[end][2], best[end][3]
-        cuts.append((blocks[begin : begin + unit], (end - begin) // unit))
-        end = begin
-    return tuple(reversed(cuts))
+        _, _, negative_start, unit = best[end]
+        start = -negative_start
+        runs.append((blocks[start : start + unit], (end - start) // unit))
+        end = start
+    return tuple(reversed(runs))

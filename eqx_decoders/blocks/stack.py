@@ -1,4 +1,4 @@
-"""The stack: repeated units of blocks, whose weights are stacked and run by one scan."""
+"""Scanned layers: repeated units of blocks with stacked weights, run by one `jax.lax.scan`."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ def _build_block(config: BlockConfig, embed_dim: int, key: Key[Array, ""], layer
 
 
 def map_layers(build: Callable[..., Any], *arguments: Array) -> Any:
-    """Call `build` for each index of the leading axis of `arguments`, and stack the arrays of its results on that axis.
+    """Call `build` for each index of the leading axis of `arguments`, and stack the resulting arrays.
 
-    Unlike `eqx.filter_vmap`, this creates one layer at a time, so temporary memory is needed for a single layer only.
+    Unlike `eqx.filter_vmap`, this creates one layer at a time and needs temporary memory for a single layer only.
     """
     static = None
 
@@ -44,10 +44,10 @@ def map_layers(build: Callable[..., Any], *arguments: Array) -> Any:
 
 
 class ScannedLayers(eqx.Module):
-    """Repeated layers, `repeats` copies of `unit`: weights stacked on a leading `layers` axis, run by one scan.
+    """`repeats` copies of the blocks in `unit`. Weights are stacked on a leading `layers` axis, and run by one scan.
 
-    Its arrays can't be built by calling the constructors of layers (their types name no `layers` axis): use
-    `ScannedLayers.build`, and `eqx.tree_at` to edit.
+    Use `ScannedLayers.build` to create the arrays, and `eqx.tree_at` to edit them: constructors of layers check shapes
+    without a `layers` axis.
     """
 
     stack_axes: ClassVar[tuple[str, ...]] = ("layers",)
@@ -58,14 +58,16 @@ class ScannedLayers(eqx.Module):
     def build(
         cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"], begin: int = 0
     ) -> "ScannedLayers":
-        """Return new layers. `keys` has one key per layer, `repeats * len(unit)` keys in total.
+        """Return new layers.
 
-        `begin` is the index of the first layer in the decoder.
+        `keys` has one key per layer, `repeats * len(unit)` keys in total. `begin` is the index of the first layer in
+        the decoder.
 
-        For each different block of the unit, a loop creates one unit's copies at a time, and an inner loop creates each
-        copy. The program therefore contains few random-number operations, which take most of its compile time, and
-        needs temporary memory for one unit only. One loop for all blocks would take much longer to compile: the compile
-        time of a loop grows faster than its number of random-number operations (jax 0.12).
+        For each distinct block of the unit, an outer loop runs over the repeats, and an inner loop creates the copies
+        of the block in one unit. The program therefore contains few random-number operations, which take most of its
+        compile time, and needs temporary memory for one unit only. A single loop over all blocks would take much longer
+        to compile, because the compile time of a loop grows faster than its number of random-number operations
+        (jax 0.12).
         """
         layers = begin + jnp.arange(len(keys)).reshape(-1, len(unit))
         keys = keys.reshape(layers.shape)
@@ -89,7 +91,7 @@ class ScannedLayers(eqx.Module):
         return cls(unit=tuple(blocks[index] for index in range(len(unit))), repeats=len(layers))
 
     def unstacked(self) -> tuple[Block, ...]:
-        """Return the blocks one by one, in the order of the layers."""
+        """Return a tuple of the blocks in the order of the layers, with unstacked weights."""
         return tuple(block for index in range(self.repeats) for block in at_layer(self.unit, index))
 
     def __call__(
@@ -105,67 +107,71 @@ class ScannedLayers(eqx.Module):
 
         **Arguments:**
 
-        - `caches`: for each block of the unit the caches of its layers; None reads no past and proposes nothing.
+        - `caches`: for each block of the unit the caches of its layers by name. None: no cached values are read, and no
+            new cache entries are returned.
         - `keys`: one key per layer, for dropout.
-        - `inputs`: for each block of the unit the inputs that each of its layers has for itself, `repeats` first.
+        - `inputs`: for each block of the unit the inputs of its individual layers, with a leading axis of `repeats`.
         """
         unit_caches = ({},) * len(self.unit) if caches is None else caches
         inputs = ({},) * len(self.unit) if inputs is None else inputs
         keys = None if keys is None else keys.reshape(self.repeats, len(self.unit))
         scanned = ctx.execution.scan and self.repeats > 1
         overlap = caches is None and ctx.execution.batch_split > 1
-        run = self._block_call(ctx, scanned, overlap, trains=caches is None)
+        run_block = self._block_call(ctx, scanned, overlap, trains=caches is None)
         weights, static = eqx.partition(self.unit, eqx.is_array)
-        reads = None if caches is None or ctx.cache_is_empty else slices(unit_caches)
-        sliced_late = scanned and caches is not None
+        cache_slices = None if caches is None or ctx.cache_is_empty else slices(unit_caches)
+        slice_in_step = scanned and caches is not None
 
-        # what earlier layers share is carried only if it is replaced: a scan keeps its carry for the gradient
-        replaced = {name for block in self.unit for name in block.config.lent_names if name in ctx.shared}
+        # only shared values that are replaced here are carried, because a scan saves its carry for the gradient
+        replaced = {name for block in self.unit for name in block.config.shared_names if name in ctx.shared}
 
         def step(carry, layers):
-            (x, shared), (index_or_arrays, keys, inputs) = carry, layers
-            shared = ctx.shared | shared
+            x, carried_values = carry
+            index_or_arrays, keys, inputs = layers
+            shared = ctx.shared | carried_values
             entries, stats = [], []
-            for number, block in enumerate(static):
-                block_ctx = dataclasses.replace(ctx, shared=shared, layer_inputs=inputs[number])
-                if sliced_late:
-                    arrays, read = _slice_late(of_all[number], index_or_arrays, x)
+            for position, block in enumerate(static):
+                block_ctx = dataclasses.replace(ctx, shared=shared, layer_inputs=inputs[position])
+                if slice_in_step:
+                    arrays, cache_slice = _slice_after(x, stacked_arrays[position], index_or_arrays)
                 else:
-                    arrays, read = index_or_arrays[number]
-                past = None if read is None else pasts(unit_caches[number], read)
-                key = None if keys is None else keys[number]
-                x, entry, stat = run(eqx.combine(arrays, block), x, block_ctx, past, key)
-                shared = {name: lent for name, lent in shared.items() if name != block.config.shortcut_from}
-                shared |= block.config.lent(past, entry)
-                entries.append({name: entry[name] for name in unit_caches[number]})
-                stats.append(stat)
-            carried = {name: shared.get(name, ctx.shared[name]) for name in replaced}
+                    arrays, cache_slice = index_or_arrays[position]
+                past = None if cache_slice is None else pasts(unit_caches[position], cache_slice)
+                key = None if keys is None else keys[position]
+                x, block_entries, block_stats = run_block(eqx.combine(arrays, block), x, block_ctx, past, key)
+                shared = {name: value for name, value in shared.items() if name != block.config.shortcut_from}
+                shared |= block.config.lent(past, block_entries)
+                entries.append({name: block_entries[name] for name in unit_caches[position]})
+                stats.append(block_stats)
+            carried_values = {name: shared.get(name, ctx.shared[name]) for name in replaced}
             added = {name: shared[name] for name in shared if name not in ctx.shared}
-            return (x, carried), (tuple(entries), tuple(stats), added)
+            return (x, carried_values), (tuple(entries), tuple(stats), added)
 
-        of_all = tuple(zip(weights, (None,) * len(self.unit) if reads is None else reads, strict=True))
+        no_slices = (None,) * len(self.unit)
+        stacked_arrays = tuple(zip(weights, no_slices if cache_slices is None else cache_slices, strict=True))
         stream: Any = cut_batch(x, ctx.execution) if overlap else x
         carry = stream, {name: ctx.shared[name] for name in replaced}
-        layers = jnp.arange(self.repeats) if sliced_late else of_all, keys, inputs
+        layers = jnp.arange(self.repeats) if slice_in_step else stacked_arrays, keys, inputs
         (stream, carried), entries, stats, added = _over_layers(step, carry, layers, unit_caches, self.repeats, scanned)
         if overlap:
-            stream, stats = join_batch(stream), tuple(join_parts(stat) for stat in stats)
+            stream = join_batch(stream)
+            stats = tuple(join_parts(block_stats) for block_stats in stats)
         return ScanOutput(stream, entries, stats, ctx.shared | carried | added)
 
     def _block_call(self, ctx: ForwardContext, scanned: bool, overlap: bool, trains: bool) -> Callable[..., Any]:
-        """Return the function that runs one block under the remat policy; with `overlap` it takes parts of a batch."""
-        several = scanned and len(self.unit) > 1
+        """Return the function that runs one block under the remat policy; with `overlap` it runs parts of a batch."""
+        several_blocks = scanned and len(self.unit) > 1
         call = run_staggered if overlap else Block.__call__
-        ordered = several and trains and not overlap
-        return checkpointed(call, ctx, prevent_cse=several or not scanned, ordered=ordered)
+        ordered = several_blocks and trains and not overlap
+        return checkpointed(call, ctx, prevent_cse=several_blocks or not scanned, ordered=ordered)
 
 
 def _over_layers(
     step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, caches: Any, repeats: int, scanned: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Run `jax.lax.scan`, or the same layer by layer.
+    """Run `step` for all repeats, with `jax.lax.scan` or with a Python loop.
 
-    Returns the last carry, the stacked entries and statistics, and what the last layer adds to what is shared.
+    Returns the last carry, the stacked cache entries and statistics, and the shared values added by the last repeat.
     """
     if scanned:
         carry, (entries, stats, added) = jax.lax.scan(step, carry, layers, length=repeats)
@@ -184,8 +190,8 @@ class ScanOutput(NamedTuple):
     **Arguments:**
 
     - `x`: the residual stream.
-    - `entries`, `stats`: for each block of the unit, stacked over layers.
-    - `shared`: what later layers use of these and of earlier ones, by name: see `BlockConfig.lent`.
+    - `entries`, `stats`: new cache entries and statistics for each block of the unit, stacked over the repeats.
+    - `shared`: values of these and earlier layers that later layers can use, by name; see `BlockConfig.lent`.
     """
 
     x: Array
@@ -194,10 +200,11 @@ class ScanOutput(NamedTuple):
     shared: dict[str, Any]
 
 
-def _slice_late(stacked: Any, index: Array, x: Array) -> Any:
-    """Return layer `index` of a stacked tree, sliced after `x` is computed.
+def _slice_after(x: Array, stacked: Any, index: Array) -> Any:
+    """Return layer `index` of a stacked tree, and make XLA slice it only after `x` is computed.
 
-    Sliced by the scan, all weights of a unit may be copied at its beginning: for one token that is much memory.
+    If the scan sliced the weights, XLA might copy the weights of all blocks of a unit at the start of an iteration. In
+    decoding, these copies would need much more memory than the activations.
     """
     index, _ = jax.lax.optimization_barrier((index, x))
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked)

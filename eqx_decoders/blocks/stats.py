@@ -1,4 +1,4 @@
-"""Statistics of layers in a forward pass, and how those of several layers or parts are joined."""
+"""Statistics of layers in a forward pass, and functions that join statistics of layers or of parts of a batch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from eqx_decoders.sharding.pipeline import join_rows
 
 
 class ActivationStats(eqx.Module):
-    """Mean, standard deviation and fraction of zeros of a block's output; a leading `layers` axis once stacked."""
+    """Mean, standard deviation and fraction of zeros of a block's output, with a `layers` axis if they are stacked."""
 
     mean: Float32[Array, "*layers"]
     std: Float32[Array, "*layers"]
@@ -30,10 +30,18 @@ class ActivationStats(eqx.Module):
 
 
 class BlockStats(eqx.Module):
-    """Statistics of one block's forward pass; None if they are off, or if there is no such layer.
+    """Statistics of one block's forward pass. A field is None if it is disabled or the block has no such layer.
 
-    `max_scores` are the largest scores of the heads of latent attention, over rows and tokens. `streams` are outputs.
-    `choices` are the experts of each token, with `Execution.expert_choices`; padding has the number after the last one.
+    **Arguments:**
+
+    - `activations`: statistics of the output, with `Execution.layer_stats`.
+    - `routing`: statistics of the router of experts.
+    - `indexer`: statistics of the indexer of sparse attention.
+    - `max_scores`: maximum attention score of each head of latent attention over all sequences and tokens, with
+        `Execution.attention_maxima`.
+    - `streams`: the block's output, with `Execution.layer_streams`.
+    - `choices`: indices of the experts selected for each token, with `Execution.expert_choices`; padding has the
+        index `num_experts`, after the last expert.
     """
 
     activations: ActivationStats | None = None
@@ -44,56 +52,56 @@ class BlockStats(eqx.Module):
     choices: Int32[Array, "*layers batch length slots"] | None = None
 
 
-def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | None:
-    """Add the statistics of two parts of a batch; of largest scores take the larger one."""
-    if one is None or other is None:
+def add_stats(first: BlockStats | None, second: BlockStats | None) -> BlockStats | None:
+    """Add the statistics of two parts of a batch; `max_scores` are the maximum of both."""
+    if first is None or second is None:
         return None
     maxima = None
-    if one.max_scores is not None and other.max_scores is not None:
-        maxima = jnp.maximum(one.max_scores, other.max_scores)
-    return dataclasses.replace(jax.tree.map(jnp.add, one, other), max_scores=maxima)
+    if first.max_scores is not None and second.max_scores is not None:
+        maxima = jnp.maximum(first.max_scores, second.max_scores)
+    return dataclasses.replace(jax.tree.map(jnp.add, first, second), max_scores=maxima)
 
 
 def join_parts(stats: BlockStats) -> BlockStats:
-    """Join the statistics of equal parts of a batch, on the second axis of each array."""
+    """Join the statistics of equally large parts of a batch; the parts are on the second axis of each array."""
     sums = dataclasses.replace(stats, activations=None, streams=None, choices=None)
     joined = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
-    of_tokens = {"streams": stats.streams, "choices": stats.choices}
-    of_tokens = {name: jax.vmap(join_rows)(parts) for name, parts in of_tokens.items() if parts is not None}
-    joined = dataclasses.replace(joined, **of_tokens)
+    per_token = {"streams": stats.streams, "choices": stats.choices}
+    per_token = {name: jax.vmap(join_rows)(parts) for name, parts in per_token.items() if parts is not None}
+    joined = dataclasses.replace(joined, **per_token)
     if stats.max_scores is not None:
         joined = dataclasses.replace(joined, max_scores=jnp.max(stats.max_scores, axis=1))
     if stats.activations is None:
         return joined
-    parts, means = stats.activations, jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), stats.activations)
-    # the variance of the whole is the mean of the parts' variances and the variance of their means
+    parts = stats.activations
+    means = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), parts)
+    # total variance: mean of the parts' variances plus variance of the parts' means
     std = jnp.sqrt(jnp.mean(parts.std**2, axis=1) + jnp.var(parts.mean, axis=1))
     return dataclasses.replace(joined, activations=dataclasses.replace(means, std=std))
 
 
 def join_layer_stats(scanned_stats: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
-    """Join the statistics of all `ScannedLayers` along one axis of layers.
+    """Concatenate the statistics of all `ScannedLayers` along a `layers` axis, in the order of the layers.
 
-    Each item has the statistics of the blocks of one unit, stacked over repeats.
-
-    Each field has the layers that have it, in their order; None if there are none. If layers differ in their number of
-    experts, the shorter ones are padded with zeros.
+    An item of `scanned_stats` has the statistics of each block of one unit, stacked over the repeats. In the result, a
+    field contains only the layers that have this statistic; it is None if no layer has it. If layers have different
+    numbers of experts, statistics per expert are padded with zeros to the largest number.
     """
 
-    def joined(name: str) -> Any:
-        stacked = []
-        for unit in scanned_stats:
-            trees = [tree for stats in unit if (tree := getattr(stats, name)) is not None]
+    def join_field(name: str) -> Any:
+        runs = []
+        for unit_stats in scanned_stats:
+            trees = [tree for stats in unit_stats if (tree := getattr(stats, name)) is not None]
             if trees:
-                columns = jax.tree.map(lambda *leaves: jnp.stack(_pad_to_widest(leaves), axis=1), *trees)
-                stacked.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), columns))
-        return jax.tree.map(lambda *leaves: jnp.concatenate(_pad_to_widest(leaves)), *stacked) if stacked else None
+                by_repeat = jax.tree.map(lambda *leaves: jnp.stack(_pad_last_axis(leaves), axis=1), *trees)
+                runs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), by_repeat))
+        return jax.tree.map(lambda *leaves: jnp.concatenate(_pad_last_axis(leaves)), *runs) if runs else None
 
-    return BlockStats(**{field.name: joined(field.name) for field in dataclasses.fields(BlockStats)})
+    return BlockStats(**{field.name: join_field(field.name) for field in dataclasses.fields(BlockStats)})
 
 
-def _pad_to_widest(leaves: Sequence[Array]) -> list[Array]:
-    """Pad the last axis of arrays of two axes to the same size."""
+def _pad_last_axis(leaves: Sequence[Array]) -> list[Array]:
+    """Pad the last axis of arrays to the largest size with zeros; arrays with one axis stay unchanged."""
     size = max(leaf.shape[-1] for leaf in leaves)
     pads = [((0, 0),) * (leaf.ndim - 1) + ((0, size - leaf.shape[-1]),) for leaf in leaves]
     return [jnp.pad(leaf, pad) if leaf.ndim > 1 else leaf for leaf, pad in zip(leaves, pads, strict=True)]

@@ -179,7 +179,7 @@ class DecoderConfig(CheckedFields):
 
     @classmethod
     def from_json(cls, text: str) -> "DecoderConfig":
-        """Return the configuration from a text of `to_json`. Raises ConfigError for unknown classes, fields or values."""
+        """Parse a text of `to_json`. Raises ConfigError for unknown classes, fields or values."""
         return decoder_from_json(text, cls)
 
 

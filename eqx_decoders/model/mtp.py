@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.block import Block
-from eqx_decoders.blocks.block_run import LENT
+from eqx_decoders.blocks.block_run import SHARED_SUFFIX
 from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.residual.registry import ResidualConfig, StreamMapping
 from eqx_decoders.blocks.stack import at_layer
@@ -65,7 +65,7 @@ class MTPDepth(eqx.Module):
         run = checkpointed(Block.__call__, ctx, prevent_cse=True)
         x, entries, stats = run(self.block, x, ctx, past, key)
         x = flat_streams(x) if all_streams else residual.reduce(x)
-        return x, {name: entry for name, entry in entries.items() if not name.endswith(LENT)}, stats
+        return x, {name: entry for name, entry in entries.items() if not name.endswith(SHARED_SUFFIX)}, stats
 
     def _normed(
         self, stream: Float[Array, "batch length stream_embed"], embed_dim: int

@@ -12,10 +12,11 @@ from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 def needs_model(block: BlockConfig) -> bool:
     """Return whether a block depends on other layers or on token ids, so that it cannot run in an MTP depth.
 
-    Such blocks route tokens by their ids, read the keys and values of an earlier layer, or use a shared transformer.
+    Such blocks route tokens by their ids, reuse keys, values or selected keys of an earlier layer, or use a shared
+    transformer block.
     """
     routes_by_token_id = isinstance(block.mlp, ExpertsConfig) and block.mlp.router.hashed_tokens is not None
-    return routes_by_token_id or block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig)
+    return routes_by_token_id or block.shared_from is not None or isinstance(block.mixer, AidedMixerConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
