@@ -1,4 +1,4 @@
-"""Alternating updates (Baykal et al. 2023): several residual streams, of which layers read and write the first."""
+"""Alternating updates (AltUp, Baykal et al. 2023): of several residual streams, layers read and write the first."""
 
 import dataclasses
 from typing import Annotated, Any, NamedTuple
@@ -19,37 +19,37 @@ from eqx_decoders.numerics.initializers import fan_in, normal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AltUp(Residual):
-    """Residual streams x_k that are predicted before a block's layers, and corrected after them.
+    """Configuration of AltUp: each block predicts all residual streams x_k, runs its layers on x_0, and corrects x_k.
 
-    `m(x) = tanh(router norm(x) / embed_dim)` are numbers of a token, one for each stream. A block computes
+    With the router `m(x) = tanh(router norm(x) / embed_dim)`, a vector with one value per stream, a block computes
 
-        p_k = x_k + sum_j (predict m(x_0))_kj x_j
-        z   = p_0 after mixer and MLP, joined by the residual connection `inner`
-        x_k = p_k + (1 + (correct m(z))_k) (z - p_0)
+        p_k = x_k + sum_j (predict m(x_0))_kj x_j                                (prediction)
+        z   = p_0 after mixer and MLP, with the residual connection `inner`
+        x_k = p_k + (1 + (correct m(z))_k) (z - p_0)                             (correction)
 
-    Then its `post_layers` read `scale x_0`, and what they return is added to the other streams. A layer that reads and
-    writes all streams by itself (an Engram) is added to them before they are predicted.
+    Then the block's `post_layers` read `scale x_0`, and their output is added to all streams except the first. A layer
+    with `reads_streams` (an Engram) is added to all streams before the prediction.
 
-    Behind the embedding x_0 is the embedding e, and the other streams are `W_k e`, as large as e (root mean square).
-    After the last block they are `V_k x_k`, as large as x_0, and the mean of all follows. The block of multi-token
-    prediction begins with copies, and ends with the mean.
+    For the embedding e the streams start as x_0 = e and `x_k = W_k e`, scaled to the root mean square of e. After the
+    last block the streams are mapped to `V_k x_k`, scaled to the root mean square of x_0, and averaged. The block of an
+    MTP depth uses copies of its input and the plain mean instead.
 
     **Arguments:**
 
     - `streams`: number of streams.
-    - `inner`: residual connection of the first one.
-    - `norm`: of the router.
-    - `read_scale`: whether there is a `scale`, a learned vector; else it is 1.
+    - `inner`: residual connection of the first stream.
+    - `norm`: norm of the router's input.
+    - `read_scale`: whether `scale` is a learned vector; otherwise it is 1.
     """
 
-    streams: Annotated[int, AtLeast(2)] = 4  # pyright: ignore[reportIncompatibleVariableOverride] - others have one
+    streams: Annotated[int, AtLeast(2)] = 4  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
     inner: Sequential | Laurel = Sequential()
     norm: NormConfig = RMSNormConfig()
     read_scale: bool = True
 
     @property
-    def keeps_normed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - as the inner one says
-        """Whether norms before layers normalize the first stream itself."""
+    def keeps_normed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
+        """Whether norms before layers replace the first stream by its normalized value."""
         return self.inner.keeps_normed
 
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length streams embed"]:
@@ -61,12 +61,12 @@ class AltUp(Residual):
         return jnp.mean(x, axis=2, dtype=jnp.float32).astype(x.dtype)
 
     def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> "StreamMaps":
-        """Build the maps from an embedding to the streams, and back behind the last block."""
+        """Build the maps from an embedding to the streams, and back after the last block."""
 
-        def one(key):
+        def build_map(key: PRNGKeyArray) -> StreamMap:
             return StreamMap(kernel=fan_in(key, (embed_dim, embed_dim), jnp.float32, embed_dim))
 
-        maps = tuple(map(one, jax.random.split(key, 2 * self.streams - 2)))
+        maps = tuple(map(build_map, jax.random.split(key, 2 * self.streams - 2)))
         return StreamMaps(first=maps[: self.streams - 1], last=maps[self.streams - 1 :])
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "AltUpResidual":
@@ -83,14 +83,14 @@ class AltUp(Residual):
 
 
 class AltUpState(NamedTuple):
-    """Streams between blocks' layers; `inner` is the state of the first one since they were predicted, or None."""
+    """Streams between the layers of a block; after the prediction also the state of the inner residual connection."""
 
     streams: Array
     inner: Any = None
 
 
 class AltUpResidual(ReadWriteResidual):
-    """Predictions and corrections of one block's streams, around the layers that read the first."""
+    """AltUp of one block: weights of the prediction and the correction; see `AltUp`."""
 
     inner: SequentialResidual | LaurelResidual
     norm: Norm
@@ -112,19 +112,24 @@ class AltUpResidual(ReadWriteResidual):
         return y, (state, coefficients)
 
     def write(self, state: AltUpState, out: Array, coefficients: Any = None) -> AltUpState:
-        """Write to the state that `read` made; with it come the coefficients of `inner`, or whether to write to all."""
-        (streams, inner), rest = coefficients
+        """Return the state after a layer; `state` is ignored, because `read` may have predicted or corrected it.
+
+        `coefficients` are the state after `read`, and the coefficients of `inner` or whether to write to all streams.
+        """
+        (streams, inner), inner_coefficients_or_all = coefficients
         if inner is not None:
-            return AltUpState(streams, self.inner.write(inner, out, rest))
-        if rest:
+            return AltUpState(streams, self.inner.write(inner, out, inner_coefficients_or_all))
+        if inner_coefficients_or_all:
             return AltUpState(streams + out)
         return AltUpState(jnp.concatenate([streams[:, :, :1], streams[:, :, 1:] + out[:, :, None]], axis=2))
 
     def end(self, state: AltUpState, drop: Dropout, ctx: ForwardContext) -> Float[Array, "batch length streams embed"]:
         return drop(self._corrected(state, ctx).streams)
 
-    def _numbers(self, x: Array, weight: Array, ctx: ForwardContext) -> Float32[Array, "coefficients batch length"]:
-        """Return `weight m(x)`, in float32."""
+    def _coefficients(
+        self, x: Array, weight: Array, ctx: ForwardContext
+    ) -> Float32[Array, "coefficients batch length"]:
+        """Return `weight m(x)` in float32."""
         y = self.norm(x.astype(jnp.float32)) / x.shape[-1]
         m = jnp.tanh(ctx.einsum("batch length embed, streams embed -> batch length streams", y, self.router))
         pattern = "batch length streams, coefficients streams -> batch length coefficients"
@@ -133,8 +138,8 @@ class AltUpResidual(ReadWriteResidual):
     def _predicted(self, state: AltUpState, ctx: ForwardContext) -> AltUpState:
         if state.inner is not None:
             return state
-        x = _wide(state.streams)
-        mix = self._numbers(state.streams[:, :, 0], self.predict, ctx)[..., None]
+        x = _upcast_streams(state.streams)
+        mix = self._coefficients(state.streams[:, :, 0], self.predict, ctx)[..., None]
         n = len(x)
         predicted = [x[k] + sum(mix[n * k + j] * x[j] for j in range(n)) for k in range(n)]
         streams = jnp.stack(predicted, axis=2).astype(state.streams.dtype)
@@ -144,9 +149,10 @@ class AltUpResidual(ReadWriteResidual):
         if state.inner is None:
             return state
         z = self.inner.end(state.inner, lambda x: x, ctx)
-        gain = self._numbers(z, self.correct, ctx)[..., None]
-        p, change = _wide(state.streams), z.astype(jnp.float32) - state.streams[:, :, 0].astype(jnp.float32)
-        corrected = [each + (1.0 + gain[k]) * change for k, each in enumerate(p)]
+        gain = self._coefficients(z, self.correct, ctx)[..., None]
+        predicted = _upcast_streams(state.streams)
+        change = z.astype(jnp.float32) - predicted[0]
+        corrected = [stream + (1.0 + gain[k]) * change for k, stream in enumerate(predicted)]
         return AltUpState(jnp.stack(corrected, axis=2).astype(state.streams.dtype))
 
     def _read_first(self, state: AltUpState, reader: Reader) -> Float[Array, "batch length embed"]:
@@ -155,29 +161,29 @@ class AltUpResidual(ReadWriteResidual):
         return x if reader.stream_norm is None else reader.stream_norm(x)
 
 
-# Sums over a few streams are written out: a product of matrices this small would leave a matrix unit idle.
+# Sums over streams are Python loops, because matrices of a few streams are too small for a matrix unit.
 
 
-def _wide(streams: Array) -> list[Array]:
+def _upcast_streams(streams: Array) -> list[Array]:
     return [streams[:, :, k].astype(jnp.float32) for k in range(streams.shape[2])]
 
 
 class StreamMap(eqx.Module):
-    """Matrix between the features of an embedding and those of a stream."""
+    """Linear map between the features of an embedding and the features of a stream."""
 
     kernel: Float[Array, "embed outer"]
 
     def __call__(
         self, x: Float[Array, "batch length embed"], like: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        """Return `kernel^T x`, scaled to the root mean square of `like`."""
+        """Return `kernel^T x`, rescaled to the root mean square of `like`."""
         y = ctx.einsum("batch length embed, embed outer -> batch length outer", x, self.kernel)
         y = ctx.constrain(y, "batch length embed").astype(jnp.float32)
-        return (y * jnp.sqrt(_square(like, 1e-30) / _square(y, 1e-5))).astype(x.dtype)
+        return (y * jnp.sqrt(_mean_square(like, 1e-30) / _mean_square(y, 1e-5))).astype(x.dtype)
 
 
 class StreamMaps(eqx.Module):
-    """Maps from an embedding to all streams but the first, and back."""
+    """Maps from an embedding to all streams except the first, and back."""
 
     first: tuple[StreamMap, ...]
     last: tuple[StreamMap, ...]
@@ -186,17 +192,17 @@ class StreamMaps(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length streams embed"]:
         """Return the input of the first block."""
-        return jnp.stack([x, *(each(x, x, ctx) for each in self.first)], axis=2)
+        return jnp.stack([x, *(stream_map(x, x, ctx) for stream_map in self.first)], axis=2)
 
     def reduce(
         self, x: Float[Array, "batch length streams embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
         """Return the input of the final norm: the mean of the mapped streams."""
         first = x[:, :, 0]
-        mapped = [first, *(each(x[:, :, k], first, ctx) for k, each in enumerate(self.last, 1))]
+        mapped = [first, *(stream_map(x[:, :, k], first, ctx) for k, stream_map in enumerate(self.last, 1))]
         return jnp.mean(jnp.stack(mapped, axis=2), axis=2, dtype=jnp.float32).astype(x.dtype)
 
 
-def _square(x: Array, least: float) -> Float32[Array, "batch length 1"]:
-    """Return the mean square, of at least so much: the slope of its root has a bound."""
-    return jnp.maximum(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True), least)
+def _mean_square(x: Array, minimum: float) -> Float32[Array, "batch length 1"]:
+    """Return the mean square, clipped to at least `minimum`, which bounds the gradient of its square root."""
+    return jnp.maximum(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True), minimum)

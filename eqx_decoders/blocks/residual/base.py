@@ -17,9 +17,13 @@ from eqx_decoders.layers.norm import Norm
 class BranchFunction:
     """A layer of a block with its norms, as a function of its input.
 
-    - `reads_streams`: whether it reads and returns all residual streams; else one.
-    - `stream_norm`: normalizes the stream itself before the layer, which then has no norm before it; None for none.
-    - `name`: that of the layer in its block: `mixer`, `mlp`, `post_layers.0`.
+    **Arguments:**
+
+    - `run`: returns the layer's output for its input.
+    - `reads_streams`: whether the layer reads and returns all residual streams; otherwise it reads and returns one.
+    - `stream_norm`: norm that replaces the residual stream by its normalized value before the layer (the layer itself
+        then has no norm of its input); None for no norm.
+    - `name`: name of the layer in its block, such as `mixer`, `mlp` or `post_layers.0`.
     """
 
     run: Callable[[Array], Array]
@@ -33,7 +37,7 @@ class BranchFunction:
 
 @runtime_checkable
 class Reader(Protocol):
-    """What a residual connection must know of a layer that reads the stream."""
+    """Properties of a layer that a residual connection uses; see `BranchFunction`."""
 
     @property
     def reads_streams(self) -> bool: ...
@@ -50,13 +54,13 @@ Dropout = Callable[[Array], Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual(CheckedFields):
-    """Defaults of the kinds: one stream, a norm for each layer, and features of the stream everywhere.
+    """Base class of the configurations of residual connections. Subclasses override its properties:
 
     - `streams`: number of residual streams.
-    - `shares_norm`: an MLP without a norm of its own reads the mixer's normalized input.
-    - `chains`: the MLP reads the mixer's output, whose features may be others than the stream's.
-    - `keeps_normed`: norms before layers normalize the stream itself.
-    - `weighted_sum`: streams are added up with weights that are learned.
+    - `shares_norm`: an MLP without a norm reads the mixer's normalized input.
+    - `chains`: the MLP reads the mixer's output, which may have other features than the stream.
+    - `keeps_normed`: norms before layers replace the stream by its normalized value.
+    - `weighted_sum`: the final reduction of the streams has learned weights.
     """
 
     streams: ClassVar[int] = 1
@@ -66,51 +70,52 @@ class Residual(CheckedFields):
     weighted_sum: ClassVar[bool] = False
 
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length *streams embed"]:
-        """Return the input of the first block for these embeddings."""
+        """Return the input of the first block for the embeddings `x`."""
         return x
 
     def reduce(self, x: Float[Array, "batch length *streams embed"]) -> Float[Array, "batch length embed"]:
-        """Return the input of the final norm for this output of the last block."""
+        """Return the input of the final norm for the output `x` of the last block."""
         return x
 
     def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> Any:
-        """Build a module that does the same with weights, if there is one; None uses `expand` and `reduce`."""
+        """Build a module whose `expand` and `reduce` have weights; None to use `expand` and `reduce` of this class."""
         return None
 
 
 @runtime_checkable
 class ResidualModule(Protocol):
-    """Residual connection of a block, with its weights if it has any."""
+    """Residual connection of a block, with its weights."""
 
     def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: ForwardContext) -> Array:
         """Return the stream after the block.
 
         **Arguments:**
 
-        - `branches`: the block's layers in order, those that it has.
-        - `drop`: the block's dropout.
+        - `x`: the stream before the block.
+        - `branches`: the block's layers, in order.
+        - `drop`: applies the block's dropout.
         """
         ...
 
 
 class ReadWriteResidual(eqx.Module):
-    """Residual connection that reads each layer's input from a state, and writes the layer's output to it.
+    """Residual connection that reads each layer's input from a state, and writes the layer's output to that state.
 
-    Kinds override the first four methods. Reading and writing are separate so that one part of a batch can be between
-    them while another one is computed (`batch_overlap`).
+    Subclasses override `begin`, `read`, `write` and `end`. Reading and writing are separate methods, so that
+    `batch_overlap` can run another part of the batch between them.
     """
 
     def begin(self, x: Array) -> Any:
-        """Return the state before the first layer, from the block's input."""
+        """Return the state before the first layer; `x` is the block's input."""
         return x
 
     def read(self, state: Any, reader: Reader, ctx: ForwardContext) -> tuple[Array, Any]:
-        """Return the next layer's input, and coefficients for `write`."""
+        """Return the input of the layer that `reader` describes, and the coefficients that `write` needs."""
         return state, None
 
     @abc.abstractmethod
     def write(self, state: Any, out: Array, coefficients: Any = None) -> Any:
-        """Return the state after a layer with this output."""
+        """Return the state after a layer whose output is `out`."""
 
     def end(self, state: Any, drop: Dropout, ctx: ForwardContext) -> Array:
         """Return the block's output."""
@@ -126,9 +131,9 @@ class ReadWriteResidual(eqx.Module):
 
 
 class CountingResidual(ReadWriteResidual):
-    """Residual connection with something of its own for each layer, but for those that read all streams.
+    """Residual connection with separate weights or options for each layer that reads one stream.
 
-    Its state is the stream, or the streams, and the number of such layers so far.
+    The state is the stream (or streams) and the number of such layers so far, which is the index of the next one.
     """
 
     def begin(self, x: Array) -> tuple[Array, int]:

@@ -1,4 +1,4 @@
-"""Gated residual streams (Qwen 4, 2026): layers read a gated mean of several streams, and write to each by a gate."""
+"""Gated residual streams (Qwen 4, 2026): layers read a gated mean of several streams, and write to all with gates."""
 
 import dataclasses
 from typing import Annotated, ClassVar
@@ -17,21 +17,24 @@ from eqx_decoders.numerics.initializers import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedStreams(Residual):
-    """`x_k <- x_k + 2 sigmoid(write^T n / K)_k branch(mean_k sigmoid(up^T silu(down^T n / K))_k n_k)` for each branch.
+    """Configuration of gated residual streams: each layer reads a gated mean of K streams, and writes to all of them.
 
-    `n` are the K streams x, each normalized with a scale of its own, side by side; a gate of the mean has a number for
-    each feature of each stream. The streams begin as copies of the embedding; behind the last layer stands such a mean.
-    A branch that reads and writes all streams by itself (an Engram) is added to them.
+        read    = mean_k sigmoid(up^T silu(down^T n / K))_k n_k
+        x_k    <- x_k + 2 sigmoid(write^T n / K)_k layer(read)
+
+    `n` is the concatenation of the streams `n_k`, each normalized with a separate scale. The gate of the mean has one
+    value for each feature of each stream. The streams start as copies of the embedding, and after the last layer they
+    are reduced by a gated mean. A layer with `reads_streams` (an Engram) is added to all streams.
 
     **Arguments:**
 
-    - `streams`: number of streams.
-    - `rank`: features between `down` and `up`.
-    - `norm`: of each stream.
+    - `streams`: number of streams K.
+    - `rank`: output features of `down`, and input features of `up`.
+    - `norm`: norm of each stream.
     """
 
     weighted_sum: ClassVar[bool] = True
-    streams: Annotated[int, AtLeast(2)] = 4  # pyright: ignore[reportIncompatibleVariableOverride] - others have one
+    streams: Annotated[int, AtLeast(2)] = 4  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
     rank: PositiveInt = 320
     norm: RMSNormConfig = RMSNormConfig()
 
@@ -40,8 +43,9 @@ class GatedStreams(Residual):
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.streams, x.shape[2]))
 
     def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> "GatedMean":
-        """Build the mean behind the last layer."""
-        size, (down_key, up_key) = self.streams * embed_dim, jax.random.split(key)
+        """Build the gated mean after the last layer."""
+        size = self.streams * embed_dim
+        down_key, up_key = jax.random.split(key)
         return GatedMean(
             scale=jnp.full((self.streams, embed_dim), 1.0 - self.norm.offset),
             down=fan_in(down_key, (size, self.rank), jnp.float32, size, "normal"),
@@ -50,19 +54,19 @@ class GatedStreams(Residual):
         )
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "GatedConnections":
-        """Return the connections of a block with so many layers that read and write `embed_dim` features."""
+        """Return the connections of a block; `branches` is the number of its layers that read one stream."""
         size = self.streams * embed_dim
 
-        def one(key):
+        def build_connection(key: PRNGKeyArray) -> GatedConnection:
             mean_key, write_key = jax.random.split(key)
             write = fan_in(write_key, (size, self.streams), jnp.float32, size, "normal")
             return GatedConnection(mean=self.build_maps(embed_dim, key=mean_key), write=write)
 
-        return GatedConnections(connections=tuple(map(one, jax.random.split(key, branches))))
+        return GatedConnections(connections=tuple(map(build_connection, jax.random.split(key, branches))))
 
 
 class GatedMean(eqx.Module):
-    """Mean of the normalized streams, each feature times a gate of its own."""
+    """Mean over the normalized streams, with a separate gate for each feature of each stream."""
 
     scale: Float[Array, "streams norm"]
     down: Float[Array, "stream_embed gate_rank"]
@@ -72,13 +76,13 @@ class GatedMean(eqx.Module):
     def expand(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length streams embed"]:
-        """Return the input of the first block: copies."""
+        """Return the input of the first block: copies of the embedding."""
         return self.config.expand(x)
 
     def reduce(
         self, x: Float[Array, "batch length streams embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        """Return the mean behind the last block."""
+        """Return the gated mean of the output of the last block."""
         return self.read(self.normed(x), ctx)
 
     def normed(self, x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length streams embed"]:
@@ -88,7 +92,7 @@ class GatedMean(eqx.Module):
     def read(
         self, n: Float[Array, "batch length streams embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        """Return the mean of normalized streams."""
+        """Return the gated mean of the normalized streams `n`."""
         flat = n.reshape(*n.shape[:2], -1)
         pattern = "batch length stream_embed, stream_embed gate_rank -> batch length gate_rank"
         inner = jax.nn.silu(ctx.einsum(pattern, flat, self.down) / self.config.streams)
@@ -98,7 +102,7 @@ class GatedMean(eqx.Module):
 
 
 class GatedConnection(eqx.Module):
-    """Mean that a layer reads, and gates by which it writes."""
+    """Connection of one layer: the gated mean that it reads, and the gates of its output."""
 
     mean: GatedMean
     write: Float[Array, "stream_embed streams"]
@@ -112,7 +116,7 @@ class GatedConnection(eqx.Module):
 
 
 class GatedConnections(CountingResidual):
-    """Connections of one block: one for each layer, but for those that read all streams."""
+    """Connections of one block: one for each layer that reads one stream."""
 
     connections: tuple[GatedConnection, ...]
 
@@ -124,5 +128,5 @@ class GatedConnections(CountingResidual):
         x, used = state
         if coefficients is None:
             return x + out, used
-        added = coefficients[..., None] * out.astype(jnp.float32)[:, :, None]
-        return (x.astype(jnp.float32) + added).astype(x.dtype), used + 1
+        gated = coefficients[..., None] * out.astype(jnp.float32)[:, :, None]
+        return (x.astype(jnp.float32) + gated).astype(x.dtype), used + 1

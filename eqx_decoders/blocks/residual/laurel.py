@@ -1,4 +1,4 @@
-"""Learned augmented residual layers (Menghani et al. 2024): what the mixer reads returns to the stream, too."""
+"""Learned augmented residual layers (LAuReL, Menghani et al. 2024): a low-rank branch in parallel to the mixer."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,12 +16,14 @@ from eqx_decoders.numerics.initializers import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Laurel(Residual):
-    """`x = (x + mixer(n) + n + norm(right left n)) / sqrt(2)`, where n is the mixer's normalized input; `x += mlp(x)`.
+    """Configuration of LAuReL: `x = (x + mixer(n) + n + norm(right left n)) / sqrt(2)`, then `x += mlp(x)`.
+
+    n is the mixer's normalized input.
 
     **Arguments:**
 
-    - `rank`: features between the matrices `left` and `right`.
-    - `norm`: of their product.
+    - `rank`: rank of the product of the matrices `left` and `right`.
+    - `norm`: norm of the output of the low-rank branch.
     """
 
     keeps_normed: ClassVar[bool] = True
@@ -38,7 +40,7 @@ class Laurel(Residual):
 
 
 class LaurelResidual(ReadWriteResidual):
-    """`x = (x + mixer(n) + n + norm(right left n)) / sqrt(2)`; outputs of other layers are added."""
+    """LAuReL connection `x = (x + mixer(n) + n + norm(right left n)) / sqrt(2)`; outputs of other layers are added."""
 
     left: Float[Array, "embed latent"]
     right: Float[Array, "latent embed"]

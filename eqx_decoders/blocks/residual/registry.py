@@ -1,4 +1,4 @@
-"""The kinds of residual connection: a new one is added here."""
+"""Registry of all residual connections. Add new ones here."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -19,11 +19,11 @@ RESIDUALS: dict[str, ResidualConfig] = {
     "chained": Chained(),
 }
 
-# A block takes the name of a residual connection for one without options, as configurations on disk may have it.
+# At run time `BlockConfig.residual` also accepts the names in `RESIDUALS`, which configurations on disk may contain.
 if TYPE_CHECKING:
     ResidualOrName = ResidualConfig
 else:
     ResidualOrName = ResidualConfig | Literal["sequential", "parallel", "plain", "chained"]
 
-# modules that map an embedding to the residual streams, and these to the input of the final norm
+# modules that map an embedding to the residual streams, and the residual streams to the input of the final norm
 StreamMapping = StreamMaps | StreamSum | GatedMean

@@ -1,4 +1,4 @@
-"""Residual connections of one stream: outputs of layers are added to it, or replace it."""
+"""Residual connections with a single residual stream."""
 
 import dataclasses
 from typing import ClassVar
@@ -18,13 +18,15 @@ from eqx_decoders.sharding.axes import BUFFER
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequential(Residual):
-    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`.
+    """Configuration of the sequential residual connection `x += residual_scale * layer(x)`, for each layer in order.
+
+    The block's output is `norm(scale * x)`.
 
     **Arguments:**
 
-    - `residual_scale`: multiplies the output of every layer (Granite).
-    - `output_scale`: whether the layer's output is multiplied by a number, a buffer (Gemma 4).
-    - `output_norm`: of the layer's output, the stream itself (Conformers; Gulati et al. 2020); None for none.
+    - `residual_scale`: factor of the output of every layer (Granite).
+    - `output_scale`: whether the block's output has a factor `scale`, which is a buffer (Gemma 4).
+    - `output_norm`: norm of the block's output (Conformers; Gulati et al. 2020); None for no norm.
     """
 
     residual_scale: PositiveFloat = 1.0
@@ -40,7 +42,7 @@ class Sequential(Residual):
 
 
 class SequentialResidual(ReadWriteResidual):
-    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`."""
+    """Residual connection `x += residual_scale * layer(x)` for each layer in order; the output is `norm(scale * x)`."""
 
     scale: Float[Array, "one"] | None = eqx.field(metadata=BUFFER)
     norm: Norm | None
@@ -57,13 +59,13 @@ class SequentialResidual(ReadWriteResidual):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PostNorm(Residual):
-    """`x = norm(x + branch(x))`, one branch after another, each with a norm of its own (Vaswani et al. 2017).
+    """Configuration of post-norm: `x = norm(x + layer(x))` for each layer in order (Vaswani et al. 2017).
 
-    To a branch that reads and writes all streams by itself (an Engram) no norm belongs.
+    Each layer has a separate norm, except layers with `reads_streams` (an Engram), whose sum is not normalized.
 
     **Arguments:**
 
-    - `norm`: of every sum.
+    - `norm`: norm of every sum.
     """
 
     norm: NormConfig = LayerNormConfig()
@@ -73,7 +75,7 @@ class PostNorm(Residual):
 
 
 class PostNormResidual(CountingResidual):
-    """`x = norm(x + branch(x))`, one branch after another."""
+    """Residual connection `x = norm(x + layer(x))` for each layer in order."""
 
     norms: tuple[Norm, ...]
 
@@ -88,38 +90,40 @@ class PostNormResidual(CountingResidual):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weighted(Residual):
-    """`x = keep * gain * s + add * branch(s)`, one branch after another, where s is x, or `norm(x)`.
+    """Configuration of the weighted connection `x = keep * gain * s + add * layer(s)`, for each layer in order.
 
     **Arguments:**
 
-    - `keeps_normed`: whether the norm before a branch normalizes the stream itself, s = norm(x) (BLOOM, MiniMax-Text);
-        else only what the branch reads.
-    - `keep`, `add`: a number for each branch, in order; () for ones.
-    - `gains`: whether each branch has a learned vector that multiplies the stream (Doge).
+    - `keeps_normed`: whether s = norm(x), with the norm before the layer (BLOOM, MiniMax-Text). Otherwise s = x, and
+        the norm applies only to the layer's input.
+    - `keep`, `add`: one factor for each layer, in order; () for factors of 1.
+    - `gains`: whether each layer has a learned vector `gain` (Doge); otherwise it is 1.
     """
 
-    keeps_normed: bool = False  # pyright: ignore[reportIncompatibleVariableOverride] - others never do
+    keeps_normed: bool = False  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
     keep: tuple[PositiveFloat, ...] = ()
     add: tuple[PositiveFloat, ...] = ()
     gains: bool = False
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "WeightedResidual":
         for field in ("keep", "add"):
-            value = getattr(self, field)
-            rule = f"must have a number for each of the block's {branches} layers"
-            check(len(value) in (0, branches), f"Weighted.{field}={value} {rule}.")
+            factors = getattr(self, field)
+            check(
+                len(factors) in (0, branches),
+                f"Weighted.{field}={factors} must have one factor for each of the block's {branches} layers, or be ().",
+            )
         gains = tuple(Gain(jnp.ones((embed_dim,))) for _ in range(branches)) if self.gains else None
         return WeightedResidual(gains=gains, config=self)
 
 
 class Gain(eqx.Module):
-    """Learned vector that multiplies the stream for one branch."""
+    """Learned vector that multiplies the stream at one layer."""
 
     scale: Float[Array, "embed"]
 
 
 class WeightedResidual(CountingResidual):
-    """`x = keep * gain * s + add * branch(s)`, one branch after another."""
+    """Residual connection `x = keep * gain * s + add * layer(s)` for each layer in order."""
 
     gains: tuple[Gain, ...] | None
     config: Weighted = eqx.field(static=True)
@@ -129,19 +133,21 @@ class WeightedResidual(CountingResidual):
         return x, None if reader.reads_streams else x
 
     def write(self, state: tuple[Array, int], out: Array, coefficients: Array | None = None) -> tuple[Array, int]:
-        """Add a branch's output to what it read, `coefficients`; one that reads all streams is just added."""
-        config, x, number = self.config, coefficients, state[1]
-        if x is None:
-            return state[0] + out, number
+        """Return the state after a layer; `coefficients` is the stream s, or None for a layer with `reads_streams`."""
+        stream, index = state
+        if coefficients is None:
+            return stream + out, index
+        x = coefficients
         if self.gains is not None:
-            x = x * self.gains[number].scale.astype(x.dtype)[None, None]
-        keep, add = (1.0 if not each else each[number] for each in (config.keep, config.add))
-        return scale(x, keep) + scale(out, add), number + 1
+            x = x * self.gains[index].scale.astype(x.dtype)[None, None]
+        keep = self.config.keep[index] if self.config.keep else 1.0
+        add = self.config.add[index] if self.config.add else 1.0
+        return scale(x, keep) + scale(out, add), index + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(Residual):
-    """`x += dropout(mixer(n(x)) + mlp(n(x)))`: all branches read the same stream (Wang & Komatsuzaki 2021; PaLM)."""
+    """Parallel block `x += dropout(mixer(norm(x)) + mlp(norm(x)))` (GPT-J, Wang & Komatsuzaki 2021; PaLM)."""
 
     shares_norm: ClassVar[bool] = True
 
@@ -150,7 +156,7 @@ class Parallel(Residual):
 
 
 class ParallelResidual(ReadWriteResidual):
-    """`x += dropout(sum of the branches of x)`."""
+    """Residual connection of a parallel block: `x += dropout(sum of all layers of x)`."""
 
     def begin(self, x: Array) -> tuple[Array, Array | None]:
         return x, None
@@ -169,14 +175,14 @@ class ParallelResidual(ReadWriteResidual):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoResidual(Residual):
-    """`x = branch(x)`, one branch after another: no residual connection (MaxText's `simple` blocks)."""
+    """No residual connection: `x = layer(x)` for each layer in order (MaxText's `simple` blocks)."""
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "NoResidualModule":
         return NoResidualModule()
 
 
 class NoResidualModule(ReadWriteResidual):
-    """`x = branch(x)`, one branch after another."""
+    """`x = layer(x)` for each layer in order."""
 
     def write(self, state: Array, out: Array, coefficients: None = None) -> Array:
         return out
@@ -184,9 +190,9 @@ class NoResidualModule(ReadWriteResidual):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chained(Residual):
-    """`x += up(mlp(mixer(x)))`: one residual connection around both layers (MaxText's `qwen3_custom_moe`).
+    """One residual connection around mixer and MLP: `x += up(mlp(mixer(x)))` (MaxText's `qwen3_custom_moe`).
 
-    The mixer's output has `out_dim` features, which the matrix `up` maps back to those of the stream.
+    The mixer's output has `AttentionConfig.out_dim` features, which the matrix `up` maps to the features of the stream.
     """
 
     chains: ClassVar[bool] = True
@@ -196,7 +202,7 @@ class Chained(Residual):
 
 
 class ChainedResidual(ReadWriteResidual):
-    """`x += up(mlp(mixer(x)))`."""
+    """Residual connection `x += up(mlp(mixer(x)))`."""
 
     up: Float[Array, "latent embed"]
 
