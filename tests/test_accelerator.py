@@ -101,7 +101,7 @@ def test_pages(stored, heads, kv_heads, dim, size, count, mask):
     """Attention to pages by the kernel is that to gathered ones: rows of many lengths, one of them empty."""
     lengths = (1300, 0, 16, 1, 555, 64)
     row_pages = -(-max(lengths) // size) + 1
-    shape = KVShape(slots=row_pages * size, kv_heads=kv_heads, head_dim=dim, ring=False, values=True)
+    shape = KVShape(slots=row_pages * size, kv_heads=kv_heads, head_dim=dim, rolling=False, values=True)
     pages = PageConfig(page_size=size, num_pages=len(lengths) * row_pages + 3)
     cache = build_pages(shape, 2, len(lengths), row_pages * size, CacheFormat.of(stored), pages)
     table = np.random.default_rng(0).permutation(pages.num_pages)[: len(lengths) * row_pages].reshape(len(lengths), -1)

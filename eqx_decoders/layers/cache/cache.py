@@ -1,4 +1,4 @@
-"""Cache of a decoder, and the entries that a call proposes for it."""
+"""Cache of a decoder, and the cache update that a forward pass proposes."""
 
 from typing import Any
 
@@ -12,15 +12,14 @@ from eqx_decoders.sharding.explicit import keeping_types
 
 
 class Cache(eqx.Module):
-    """Cache of a decoder, for the tokens that it has seen.
+    """Cache of a decoder: the layer caches of all layers, for a batch of sequences.
 
     **Arguments:**
 
-    - `layer_caches`: for each `ScannedLayers` of the model, and each block of its unit, the caches of the layers by
-        name.
-    - `length`: the next position of each row.
-    - `rope_offset`: added to the length for the next rotary position, where images advance it by other steps than
-        their tokens; None for models without such positions.
+    - `layer_caches`: for each `ScannedLayers` of the model, and each block of its unit, the layer caches by layer name.
+    - `length`: number of tokens of each sequence, which is the position of its next token.
+    - `rope_offset`: difference between the next rotary position and `length`, for models with multi-dimensional rotary
+        positions (images advance these by other steps than their number of tokens); None for other models.
     """
 
     layer_caches: tuple[tuple[dict[str, Any], ...], ...]
@@ -31,9 +30,9 @@ class Cache(eqx.Module):
     def commit(
         self, entries: Any, positions: Int[Array, "batch length"], rope_offset: Float[Array, "batch"] | None = None
     ) -> "Cache":
-        """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written.
+        """Write the proposed entries of all layers at `positions`. Entries at position -1 are not written.
 
-        `rope_offset` is the new one; None leaves it.
+        `rope_offset` is the new value of `Cache.rope_offset`; None keeps the old value.
         """
         return Cache(
             layer_caches=commit(self.layer_caches, entries, positions),
@@ -43,37 +42,43 @@ class Cache(eqx.Module):
 
     @keeping_types
     def reset(self, rows: Bool[Array, "batch"]) -> "Cache":
-        """Empty these rows."""
-        emptied = jax.tree.map(lambda each: each.reset(rows), self.layer_caches, is_leaf=is_layer_cache)
+        """Empty the batch rows where `rows` is True."""
+        emptied = jax.tree.map(lambda cache: cache.reset(rows), self.layer_caches, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else jnp.where(rows, 0.0, self.rope_offset)
         return Cache(layer_caches=emptied, length=jnp.where(rows, 0, self.length), rope_offset=offset)
 
     @keeping_types
     def with_row(self, row: int | Int[Array, ""], source: "Cache", source_row: int | Int[Array, ""] = 0) -> "Cache":
-        """Replace `row` by a row of another cache of the same decoder, perhaps of another length."""
+        """Copy the batch row `source_row` of another cache of the same decoder to the batch row `row`.
 
-        def copied(mine: Any, other: Any) -> Any:
-            return mine.with_row(row, other.row(source_row))
+        The caches may have different maximum lengths and formats.
+        """
 
-        offset, other = self.rope_offset, source.rope_offset
+        def copy_row(cache: Any, source_cache: Any) -> Any:
+            return cache.with_row(row, source_cache.row(source_row))
+
+        offset = self.rope_offset
+        source_offset = source.rope_offset
+        if offset is not None:
+            offset = None if source_offset is None else offset.at[row].set(source_offset[source_row])
         return Cache(
-            layer_caches=jax.tree.map(copied, self.layer_caches, source.layer_caches, is_leaf=is_layer_cache),
+            layer_caches=jax.tree.map(copy_row, self.layer_caches, source.layer_caches, is_leaf=is_layer_cache),
             length=self.length.at[row].set(source.length[source_row]),
-            rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
+            rope_offset=offset,
         )
 
     def at_rows(self, rows: Int[Array, "rows"]) -> "Cache":
-        """Select some rows, none of them twice, for `Decoder.forward_uncommitted` to read where they stand.
+        """Return a view of the batch rows with these (unique) indices, for `Decoder.forward_uncommitted`.
 
-        The resulting entries go to `commit_rows`.
+        The rows are read in place. Write the proposed entries with `commit_rows`.
         """
 
-        def some(each: Any) -> LayerCacheRows:
-            return LayerCacheRows(whole=each, which=rows)
+        def view(cache: Any) -> LayerCacheRows:
+            return LayerCacheRows(cache=cache, row_indices=rows)
 
         offset = self.rope_offset
         return Cache(
-            layer_caches=jax.tree.map(some, self.layer_caches, is_leaf=is_layer_cache),
+            layer_caches=jax.tree.map(view, self.layer_caches, is_leaf=is_layer_cache),
             length=rows_of(self.length, rows),
             rope_offset=None if offset is None else rows_of(offset, rows),
         )
@@ -86,30 +91,28 @@ class Cache(eqx.Module):
         positions: Int[Array, "rows length"],
         rope_offset: Float[Array, "rows"] | None = None,
     ) -> "Cache":
-        """Write entries proposed for some rows, as `commit` does."""
+        """Write the entries proposed for the batch rows with these indices, as `commit` does."""
 
-        def written(each: Any, new: Any) -> Any:
-            return each.commit_rows(rows, new, positions)
+        def write(cache: Any, new: Any) -> Any:
+            return cache.commit_rows(rows, new, positions)
 
         offset = self.rope_offset
         return Cache(
-            layer_caches=jax.tree.map(written, self.layer_caches, entries, is_leaf=is_layer_cache),
+            layer_caches=jax.tree.map(write, self.layer_caches, entries, is_leaf=is_layer_cache),
             length=self.length.at[rows].max(jnp.max(positions, axis=1) + 1),
             rope_offset=offset if offset is None or rope_offset is None else offset.at[rows].set(rope_offset),
         )
 
     @keeping_types
     def empty_rows(self, rows: Int[Array, "rows"]) -> "Cache":
-        """Mark rows as empty. Values of an earlier sequence, NaN included, do not affect the next sequence in a row.
+        """Empty batch rows. Values of an earlier sequence, including NaN, do not affect the next sequence in a row.
 
         Used slots of contiguous caches are overwritten with zeros. Pages keep their contents, because layers replace
         values beyond a row's length with zeros. Row indices beyond the last row are ignored.
         """
-        emptied = jax.tree.map(lambda each: each.empty_rows(rows), self.layer_caches, is_leaf=is_layer_cache)
+        emptied = jax.tree.map(lambda cache: cache.empty_rows(rows), self.layer_caches, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else self.rope_offset.at[rows].set(0.0, mode="drop")
         return Cache(layer_caches=emptied, length=self.length.at[rows].set(0, mode="drop"), rope_offset=offset)
-
-    # of caches in pages
 
     @keeping_types
     def with_tables(
@@ -117,22 +120,26 @@ class Cache(eqx.Module):
         tables: Int[Array, "batch row_pages"] | dict[int, Int[Array, "batch row_pages"]],
         lengths: Int[Array, "batch"] | None = None,
     ) -> "Cache":
-        """Set the page tables of the rows, and the numbers of tokens in them (None: as before).
+        """Set the page tables of a paged cache, and the number of tokens of each sequence (None: unchanged).
 
-        Give one table for all layers; or one for the layers of each window, and 0 for layers without: then they have
-        page numbers of their own.
+        `tables` is one table for all layers; or one table for each attention window, with the key 0 for layers with
+        full attention: then the page numbers of each window refer to a separate pool of pages.
         """
 
         layer_caches = jax.tree.map(
-            lambda each: each.with_tables(tables, lengths), self.layer_caches, is_leaf=is_layer_cache
+            lambda cache: cache.with_tables(tables, lengths), self.layer_caches, is_leaf=is_layer_cache
         )
         return Cache(layer_caches, self.length if lengths is None else lengths, self.rope_offset)
 
 
 class Proposal(eqx.Module):
-    """Entries that a call proposes for a cache: of every block's layers, with the positions of its tokens.
+    """Cache update that a forward pass proposes; `Cache.commit` writes it.
 
-    `rope_offset` is the cache's next one (None: as it was).
+    **Arguments:**
+
+    - `entries`: new entries for the caches of all layers, with the tree structure of `Cache.layer_caches`.
+    - `positions`: positions of the tokens of the call.
+    - `rope_offset`: new value of `Cache.rope_offset`; None: unchanged.
     """
 
     entries: Any

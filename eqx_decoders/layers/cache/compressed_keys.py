@@ -1,4 +1,4 @@
-"""Cache of compressed keys: one for each complete window of a document's tokens."""
+"""Cache of compressed keys: one key for each complete window of a sequence's tokens."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -14,16 +14,19 @@ from eqx_decoders.layers.cache.kv_cache import CachedKV, KVCache, KVShape, NewKV
 
 
 class NewWindows(eqx.Module):
-    """Keys of the windows that end in a call; `last` is the number of each one's last token, beyond all for none."""
+    """Compressed keys of the windows that end in a call.
+
+    `last` is the index of each window's last token in the call; an out-of-range index marks an unused place.
+    """
 
     key: Float[Array, "*layers batch places 1 head_dim"]
     last: Int[Array, "*layers batch places"]
 
 
 class CompressedKeys(LayerCache):
-    """Compressed keys of equal layers: that of window w is in slot w, whose position is w.
+    """Compressed keys of equal layers. The key of window w is stored in slot w with position w.
 
-    A window is written with its last token: where that is rejected, it is not.
+    The key of a window is written when the last token of the window is accepted.
     """
 
     kv: KVCache
@@ -55,7 +58,7 @@ class CompressedKeys(LayerCache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompressedShape:
-    """Shape of one layer's compressed keys: windows of `size` tokens, and the features of a key."""
+    """Shape of one layer's compressed keys: `windows` windows of `size` tokens, and `head_dim` features per key."""
 
     by_token: ClassVar[bool] = False
     windows: int
@@ -64,12 +67,12 @@ class CompressedShape:
 
     def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> CompressedKeys:
         """Return an empty cache for `layers` equal layers."""
-        shape = KVShape(slots=self.windows, kv_heads=1, head_dim=self.head_dim, ring=False, values=False)
+        shape = KVShape(slots=self.windows, kv_heads=1, head_dim=self.head_dim, rolling=False, values=False)
         return CompressedKeys(kv=shape.build(layers, batch_size, dtype), size=self.size)
 
 
 def at_ends(past: Past, size: int, dtype: DTypeLike) -> CachedKV:
-    """Return cached windows of `size` tokens with the position of their last token as theirs."""
-    whole = past.whole().without_blocks(dtype)
-    ends = jnp.where(whole.positions >= 0, whole.positions * size + size - 1, -1)
-    return CachedKV(whole.key, None, ends, whole.key_scale)
+    """Return cached keys of windows of `size` tokens; the position of a key is that of the window's last token."""
+    cached = past.whole().without_blocks(dtype)
+    ends = jnp.where(cached.positions >= 0, cached.positions * size + size - 1, -1)
+    return CachedKV(cached.key, None, ends, cached.key_scale)

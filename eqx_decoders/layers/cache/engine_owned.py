@@ -1,7 +1,7 @@
-"""Caches owned by an external engine: layers pass keys and values, and get back the results of their queries.
+"""Caches owned by an external engine: layers pass queries, keys and values to the engine, which computes attention.
 
-For engines that have their own memory and their own attention, such as vLLM's TPU backend. The tokens of a call are
-one row, whatever sequences they are of: the engine's metadata says which.
+For engines with separate cache memory and attention kernels, such as vLLM's TPU backend. The tokens of a call are one
+batch row, even if they belong to several sequences; the engine's metadata describes the sequences.
 """
 
 import dataclasses
@@ -21,19 +21,16 @@ from eqx_decoders.layers.cache.kv_cache import CachedKV, NewKV, Past, Queries
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 
 
-_UNKNOWN = "which engines with caches of their own don't know"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExternalCall:
-    """Static options of one call of an engine's attention: softmax over the sequence's tokens up to the query's own.
+    """Static options of one call of an engine's causal attention.
 
     **Arguments:**
 
-    - `layer`: its number in the list of caches.
-    - `window`: number of tokens that a query sees, itself included; None for all.
-    - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
-    - `writes`: whether keys and values are to be stored; else an earlier layer has stored them already.
+    - `layer`: index of the layer in the engine's list of caches.
+    - `window`: number of tokens that a query attends to, including its own token; None for all tokens.
+    - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for no cap.
+    - `writes`: whether the engine must store the keys and values; otherwise an earlier layer has stored them.
     """
 
     layer: int
@@ -42,13 +39,14 @@ class ExternalCall:
     writes: bool = True
 
 
-# (cache, query, key, value, metadata, sinks, call) -> (cache, out), with tokens in front: `tokens heads head_dim`.
-# Queries are scaled. Values are None where they are the keys. Sinks: a logit for each head, or None.
+# (cache, query, key, value, metadata, sinks, call) -> (new cache, out)
+# Query, key, value and out have the axes `tokens heads head_dim`. Queries are already scaled. Value is None if the keys
+# are also the values. Sinks are one logit for each head, or None.
 ExternalAttention = Callable[..., tuple[Any, Array]]
 
 
 class ExternalWrite(NamedTuple):
-    """New content of one layer's external cache, and the keys and values written to it."""
+    """New content of one layer's external cache, and the keys and values that were written to it."""
 
     cache: Any
     key: Float[Array, "1 tokens kv_heads head_dim"]
@@ -56,9 +54,18 @@ class ExternalWrite(NamedTuple):
 
 
 class ExternalKVCache(LayerCache, Past):
-    """External caches of equal layers, each an array or a tree of the engine's, and its metadata of this call.
+    """External caches of equal layers.
 
-    That of a single layer is what this layer reads: the engine writes, and attends to what it has written.
+    `past` returns an `ExternalKVCache` of a single layer, which calls the engine. The engine writes the new keys and
+    values, and attends to all keys and values of the sequence.
+
+    **Arguments:**
+
+    - `caches`: the engine's cache of each layer, an array or a pytree.
+    - `metadata`: the engine's metadata of this call.
+    - `attention`: the engine's attention function.
+    - `first`, `step`: index of the first of these layers in the engine's list of caches, and the distance of the
+        indices.
     """
 
     caches: tuple[Any, ...]
@@ -72,12 +79,14 @@ class ExternalKVCache(LayerCache, Past):
 
     def past(self, slices: Any) -> "ExternalKVCache":
         if not isinstance(slices, np.integer):
-            raise ConfigError("external caches are a list, which no scan goes through: use model.replace(scan=False).")
-        place = int(slices)
-        return dataclasses.replace(self, caches=(self.caches[place],), first=self.first + place * self.step)
+            raise ConfigError("External caches cannot be scanned over layers: use model.replace(scan=False).")
+        index = int(slices)
+        return dataclasses.replace(self, caches=(self.caches[index],), first=self.first + index * self.step)
 
     def whole(self) -> CachedKV:
-        raise ConfigError(f"layer {self.first} selects blocks, {_UNKNOWN}.")
+        raise ConfigError(
+            f"layer {self.first} selects key blocks, which external caches do not support: use the library's caches."
+        )
 
     def attend_with(
         self,
@@ -88,18 +97,35 @@ class ExternalKVCache(LayerCache, Past):
         execution: Execution,
         sink: Float[Array, "heads"] | None = None,
     ) -> tuple[Float[Array, "1 tokens heads head_dim"], ExternalWrite]:
-        """Attend by the engine, which first stores the keys and values that no earlier layer has written."""
+        """Call the engine's attention. It first stores the keys and values, unless an earlier layer has stored them."""
         mask = options.mask
-        check(queries.spans is None, f"layer {self.first} sees spans, {_UNKNOWN}.")
-        check(options.alibi is None, f"layer {self.first} has linear biases, {_UNKNOWN}.")
-        check(isinstance(mask, Causal | SlidingWindow), f"layer {self.first} has mask={mask}, {_UNKNOWN}.")
-        window, written = mask.size if isinstance(mask, SlidingWindow) else None, isinstance(entries, ExternalWrite)
-        call = ExternalCall(layer=self.first, window=window, soft_cap=options.soft_cap, writes=not written)
-        widths = {x.shape[-1] for x in (entries.key, entries.value) if x is not None}
-        check(len(widths) == 1, f"layer {self.first} has values of another width than keys, {_UNKNOWN}.")
+        check(
+            queries.spans is None,
+            f"layer {self.first} uses spans (bidirectional attention), which external caches do not support.",
+        )
+        check(
+            options.alibi is None,
+            f"layer {self.first} uses linear biases (ALiBi), which external caches do not support.",
+        )
+        check(
+            isinstance(mask, Causal | SlidingWindow),
+            f"layer {self.first} has mask={mask}, but external caches support only Causal and SlidingWindow.",
+        )
+        feature_counts = {x.shape[-1] for x in (entries.key, entries.value) if x is not None}
+        check(
+            len(feature_counts) == 1,
+            f"layer {self.first} has values with another number of features than keys, which external caches do not "
+            "support.",
+        )
+        call = ExternalCall(
+            layer=self.first,
+            window=mask.size if isinstance(mask, SlidingWindow) else None,
+            soft_cap=options.soft_cap,
+            writes=not isinstance(entries, ExternalWrite),
+        )
         values = None if entries.value is None else entries.value[0]
-        before = entries.cache if isinstance(entries, ExternalWrite) else self.caches[0]
-        cache, out = self.attention(before, queries.query[0], entries.key[0], values, self.metadata, sink, call)
+        old_cache = entries.cache if isinstance(entries, ExternalWrite) else self.caches[0]
+        cache, out = self.attention(old_cache, queries.query[0], entries.key[0], values, self.metadata, sink, call)
         return out[None].astype(queries.query.dtype), ExternalWrite(cache, entries.key, entries.value)
 
     def stacked(self, entries: Sequence[ExternalWrite]) -> tuple[ExternalWrite, ...]:

@@ -1,4 +1,4 @@
-"""Keys and values of attention layers, one row of slots for each sequence."""
+"""Contiguous key/value caches of attention layers: a row of slots for each sequence."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,15 +21,18 @@ from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode, encode
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, Spans, lookback
 
 
-LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, and how many choices there are
+# A sequence is read up to one of at most MAX_READ_LENGTHS compiled lengths; the shortest has at least MIN_READ_LENGTH
+# slots (see `KVCacheView._attend_row`).
+MIN_READ_LENGTH = 128
+MAX_READ_LENGTHS = 6
 CLEARED_SLOTS = 128  # slots per row that one loop iteration of `KVCache.empty_rows` overwrites
 
 
 class NewKV(eqx.Module):
     """New keys and values of one attention layer, for the tokens of a call.
 
-    `value` is None where keys stand for both: latent attention reads both out of one vector. With scales they are as a
-    cache of some format stores them, which another of this format takes bit by bit.
+    `value` is None if the keys are also the values (latent attention computes both from one vector). With scales, keys
+    and values are quantized: they are copied from a quantized cache, and a cache of the same format stores them as is.
     """
 
     key: Num[Array, "*layers batch length kv_heads head_dim"]
@@ -38,20 +41,21 @@ class NewKV(eqx.Module):
     value_scale: Float[Array, "*layers batch length scale_heads"] | None = None
 
     def plain(self, dtype: DTypeLike = jnp.float32) -> "NewKV":
-        """Decode to keys and values without scales."""
+        """Return dequantized keys and values."""
         value = None if self.value is None else decode(self.value, self.value_scale, dtype)
         return NewKV(key=decode(self.key, self.key_scale, dtype), value=value)
 
 
 class Queries(NamedTuple):
-    """Queries of one call of attention to a past, and what each of them sees of it besides the mask.
+    """Queries of an attention layer to its cache, and restrictions besides the mask.
 
     **Arguments:**
 
     - `query`, `positions`: scaled queries, and their positions.
-    - `spans`: spans of queries, if they see more than what came before.
-    - `selected`: slots that count for each query, for all heads alike or for each; None: all.
-    - `slots`: the only slots that each query reads, in any order; an index beyond the last is none. None: all.
+    - `spans`: spans with bidirectional attention; None for causal attention only.
+    - `selected`: mask of the slots that each query attends to, for all heads or for each head; None: all slots.
+    - `slots`: indices of the only slots that each query reads, in any order; out-of-range indices are ignored. None:
+        all slots.
     """
 
     query: Float[Array, "batch length heads head_dim"]
@@ -62,24 +66,24 @@ class Queries(NamedTuple):
 
 
 class Past(eqx.Module):
-    """Cached keys and values as one attention layer reads them. A row is one document: there are no segments.
+    """Cached keys and values that one attention layer reads. Each batch row is one document, without segment ids.
 
-    A subclass has `whole`; `at` if layers read single slots of it; `attend` where the whole need not be copied; and
-    `attend_with` where the attention is its own.
+    Subclasses implement `whole`. They also implement `at` if layers read individual slots; `attend` if attention does
+    not need a copy of all slots; and `attend_with` if they replace the attention of the layer.
     """
 
     def whole(self) -> "CachedKV":
-        """Return all slots."""
-        raise TypeError(f"{type(self).__name__} is no kind of past.")
+        """Return the keys and values of all slots."""
+        raise TypeError(f"{type(self).__name__} must implement Past.whole.")
 
     def at(
         self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
     ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
-        """Return keys times their scales and positions of some slots; position -1 for a slot without a token."""
-        raise TypeError(f"{type(self).__name__} reads no single slots.")
+        """Return the dequantized keys and the positions of some slots; the position of an empty slot is -1."""
+        raise TypeError(f"{type(self).__name__} does not support reading individual slots.")
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
-        """Attend to all slots, or to those selected; where there are no values, keys stand for them."""
+        """Attend to all slots, or to `queries.selected`. Keys are used as values if there are no values."""
         return self.whole().attend(queries, options, execution)
 
     def attend_with(
@@ -91,41 +95,46 @@ class Past(eqx.Module):
         execution: Execution,
         sink: Float[Array, "heads"] | None = None,
     ) -> tuple[Float[Array, "batch length heads value_dim"], Any]:
-        """Attend to the past and to the tokens of the call, merged by their log-sum-exp.
+        """Attend to the cached tokens and to the tokens of the call; merge both results by their log-sum-exp.
 
         **Arguments:**
 
-        - `present`: computes the result for the tokens of the call.
-        - `entries`: keys and values of these tokens, of this layer or of an earlier one.
+        - `present`: computes the attention result for the tokens of the call.
+        - `entries`: keys and values of the tokens of the call, computed by this layer or shared by an earlier layer.
         - `options`: `mask`, `soft_cap` and `alibi`.
+        - `sink`: logits of attention sinks; None for no sinks.
 
         **Returns:**
 
-        The result, and the entries to be committed.
+        The attention output, and the entries that the caller commits.
         """
-        of_call = present()
-        earlier = (self.attend if queries.slots is None else self._attend_slots)(queries, options, execution)
-        out, lse = merge([of_call, earlier])
+        present_result = present()
+        attend = self.attend if queries.slots is None else self._attend_slots
+        cached_result = attend(queries, options, execution)
+        out, lse = merge([present_result, cached_result])
         return (out if sink is None else with_sink(out, lse, sink)), entries
 
     def _attend_slots(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
-        """Attend with each query to some slots; nothing else is read. Keys stand for values."""
+        """Attend with each query only to its slots in `queries.slots`, which are gathered. Keys are used as values."""
         assert queries.slots is not None
         batch, length, count = queries.slots.shape
         keys, key_positions = self.at(queries.slots.reshape(batch, -1), queries.query.dtype)
 
-        def alone(x: Array) -> Array:  # each query in a row of its own, with the keys that it chose
+        def one_query_per_row(x: Array) -> Array:
             return x.reshape(batch * length, -1, *x.shape[2:])
 
+        # a batch of batch * length rows: each row has a single query and the keys of its slots
         keys = keys.reshape(batch * length, count, 1, -1)
-        positions = AttentionPositions(alone(queries.positions), key_positions.reshape(batch * length, count))
-        inputs = AttentionInputs(alone(queries.query), keys, keys, positions)
+        positions = AttentionPositions(
+            one_query_per_row(queries.positions), key_positions.reshape(batch * length, count)
+        )
+        inputs = AttentionInputs(one_query_per_row(queries.query), keys, keys, positions)
         out, lse = attend_on_mesh(inputs, options, execution, key_axis="slots")
         return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
 
 
 class CachedKV(Past):
-    """Cached keys and values of one layer, its slice of a cache, with scales if there are any."""
+    """Cached keys and values of one layer (a slice of a `KVCache`), with scales if the cache is quantized."""
 
     key: Num[Array, "batch kv_heads slots head_dim"]
     value: Num[Array, "batch kv_heads slots value_dim"] | None
@@ -134,31 +143,36 @@ class CachedKV(Past):
     value_scale: Float[Array, "batch scale_heads slots"] | None = None
 
     def keys(self, dtype: DTypeLike) -> Float[Array, "batch kv_heads slots head_dim"]:
-        """Return keys times their scales."""
+        """Return the dequantized keys."""
         return decode(self.key, self.key_scale, dtype)
 
     def whole(self) -> "CachedKV":
         return self
 
     def without_blocks(self, dtype: DTypeLike) -> "CachedKV":
-        """Return keys and values times their scales if there are several for a head; else they stay as they are."""
+        """Return dequantized keys and values if a head has several scales (`scale_block`); otherwise return `self`.
+
+        Attention kernels support at most one scale per head.
+        """
         if self.key_scale is None or self.key_scale.shape[1] <= self.key.shape[1]:
             return self
         value = None if self.value is None else decode(self.value, self.value_scale, dtype)
         return CachedKV(self.keys(dtype), value, self.positions)
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
-        wide = _is_narrow(queries.query, execution)
-        past = self.without_blocks(jnp.float32 if wide else queries.query.dtype)
+        use_float32 = _multiply_in_float32(queries.query, execution)
+        past = self.without_blocks(jnp.float32 if use_float32 else queries.query.dtype)
         query, positions, spans, selected, _ = queries
         positions = AttentionPositions(positions, past.positions, query_spans=spans)
-        scales, dtype, out_dtype = None, past.key.dtype, query.dtype
+        scales = None
+        dtype = past.key.dtype
+        out_dtype = query.dtype
         if past.key_scale is not None:
             key_scale = jnp.swapaxes(past.key_scale, 1, 2)
             scales = Scales(key_scale, key_scale if past.value_scale is None else jnp.swapaxes(past.value_scale, 1, 2))
         else:
-            # else all of a float32 cache would be cast, not a few queries
-            dtype = dtype if dtype == jnp.float32 and wide else out_dtype
+            # with a float32 cache cast the few queries, not all cached keys and values
+            dtype = dtype if dtype == jnp.float32 and use_float32 else out_dtype
             query = query.astype(dtype)
         keys = past.key.astype(dtype).transpose(0, 2, 1, 3)
         values = keys if past.value is None else past.value.astype(dtype).transpose(0, 2, 1, 3)
@@ -167,36 +181,38 @@ class CachedKV(Past):
         return out.astype(out_dtype), lse
 
 
-def _is_narrow(query: Array, execution: Execution) -> bool:
-    """Return whether queries are few and of 16 bits, where the machine multiplies these in float32 anyway."""
+def _multiply_in_float32(query: Array, execution: Execution) -> bool:
+    """Return whether there are few 16-bit queries, on a backend that upcasts 16-bit operands to float32 anyway."""
     return query.dtype.itemsize == 2 and execution.layout.backend.widens_half and query.shape[1] < 32
 
 
 class KVCache(LayerCache):
-    """Key/value cache of equal layers.
+    """Contiguous key/value cache of equal layers.
+
+    The heads axis precedes the slots axis, so that products on TPU read a layer's slice in place, without a transposed
+    copy.
 
     **Arguments:**
 
-    - `key`, `value`: one row of slots for each layer and sequence; no values where keys stand for both.
-    - `positions`: the position of each slot's token, -1 where there is none. Masks are computed from them alone.
-    - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and later positions are dropped.
-    - `by_slot`: whether layers read single slots, where they stand.
-    - `key_scale`, `value_scale`: multiply stored numbers; None where these are as they are.
-
-    Heads stand before slots: a TPU's products then read a layer's slice in place, without a copy in another order.
+    - `key`, `value`: slots for each layer and sequence; `value` is None if the keys are also the values.
+    - `positions`: position of the token in each slot, -1 for an empty slot. Masks are computed only from positions.
+    - `rolling`: a rolling cache stores position p in slot `p mod slots`. Otherwise position p is stored in slot p, and
+        positions beyond the last slot are not stored.
+    - `by_slot`: whether layers read individual slots in place (`Past.at`).
+    - `key_scale`, `value_scale`: scales of quantized keys and values; None for unquantized keys and values.
     """
 
     key: Num[Array, "layers batch kv_heads slots head_dim"]
     value: Num[Array, "layers batch kv_heads slots value_dim"] | None
     positions: Int[Array, "batch slots"]
-    ring: bool = eqx.field(static=True)
+    rolling: bool = eqx.field(static=True)
     by_slot: bool = eqx.field(static=True, default=False)
     key_scale: Float[Array, "layers batch scale_heads slots"] | None = None
     value_scale: Float[Array, "layers batch scale_heads slots"] | None = None
 
     @property
     def arrays(self) -> tuple[Array, Array | None, Array | None, Array | None]:
-        """Keys, values, and the scales of both."""
+        """Keys, values, key scales and value scales."""
         return self.key, self.value, self.key_scale, self.value_scale
 
     def slices(self) -> Any:
@@ -209,28 +225,30 @@ class KVCache(LayerCache):
         return CachedKV(key, value, self.positions, *scales)
 
     def stored(self, entries: NewKV) -> NewKV:
-        """Encode entries in the format of the cache; entries in that format stay as they are."""
+        """Convert new keys and values to the format of the cache."""
         return in_format(entries, self.key.dtype, self.key_scale)
 
     def commit(self, entries: NewKV, positions: Int[Array, "batch length"]) -> "KVCache":
-        return self._written(jnp.arange(self.positions.shape[0])[:, None], entries, positions)
+        return self._write(jnp.arange(self.positions.shape[0])[:, None], entries, positions)
 
-    def _written(self, rows: Int[Array, "rows 1"], entries: NewKV, positions: Int[Array, "rows length"]) -> "KVCache":
-        """Write entries into some rows."""
-        layers, slots = jnp.arange(self.key.shape[0])[:, None, None], self.positions.shape[1]
+    def _write(self, rows: Int[Array, "rows 1"], entries: NewKV, positions: Int[Array, "rows length"]) -> "KVCache":
+        """Write new keys and values to the batch rows with these indices."""
+        layers = jnp.arange(self.key.shape[0])[:, None, None]
+        slots = self.positions.shape[1]
         accepted = positions >= 0
-        if self.ring:  # of the tokens that share a slot only the last may be written: the order of writes is undefined
+        if self.rolling:  # write only the last of the tokens that share a slot, as the order of writes is undefined
             accepted &= positions > jnp.max(positions, axis=1, keepdims=True) - slots
-        slot = jnp.where(accepted, positions % slots if self.ring else positions, slots)
+        slot = jnp.where(accepted, positions % slots if self.rolling else positions, slots)
 
         entries = self.stored(entries)
 
         def write(old: Any, new: Any) -> Any:
             if old is None:
                 return None
-            # NumPy's rule puts the indexed axes first: layers batch length kv_heads head_dim. A slice over layers would
-            # do, too, but with one head a device a TPU's scatter then wants an order of axes that costs a second cache.
-            # Of numbers smaller than 16 bits, and of scales, it wants that for several heads, too: each is an index.
+            # NumPy's indexing rules put the indexed axes first: layers batch length kv_heads head_dim. Layers are an
+            # index, not a slice: with a slice and one head per device, TPU scatters require another order of axes,
+            # which needs a second copy of the cache. For values of less than 16 bits and for scales, the same happens
+            # with several heads, so heads are an index, too.
             if old.ndim == 5 and old.dtype.itemsize > 1:
                 return old.at[layers, rows, :, slot].set(new.astype(old.dtype), mode="drop")
             heads = jnp.arange(old.shape[2])
@@ -240,7 +258,7 @@ class KVCache(LayerCache):
             key=write(self.key, entries.key),
             value=write(self.value, entries.value),
             positions=self.positions.at[rows, slot].set(positions, mode="drop"),
-            ring=self.ring,
+            rolling=self.rolling,
             by_slot=self.by_slot,
             key_scale=write(self.key_scale, entries.key_scale),
             value_scale=write(self.value_scale, entries.value_scale),
@@ -253,13 +271,14 @@ class KVCache(LayerCache):
         return KVCacheView(self, slices, rows)
 
     def commit_rows(self, rows: Int[Array, "rows"], entries: NewKV, positions: Int[Array, "rows length"]) -> "KVCache":
-        return self._written(rows[:, None], entries, positions)
+        return self._write(rows[:, None], entries, positions)
 
     def empty_rows(self, rows: Int[Array, "rows"]) -> "KVCache":
         # Empty slots have attention weight 0, but 0 * NaN is NaN. So stored values are overwritten with zeros, up to
-        # the last slot in use. TPUs execute the scatter in `_written` in place.
+        # the last slot in use. TPUs execute the scatter in `_write` in place.
         slots = self.positions.shape[1]
-        size, index = min(slots, CLEARED_SLOTS), jnp.arange(slots, dtype=jnp.int32)
+        size = min(slots, CLEARED_SLOTS)
+        index = jnp.arange(slots, dtype=jnp.int32)
         in_use = self.positions.at[rows].get(mode="fill", fill_value=-1) >= 0
         count = jnp.max(jnp.where(in_use, index + 1, 0))
 
@@ -268,12 +287,12 @@ class KVCache(LayerCache):
                 None if x is None else jnp.zeros((x.shape[0], rows.shape[0], size, x.shape[2], *x.shape[4:]), x.dtype)
             )
 
-        nothing = NewKV(*map(zeros, self.arrays))
+        zero_kv = NewKV(*map(zeros, self.arrays))
 
-        def clear(block: Array, cache: KVCache) -> KVCache:
-            slot = block * size + jnp.arange(size, dtype=jnp.int32)
+        def clear(iteration: Array, cache: KVCache) -> KVCache:
+            slot = iteration * size + jnp.arange(size, dtype=jnp.int32)
             slot = jnp.where(slot < slots, slot, -1)
-            return cache._written(rows[:, None], nothing, jnp.broadcast_to(slot, (rows.shape[0], size)))
+            return cache._write(rows[:, None], zero_kv, jnp.broadcast_to(slot, (rows.shape[0], size)))
 
         cleared = jax.lax.fori_loop(0, (count + size - 1) // size, clear, self)
         return dataclasses.replace(cleared, positions=cleared.positions.at[rows].set(-1, mode="drop"))
@@ -282,43 +301,43 @@ class KVCache(LayerCache):
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]
     ) -> tuple[NewKV, Int[Array, "1 length"]]:
         slots = self.positions.shape[1]
-        slot = positions % slots if self.ring else jnp.clip(positions, 0, slots - 1)
+        slot = positions % slots if self.rolling else jnp.clip(positions, 0, slots - 1)
         rows = index[None, None]
 
-        def of_layer(*parts: Any) -> NewKV:
-            taken: Any = (None if part is None else part[rows, :, slot] for part in parts)
-            return NewKV(*taken)
+        def read_layer(*arrays: Any) -> NewKV:
+            tokens: Any = (None if array is None else array[rows, :, slot] for array in arrays)
+            return NewKV(*tokens)
 
-        entries = jax.vmap(of_layer)(*self.arrays)
+        entries = jax.vmap(read_layer)(*self.arrays)
         return entries, jnp.where(self.positions[rows, slot] == positions, positions, -1)
 
     def with_row(self, index: int | Int[Array, ""], row: Any) -> "LayerCache":
-        if isinstance(row, KVCache) and row._form == self._form:
+        if isinstance(row, KVCache) and row._row_format == self._row_format:
             return super().with_row(index, row)
-        # a cache of another length, format or kind: its tokens are written where they belong here
+        # caches of another length, format or class: write the tokens one by one at their positions
         empty = self.row(index).reset(jnp.ones((1,), bool))
         return super().with_row(index, empty.commit(row.entries(), row.positions))
 
     @property
-    def _form(self) -> tuple[Any, ...]:
-        """Form of a row: its slots, their order, and their format."""
+    def _row_format(self) -> tuple[Any, ...]:
+        """Number of slots, their order, dtype and number of scales: rows of equal format can be copied as arrays."""
         scales = None if self.key_scale is None else self.key_scale.shape[2]
-        return self.positions.shape[1], self.ring, self.key.dtype, scales
+        return self.positions.shape[1], self.rolling, self.key.dtype, scales
 
     def entries(self) -> NewKV:
-        """Return all slots in the form of proposed entries."""
+        """Return the keys and values of all slots in the form that `commit` accepts."""
 
-        def slots_first(x: Any) -> Any:
+        def slots_before_heads(x: Any) -> Any:
             return None if x is None else x.swapaxes(2, 3)
 
-        return NewKV(*map(slots_first, self.arrays))
+        return NewKV(*map(slots_before_heads, self.arrays))
 
 
 class KVCacheView(Past):
-    """Keys and values of one layer read where they stand: the whole cache, a layer, and some rows (None: all).
+    """View of one layer of a `KVCache`, and optionally of some of its batch rows (None: all rows).
 
-    A slice of one row, or of single slots, is made on its way to the product that reads it; a slice of a layer, or of
-    several rows, would be copied before, which costs more than reading it.
+    XLA fuses a slice of one row, or of individual slots, into the product that reads it. A slice of a layer or of
+    several rows would first be copied, which costs more than reading it.
     """
 
     cache: KVCache
@@ -328,13 +347,14 @@ class KVCacheView(Past):
     def whole(self) -> CachedKV:
         if self.rows is not None and self.rows.shape[0] == 1:
             return self._row(jnp.int32(0), self.cache.positions.shape[1])
-        layer, rows = self.layer, self.rows
+        layer = self.layer
+        rows = self.rows
         if rows is None:
-            return self._part(
+            return self._read(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), self.cache.positions
             )
         positions = rows_of(self.cache.positions, rows)
-        return self._part(lambda leaf: leaf.at[layer, rows].get(unique_indices=True, mode="clip"), positions)
+        return self._read(lambda leaf: leaf.at[layer, rows].get(unique_indices=True, mode="clip"), positions)
 
     def at(
         self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
@@ -344,67 +364,76 @@ class KVCacheView(Past):
         inside = jnp.minimum(slots, last)
         positions = self.cache.positions.at[rows, inside].get(mode="promise_in_bounds")
 
-        def taken(x: Array) -> Array:
+        def gather(x: Array) -> Array:
             return x.at[self.layer, rows, :, inside].get(mode="promise_in_bounds")
 
-        scale = None if self.cache.key_scale is None else taken(self.cache.key_scale)
-        return decode(taken(self.cache.key), scale, dtype), jnp.where(slots <= last, positions, -1)
+        scale = None if self.cache.key_scale is None else gather(self.cache.key_scale)
+        return decode(gather(self.cache.key), scale, dtype), jnp.where(slots <= last, positions, -1)
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
-        """Attend row by row where there are few: a few queries' products are no faster for several rows at once."""
+        """Attend to one sequence at a time on backends with `few_rows`.
+
+        There, products of a few queries are not faster for several sequences at once, and each sequence is read only as
+        far as it is filled.
+        """
         rows = self.rows
         if rows is None or not execution.layout.backend.few_rows:
             return super().attend(queries, options, execution)
         if rows.shape[0] == 1:
             return self._attend_row(jnp.int32(0), queries, options, execution)
 
-        def one(row: Any) -> Any:
-            index, queries = jax.tree.map(lambda leaf: leaf[None], row)
-            return jax.tree.map(lambda leaf: leaf[0], self._attend_row(index[0], queries, options, execution))
+        def attend_row(index_and_queries: Any) -> Any:
+            index, row_queries = jax.tree.map(lambda leaf: leaf[None], index_and_queries)
+            return jax.tree.map(lambda leaf: leaf[0], self._attend_row(index[0], row_queries, options, execution))
 
-        return jax.lax.map(one, (jnp.arange(rows.shape[0], dtype=jnp.int32), queries))
+        return jax.lax.map(attend_row, (jnp.arange(rows.shape[0], dtype=jnp.int32), queries))
 
     def _attend_row(
         self, index: Int[Array, ""], queries: Queries, options: AttentionOptions, execution: Execution
     ) -> Result:
-        """Attend to the slots of one row, only as far as it is filled."""
-        reaches = [self.cache.positions.shape[1]]
-        while len(reaches) < MOST_REACHES and reaches[0] >= 2 * LEAST_REACH:
-            reaches.insert(0, -(-reaches[0] // 2))
+        """Attend to the slots of one batch row up to a compiled read length that covers its tokens."""
+        read_lengths = [self.cache.positions.shape[1]]
+        while len(read_lengths) < MAX_READ_LENGTHS and read_lengths[0] >= 2 * MIN_READ_LENGTH:
+            read_lengths.insert(0, -(-read_lengths[0] // 2))
 
-        def within(reach: int) -> Any:
+        def attend_within(read_length: int) -> Any:
             def attend() -> Result:
-                chosen = None if queries.selected is None else queries.selected[..., :reach]
-                return self._row(index, reach).attend(queries._replace(selected=chosen), options, execution)
+                selected = None if queries.selected is None else queries.selected[..., :read_length]
+                row = self._row(index, read_length)
+                return row.attend(queries._replace(selected=selected), options, execution)
 
             return attend
 
-        # what is stored is before the queries: slots from their last position on are empty (rings that are full are
-        # read whole, since that position is beyond them)
-        branch = sum((jnp.max(queries.positions) > reach).astype(jnp.int32) for reach in reaches[:-1])
-        return jax.lax.switch(branch, [within(reach) for reach in reaches])
+        # Cached tokens precede the queries, so slots from the last query's position on are empty. In a full rolling
+        # cache this position is larger than the number of slots, so all slots are read.
+        branch = sum((jnp.max(queries.positions) > length).astype(jnp.int32) for length in read_lengths[:-1])
+        return jax.lax.switch(branch, [attend_within(length) for length in read_lengths])
 
-    def _row(self, index: Int[Array, ""], reach: int) -> CachedKV:
-        """Return the first slots of one of the rows."""
+    def _row(self, index: Int[Array, ""], read_length: int) -> CachedKV:
+        """Return the first `read_length` slots of the batch row `self.rows[index]`."""
         assert self.rows is not None
         row = self.rows[index]
-        layer, zero = self.layer.astype(row.dtype), jnp.zeros_like(row)
+        layer = self.layer.astype(row.dtype)
+        zero = jnp.zeros_like(row)
 
-        def part(leaf: Array) -> Array:
-            sizes = 1, 1, leaf.shape[2], reach, *leaf.shape[4:]
+        def read(leaf: Array) -> Array:
+            sizes = 1, 1, leaf.shape[2], read_length, *leaf.shape[4:]
             return jax.lax.dynamic_slice(leaf, (layer, row, zero, zero, zero)[: leaf.ndim], sizes)[0]
 
-        return self._part(part, jax.lax.dynamic_slice(self.cache.positions, (row, zero), (1, reach)))
+        return self._read(read, jax.lax.dynamic_slice(self.cache.positions, (row, zero), (1, read_length)))
 
-    def _part(self, part: Callable[[Array], Array], positions: Int[Array, "rows slots"]) -> CachedKV:
-        """Collect what `part` takes out of each array."""
-        key, value, *scales = (None if leaf is None else part(leaf) for leaf in self.cache.arrays)
+    def _read(self, read: Callable[[Array], Array], positions: Int[Array, "rows slots"]) -> CachedKV:
+        """Apply `read` to keys, values and scales."""
+        key, value, *scales = (None if leaf is None else read(leaf) for leaf in self.cache.arrays)
         assert key is not None
         return CachedKV(key, value, positions, *scales)
 
 
 def in_format(entries: NewKV, dtype: DTypeLike, scale: Float[Array, "layers _ scale_heads _"] | None) -> NewKV:
-    """Encode entries as a cache with such numbers and scales stores them; entries in that format stay as they are."""
+    """Convert new keys and values to the format of a cache with this dtype and these scales (None: unquantized).
+
+    Quantized entries of the same format are returned unchanged.
+    """
     if scale is None:
         return entries if entries.key_scale is None else entries.plain()
     if entries.key_scale is not None:
@@ -412,46 +441,57 @@ def in_format(entries: NewKV, dtype: DTypeLike, scale: Float[Array, "layers _ sc
             return entries
         entries = entries.plain()
     key, key_scale = encode(entries.key, dtype, scale.shape[2])
-    value, value_scale = (None, None) if entries.value is None else encode(entries.value, dtype, scale.shape[2])
+    if entries.value is None:
+        return NewKV(key=key, value=None, key_scale=key_scale)
+    value, value_scale = encode(entries.value, dtype, scale.shape[2])
     return NewKV(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """Shape of one attention layer's cache, in slots, heads and features.
+    """Shape of one attention layer's key/value cache.
 
-    `by_token`: whether tokens have keys and values of their own, which pages and other engines can hold; `values`:
-    whether it has values; `value_dim`: their features, None for those of keys; `by_slot`: whether single slots are read
-    (then it has none).
+    **Arguments:**
+
+    - `by_token`: whether the cache stores one entry per token, so that it can be paged or owned by an external engine.
+    - `slots`, `kv_heads`, `head_dim`: number of slots, key/value heads, and features of a key.
+    - `rolling`: see `KVCache`.
+    - `values`: whether the cache has values; otherwise the keys are also the values.
+    - `value_dim`: features of a value; None: `head_dim`.
+    - `by_slot`: whether layers read individual slots; such a cache has no values.
     """
 
     by_token: ClassVar[bool] = True
     slots: int
     kv_heads: int
     head_dim: int
-    ring: bool
+    rolling: bool
     values: bool = True
     value_dim: int | None = None
     by_slot: bool = False
 
-    def check_format(self, kind: CacheFormat) -> None:
-        """Raise ConfigError for scales of parts of a head where keys and values have different numbers of these."""
-        alike = self.value_dim in (None, self.head_dim)
-        rule = f"needs values that are as wide as keys, not {self.value_dim} and {self.head_dim} features"
-        check(alike or kind.scale_block is None, f"CacheFormat.scale_block={kind.scale_block} {rule}.")
+    def check_format(self, cache_format: CacheFormat) -> None:
+        """Raise ConfigError for `scale_block` if keys and values have different numbers of features."""
+        same_features = self.value_dim in (None, self.head_dim)
+        check(
+            same_features or cache_format.scale_block is None,
+            f"CacheFormat.scale_block={cache_format.scale_block} needs keys and values with equal numbers of features, "
+            f"but values have {self.value_dim} and keys {self.head_dim}. Set scale_block=None.",
+        )
 
     def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> KVCache:
         """Return an empty cache for `layers` equal layers."""
-        kind = CacheFormat.of(dtype)
-        self.check_format(kind)
+        cache_format = CacheFormat.of(dtype)
+        self.check_format(cache_format)
         shape = (layers, batch_size, self.kv_heads, self.slots, self.head_dim)
-        scales = (layers, batch_size, kind.scale_heads(self.kv_heads, self.head_dim), self.slots)
-        key, scale = jnp.zeros(shape, kind.dtype), None if kind.bound is None else jnp.zeros(scales, SCALE)
+        value_shape = (*shape[:-1], self.value_dim or self.head_dim)
+        scale_shape = (layers, batch_size, cache_format.scale_heads(self.kv_heads, self.head_dim), self.slots)
+        scale = None if cache_format.bound is None else jnp.zeros(scale_shape, SCALE)
         return KVCache(
-            key=key,
-            value=jnp.zeros((*shape[:-1], self.value_dim or self.head_dim), kind.dtype) if self.values else None,
+            key=jnp.zeros(shape, cache_format.dtype),
+            value=jnp.zeros(value_shape, cache_format.dtype) if self.values else None,
             positions=jnp.full((batch_size, self.slots), -1, jnp.int32),
-            ring=self.ring,
+            rolling=self.rolling,
             by_slot=self.by_slot,
             key_scale=scale,
             value_scale=None if scale is None or not self.values else jnp.zeros_like(scale),
@@ -459,10 +499,15 @@ class KVShape:
 
 
 def kv_shape(mask: Mask, max_length: int, *, kv_heads: int, head_dim: int, **options: Any) -> KVShape:
-    """Return the shape of a cache: a ring of `size` slots for a window or chunk, else a slot for each position."""
+    """Return the shape of a layer's cache for sequences of `max_length` tokens.
+
+    Sliding-window and chunked attention use a rolling cache with as many slots as a query looks back; other masks use
+    one slot for each position. `options` are further fields of `KVShape`.
+    """
     check(
         not isinstance(mask, Bidirectional),
-        "A bidirectional attention layer has no cache: its past would change with every token.",
+        "A layer with mask=Bidirectional() cannot use a cache: every new token would change the keys and values of "
+        "earlier tokens. Call the model without a cache.",
     )
     slots = min(lookback(mask) or max_length, max_length)
-    return KVShape(slots=slots, kv_heads=kv_heads, head_dim=head_dim, ring=slots < max_length, **options)
+    return KVShape(slots=slots, kv_heads=kv_heads, head_dim=head_dim, rolling=slots < max_length, **options)

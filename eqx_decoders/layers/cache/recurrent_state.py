@@ -1,4 +1,4 @@
-"""Caches of recurrent layers: states, and the last inputs of convolutions."""
+"""Caches of recurrent layers: recurrent states and convolution states."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,14 +13,15 @@ from eqx_decoders.layers.cache.base import LayerCache, empty_value
 from eqx_decoders.layers.cache.format import CacheFormat
 
 
-# --- the state of a linear recurrence ---
+# --- states of linear recurrences with heads ---
 
 
 class StateUpdate(eqx.Module):
-    """Updates that one recurrent layer proposes, token by token: `S <- exp(log_decay) S + key value^T`.
+    """State updates of one recurrent layer for each token: `S <- exp(log_decay) S + key value^T`.
 
-    `value` is what is really written; it does not depend on later tokens. So the state after the accepted tokens
-    follows from these alone, and rejecting the others costs nothing. A decay is one number or one for each key feature.
+    `value` is the value that is written to the state (for delta rules, after subtracting the prediction). It does not
+    depend on later tokens, so `commit` computes the state after the accepted tokens from their updates only, and
+    rejecting the other tokens is free. `log_decay` has one value per head (`decay_dim` 1) or per key feature.
     """
 
     log_decay: Float32[Array, "batch length heads decay_dim"]
@@ -29,13 +30,13 @@ class StateUpdate(eqx.Module):
 
 
 class NewState(eqx.Module):
-    """State after all tokens of a call of which none will be rejected: nothing per token of a long prompt."""
+    """State after all tokens of a call, if no token is rejected. It is smaller than `StateUpdate` for long prompts."""
 
     state: Float32[Array, "batch ..."]
 
 
 class RecurrentState(LayerCache):
-    """States of equal recurrent layers, in float32; zero before the first token."""
+    """States of equal recurrent layers. They are zero before the first token."""
 
     state: Float32[Array, "layers batch heads key_dim value_dim"]
 
@@ -46,23 +47,25 @@ class RecurrentState(LayerCache):
         if isinstance(entries, NewState):
             return RecurrentState(state=entries.state)
         accepted = (positions >= 0)[None, :, :, None, None]
-        # e^-100 is 0 in float32; far below it, differences of sums would lose what is small
+        # exp(-100) is 0 in float32; sums of much smaller logarithms would lose the precision of the small ones
         decay = jnp.where(accepted, jnp.maximum(entries.log_decay, -100.0), 0.0)
         key = jnp.where(accepted, entries.key.astype(jnp.float32), 0.0)
         value = jnp.where(accepted, entries.value.astype(jnp.float32), 0.0)  # the value may be NaN, and 0 * NaN is NaN
-        sums = jnp.flip(jnp.cumsum(jnp.flip(decay, 2), axis=2), 2)  # of a token and all that follow
+        sums = jnp.flip(
+            jnp.cumsum(jnp.flip(decay, 2), axis=2), 2
+        )  # sum of the log decays of a token and all later ones
         key = key * jnp.exp(jnp.pad(sums[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))))
         state = jnp.exp(sums[:, :, 0])[..., None] * self.state
         if key.shape[2] > 8:
             return RecurrentState(state=state + jnp.einsum("nblhk,nblhv->nbhkv", key, value))
-        for token in range(key.shape[2]):  # written out, it is one pass over the state, in place
+        for token in range(key.shape[2]):  # unrolled: XLA fuses this to one pass over the state, in place
             state += key[:, :, token, :, :, None] * value[:, :, token, :, None, :]
         return RecurrentState(state=state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """Shape of one recurrent layer's state: for each head a matrix from keys to values, in float32."""
+    """Shape of one recurrent layer's state: a float32 matrix `key_dim x value_dim` for each head."""
 
     by_token: ClassVar[bool] = False
     heads: int
@@ -75,17 +78,20 @@ class StateShape:
         return RecurrentState(state=jnp.zeros(shape, jnp.float32))
 
     def proposes_writes(self, length: int, accept_all: bool) -> bool:
-        """Return whether a call of so many tokens proposes updates; if all are accepted the state may be smaller."""
+        """Return whether a call of `length` tokens returns `StateUpdate`, not `NewState`.
+
+        `NewState` is possible if all tokens are accepted, and is used if it is smaller.
+        """
         return not accept_all or length * (self.key_dim + self.value_dim) < self.key_dim * self.value_dim
 
 
-# --- the state of a recurrence by channels ---
+# --- states of linear recurrences with channels (Mamba-1, RG-LRU) ---
 
 
 class ChannelUpdate(eqx.Module):
-    """Updates that one layer proposes, token by token: `S <- exp(rates * steps) S + key written^T`.
+    """State updates of one layer for each token: `S <- exp(rates * steps) S + key written^T`.
 
-    None of them depends on others, so that the state after the accepted tokens follows from these alone.
+    Updates do not depend on each other, so `commit` computes the state after the accepted tokens from their updates.
     """
 
     steps: Float32[Array, "batch length channels"]
@@ -95,7 +101,7 @@ class ChannelUpdate(eqx.Module):
 
 
 class ChannelState(LayerCache):
-    """States of equal layers of which each channel has its own, in float32; zero before the first token."""
+    """States of equal recurrent layers with a separate state for each channel. They are zero before the first token."""
 
     state: Float32[Array, "layers batch key_dim channels"]
 
@@ -105,23 +111,24 @@ class ChannelState(LayerCache):
     def commit(self, entries: ChannelUpdate | NewState, positions: Int[Array, "batch length"]) -> "ChannelState":
         if isinstance(entries, NewState):
             return ChannelState(state=entries.state)
-        accepted, rates = (positions >= 0)[None, :, :, None], entries.rates[:, None]
+        accepted = (positions >= 0)[None, :, :, None]
+        rates = entries.rates[:, None]
 
         def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, None]:
             steps, written, key = token
             return jnp.exp(rates * steps[:, :, None]) * state + key[..., None] * written[:, :, None], None
 
-        # rejected tokens need zeros in all three arrays, because 0 * NaN is NaN
-        changes = (jnp.where(accepted, x, 0.0) for x in (entries.steps, entries.written, entries.key))
-        tokens = tuple(jnp.moveaxis(x.astype(jnp.float32), 2, 0) for x in changes)
-        # a few tokens are written out: then they are one pass over the state, in place
+        # set rejected tokens to zero in all three arrays, because 0 * NaN is NaN
+        updates = (jnp.where(accepted, x, 0.0) for x in (entries.steps, entries.written, entries.key))
+        tokens = tuple(jnp.moveaxis(x.astype(jnp.float32), 2, 0) for x in updates)
+        # unrolled for a few tokens: XLA fuses this to one pass over the state, in place
         state, _ = jax.lax.scan(step, self.state, tokens, unroll=min(8, len(tokens[0])))
         return ChannelState(state=state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChannelShape:
-    """Shape of one layer's state: for each channel a vector of `key_dim` numbers, in float32."""
+    """Shape of one layer's state: a float32 vector of `key_dim` values for each channel."""
 
     by_token: ClassVar[bool] = False
     key_dim: int
@@ -132,25 +139,25 @@ class ChannelShape:
         return ChannelState(state=jnp.zeros((layers, batch_size, self.key_dim, self.channels), jnp.float32))
 
 
-# --- the last inputs of a stream ---
+# --- convolution states ---
 
 
 class ConvInputs(eqx.Module):
-    """Inputs of a causal convolution, for the tokens of a call."""
+    """Inputs of a causal convolution for the tokens of a call."""
 
     inputs: Shaped[Array, "batch length channels"]
 
 
 class NewConvInputs(eqx.Module):
-    """Last inputs after all tokens of a call of which none will be rejected."""
+    """Convolution state after all tokens of a call, if no token will be rejected."""
 
     tail: Shaped[Array, "batch taps channels"]
 
 
 class ConvState(LayerCache):
-    """Last inputs of a stream, oldest first: what a convolution, or n-grams, see of earlier tokens.
+    """Convolution states of equal layers: the last `taps` inputs, oldest first.
 
-    Before the first token there are zeros; in a stream of token ids -1.
+    Layers with n-grams use it for token ids. Before the first token inputs are 0, and token ids are -1.
     """
 
     tail: Shaped[Array, "layers batch taps channels"]
@@ -169,17 +176,17 @@ def last_inputs(
     inputs: Shaped[Array, "batch length channels"],
     positions: Int[Array, "batch length"],
 ) -> Shaped[Array, "batch taps channels"]:
-    """Append inputs to the tail and drop the oldest; inputs at positions below 0 are left out."""
+    """Append inputs to the convolution state `tail`, and drop the oldest. Inputs at positions below 0 are ignored."""
     taps = tail.shape[1]
     real = jnp.pad(positions >= 0, ((0, 0), (taps, 0)), constant_values=True)
-    order = jnp.argsort(real, axis=1, stable=True)[:, -taps:]  # those that are left out first
+    order = jnp.argsort(real, axis=1, stable=True)[:, -taps:]  # ignored inputs are sorted to the front
     joined = jnp.concatenate([tail, inputs.astype(tail.dtype)], axis=1)
     return jnp.take_along_axis(joined, order[:, :, None], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvShape:
-    """Shape of a stream's tail: inputs and their features; `dtype`: None for the cache's own."""
+    """Shape of a convolution state: `taps` inputs of `channels` features; `dtype=None` uses the dtype of the cache."""
 
     by_token: ClassVar[bool] = False
     taps: int
@@ -187,6 +194,7 @@ class ConvShape:
     dtype: str | None = None
 
     def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> ConvState:
-        """Return an empty tail for `layers` equal layers."""
-        kind = jnp.dtype(self.dtype or CacheFormat.of(dtype).unscaled_dtype)
-        return ConvState(tail=jnp.full((layers, batch_size, self.taps, self.channels), empty_value(kind), kind))
+        """Return empty convolution states for `layers` equal layers."""
+        state_dtype = jnp.dtype(self.dtype or CacheFormat.of(dtype).unscaled_dtype)
+        shape = (layers, batch_size, self.taps, self.channels)
+        return ConvState(tail=jnp.full(shape, empty_value(state_dtype), state_dtype))

@@ -304,7 +304,7 @@ def test_single_slots_are_read_from_the_cache_of_all_layers():
     """A slot beyond the last is none, though the last one holds a token."""
     draws = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 1, 4, 5)), jnp.float32)
     positions = jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]])
-    cache = KVCache(key=draws, value=None, positions=positions, ring=False, by_slot=True)
+    cache = KVCache(key=draws, value=None, positions=positions, rolling=False, by_slot=True)
     past, slots = cache.past(jnp.asarray(1)), jnp.asarray([[3, 5, 0], [4, 3, 2]])
     key, positions = past.at(slots)
     assert positions.tolist() == [[3, -1, 0], [-1, 7, -1]]
@@ -319,8 +319,8 @@ def test_single_slots_are_read_from_the_cache_of_all_layers():
 def test_it_is_remembered_beside_the_latents():
     shapes = decoder().blocks[0].mixer.cache_shape(32)
     assert shapes == {
-        "latents": KVShape(slots=32, kv_heads=1, head_dim=12, ring=False, values=False, by_slot=True),
-        "index": KVShape(slots=32, kv_heads=1, head_dim=6, ring=False, values=False),
+        "latents": KVShape(slots=32, kv_heads=1, head_dim=12, rolling=False, values=False, by_slot=True),
+        "index": KVShape(slots=32, kv_heads=1, head_dim=6, rolling=False, values=False),
     }
 
 

@@ -299,8 +299,8 @@ def test_the_cache_is_one_short_vector_a_token():
     layout = ed.Layout.create(data=4, tensor=2)
     ((first, second),) = ed.abstract_cache(decoder(), 4, 16, layout=layout).layer_caches
     full, local = first["mixer"], second["mixer"]
-    assert (local.key.shape, local.ring) == ((2, 4, 1, 5, 12), True)
-    assert (full.key.shape, full.ring) == ((2, 4, 1, 16, 12), False)
+    assert (local.key.shape, local.rolling) == ((2, 4, 1, 5, 12), True)
+    assert (full.key.shape, full.rolling) == ((2, 4, 1, 16, 12), False)
     assert local.value is None and full.value is None
     assert full.key.sharding.spec == P(None, ("data",), None, None, None)
     with refused(ed.ConfigError, "bidirectional", "cache"):

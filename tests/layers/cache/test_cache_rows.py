@@ -33,7 +33,7 @@ KINDS = (*MIXERS, "states", "pages")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
     """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""
-    monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.LEAST_REACH", 2)
+    monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.MIN_READ_LENGTH", 2)
     config = decoder(kind if kind in MIXERS else "keys")
     if kind == "states":
         config = dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=STATES),) * 2)

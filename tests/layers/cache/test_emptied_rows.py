@@ -189,11 +189,11 @@ def test_rejected_tokens_with_nan_do_not_change_states(length):
 
 @pytest.mark.slow(fast=("False-int8", "True-int8"))
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("ring", [False, True])
-def test_all_used_slots_of_a_row_are_cleared(ring, dtype):
+@pytest.mark.parametrize("rolling", [False, True])
+def test_all_used_slots_of_a_row_are_cleared(rolling, dtype):
     """The number of slots is not a multiple of CLEARED_SLOTS. Other rows do not change."""
     slots, used = 2 * CLEARED_SLOTS + 7, CLEARED_SLOTS + 1
-    cache = KVShape(slots=slots, kv_heads=1, head_dim=2, ring=ring).build(1, 2, dtype)
+    cache = KVShape(slots=slots, kv_heads=1, head_dim=2, rolling=rolling).build(1, 2, dtype)
     ones = jax.tree.map(jnp.ones_like, cache)
     for count in (used, slots):
         index = jnp.arange(slots, dtype=jnp.int32)
@@ -205,7 +205,7 @@ def test_all_used_slots_of_a_row_are_cleared(ring, dtype):
 
 
 def test_emptied_rows_of_a_draft_state_are_zero():
-    cache = KVShape(slots=4, kv_heads=1, head_dim=2, ring=False).build(1, 2, "float32")
+    cache = KVShape(slots=4, kv_heads=1, head_dim=2, rolling=False).build(1, 2, "float32")
     state = DraftState((cache,), (jnp.full((2, 1, 3), jnp.nan),), jnp.ones((2, 2), jnp.int32))
     left = state.empty_rows(jnp.asarray([1]))
     assert not left.last[0][1].any() and left.tokens.tolist() == [[1, 1], [0, 0]] and jnp.isnan(left.last[0][0]).all()

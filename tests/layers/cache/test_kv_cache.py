@@ -29,7 +29,7 @@ ORDER = jnp.arange(7)[None]
 
 
 @pytest.mark.parametrize(
-    "mask, max_length, slots, ring",
+    "mask, max_length, slots, rolling",
     [
         (Causal(), 9, 9, False),
         (SlidingWindow(4), 9, 4, True),
@@ -37,10 +37,10 @@ ORDER = jnp.arange(7)[None]
         (Chunked(5), 3, 3, False),
     ],
 )
-def test_slots_of_keys_and_values(mask, max_length, slots, ring):
+def test_slots_of_keys_and_values(mask, max_length, slots, rolling):
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, mask=mask)
     shape = config.cache_shape(max_length)
-    assert (shape.slots, shape.ring, shape.kv_heads, shape.head_dim) == (slots, ring, 2, 4)
+    assert (shape.slots, shape.rolling, shape.kv_heads, shape.head_dim) == (slots, rolling, 2, 4)
 
 
 @pytest.mark.slow(fast=("4-4", "4-11"))
@@ -99,12 +99,12 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
     assert_array_equal(memory.commit(jax.vmap(NewConvInputs)(given), positions).tail, given)
 
 
-@pytest.mark.slow(fast=("KVShape(slots=4 kv_heads=1 head_dim=2 ring=True)",))
+@pytest.mark.slow(fast=("KVShape(slots=4 kv_heads=1 head_dim=2 rolling=True)",))
 @pytest.mark.parametrize(
     "shape",
     [
-        KVShape(slots=4, kv_heads=1, head_dim=2, ring=True),
-        KVShape(slots=4, kv_heads=1, head_dim=2, ring=False, values=False, by_slot=True),
+        KVShape(slots=4, kv_heads=1, head_dim=2, rolling=True),
+        KVShape(slots=4, kv_heads=1, head_dim=2, rolling=False, values=False, by_slot=True),
         StateShape(heads=1, key_dim=2, value_dim=2),
         ChannelShape(key_dim=3, channels=2),
         ConvShape(taps=2, channels=2, dtype="int32"),
@@ -123,16 +123,18 @@ def test_rows_are_reset_and_copied_alone(shape):
 
 
 @pytest.mark.slow(fast=("12-False",))
-@pytest.mark.parametrize("slots, ring", [(3, True), (12, False), (5, True)])
-def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
-    by_slot = dict(kv_heads=2, head_dim=3, ring=False, values=False, by_slot=True)
+@pytest.mark.parametrize("slots, rolling", [(3, True), (12, False), (5, True)])
+def test_a_row_of_another_length_is_written_where_it_belongs(slots, rolling):
+    by_slot = dict(kv_heads=2, head_dim=3, rolling=False, values=False, by_slot=True)
     single = KVShape(slots=8, **by_slot).build(LAYERS, 1, jnp.float32)
     single = single.commit(jax.vmap(lambda key: NewKV(key=key, value=None))(jnp.ones((LAYERS, 1, 7, 2, 3))), ORDER)
     assert KVShape(slots=12, **by_slot).build(LAYERS, 2, jnp.float32).with_row(1, single).key.sum() == LAYERS * 7 * 6
-    source = KVShape(slots=8, kv_heads=2, head_dim=3, ring=False).build(LAYERS, 1, jnp.float32)
+    source = KVShape(slots=8, kv_heads=2, head_dim=3, rolling=False).build(LAYERS, 1, jnp.float32)
     key, value = (jnp.asarray(normal(LAYERS, 1, 7, 2, 3, seed=seed)) for seed in (1, 2))
     source = source.commit(jax.vmap(NewKV)(key, value), jnp.arange(7)[None])
-    target = KVShape(slots=slots, kv_heads=2, head_dim=3, ring=ring).build(LAYERS, 2, jnp.float32).with_row(1, source)
+    target = (
+        KVShape(slots=slots, kv_heads=2, head_dim=3, rolling=rolling).build(LAYERS, 2, jnp.float32).with_row(1, source)
+    )
     assert set(target.positions[0].tolist()) == {-1}
     kept = range(7)[-slots:]
     assert set(target.positions[1].tolist()) - {-1} == set(kept)

@@ -19,7 +19,7 @@ from tests.layers.common import normal
 from tests.models import extend, filled, rich_decoder, some_tokens
 
 
-SHAPE = KVShape(slots=12, kv_heads=2, head_dim=8, ring=False)
+SHAPE = KVShape(slots=12, kv_heads=2, head_dim=8, rolling=False)
 
 
 def drawn_entries(layers, rows, length, values=True, seed=0):
@@ -193,8 +193,8 @@ def test_only_keys_and_values_are_in_pages(name):
     pairs = zip(*(jax.tree.leaves(cache.layer_caches, is_leaf=is_layer_cache) for cache in (slots, paged)), strict=True)
     for one, other in pairs:
         if isinstance(one, KVCache):
-            assert isinstance(other, PagedKVCache) and other.window == (1024 if one.ring else 0)
-            assert other.key.shape[1] == (70 if one.ring else 200)
+            assert isinstance(other, PagedKVCache) and other.window == (1024 if one.rolling else 0)
+            assert other.key.shape[1] == (70 if one.rolling else 200)
         else:
             assert isinstance(one, RecurrentState | ConvState) and jax.tree.leaves(one) == jax.tree.leaves(other)
 

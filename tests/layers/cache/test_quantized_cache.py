@@ -126,16 +126,16 @@ def test_rows_are_copied_bit_by_bit_wherever_they_go(dtype):
     tokens, kind = jnp.arange(7)[None], CacheFormat(dtype=dtype)
     entries = NewKV(*(jnp.asarray(normal(2, 1, 7, 2, 8, seed=seed)) for seed in (1, 2)))
 
-    def empty(rows, slots, ring=False, kind=kind):
-        return KVShape(slots=slots, kv_heads=2, head_dim=8, ring=ring).build(2, rows, kind)
+    def empty(rows, slots, rolling=False, kind=kind):
+        return KVShape(slots=slots, kv_heads=2, head_dim=8, rolling=rolling).build(2, rows, kind)
 
     source = empty(1, 9).commit(entries, tokens)
     same = empty(3, 9).with_row(2, source)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), same.row(2), source))
     longer = empty(3, 12).with_row(1, source)
-    ring = empty(3, 4, True).with_row(1, longer.row(1))
+    rolling = empty(3, 4, True).with_row(1, longer.row(1))
     for name in ("key", "value", "key_scale", "value_scale"):
-        stored, there, turned = (getattr(x, name) for x in (source, longer, ring))
+        stored, there, turned = (getattr(x, name) for x in (source, longer, rolling))
         assert_array_equal(there[:, 1, :, :9], stored[:, 0])
         for position in range(3, 7):
             assert_array_equal(turned[:, 1, :, position % 4], stored[:, 0, :, position])

@@ -85,7 +85,7 @@ def test_pages_hold_blocks(kind):
 
 
 def test_the_kernel_of_pages_leaves_blocks_to_the_general_path():
-    shape = KVShape(slots=64, kv_heads=2, head_dim=128, ring=False)
+    shape = KVShape(slots=64, kv_heads=2, head_dim=128, rolling=False)
     for block, fits in ((None, True), (128, True), (64, False)):
         pages = build_pages(shape, 1, 1, 64, CacheFormat(dtype="int8", scale_block=block), PageConfig(page_size=32))
         assert pallas_paged.fits(pages, jnp.bfloat16, 4, None) == fits

@@ -72,7 +72,7 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
 @pytest.mark.parametrize("fixture", ["llama_rope", "mistral_window", "qwen3_next", "deepseek2_groups"])
 def test_steps_of_few_slots_and_short_caches_change_nothing(fixture, monkeypatch):
     """One, two, four or all of six slots, wherever these are, reading no more than there is; greedy and drawn."""
-    monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.LEAST_REACH", 16)
+    monkeypatch.setattr("eqx_decoders.layers.cache.kv_cache.MIN_READ_LENGTH", 16)
     all_slots, parts = engine_for(fixture), engine_for(fixture, max_batch_size=6, batch_invariant=False)
     pool = request_pool(parts.model.config.vocab_size, 9, seed=2, new=(4, 12, 20))
     for number, request in enumerate(pool):

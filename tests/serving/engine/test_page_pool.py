@@ -150,7 +150,7 @@ def test_a_cache_with_these_tables_keeps_rows_apart():
     """Two rows share a prefix that ends within a page, and go on each for itself."""
     pool, config = PagePool(6, 4), PageConfig(page_size=4, num_pages=6)
     tables = PageTables(pool, 2, 3)
-    shape = KVShape(slots=12, kv_heads=1, head_dim=2, ring=False)
+    shape = KVShape(slots=12, kv_heads=1, head_dim=2, rolling=False)
     cache = build_pages(shape, 1, 2, 12, jnp.float32, config)
     text = np.arange(20.0, dtype=np.float32)
 

@@ -42,7 +42,7 @@ def kernel(request, monkeypatch):
 def paged(lengths, head_dim=8, kv_heads=2, values=True, dtype="float32", size=4, seed=0, window=None):
     """A past of rows with so many tokens, whose pages are mixed; all else is NaN."""
     rows, row_pages = len(lengths), -(-max(*lengths, size) // size) + 1
-    shape = KVShape(slots=row_pages * size, kv_heads=kv_heads, head_dim=head_dim, ring=False, values=values)
+    shape = KVShape(slots=row_pages * size, kv_heads=kv_heads, head_dim=head_dim, rolling=False, values=values)
     pages = PageConfig(page_size=size, num_pages=rows * row_pages + 3)
     cache = build_pages(shape, 3, rows, row_pages * size, CacheFormat.of(dtype), pages)
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
@@ -237,7 +237,7 @@ def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, v
     monkeypatch.undo()
     devices, compiler_options, lowering = devices_of(topology, 2)
     layout = ed.Layout.create(data=2, devices=devices)
-    shape = KVShape(slots=4096, kv_heads=kv_heads, head_dim=head_dim, ring=False, values=values)
+    shape = KVShape(slots=4096, kv_heads=kv_heads, head_dim=head_dim, rolling=False, values=values)
     cache = jax.eval_shape(lambda: build_pages(shape, 2, 4, 4096, dtype, PageConfig(page_size=page_size)))
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
 
@@ -264,7 +264,7 @@ def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, v
 def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
     """That of a TPU v4, of which a kernel gets 16 MiB."""
     monkeypatch.undo()
-    shape = KVShape(slots=256, kv_heads=3, head_dim=80, ring=False, values=True)
+    shape = KVShape(slots=256, kv_heads=3, head_dim=80, rolling=False, values=True)
     for dtype in ("float32", "bfloat16"):
         past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64))
         plan = pallas_paged._make_plan(jnp.zeros((1, 512, 9, 80), dtype), past, 3, None, "tpu")
