@@ -1,4 +1,4 @@
-"""Embedding table, absolute positions, and output head."""
+"""Token embedding, absolute positions, and output head."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from eqx_decoders.numerics.initializers import fan_in, normal
 
 
 class EmbeddingProjection(eqx.Module):
-    """Matrix from the features of a table to those of the residual stream."""
+    """Linear map from the features of the embedding table to the features of the residual stream."""
 
     kernel: Float[Array, "inner embed"]
 
@@ -30,9 +30,9 @@ class EmbeddingProjection(eqx.Module):
 
 
 class TokenEmbedding(eqx.Module):
-    """Embedding `scale * projection(table[token])`; ids outside the vocabulary are clipped into it.
+    """Token embedding `scale * projection(table[token])`. Ids outside of the vocabulary are clipped.
 
-    Without a projection the table has the features of the residual stream.
+    The projection is None if the table has the features of the residual stream.
     """
 
     table: Float[Array, "vocab embed"]
@@ -43,8 +43,12 @@ class TokenEmbedding(eqx.Module):
     def build(
         cls, shape: tuple[int, int], embed_dim: int, *, scale: float, std: float, key: PRNGKeyArray
     ) -> "TokenEmbedding":
-        """Build a table of this shape, with a projection where its features are not `embed_dim`."""
-        table, projection = normal(key, shape, jnp.float32, std), None
+        """Build a table of shape `(vocab, features)`, with a projection if `features` is not `embed_dim`.
+
+        `std` is the standard deviation of the table.
+        """
+        table = normal(key, shape, jnp.float32, std)
+        projection = None
         if shape[1] != embed_dim:
             kernel = fan_in(jax.random.fold_in(key, 1), (shape[1], embed_dim), jnp.float32, shape[1])
             projection = EmbeddingProjection(kernel=kernel)
@@ -53,29 +57,32 @@ class TokenEmbedding(eqx.Module):
     def __call__(
         self, tokens: Integer[Array, "batch length"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        compute, tokens = ctx.execution.precision.compute, as_int32("tokens", tokens)
-        one_hot = ctx.execution.lookup == "one_hot"
-        rows = self._product(tokens, ctx) if one_hot else look_up(self.table, tokens, "vocab embed", ctx)
-        x = rows if self.projection is None else self.projection(ctx.constrain(rows, "batch length embed"), ctx)
+        tokens = as_int32("tokens", tokens)
+        if ctx.execution.lookup == "one_hot":
+            x = self._one_hot_product(tokens, ctx)
+        else:
+            x = look_up(self.table, tokens, "vocab embed", ctx)
+        if self.projection is not None:
+            x = self.projection(ctx.constrain(x, "batch length embed"), ctx)
         x = ctx.constrain(x, "batch length embed")
-        # the factor is rounded to the dtype first, as Hugging Face does it
-        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
+        # the scale is rounded to the dtype of activations first, as in Hugging Face
+        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, ctx.execution.precision.compute)
 
-    def _product(self, tokens: Array, ctx: ForwardContext) -> Array:
+    def _one_hot_product(self, tokens: Array, ctx: ForwardContext) -> Array:
         size = self.table.shape[0]
-        hot = jax.nn.one_hot(jnp.clip(tokens, 0, size - 1), size, dtype=ctx.execution.precision.compute)
-        hot = ctx.constrain(hot, "batch length vocab")
-        return ctx.einsum("batch length vocab, vocab embed -> batch length embed", hot, self.table)
+        one_hot = jax.nn.one_hot(jnp.clip(tokens, 0, size - 1), size, dtype=ctx.execution.precision.compute)
+        one_hot = ctx.constrain(one_hot, "batch length vocab")
+        return ctx.einsum("batch length vocab, vocab embed -> batch length embed", one_hot, self.table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedPositions(CheckedFields):
-    """Configuration of `x + table[position + offset]` (GPT-2).
+    """Configuration of learned absolute positions `x + table[position + offset]` (GPT-2).
 
     **Arguments:**
 
-    - `max_positions`: positions that have a row of the table; later ones take the last row.
-    - `offset`: rows before that of the first position, of no use (2 in OPT).
+    - `max_positions`: number of positions in the table; later positions use the last row.
+    - `offset`: number of unused rows before the row of position 0 (2 in OPT).
     """
 
     max_positions: PositiveInt
@@ -87,7 +94,7 @@ class LearnedPositions(CheckedFields):
 
 
 class LearnedPositionTable(eqx.Module):
-    """Learned positions `x + table[position + offset]`."""
+    """Learned absolute positions `x + table[position + offset]`."""
 
     table: Float[Array, "positions embed"]
     offset: int = eqx.field(static=True, default=0)
@@ -101,9 +108,10 @@ class LearnedPositionTable(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinusoidalPositions(CheckedFields):
-    """Configuration of `x + [sin(p w_k), cos(p w_k)]`, `w_k = max_timescale^(-k / (n - 1))`, n = embed_dim / 2.
+    """Configuration of sinusoidal positions (Vaswani et al. 2017).
 
-    As in Vaswani et al. 2017.
+    They are `x + [sin(p w_k), cos(p w_k)]` for position p, with `w_k = max_timescale^(-k / (n - 1))` for k = 0 … n - 1
+    and n = embed_dim / 2.
     """
 
     max_timescale: PositiveFloat = 10_000.0
@@ -124,7 +132,7 @@ class Sinusoids(eqx.Module):
 
 
 def sinusoids(positions: Int[Array, "*dims"], size: int, max_timescale: float) -> Float32[Array, "*dims size"]:
-    """Compute `[sin(p w_k), cos(p w_k)]`; an odd last feature gets 0, and positions below 0 count as 0."""
+    """Compute `[sin(p w_k), cos(p w_k)]`. With odd `size` the last feature is 0. Positions below 0 count as 0."""
     count = size // 2
     rates = jnp.exp(-math.log(max_timescale) / max(count - 1, 1) * jnp.arange(count, dtype=jnp.float32))
     real = jnp.maximum(positions, 0).astype(jnp.float32)[..., None]
@@ -143,7 +151,7 @@ class Head(eqx.Module):
 
 
 class ScoreHead(eqx.Module):
-    """Head of a model that scores texts, `kernel^T x` in float32 throughout: a reward model has one score."""
+    """Head that returns scores of the text so far, `kernel^T x` computed in float32; a reward model has one score."""
 
     kernel: Float[Array, "embed scores"]
 
@@ -153,7 +161,7 @@ class ScoreHead(eqx.Module):
 
 
 def build_head(embed_dim: int, vocab_size: int, scores: int | None, *, key: PRNGKeyArray) -> Head | ScoreHead:
-    """Build a head, of logits or of scores, with variance `1 / embed_dim`."""
+    """Build a head of `vocab_size` logits, or of `scores` scores, with weights of variance `1 / embed_dim`."""
     kernel = fan_in(key, (embed_dim, vocab_size if scores is None else scores), jnp.float32, embed_dim)
     return Head(kernel=kernel) if scores is None else ScoreHead(kernel=kernel)
 
@@ -167,11 +175,14 @@ def logits(
     bias: Float[Array, "vocab"] | None = None,
     soft_cap: float | None,
 ) -> Float32[Array, "batch length vocab"]:
-    """Compute `kernel^T x + bias` in float32, then `cap * tanh(y / cap)`. A tied kernel is the table, `vocab embed`."""
-    right = "vocab embed" if tied else "embed vocab"
-    # the table as its lookup has it: XLA's partitioner (jax 0.12) may abort where one weight is split in two ways
-    kernel = ctx.constrain(as_weight(kernel).array(1), right) if tied else kernel
-    y = ctx.einsum(f"batch length embed, {right} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
+    """Compute `y = kernel^T x + bias` in float32, and with a soft cap `cap * tanh(y / cap)`.
+
+    A tied kernel is the embedding table with axes `vocab embed`; otherwise the kernel has axes `embed vocab`.
+    """
+    kernel_axes = "vocab embed" if tied else "embed vocab"
+    # use the sharding of the table's lookup: XLA's partitioner (jax 0.12) may abort if a weight has two shardings
+    kernel = ctx.constrain(as_weight(kernel).array(1), kernel_axes) if tied else kernel
+    y = ctx.einsum(f"batch length embed, {kernel_axes} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
     y = ctx.constrain(add_bias(y, bias), "batch length vocab")
     return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)
 
@@ -180,25 +191,26 @@ def document_positions(
     positions: Int[Array, "batch length"] | None,
     segment_ids: Int[Array, "batch length"] | None,
     shape: tuple[int, ...],
-    begin: Int[Array, "batch"] | None = None,
+    start: Int[Array, "batch"] | None = None,
 ) -> tuple[Int[Array, "batch length"], Int[Array, "batch length"] | None]:
-    """Return positions of tokens in their documents, -1 for padding (segment 0), and document numbers, 0 for padding.
+    """Return the positions of tokens in their documents (-1 for padding), and the segment ids (0 for padding).
 
-    Positions are counted where none are given: padding takes none, and an id that is used again after another document
-    begins a new document. With `begin` each row goes on from there as one document.
+    If `positions` is None, they count the tokens of each document from 0, without padding. A segment id that occurs
+    again after another document starts a new document. With `start`, each sequence is one document that continues at
+    position `start`.
     """
     if segment_ids is None:
         if positions is None:
             index = jnp.arange(shape[1], dtype=jnp.int32)[None]
-            positions = jnp.broadcast_to(index, shape) if begin is None else begin[:, None] + index
+            positions = jnp.broadcast_to(index, shape) if start is None else start[:, None] + index
         return positions, None
     real = segment_ids != 0
     if positions is None:
         index = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
-        starts = document_starts(jnp.where(real, 0, -1), segment_ids)
-        if begin is not None or starts is None:
-            positions = index if begin is None else begin[:, None] + index
+        is_start = document_starts(jnp.where(real, 0, -1), segment_ids)
+        if start is not None or is_start is None:
+            positions = index if start is None else start[:, None] + index
         else:
-            positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-            segment_ids = jnp.where(real, jnp.cumsum(starts, axis=1, dtype=jnp.int32) + 1, 0)
+            positions = index - jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)
+            segment_ids = jnp.where(real, jnp.cumsum(is_start, axis=1, dtype=jnp.int32) + 1, 0)
     return jnp.where(real, positions, -1), segment_ids

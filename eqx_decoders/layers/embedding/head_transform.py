@@ -1,4 +1,4 @@
-"""Transform between the final norm and the output head: a matrix, an activation and a norm (Devlin et al. 2019)."""
+"""Transform between the final norm and the output head: linear map, activation and norm (BERT, Devlin et al. 2019)."""
 
 import dataclasses
 
@@ -16,14 +16,14 @@ from eqx_decoders.numerics.initializers import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadTransformConfig(CheckedFields):
-    """Configuration of `norm(act(kernel^T x + bias))`, the head's input.
+    """Configuration of the head transform `norm(act(kernel^T x + bias))`, whose output is the head's input.
 
     **Arguments:**
 
-    - `features`: of the result, which the head reads; None for those of the stream.
+    - `features`: output features; None: the features of the residual stream.
     - `activation`: one of `ACTIVATIONS`.
-    - `bias`: whether there is a bias.
-    - `norm`: of the result; None for none.
+    - `bias`: whether to add a bias.
+    - `norm`: norm of the output; None for no norm.
     """
 
     features: PositiveInt | None = None
@@ -42,7 +42,7 @@ class HeadTransformConfig(CheckedFields):
 
 
 class HeadTransform(eqx.Module):
-    """Transform `norm(act(kernel^T x + bias))`."""
+    """Head transform `norm(act(kernel^T x + bias))`."""
 
     kernel: Float[Array, "embed outer"]
     bias: Float[Array, "outer"] | None

@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n, Gemma 4): each layer has its own small embedding of every token."""
+"""Per-layer embeddings (Gemma 3n, Gemma 4): each layer reads a separate small embedding of every token."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -17,23 +17,23 @@ from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics.initializers import fan_in, normal
 
 
-INPUT = "per_layer_embedding"  # the name under which layers take it
+INPUT = "per_layer_embedding"  # name of this input in `ForwardContext.layer_inputs`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerLayerEmbeddingConfig(CheckedFields):
-    """Configuration of per-layer embeddings, from a token's embedding x and a table.
+    """Configuration of per-layer embeddings. For layer l and a token with embedding x they are
 
         (norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)
 
-    They are computed once, for all layers l that have a `PerLayerInputConfig`.
+    The embeddings of all layers with a `PerLayerInputConfig` are computed together, before the first layer.
 
     **Arguments:**
 
-    - `features`: of an embedding.
-    - `vocab_size`: token ids in the table.
-    - `unknown_token`: as which later ids count; None for the last.
-    - `norm`: normalization of the projection.
+    - `features`: features of an embedding.
+    - `vocab_size`: number of token ids in the table.
+    - `unknown_token`: token id that replaces ids outside of the table; None: the last id of the table.
+    - `norm`: norm of the projection.
     - `init_std`: standard deviation of a new table.
     """
 
@@ -44,7 +44,7 @@ class PerLayerEmbeddingConfig(CheckedFields):
     init_std: PositiveFloat = 0.02
 
     def build(self, embed_dim: int, layers: int, *, key: PRNGKeyArray) -> "PerLayerEmbedding":
-        """Build the embedding for so many layers."""
+        """Build the embeddings of `layers` layers."""
         table_key, projection_key = jax.random.split(key)
         return PerLayerEmbedding(
             table=normal(table_key, (self.vocab_size, layers, self.features), jnp.float32, self.init_std),
@@ -55,7 +55,7 @@ class PerLayerEmbeddingConfig(CheckedFields):
 
 
 class PerLayerEmbedding(eqx.Module):
-    """Embedding `(norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)` for each layer l."""
+    """Per-layer embeddings of all layers; see `PerLayerEmbeddingConfig`."""
 
     table: Float[Array, "rows per_layer row_dim"]
     projection: Float[Array, "embed per_layer per_layer_input"]
@@ -65,9 +65,9 @@ class PerLayerEmbedding(eqx.Module):
     def __call__(
         self, tokens: Int[Array, "batch length"] | None, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "per_layer batch length per_layer_input"]:
-        """Compute each layer's embedding of each token."""
+        """Compute the embedding of each token for each layer."""
         if tokens is None:
-            raise ConfigError("Per-layer embeddings are looked up: call the model with tokens, not with embeddings.")
+            raise ConfigError("Per-layer embeddings need token ids: call the model with tokens, not only with embeds.")
         if self.config.unknown_token is not None:
             tokens = jnp.where(tokens < self.config.vocab_size, tokens, self.config.unknown_token)
         embedded = look_up(self.table, tokens, "rows per_layer row_dim", ctx)
@@ -79,11 +79,11 @@ class PerLayerEmbedding(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerLayerInputConfig(CheckedFields):
-    """Configuration of `out(act(gate x) * e)`, e being the layer's embedding of the token: a layer after the MLP.
+    """Configuration of a layer that reads a per-layer embedding e: `out(act(gate x) * e)`. It is placed after the MLP.
 
     **Arguments:**
 
-    - `features`: of the embedding.
+    - `features`: features of the per-layer embedding.
     - `activation`: one of `ACTIVATIONS`.
     """
 
@@ -101,7 +101,7 @@ class PerLayerInputConfig(CheckedFields):
 
 
 class PerLayerInput(eqx.Module):
-    """Layer `out(act(gate x) * e)`, e being the layer's embedding of the token."""
+    """Layer `out(act(gate x) * e)`, where e is the per-layer embedding of the token."""
 
     gate: Float[Array, "embed per_layer_input"]
     out: Float[Array, "per_layer_input embed"]
@@ -112,7 +112,7 @@ class PerLayerInput(eqx.Module):
     ) -> Float[Array, "batch length embed"]:
         embedded = ctx.layer_inputs.get(INPUT)
         if embedded is None:
-            raise ConfigError("PerLayerInputConfig needs DecoderConfig.per_layer_embedding: nothing makes its input.")
+            raise ConfigError("PerLayerInputConfig needs per-layer embeddings: set DecoderConfig.per_layer_embedding.")
         gate = ctx.einsum("batch length embed, embed per_layer_input -> batch length per_layer_input", x, self.gate)
         hidden = ACTIVATIONS[self.config.activation](gate) * embedded.astype(x.dtype)
         out = ctx.einsum("batch length per_layer_input, per_layer_input embed -> batch length embed", hidden, self.out)
