@@ -56,12 +56,12 @@ class ScannedLayers(eqx.Module):
 
     @classmethod
     def build(
-        cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"], begin: int = 0
+        cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"], first_layer: int = 0
     ) -> "ScannedLayers":
         """Return new layers.
 
-        `keys` has one key per layer, `repeats * len(unit)` keys in total. `begin` is the index of the first layer in
-        the decoder.
+        `keys` has one key per layer, `repeats * len(unit)` keys in total. `first_layer` is the index of the first of
+        these layers in the decoder.
 
         For each distinct block of the unit, an outer loop runs over the repeats, and an inner loop creates the copies
         of the block in one unit. The program therefore contains few random-number operations, which take most of its
@@ -69,7 +69,7 @@ class ScannedLayers(eqx.Module):
         to compile, because the compile time of a loop grows faster than its number of random-number operations
         (jax 0.12).
         """
-        layers = begin + jnp.arange(len(keys)).reshape(-1, len(unit))
+        layers = first_layer + jnp.arange(len(keys)).reshape(-1, len(unit))
         keys = keys.reshape(layers.shape)
         blocks: dict[int, Block] = {}
         for config in dict.fromkeys(unit):

@@ -119,7 +119,9 @@ class Decoder(eqx.Module):
         start = 0
         for unit, repeats in find_repeats(config.blocks):
             count = len(unit) * repeats
-            stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[start : start + count], begin=start))
+            stack.append(
+                ScannedLayers.build(unit, config.embed_dim, keys=keys[start : start + count], first_layer=start)
+            )
             start += count
         per_layer = config.per_layer_embedding
         per_layer_count = len(takers(config.blocks))

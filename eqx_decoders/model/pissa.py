@@ -18,13 +18,13 @@ from eqx_decoders.sharding.axes import Axes, product_axes
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
 
-def check_split(path: str, words: Axes, weight: Any, rank: int) -> None:
+def check_split(path: str, axis_names: Axes, weight: Any, rank: int) -> None:
     """Raise ConfigError for a weight with fewer singular values than `rank`, or whose quantization cannot be repeated.
 
-    `words` are the names of the weight's axes.
+    `axis_names` are the names of the weight's axes.
     """
-    sizes = dict(zip(words, weight.shape, strict=True))
-    matrix_sides = product_axes(words)
+    sizes = dict(zip(axis_names, weight.shape, strict=True))
+    matrix_sides = product_axes(axis_names)
     assert matrix_sides is not None
     max_rank = min(math.prod(sizes[axis] for axis in side) for side in matrix_sides)
     check(

@@ -92,8 +92,9 @@ class EngramConfig(CheckedFields):
         out = v + silu(convolution(norm(v)))
 
     `e` is the concatenation of the embeddings of the n-grams that end at a token: one embedding for each order (2
-    tokens, 3 tokens, …) and head. `root(s) = sign(s) sqrt(|s|)`. With several residual streams, each stream has a separate key,
-    separate norms and a separate convolution. Use the layer in `BlockConfig.pre_layers`, with a `pre_norm`.
+    tokens, 3 tokens, …) and head. `root(s) = sign(s) sqrt(|s|)`. With several residual streams, each stream has a
+    separate key, separate norms and a separate convolution. Use the layer in `BlockConfig.pre_layers`, with a
+    `pre_norm`.
 
     **Arguments:**
 

@@ -34,8 +34,8 @@ def look_up(
     row_axes, *middle_axes, feature_axes = (names_of(group) for group in table_spec)
     check(
         not any(middle_axes),
-        f"Layout.weights shards the axis {axis_names.split()[1]!r} of an embedding table, but only rows and features of "
-        "such a table can be sharded. Assign no mesh axis to it.",
+        f"Layout.weights shards the axis {axis_names.split()[1]!r} of an embedding table, but only rows and features "
+        "of such a table can be sharded. Assign no mesh axis to it.",
     )
     if layout.single or not (row_axes or feature_axes):
         return jnp.take(table, rows, axis=0, mode="clip").astype(dtype)
