@@ -50,7 +50,8 @@ def run_staggered(
     """Run `block` on all parts of a batch, and overlap the communication of its layers with computation.
 
     Returns the streams of the parts, the entries of the full batch, and statistics with a leading axis of parts. If the
-    residual connection is not a `ReadWriteResidual`, the parts run one after another without overlap.
+    residual connection is not a `ReadWriteResidual`, the parts run one after another without overlap. `past` is always
+    None, because batch overlap does not support caches.
     """
     ctx_arrays, ctx_static = eqx.partition(ctx, eqx.is_array)
     ctx_parts = jax.tree.map(lambda leaf: cut_rows(leaf, len(parts)), ctx_arrays)

@@ -41,7 +41,7 @@ class BlockStats(eqx.Module):
         `Execution.attention_maxima`.
     - `streams`: the block's output, with `Execution.layer_streams`.
     - `choices`: indices of the experts selected for each token, with `Execution.expert_choices`; padding has the
-        index `num_experts`, after the last expert.
+        index after the last expert.
     """
 
     activations: ActivationStats | None = None
