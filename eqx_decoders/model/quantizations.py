@@ -60,14 +60,14 @@ def _mode_of(weight: AbstractQuantizedWeight) -> str | None:
 
 
 def quantized(
-    weight: Float[Array, "..."], kind: Quantization, block: tuple[int, int], inner: int, outer: int
+    weight: Float[Array, "..."], quantization: Quantization, block: tuple[int, int], inner: int, outer: int
 ) -> AbstractQuantizedWeight:
     """Quantize a weight to the nearest values of a format, with one scale per quantization block (absmax).
 
     **Arguments:**
 
     - `weight`: its last `inner + outer` axes are a matrix; earlier axes are stacked matrices.
-    - `kind`: format of the values.
+    - `quantization`: format of the values.
     - `block`: rows and columns of the matrix that share a scale; blocks at the edge may be smaller.
     - `inner`, `outer`: number of axes that are the rows (contracted) and the columns of the matrix.
     """
@@ -83,9 +83,10 @@ def quantized(
     padded = padded.reshape(*lead, row_blocks, block_rows, column_blocks, block_columns)
     largest = jnp.max(padded, axis=(-3, -1))
     # the lower bound keeps the scale and its inverse within the normal range of float32
-    scales = (jnp.maximum(largest, kind.largest * 2.0**-100) / kind.largest).astype(jnp.float32)
+    scales = (jnp.maximum(largest, quantization.largest * 2.0**-100) / quantization.largest).astype(jnp.float32)
     row_scales = jnp.repeat(scales, block_rows, axis=-2)[..., :rows, :]
     element_scales = jnp.repeat(row_scales, block_columns, axis=-1)[..., :columns]
-    values = kind.encode(jnp.clip(matrix / element_scales, -kind.largest, kind.largest)).reshape(weight.shape)
+    clipped = jnp.clip(matrix / element_scales, -quantization.largest, quantization.largest)
+    values = quantization.encode(clipped).reshape(weight.shape)
     scales = scales.reshape(*lead, row_blocks, *outer_shape) if block[1] == 1 else scales
-    return kind.weight(values, scales, None, block, inner, outer)
+    return quantization.weight(values, scales, None, block, inner, outer)

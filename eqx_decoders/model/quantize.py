@@ -33,7 +33,7 @@ from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 QuantizationName = Literal["int8", "int4", "fp8", "fp8_block", "nf4"]
 
 
-GROUPED = tuple(name for name, kind in QUANTIZATIONS.items() if kind.groups)
+GROUPED = tuple(name for name, quantization in QUANTIZATIONS.items() if quantization.groups)
 
 
 def quantize(
@@ -141,11 +141,11 @@ def _quantized(
     """Quantize a weight. The result is sharded by the layout."""
     inner, outer = map(len, matrix_axes(axis_names))
     rows = math.prod(leaf.shape[len(leaf.shape) - inner - outer : len(leaf.shape) - outer])
-    kind = QUANTIZATIONS[mode]
-    block = (rows, 1) if kind.block is None else kind.block
-    if kind.groups:
+    quantization = QUANTIZATIONS[mode]
+    block = (rows, 1) if quantization.block is None else quantization.block
+    if quantization.groups:
         contracted = " x ".join(axis_names[len(axis_names) - inner - outer : len(axis_names) - outer])
-        sizes = kind.groups if group_size is None else (group_size,)
+        sizes = quantization.groups if group_size is None else (group_size,)
         divisors = [size for size in sizes if rows % size == 0]
         check(
             len(divisors) > 0,
@@ -155,7 +155,7 @@ def _quantized(
         block = (divisors[0], 1)
 
     def make(weight: Array) -> AbstractQuantizedWeight:
-        return quantized(weight, kind, block, inner, outer)
+        return quantized(weight, quantization, block, inner, outer)
 
     target = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     target = _with_shardings(layout, path, axis_names, target)

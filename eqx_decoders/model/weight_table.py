@@ -31,7 +31,7 @@ def describe(model: PyTree) -> str:
         )
         for row in rows
     ]
-    rule = "-" * len(lines[0])
+    separator = "-" * len(lines[0])
     execution = getattr(model, "execution", None)
     backend = [] if execution is None else ["", f"on {execution.layout.backend.describe()}"]
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *backend])
+    return "\n".join([lines[0], separator, *lines[1:-1], separator, lines[-1], *backend])
