@@ -160,7 +160,7 @@ def test_emptied_rows_give_the_results_of_a_new_cache(case):
         assert_array_equal(logits, expected)
     # the idle row is unchanged
     idle = jax.tree.map(lambda each: each.row(1), after.layer_caches, is_leaf=is_layer_cache)
-    clean = jax.tree.map(lambda each: each.row(1), new.scanned_layers, is_leaf=is_layer_cache)
+    clean = jax.tree.map(lambda each: each.row(1), new.layer_caches, is_leaf=is_layer_cache)
     if pages is None:
         jax.tree.map(assert_array_equal, idle, clean)
 
