@@ -51,9 +51,8 @@ class RecurrentState(LayerCache):
         decay = jnp.where(accepted, jnp.maximum(entries.log_decay, -100.0), 0.0)
         key = jnp.where(accepted, entries.key.astype(jnp.float32), 0.0)
         value = jnp.where(accepted, entries.value.astype(jnp.float32), 0.0)  # the value may be NaN, and 0 * NaN is NaN
-        sums = jnp.flip(
-            jnp.cumsum(jnp.flip(decay, 2), axis=2), 2
-        )  # sum of the log decays of a token and all later ones
+        # sums over a token and all later tokens
+        sums = jnp.flip(jnp.cumsum(jnp.flip(decay, 2), axis=2), 2)
         key = key * jnp.exp(jnp.pad(sums[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))))
         state = jnp.exp(sums[:, :, 0])[..., None] * self.state
         if key.shape[2] > 8:
