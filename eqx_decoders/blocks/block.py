@@ -9,94 +9,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.block_run import SHARED_SUFFIX, BlockLayer, BlockResult, BlockRun
 from eqx_decoders.blocks.residual.base import ResidualModule
-from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
-from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
+from eqx_decoders.blocks.residual.residual import RESIDUALS, ResidualOrName, Sequential, SequentialResidual
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_word
-from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
-from eqx_decoders.layers.attention.compressed_attention import CompressedAttention, CompressedAttentionConfig
-from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
-from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
-from eqx_decoders.layers.attention.relative_attention import RelativeAttention, RelativeAttentionConfig
-from eqx_decoders.layers.attention.variants.differential import DifferentialAttention, DifferentialAttentionConfig
-from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskAttention, DynamicMaskConfig
-from eqx_decoders.layers.attention.variants.head_mixture import HeadMixture, HeadMixtureConfig
-from eqx_decoders.layers.attention.variants.learned_init import LearnedInit, LearnedInitConfig
-from eqx_decoders.layers.base import BranchLayer
-from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
-from eqx_decoders.layers.deepstack import AddedFeaturesConfig
-from eqx_decoders.layers.embedding.engram import EngramConfig
-from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfig
-from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
-from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.base import BranchLayer, ChannelConfig, ExtraConfig, LayerConfig, MixerConfig
 from eqx_decoders.layers.norm import LayerScale, LayerScaleConfig, Norm, NormConfig
-from eqx_decoders.layers.parallel_mixers import ParallelMixers, ParallelMixersConfig
-from eqx_decoders.layers.recurrent.gated_conv import GatedConvolution, GatedConvolutionConfig
-from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
-from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
-from eqx_decoders.layers.recurrent.lightning import LightningAttention, LightningAttentionConfig
-from eqx_decoders.layers.recurrent.mamba1 import Mamba1, Mamba1Config
-from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
-from eqx_decoders.layers.recurrent.mlstm import MLSTM, MLSTMConfig
-from eqx_decoders.layers.recurrent.rg_lru import RGLRU, RGLRUConfig
-from eqx_decoders.layers.recurrent.rwkv import ChannelMix, ChannelMixConfig, TimeMix, TimeMixConfig
-from eqx_decoders.layers.shared_transformer import AidedMixer, AidedMixerConfig
-
-
-# Layer types that are allowed at each position of a block. Add new layers here.
-
-MixerConfig = (
-    AttentionConfig
-    | HeadMixtureConfig
-    | DifferentialAttentionConfig
-    | DynamicMaskConfig
-    | LatentAttentionConfig
-    | CompressedAttentionConfig
-    | LearnedInitConfig
-    | GatedDeltaNetConfig
-    | Mamba1Config
-    | Mamba2Config
-    | KimiDeltaAttentionConfig
-    | GatedConvolutionConfig
-    | RGLRUConfig
-    | LightningAttentionConfig
-    | TimeMixConfig
-    | MLSTMConfig
-    | LocalAttentionConfig
-    | RelativeAttentionConfig
-    | ParallelMixersConfig
-    | AidedMixerConfig
-)
-Mixer = (
-    Attention
-    | HeadMixture
-    | DifferentialAttention
-    | DynamicMaskAttention
-    | LatentAttention
-    | CompressedAttention
-    | LearnedInit
-    | GatedDeltaNet
-    | Mamba1
-    | Mamba2
-    | KimiDeltaAttention
-    | GatedConvolution
-    | RGLRU
-    | LightningAttention
-    | TimeMix
-    | MLSTM
-    | LocalAttention
-    | RelativeAttention
-    | ParallelMixers
-    | AidedMixer
-)
-
-ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig | ChannelMixConfig
-Channel = MLP | Linear | Experts | ChannelMix
-
-# extra layers, before the mixer or after the MLP
-ExtraLayerKind = (
-    MLPConfig | LinearConfig | EngramConfig | PerLayerInputConfig | AddedFeaturesConfig | LightConvolutionConfig
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,12 +22,12 @@ class ExtraLayerConfig(CheckedFields):
 
     **Arguments:**
 
-    - `layer`: one of `blocks.block.ExtraLayerKind`.
+    - `layer`: configuration of the layer.
     - `pre_norm`, `post_norm`: norms of the layer's input and output; None for no norm.
     - `scale`: factor of the output (0.5 in Conformers; Gulati et al. 2020).
     """
 
-    layer: ExtraLayerKind
+    layer: ExtraConfig
     pre_norm: NormConfig | None = None
     post_norm: NormConfig | None = None
     scale: PositiveFloat = 1.0
@@ -118,8 +35,8 @@ class ExtraLayerConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         check(
-            isinstance(self.layer, ExtraLayerKind),
-            f"ExtraLayerConfig.layer={self.layer!r} must be one of blocks.block.ExtraLayerKind. "
+            isinstance(self.layer, ExtraConfig),
+            f"ExtraLayerConfig.layer={self.layer!r} must be derived from layers.base.ExtraConfig, as MLPConfig is. "
             "Experts are allowed only as BlockConfig.mlp, because a block reports the statistics of one router.",
         )
 
@@ -193,14 +110,14 @@ class BlockConfig(CheckedFields):
             only_mixer_and_mlp or not self.residual.chains,
             "BlockConfig.residual='chained' needs a mixer and an mlp, and no pre_layers or post_layers.",
         )
-        out_dim = getattr(self.mixer, "out_dim", None)
+        out_dim = None if self.mixer is None else self.mixer.out_dim
         check(
             out_dim is None or self.residual.chains,
             f"AttentionConfig.out_dim={out_dim} needs BlockConfig.residual='chained': other residual connections add "
             "the mixer's output to the stream, so it must have the stream's features.",
         )
 
-    def branches(self) -> dict[str, Any]:
+    def branches(self) -> dict[str, LayerConfig]:
         """Return the layers' configurations by name, in order: `pre_layers.0`, `mixer`, `mlp`, `post_layers.0`."""
         layers = {f"pre_layers.{index}": extra.layer for index, extra in enumerate(self.pre_layers)}
         layers |= {"mixer": self.mixer, "mlp": self.mlp}
@@ -218,19 +135,17 @@ class BlockConfig(CheckedFields):
 
         The key is empty for keys and values: these are in the cache as well as in the entries.
         """
-        indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
         entry_keys = {
             self.shares_kv_as: "",
-            None if indexer is None else indexer.shares_as: "mixer" + SHARED_SUFFIX,
-            getattr(self.mlp, "shortcut", None): "mlp" + SHARED_SUFFIX,
+            None if self.mixer is None else self.mixer.shares_as: "mixer" + SHARED_SUFFIX,
+            None if self.mlp is None else self.mlp.shares_as: "mlp" + SHARED_SUFFIX,
         }
         return {name: entry_key for name, entry_key in entry_keys.items() if name is not None}
 
     @property
     def shared_from(self) -> str | None:
         """Name of the value shared by an earlier layer that the mixer uses; None if it uses no shared value."""
-        indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
-        return getattr(self.mixer, "kv_shared_from", None) if indexer is None else indexer.shared_from
+        return None if self.mixer is None else self.mixer.shared_from
 
     def lent(self, past: Any, entries: dict[str, Any]) -> dict[str, Any]:
         """Return the values that later layers may use, by their shared name.
@@ -243,25 +158,20 @@ class BlockConfig(CheckedFields):
             for name, entry_key in self._shared_entries.items()
         }
 
-    def mixers(self) -> tuple[Any, ...]:
+    def mixers(self) -> tuple[MixerConfig, ...]:
         """Return the configurations of all mixers in the block; there are several if `mixer` combines mixers."""
-        if isinstance(self.mixer, ParallelMixersConfig):
-            return tuple(parallel.mixer for parallel in self.mixer.mixers)
-        if isinstance(self.mixer, AidedMixerConfig):
-            return self.mixer.transformer.attention, self.mixer.mixer
-        return () if self.mixer is None else (self.mixer,)
+        return () if self.mixer is None else self.mixer.inner_mixers()
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the shapes of the layers' caches, by layer name (see `branches`)."""
-        layers = {name: layer for name, layer in self.branches().items() if hasattr(layer, "cache_shape")}
-        shapes = {name: layer.cache_shape(max_length) for name, layer in layers.items()}
+        shapes = {name: layer.cache_shape(max_length) for name, layer in self.branches().items()}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray, layer: int | Int[Array, ""] = 0) -> "Block":
         """Return a new block. `layer` is its index in the decoder; some mixers use it for initialization."""
-        layer_index = {"layer": layer} if getattr(self.mixer, "built_by_layer", False) else {}
+        layer_index = {"layer": layer} if self.mixer is not None and self.mixer.built_by_layer else {}
         mixer_key, mlp_key = jax.random.split(key)
-        inner_dim = getattr(self.mixer, "out_dim", None) or embed_dim
+        inner_dim = embed_dim if self.mixer is None or self.mixer.out_dim is None else self.mixer.out_dim
         residual_key, pre_key, post_key = (jax.random.fold_in(key, index) for index in (2, 3, 4))
 
         def norm(config: Any, size: int = inner_dim) -> Any:
@@ -272,7 +182,7 @@ class BlockConfig(CheckedFields):
                 config.build(embed_dim, key=jax.random.fold_in(key, index)) for index, config in enumerate(configs)
             )
 
-        branches = sum(not _reads_streams(layer) for layer in self.branches().values())
+        branches = sum(not layer.reads_streams for layer in self.branches().values())
         return Block(
             pre_layers=extra_layers(self.pre_layers, pre_key),
             mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key, **layer_index),
@@ -291,8 +201,8 @@ class Block(eqx.Module):
     """A decoder block: layers with their norms, and a residual connection."""
 
     pre_layers: tuple[ExtraLayer, ...]
-    mixer: Mixer | None
-    mlp: Channel | None
+    mixer: BranchLayer | None
+    mlp: BranchLayer | None
     post_layers: tuple[ExtraLayer, ...]
     pre_mixer_norm: Norm | None
     post_mixer_norm: Norm | LayerScale | None
@@ -332,9 +242,7 @@ class Block(eqx.Module):
         ]
         configs = self.config.branches()
         layers = [
-            layer._replace(reads_streams=_reads_streams(configs[layer.name]))
-            for layer in layers
-            if layer.name in configs
+            layer._replace(reads_streams=configs[layer.name].reads_streams) for layer in layers if layer.name in configs
         ]
         if not self.config.residual.keeps_normed:
             return layers
@@ -349,7 +257,3 @@ def _extra_layers(name: str, extras: tuple[ExtraLayer, ...]) -> list[BlockLayer]
         BlockLayer(f"{name}.{index}", extra.layer, extra.pre_norm, extra.post_norm, extra.config.scale)
         for index, extra in enumerate(extras)
     ]
-
-
-def _reads_streams(layer: Any) -> bool:
-    return getattr(layer, "reads_streams", False)

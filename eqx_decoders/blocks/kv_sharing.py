@@ -42,7 +42,7 @@ def _check_shortcuts(blocks: tuple[BlockConfig, ...]) -> None:
         where = f"DecoderConfig.blocks[{index}]"
         if block.shortcut_from is not None:
             pending.pop(check_word(f"{where}.shortcut_from", block.shortcut_from, pending))
-        shortcut = getattr(block.mlp, "shortcut", None)
+        shortcut = None if block.mlp is None else block.mlp.shares_as
         if shortcut is not None:
             check(
                 shortcut not in pending,

@@ -49,7 +49,7 @@ class LayerInputs:
 
 def _input_names(block: BlockConfig) -> set[str]:
     """Return the names of the inputs of a block's layers, which their configurations declare in `takes`."""
-    return {name for layer in block.branches().values() for name in getattr(layer, "takes", ())}
+    return {name for layer in block.branches().values() for name in layer.takes}
 
 
 def check_per_layer(blocks: tuple[BlockConfig, ...], embedding: PerLayerEmbeddingConfig | None) -> None:

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from eqx_decoders.blocks.block import MixerConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
@@ -37,6 +36,7 @@ from eqx_decoders.families.settings_table import (
 from eqx_decoders.families.weight_rows import Weight, joined_kernels
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from eqx_decoders.blocks.block import BlockConfig, MixerConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Parallel
 from eqx_decoders.core.config_reader import REQUIRED, Fields
 from eqx_decoders.errors import ConversionError
@@ -13,6 +13,7 @@ from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm, norm_weights, self_attention, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig

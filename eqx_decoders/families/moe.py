@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from eqx_decoders.blocks.block import MixerConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import check
 from eqx_decoders.families.common import DecoderSizes, NormPlaces
 from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, sharing
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -1,12 +1,98 @@
-"""Protocols of the layers of a block."""
+"""Interfaces of the layers of a block: their configurations, and what a block calls.
 
+A layer is a pair of classes: a frozen dataclass derived from `MixerConfig`, `ChannelConfig` or `ExtraConfig`, and the
+module that its `build` returns, which has a method `branch` (see `BranchLayer`).
+"""
+
+import abc
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from eqx_decoders.context import ForwardContext
+from eqx_decoders.errors import CheckedFields, ConfigError
+
+
+class RegisteredConfig(CheckedFields, abc.ABC):
+    """Base class of configurations that saved models name by their class.
+
+    Defining a subclass registers it. Raises ConfigError if the library has a class of the same name.
+    """
+
+    _modules: ClassVar[dict[str, str]] = {}  # by class name: the module that defines the class
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        module = RegisteredConfig._modules.setdefault(cls.__name__, cls.__module__)
+        if module != cls.__module__ and module.startswith("eqx_decoders."):
+            raise ConfigError(
+                f"class {cls.__name__} of {cls.__module__}: {module} has a class of this name. Use another name, since "
+                "saved configurations refer to classes by their names."
+            )
+        RegisteredConfig._modules[cls.__name__] = cls.__module__
+
+
+class LayerConfig(RegisteredConfig):
+    """Base class of the configurations of layers. Subclasses are frozen dataclasses; see `MixerConfig`.
+
+    - `takes`: names of the inputs in `Inputs.by_layer` that the layer reads from `ForwardContext.layer_inputs`.
+    - `reads_streams`: whether the layer reads and returns all residual streams instead of one.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ()
+    reads_streams: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> Any:
+        """Return the layer with new weights, for a residual stream of `embed_dim` features."""
+
+    def cache_shape(self, max_length: int) -> Any:
+        """Return the shape of the cache for sequences of up to `max_length` tokens (`layers.cache`); None: no cache."""
+        return None
+
+    def token_products(self, length: int) -> int:
+        """Return the multiplications per token other than by weights, in a sequence of `length` tokens (for FLOPs)."""
+        return 0
+
+
+class MixerConfig(LayerConfig):
+    """Base class of the configurations of token mixers (`BlockConfig.mixer`).
+
+    - `built_by_layer`: whether `build` takes `layer`, the index of the layer in the decoder, for initial weights.
+    - `out_dim`: features of the output; None for the features of the input.
+    """
+
+    built_by_layer: ClassVar[bool] = False
+    out_dim: ClassVar[int | None] = None
+
+    def inner_mixers(self) -> tuple["MixerConfig", ...]:
+        """Return the mixers of which this one consists: itself, unless it combines others."""
+        return (self,)
+
+    @property
+    def shares_as(self) -> str | None:
+        """Name by which later layers use `BranchResult.lent` of this layer; None: it shares nothing."""
+        return None
+
+    @property
+    def shared_from(self) -> str | None:
+        """Name of the value of an earlier layer that this layer uses; None: it uses none."""
+        return None
+
+
+class ChannelConfig(LayerConfig):
+    """Base class of the configurations of channel mixers (`BlockConfig.mlp`)."""
+
+    @property
+    def shares_as(self) -> str | None:
+        """Name by which later layers use `BranchResult.lent` of this layer; None: it shares nothing."""
+        return None
+
+
+class ExtraConfig(LayerConfig):
+    """Base class of the configurations of extra layers (`BlockConfig.pre_layers` and `post_layers`)."""
 
 
 class BranchResult(NamedTuple):
@@ -37,7 +123,7 @@ class BranchInputs(NamedTuple):
 
 @runtime_checkable
 class BranchLayer(Protocol):
-    """Layer that can stand in a block."""
+    """Layer of a block."""
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Compute the layer's result; `past` is what it reads from its cache, or None."""

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import PositiveInt
+from eqx_decoders.layers.base import BranchResult, ExtraConfig
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
@@ -19,7 +19,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LightConvolutionConfig(CheckedFields):
+class LightConvolutionConfig(ExtraConfig):
     """Configuration of `out(act(norm(point(convolution(a * gate(b))))))`, a and b being `into x`; it is causal.
 
     **Arguments:**

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, ExtraConfig
 
 
 DEEPSTACK = "deepstack"  # the name under which layers take them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AddedFeaturesConfig:
+class AddedFeaturesConfig(ExtraConfig):
     """Configuration of `x + features`: features of this layer for each token, or 0; a layer after the MLP."""
 
     takes: ClassVar[tuple[str, ...]] = (DEEPSTACK,)

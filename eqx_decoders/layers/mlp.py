@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, FiniteFloat, OneOf, PositiveFloat, PositiveInt, Rate, check
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import FiniteFloat, OneOf, PositiveFloat, PositiveInt, Rate, check
+from eqx_decoders.layers.base import BranchResult, ChannelConfig, ExtraConfig
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.xielu import XIELU
@@ -66,7 +66,7 @@ def check_gating(config: Gating, name: str, gated: bool) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLPConfig(CheckedFields):
+class MLPConfig(ChannelConfig, ExtraConfig):
     """Configuration of `down(act(gate x) * up x)`, or `down(act(up x))` when not gated.
 
     **Arguments:**
@@ -188,7 +188,7 @@ def cut_gate(gate: Float[Array, "batch length mlp"], sparsity: float) -> Float[A
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearConfig:
+class LinearConfig(ChannelConfig, ExtraConfig):
     """Configuration of `kernel^T x`: one matrix from the residual stream to itself (MaxText's `simple` block)."""
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Linear":

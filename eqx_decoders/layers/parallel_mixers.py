@@ -11,28 +11,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, check
-from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
-from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.recurrent.gated_conv import GatedConvolution, GatedConvolutionConfig
-from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
-from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
-from eqx_decoders.layers.recurrent.mamba1 import Mamba1, Mamba1Config
-from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
-from eqx_decoders.layers.recurrent.rg_lru import RGLRU, RGLRUConfig
+from eqx_decoders.layers.base import BranchLayer, BranchResult, MixerConfig
 from eqx_decoders.numerics.einsum import scale
-
-
-# Those that may stand beside others: without statistics, of which a block has one of each kind.
-OneMixerConfig = (
-    AttentionConfig
-    | GatedDeltaNetConfig
-    | Mamba1Config
-    | Mamba2Config
-    | KimiDeltaAttentionConfig
-    | GatedConvolutionConfig
-    | RGLRUConfig
-)
-OneMixer = Attention | GatedDeltaNet | Mamba1 | Mamba2 | KimiDeltaAttention | GatedConvolution | RGLRU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,21 +27,21 @@ class NamedMixer(CheckedFields):
     """
 
     name: str
-    mixer: OneMixerConfig
+    mixer: MixerConfig
     input_scale: PositiveFloat = 1.0
     output_scale: PositiveFloat = 1.0
 
     def __post_init__(self):
         super().__post_init__()
         check(self.name.isidentifier(), f"NamedMixer.name={self.name!r} must be a word of letters, digits and _.")
-        for field in ("kv_shared_from", "out_dim"):
+        for field in ("kv_shared_from", "shares_as", "out_dim"):
             value = getattr(self.mixer, field, None)
             rule = "must be None: outputs of several mixers are added, and each has keys and values of its own"
             check(value is None, f"NamedMixer.mixer.{field}={value!r} {rule}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelMixersConfig(CheckedFields):
+class ParallelMixersConfig(MixerConfig):
     """Configuration of `sum of output_scale * mixer(input_scale * x)`.
 
     **Arguments:**
@@ -75,6 +55,10 @@ class ParallelMixersConfig(CheckedFields):
         super().__post_init__()
         names = [each.name for each in self.mixers]
         check(len(set(names)) == len(names), f"ParallelMixersConfig.mixers: names must differ: {', '.join(names)}.")
+
+    def inner_mixers(self) -> tuple[MixerConfig, ...]:
+        """Return the parallel mixers."""
+        return tuple(parallel.mixer for parallel in self.mixers)
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the shapes of the mixers' caches, by name."""
@@ -93,7 +77,7 @@ class ParallelMixersConfig(CheckedFields):
 class ParallelMixers(eqx.Module):
     """Mixers `sum of output_scale * mixer(input_scale * x)`."""
 
-    mixers: dict[str, OneMixer]
+    mixers: dict[str, BranchLayer]
     config: ParallelMixersConfig = eqx.field(static=True)
 
     def __call__(
@@ -104,6 +88,11 @@ class ParallelMixers(eqx.Module):
         for each in self.config.mixers:
             mine = None if past is None else past[each.name]
             result = self.mixers[each.name].branch(scale(x, each.input_scale), ctx, mine, None)
+            check(
+                not result.stats,
+                f"NamedMixer {each.name!r}: a block reports the statistics of one mixer, and "
+                f"{type(each.mixer).__name__} has some ({', '.join(result.stats)}). Use it as BlockConfig.mixer.",
+            )
             out, entries[each.name] = scale(result.out, each.output_scale), result.entries
             total = out if total is None else total + out
         assert total is not None

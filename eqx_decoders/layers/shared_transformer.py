@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.mlp import MLP, MLPConfig
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
@@ -105,7 +105,7 @@ class Added(LowRank):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AidedMixerConfig(CheckedFields):
+class AidedMixerConfig(MixerConfig):
     """Configuration of `mixer(norm(x + linear(shared([x | embedding]))))`.
 
     **Arguments:**
@@ -128,6 +128,10 @@ class AidedMixerConfig(CheckedFields):
         super().__post_init__()
         rule = f"must be less than SharedTransformerConfig.count={self.transformer.count}"
         check(self.number < self.transformer.count, f"AidedMixerConfig.number={self.number} {rule}.")
+
+    def inner_mixers(self) -> tuple[MixerConfig, ...]:
+        """Return the attention of the shared transformer block, and the mixer."""
+        return self.transformer.attention, self.mixer
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the shapes of both caches: of the shared attention as this layer uses it, and of the mixer."""

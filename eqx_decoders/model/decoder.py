@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 from eqx_decoders.blocks.layer_inputs import takers
 from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_stack
 from eqx_decoders.blocks.repeats import find_repeats
-from eqx_decoders.blocks.residual.registry import StreamMapping
+from eqx_decoders.blocks.residual.base import StreamMapping
 from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
 from eqx_decoders.context import Execution, ExecutionOptions, ForwardContext, Inputs, Promises

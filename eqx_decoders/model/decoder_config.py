@@ -6,9 +6,9 @@ from typing import Annotated
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer, takers
+from eqx_decoders.blocks.residual.base import Residual
 from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
 from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.embedding.embedding import PositionsConfig
@@ -114,7 +114,7 @@ class DecoderConfig(CheckedFields):
         )
 
     @property
-    def residual(self) -> ResidualConfig:
+    def residual(self) -> Residual:
         """Residual connection of the first layer; all layers have the same number of residual streams."""
         return self.blocks[0].residual
 
@@ -190,7 +190,7 @@ def with_scores(config: DecoderConfig, scores: int) -> DecoderConfig:
     )
 
 
-def _check_mtp_streams(mtp: MTPConfig, residual: ResidualConfig) -> None:
+def _check_mtp_streams(mtp: MTPConfig, residual: Residual) -> None:
     """Raise ConfigError if MTP depths reduce or read residual streams in a way that does not fit the model."""
     check(
         mtp.all_streams or not residual.weighted_sum,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from eqx_decoders.blocks.block import Block
 from eqx_decoders.blocks.block_run import SHARED_SUFFIX
 from eqx_decoders.blocks.checkpointing import checkpointed
-from eqx_decoders.blocks.residual.registry import ResidualConfig, StreamMapping
+from eqx_decoders.blocks.residual.base import Residual, StreamMapping
 from eqx_decoders.blocks.stack import at_layer
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import ForwardContext
@@ -101,7 +101,7 @@ class HasStreams(Protocol):
     def streams(self) -> StreamMapping | None: ...
 
 
-def add_streams(residual: ResidualConfig, owner: HasStreams, x: Array, ctx: ForwardContext) -> Array:
+def add_streams(residual: Residual, owner: HasStreams, x: Array, ctx: ForwardContext) -> Array:
     """Reduce the residual streams to one stream, with the weights of `owner.streams` unless these are None.
 
     The streams of `x` are on a separate axis, or concatenated as in `flat_streams`.

@@ -56,7 +56,9 @@ class MTPConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        has_shortcut = self.block.shortcut_from is not None or getattr(self.block.mlp, "shortcut", None) is not None
+        has_shortcut = self.block.shortcut_from is not None or (
+            self.block.mlp is not None and self.block.mlp.shares_as is not None
+        )
         check(
             not has_shortcut,
             "MTPConfig.block must not use shortcut-connected experts, because an MTP depth has a single block: "

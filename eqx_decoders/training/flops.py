@@ -5,7 +5,6 @@ import math
 import sys
 import time
 from collections.abc import Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +97,7 @@ def flops_per_token(
     ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
     for place, blocks in (*stacks, (_HEAD, ahead)):
         for block in blocks:
-            counts = (layer.token_products(seq_len) for layer in block.branches().values() if _mixes_tokens(layer))
+            counts = (layer.token_products(seq_len) for layer in block.branches().values())
             total += sum(counts) * (6 if place >= first else 2)
     return float(total)
 
@@ -111,11 +110,6 @@ def _place(name: str) -> int:
         if part == "scanned_layers"
         else {"embedding": 0, "positions": 0, "per_layer_embedding": 0, "shared": 1}.get(part, _HEAD)
     )
-
-
-def _mixes_tokens(layer: Any) -> bool:
-    """Return whether a layer multiplies tokens with tokens, or with a state, besides its weights."""
-    return hasattr(layer, "token_products")
 
 
 def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = None) -> float:

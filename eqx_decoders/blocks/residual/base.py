@@ -9,7 +9,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields
+from eqx_decoders.layers.base import RegisteredConfig
 from eqx_decoders.layers.norm import Norm
 
 
@@ -53,7 +53,7 @@ Dropout = Callable[[Array], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual(CheckedFields):
+class Residual(RegisteredConfig):
     """Base class of the configurations of residual connections. Subclasses override its properties:
 
     - `streams`: number of residual streams.
@@ -69,6 +69,16 @@ class Residual(CheckedFields):
     keeps_normed: ClassVar[bool] = False
     weighted_sum: ClassVar[bool] = False
 
+    @abc.abstractmethod
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ResidualModule":
+        """Return the residual connection of one block, with new weights.
+
+        **Arguments:**
+
+        - `branches`: number of layers in the block that read one stream.
+        - `inner_dim`: features of the mixer's output.
+        """
+
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length *streams embed"]:
         """Return the input of the first block for the embeddings `x`."""
         return x
@@ -77,9 +87,18 @@ class Residual(CheckedFields):
         """Return the input of the final norm for the output `x` of the last block."""
         return x
 
-    def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> Any:
+    def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> "StreamMapping | None":
         """Build a module whose `expand` and `reduce` have weights; None to use `expand` and `reduce` of this class."""
         return None
+
+
+@runtime_checkable
+class StreamMapping(Protocol):
+    """Module with weights that maps an embedding to residual streams, and these to the input of the final norm."""
+
+    def expand(self, x: Array, ctx: ForwardContext) -> Array: ...
+
+    def reduce(self, x: Array, ctx: ForwardContext) -> Array: ...
 
 
 @runtime_checkable

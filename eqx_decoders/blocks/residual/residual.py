@@ -1,7 +1,7 @@
 """Residual connections with a single residual stream."""
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -218,3 +218,17 @@ class ChainedResidual(ReadWriteResidual):
     def end(self, state: tuple[Array, Array], drop: Dropout, ctx: ForwardContext) -> Array:
         x, latent = state
         return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", latent, self.up))
+
+
+RESIDUALS: dict[str, Residual] = {
+    "sequential": Sequential(),
+    "parallel": Parallel(),
+    "plain": NoResidual(),
+    "chained": Chained(),
+}
+
+# At run time `BlockConfig.residual` also accepts the names in `RESIDUALS`.
+if TYPE_CHECKING:
+    ResidualOrName = Residual
+else:
+    ResidualOrName = Residual | Literal["sequential", "parallel", "plain", "chained"]

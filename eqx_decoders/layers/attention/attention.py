@@ -17,7 +17,7 @@ from eqx_decoders.layers.attention.kernels.call import AttentionInputs, Attentio
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import with_sink
 from eqx_decoders.layers.attention.topk import KeyChoice
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -86,7 +86,7 @@ class QueryTemperature(CheckedFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig(CheckedFields):
+class AttentionConfig(MixerConfig):
     """Configuration of `softmax(scale * q k^T + mask) v`, projected out.
 
     **Arguments:**
@@ -198,6 +198,11 @@ class AttentionConfig(CheckedFields):
             return shape
         index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.block_indexer.head_dim, values=False)
         return {"kv": shape, "index": index}
+
+    @property
+    def shared_from(self) -> str | None:
+        """Name of the keys and values of an earlier layer that this layer uses."""
+        return self.kv_shared_from
 
     def token_products(self, length: int) -> int:
         """Count multiplications per token of scores and of their products with values."""

@@ -30,7 +30,7 @@ from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.compressed_keys import CompressedShape, NewWindows, at_ends
 from eqx_decoders.layers.cache.kv_cache import CachedKV, NewKV, Queries, kv_shape
 from eqx_decoders.layers.mask import AttentionPositions, Causal, SlidingWindow, seen_keys, visible
@@ -59,7 +59,7 @@ class CompressedIndexerConfig(CheckedFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompressedAttentionConfig(CheckedFields):
+class CompressedAttentionConfig(MixerConfig):
     """Configuration of attention to a window and to compressed keys.
 
     **Arguments:**

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import AtLeast, NonNegativeInt, PositiveFloat, PositiveInt
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.embedding.embedding import sinusoids
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -23,7 +23,7 @@ _MASKED = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalAttentionConfig(CheckedFields):
+class LocalAttentionConfig(MixerConfig):
     """Configuration of `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j near i.
 
         q = softplus(scale) query x / (ln 2 sqrt(head_dim)),  k = key_scale key x

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.errors import PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import Index, Indexer, IndexerConfig, Teacher
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
@@ -24,7 +24,7 @@ from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import run_max_scores
 from eqx_decoders.layers.attention.kernels.selection import Selected
 from eqx_decoders.layers.attention.topk import KeyChoice
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
 from eqx_decoders.layers.cache.page_layout import LANE
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
@@ -39,7 +39,7 @@ LatentPast = Past | dict[str, Past]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig(CheckedFields):
+class LatentAttentionConfig(MixerConfig):
     """Configuration of `softmax(scale * q k^T + mask) v`, with keys and values from a latent of `kv_rank` features.
 
     **Arguments:**
@@ -130,6 +130,16 @@ class LatentAttentionConfig(CheckedFields):
             return latents
         index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.indexer.head_dim, values=False)
         return {"latents": latents, "index": index}
+
+    @property
+    def shares_as(self) -> str | None:
+        """Name by which later layers use the keys that the indexer selects."""
+        return None if self.indexer is None else self.indexer.shares_as
+
+    @property
+    def shared_from(self) -> str | None:
+        """Name of the selected keys of an earlier layer that this layer uses."""
+        return None if self.indexer is None else self.indexer.shared_from
 
     def token_products(self, length: int) -> int:
         """Count multiplications per token of scores, an indexer's too, and of their products with values."""

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveInt
+from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.attention.conformer import in_chunks
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -21,7 +21,7 @@ _MASKED = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RelativeAttentionConfig(CheckedFields):
+class RelativeAttentionConfig(MixerConfig):
     """Configuration of `out(softmax(q_i . k_j / sqrt(head_dim) + b[j - i]) v)`, with the keys j near i (Phi-4's audio).
 
     A token sees those of its document that are fewer than `reach` tokens away. Distances from `distances` on count as

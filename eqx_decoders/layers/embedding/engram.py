@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import (
     AtLeast,
-    CheckedFields,
     ConfigError,
     FiniteFloat,
     NonEmpty,
@@ -29,7 +28,7 @@ from eqx_decoders.errors import (
     PositiveInt,
     check,
 )
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, ExtraConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, last_inputs
 from eqx_decoders.layers.embedding.ngram_hash import HashBits, hash_rows, multipliers, table_sizes, up_to_last
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
@@ -85,7 +84,7 @@ _AtLeastTwo = Annotated[int, AtLeast(2)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngramConfig(CheckedFields):
+class EngramConfig(ExtraConfig):
     """Configuration of an Engram layer, which adds embeddings of n-grams to the residual stream.
 
         v   = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e

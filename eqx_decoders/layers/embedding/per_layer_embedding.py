@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeInt, PositiveFloat, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, ExtraConfig
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -78,7 +78,7 @@ class PerLayerEmbedding(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PerLayerInputConfig(CheckedFields):
+class PerLayerInputConfig(ExtraConfig):
     """Configuration of a layer that reads a per-layer embedding e: `out(act(gate x) * e)`. It is placed after the MLP.
 
     **Arguments:**

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
-from eqx_decoders.layers.base import BranchInputs, BranchResult
+from eqx_decoders.errors import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.layers.base import BranchInputs, BranchResult, ChannelConfig
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig, check_gating, join_gate
 from eqx_decoders.layers.moe.chunked_sum import split_trained, sum_of_pieces
 from eqx_decoders.layers.moe.dispatch import run_on_mesh
@@ -38,7 +38,7 @@ CHOICES = "experts"  # the input of a layer with experts that chooses them in pl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(CheckedFields):
+class ExpertsConfig(ChannelConfig):
     """Configuration of `sum over chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`.
 
     GPT-OSS: `activation="quick_gelu"`, `up_offset=1.0`, `limit=7.0`, `bias`.
@@ -88,6 +88,11 @@ class ExpertsConfig(CheckedFields):
     shortcut: str | None = None
     norms: NormConfig | None = None
     capacity_factor: PositiveFloat | None = None
+
+    @property
+    def shares_as(self) -> str | None:
+        """Name by which `BlockConfig.shortcut_from` of a later block refers to the output."""
+        return self.shortcut
 
     def __post_init__(self):
         super().__post_init__()

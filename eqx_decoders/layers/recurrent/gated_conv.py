@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import AtLeast, PositiveInt
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvShape
 from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream
 from eqx_decoders.numerics.einsum import add_bias
@@ -22,7 +22,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedConvolutionConfig(CheckedFields):
+class GatedConvolutionConfig(MixerConfig):
     """Configuration of `out(c * conv(b * x))`.
 
     **Arguments:**

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import AtLeast, PositiveInt
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
@@ -34,7 +34,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiDeltaAttentionConfig(CheckedFields):
+class KimiDeltaAttentionConfig(MixerConfig):
     """Configuration of `out(norm(o) * sigmoid(gate x))`, o being the recurrence's answer to queries.
 
     **Arguments:**

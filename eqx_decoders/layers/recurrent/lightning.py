@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import PositiveInt
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
@@ -27,7 +27,7 @@ from eqx_decoders.sharding.axes import BUFFER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LightningAttentionConfig(CheckedFields):
+class LightningAttentionConfig(MixerConfig):
     """Configuration of `out(norm(o) * sigmoid(gate x))`, o being what the states answer to queries.
 
     **Arguments:**

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import AtLeast, PositiveInt
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
@@ -27,7 +27,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba1Config(CheckedFields):
+class Mamba1Config(MixerConfig):
     """Configuration of `out(o * silu(gate))`, o being the recurrence's output.
 
     **Arguments:**

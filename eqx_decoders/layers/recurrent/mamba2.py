@@ -16,14 +16,13 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import (
     AtLeast,
-    CheckedFields,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     check,
     check_number,
 )
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
@@ -41,7 +40,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba2Config(CheckedFields):
+class Mamba2Config(MixerConfig):
     """Configuration of `out(norm(o * silu(gate x)))`, o being the recurrence's output.
 
     **Arguments:**

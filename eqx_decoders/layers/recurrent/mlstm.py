@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import InRange, PositiveFloat, PositiveInt
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import cached_part, new_states, proposed_state, zero_padding
@@ -31,7 +31,7 @@ _CAP = 40.0  # squares of its exponential are finite in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLSTMConfig(CheckedFields):
+class MLSTMConfig(MixerConfig):
     """Configuration of `out(sigmoid(gate x) * norm(h))`, h being the recurrence's output.
 
     **Arguments:**

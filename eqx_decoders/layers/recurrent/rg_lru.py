@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import AtLeast, PositiveInt
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
@@ -32,7 +32,7 @@ _STEEPEST = 1000.0  # slope of the root, which has no bound where a channel keep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RGLRUConfig(CheckedFields):
+class RGLRUConfig(MixerConfig):
     """Configuration of `out(h * act(gate x))`, h being the recurrence's output.
 
     **Arguments:**

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveInt, check
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.errors import PositiveInt, check
+from eqx_decoders.layers.base import BranchResult, ChannelConfig, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream, new_states, zero_padding
@@ -30,7 +30,7 @@ _OUT_OF = "batch length mlp, mlp embed -> batch length embed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeMixConfig(CheckedFields):
+class TimeMixConfig(MixerConfig):
     """Configuration of `out(sigmoid(gate) * o)`, o being the weighted means.
 
     **Arguments:**
@@ -124,7 +124,7 @@ class TimeMix(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChannelMixConfig(CheckedFields):
+class ChannelMixConfig(ChannelConfig):
     """Configuration of `sigmoid(gate) * value relu(key)^2`, key and gate being made from a token and the one before it.
 
     **Arguments:**

@@ -18,6 +18,7 @@ from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
 from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
+from eqx_decoders.layers.base import LayerConfig
 from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.parallel_mixers import ParallelMixersConfig
@@ -92,4 +93,5 @@ def _needs_order(layer: Any, execution: Execution) -> bool:
         return layer.selection is not None
     if isinstance(layer, ExpertsConfig):  # of a row's tokens those that come first take the places of an expert
         return layer.capacity_factor is not None and execution.experts in ("auto", "capacity")
-    return hasattr(layer, "cache_shape") and not isinstance(layer, LatentAttentionConfig)
+    has_cache = type(layer).cache_shape is not LayerConfig.cache_shape
+    return has_cache and not isinstance(layer, LatentAttentionConfig)

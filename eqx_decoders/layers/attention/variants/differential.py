@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, check
+from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, kv_shape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.numerics.einsum import add_bias
@@ -27,7 +28,7 @@ from eqx_decoders.sharding.axes import COMPUTED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DifferentialAttentionConfig(AttentionVariant, CheckedFields):
+class DifferentialAttentionConfig(AttentionVariant, MixerConfig):
     """Configuration of attention whose heads are differences of two: `(1 - lambda_0) norm(o)`, projected out.
 
     **Arguments:**

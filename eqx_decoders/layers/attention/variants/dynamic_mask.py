@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveInt, check
+from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.block_indexer import BlockIndex
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, kv_shape
 from eqx_decoders.layers.mask import Causal, seen_keys, visible
 from eqx_decoders.numerics.einsum import add_bias
@@ -31,7 +32,7 @@ from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicMaskConfig(AttentionVariant, CheckedFields):
+class DynamicMaskConfig(AttentionVariant, MixerConfig):
     """Configuration of attention to the keys with the largest learned biases, which are added to scores.
 
     **Arguments:**

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveInt, check
+from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.moe.router import Router, RouterConfig
 from eqx_decoders.layers.moe.sorted_rows import dispatch, sort_by_expert
 from eqx_decoders.numerics.einsum import add_bias, grouped_products
@@ -25,7 +26,7 @@ _RULE = "which heads a token has is not fixed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadMixtureConfig(AttentionVariant, CheckedFields):
+class HeadMixtureConfig(AttentionVariant, MixerConfig):
     """Configuration of attention whose query and output projections are those of experts that each token chooses.
 
     An expert has `num_kv_heads` query heads, one for each key head, which all experts share; a token's heads are those

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveInt
+from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
-from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.kv_cache import Past
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import FROZEN
@@ -23,7 +23,7 @@ from eqx_decoders.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnedInitConfig(AttentionVariant, CheckedFields):
+class LearnedInitConfig(AttentionVariant, MixerConfig):
     """Configuration of attention with kernels `K[b,u,v] = sum_xy C[b,x,y] A[x,u] B[y,v]` for query, key and value.
 
     b is `embed`, x and y are heads and features of the teacher's kernel C, u and v of the student's. The output
