@@ -1,4 +1,4 @@
-"""Weights in the dtype in which they are multiplied: a model that only draws need not read larger ones."""
+"""Copies of weights in the compute dtype, so that inference reads fewer bytes than from float32 weights."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ from eqx_decoders.numerics.precision import cast
 from eqx_decoders.sharding.axes import named_leaves, path_name, replaced
 
 
-# Operations that move numbers and change none: what is cast before or after them is the same.
+# Primitives that move or copy values without arithmetic: casting their input or their output gives the same values.
 _MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "rev"})
 _MOVES |= {"slice", "dynamic_slice", "gather", "split", "sharding_constraint", "reshard", "optimization_barrier"}
 
 
 def multiplied_weights(model: Decoder) -> frozenset[str]:
-    """Return the names of the weights that a forward pass reads in the compute dtype alone, and has in a larger one.
+    """Return the names of weights that are stored in a larger dtype, and that every use casts to the compute dtype.
 
-    A copy in that dtype gives the same numbers. Found in the programs of a prompt and of a token: each use of such a
-    weight is a cast, maybe of a part of it. What they don't read, such as encoders and drafting heads, is not among
-    them.
+    Replacing such a weight by a copy in the compute dtype does not change the results of a forward pass. The weights
+    are found in the jaxprs of a prompt of 4 tokens and of a step of 1 token: every use of the weight, or of a slice of
+    it, is a cast. Weights that these jaxprs do not read, such as encoders and multi-token prediction, are not included.
     """
     dtype = jnp.dtype(model.execution.precision.compute)
-    large = {name for name, leaf in named_leaves(model).items() if _is_larger(leaf, dtype)}
-    if not large:
+    candidates = {name for name, leaf in named_leaves(model).items() if _is_larger(leaf, dtype)}
+    if not candidates:
         return frozenset()
     arrays, static = eqx.partition(model, eqx.is_array)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
@@ -40,16 +40,16 @@ def multiplied_weights(model: Decoder) -> frozenset[str]:
         def forward(arrays: Any, tokens: Any, cache: Any) -> Any:
             return eqx.combine(arrays, static)(tokens, cache=cache).logits
 
-        program = jax.make_jaxpr(forward)(shapes, tokens, cache).jaxpr
-        variables = dict(zip(names, program.invars, strict=False))
-        read = {id(each) for equation in program.eqns for each in equation.invars}
-        large = {name for name in large if id(variables[name]) in read}
-        large = {name for name in large if _results(program, variables[name], dtype) == set()}
-    return frozenset(large)
+        jaxpr = jax.make_jaxpr(forward)(shapes, tokens, cache).jaxpr
+        variables = dict(zip(names, jaxpr.invars, strict=False))
+        used = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
+        candidates = {name for name in candidates if id(variables[name]) in used}
+        candidates = {name for name in candidates if _uncast_outputs(jaxpr, variables[name], dtype) == set()}
+    return frozenset(candidates)
 
 
 def with_multiplied(model: Decoder, names: frozenset[str]) -> Decoder:
-    """Return a model with copies of these weights in its compute dtype, sharded as they are; others are the same."""
+    """Return the model with copies of the named weights in its compute dtype; shardings and other weights are kept."""
     dtype = jnp.dtype(model.execution.precision.compute)
     return replaced(model, {name: cast(leaf, dtype) for name, leaf in named_leaves(model).items() if name in names})
 
@@ -58,22 +58,25 @@ def _is_larger(leaf: Any, dtype: np.dtype) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > dtype.itemsize
 
 
-def _results(program: core.Jaxpr, variable: Any, dtype: np.dtype) -> set[int] | None:
-    """Return the numbers of a program's results that are a variable, moved and not cast to a dtype.
+def _uncast_outputs(jaxpr: core.Jaxpr, variable: Any, dtype: np.dtype) -> set[int] | None:
+    """Return the indices of the outputs of a jaxpr that hold `variable`, moved but not cast to `dtype`.
 
-    None if the program does anything else with it than to move and to cast it.
+    Returns None if the jaxpr uses the variable in any other way than moving it and casting it to `dtype`.
     """
-    results = {index for index, each in enumerate(program.outvars) if each is variable}
-    for equation in program.eqns:
-        for place, each in enumerate(equation.invars):
-            if each is not variable or _casts(equation, dtype):
+    outputs = {index for index, output in enumerate(jaxpr.outvars) if output is variable}
+    for equation in jaxpr.eqns:
+        for index, argument in enumerate(equation.invars):
+            if argument is not variable or _casts(equation, dtype):
                 continue
-            moved = _moved(equation, place, dtype)
-            more = None if moved is None else [_results(program, each, dtype) for each in moved]
-            if more is None or None in more:
+            moved = _moved_results(equation, index, dtype)
+            if moved is None:
                 return None
-            results = results.union(*(each for each in more if each is not None))
-    return results
+            for result in moved:
+                outputs_of_result = _uncast_outputs(jaxpr, result, dtype)
+                if outputs_of_result is None:
+                    return None
+                outputs |= outputs_of_result
+    return outputs
 
 
 def _casts(equation: Any, dtype: np.dtype) -> bool:
@@ -81,44 +84,53 @@ def _casts(equation: Any, dtype: np.dtype) -> bool:
 
 
 def _rounds(equation: Any, dtype: np.dtype) -> bool:
-    """Return whether an operation rounds to the numbers of a dtype, which a cast to it does not change."""
+    """Return whether an equation rounds to values that `dtype` represents exactly, so that a later cast is exact."""
     if equation.primitive.name != "reduce_precision":
         return False
-    info, params = jnp.finfo(dtype), equation.params
+    info = jnp.finfo(dtype)
+    params = equation.params
     return (params["exponent_bits"], params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
-def _moved(equation: Any, place: int, dtype: np.dtype) -> list[Any] | None:
-    """Return the results of an operation that are one of its arguments, moved; None if it computes with that."""
-    name, params = equation.primitive.name, equation.params
+def _moved_results(equation: Any, index: int, dtype: np.dtype) -> list[Any] | None:
+    """Return the results of an equation that hold its argument `index`, moved.
+
+    Returns None if the equation computes with the argument.
+    """
+    name = equation.primitive.name
     if name in _MOVES or _rounds(equation, dtype):
-        return [equation.outvars[place]] if len(equation.outvars) == len(equation.invars) else equation.outvars
-    leaves = jax.tree.leaves(list(params.values()), is_leaf=_is_program)
-    programs = [getattr(each, "jaxpr", each) for each in leaves if _is_program(each)]
-    chosen = 1 if name == "cond" else 0  # the first argument says which program runs
-    replaced = _replaced(equation, programs[0]) if name == "scan" else range(0)
-    if not programs or name == "while" or place in replaced or place < chosen:
+        return [equation.outvars[index]] if len(equation.outvars) == len(equation.invars) else equation.outvars
+    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+    inner_jaxprs = [getattr(leaf, "jaxpr", leaf) for leaf in leaves if _is_jaxpr(leaf)]
+    num_predicates = 1 if name == "cond" else 0  # the first argument of cond selects the branch
+    carry = _carry_arguments(equation, inner_jaxprs[0]) if name == "scan" else range(0)
+    if not inner_jaxprs or name == "while" or index in carry or index < num_predicates:
         return None
     moved = []
-    for part in programs:
-        if len(part.invars) + chosen != len(equation.invars):
+    for inner in inner_jaxprs:
+        if len(inner.invars) + num_predicates != len(equation.invars):
             return None
-        results = _results(part, part.invars[place - chosen], dtype)
-        if results is None or not results.isdisjoint(range(len(replaced))):
+        outputs = _uncast_outputs(inner, inner.invars[index - num_predicates], dtype)
+        if outputs is None or not outputs.isdisjoint(range(len(carry))):
             return None
-        moved += [equation.outvars[index] for index in results]
+        moved += [equation.outvars[output] for output in outputs]
     return moved
 
 
-def _replaced(equation: Any, body: core.Jaxpr) -> range:
-    """Return the places of the arguments that each turn of a scan replaces: behind those without an axis of turns."""
+def _carry_arguments(equation: Any, body: core.Jaxpr) -> range:
+    """Return the indices of a scan's arguments that are its carry.
 
-    def alike(ones: Any, others: Any) -> int:
-        return sum(one.aval.shape == other.aval.shape for one, other in zip(ones, others, strict=True))
+    The arguments are constants, carry and scanned arrays, in this order. Constants and carry have the same shapes
+    inside the body; scanned arrays lose their leading axis.
+    """
 
-    whole, carried = alike(equation.invars, body.invars), alike(equation.outvars, body.outvars)
-    return range(whole - carried, whole)
+    def count_same_shapes(outer: Any, inner: Any) -> int:
+        return sum(first.aval.shape == second.aval.shape for first, second in zip(outer, inner, strict=True))
+
+    num_constants_and_carry = count_same_shapes(equation.invars, body.invars)
+    num_carry = count_same_shapes(equation.outvars, body.outvars)
+    return range(num_constants_and_carry - num_carry, num_constants_and_carry)
 
 
-def _is_program(value: Any) -> bool:
+def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)

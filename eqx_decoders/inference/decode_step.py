@@ -1,6 +1,7 @@
-"""Steps of decoding, for `generate`, `stream` and the engine: run prompts, and run the last tokens with their drafts.
+"""Prefill and decoding steps, shared by `generate`, `stream` and the serving engine.
 
-One step is: forward pass, choice of the next tokens, check of the drafts, and commit of what is right to the cache.
+A decoding step runs the model on the last token and its drafts, chooses the next tokens, verifies the drafts, and
+commits the accepted tokens to the cache.
 """
 
 from collections.abc import Callable
@@ -30,14 +31,23 @@ def prefill_prompts(
     media: Media | None = None,
     encoded: Encoded | None = None,
 ) -> Prefilled:
-    """Run whole prompts in an empty cache; returns their hidden states, the cache, and the logits after each prompt."""
-    prompt, lengths = jnp.asarray(prompt), jnp.asarray(lengths)
+    """Run complete prompts in an empty cache.
+
+    Returns the hidden states, the new cache, and the logits after the last token of each prompt.
+
+    **Arguments:**
+
+    - `prompt`: token ids, padded on the right.
+    - `lengths`: number of tokens of each prompt.
+    """
+    prompt = jnp.asarray(prompt)
+    lengths = jnp.asarray(lengths)
     index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
     promises = Promises(cache_is_empty=True, contiguous=True)
-    hidden, written, _ = model.run(prompt, positions, cache=cache, media=media, encoded=encoded, promises=promises)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    return hidden, written, model.logits(last)[:, 0]
+    hidden, new_cache, _ = model.run(prompt, positions, cache=cache, media=media, encoded=encoded, promises=promises)
+    last_hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    return hidden, new_cache, model.logits(last_hidden)[:, 0]
 
 
 def decode_step(
@@ -49,26 +59,37 @@ def decode_step(
     *,
     rows: Int[Array, "rows"] | None = None,
 ) -> tuple[Cache, VerifiedStep, Report]:
-    """Feed each row its last token and its drafts, choose the token after each, and commit the right ones.
+    """Run the last token of each sequence and its drafts, choose the next tokens, and commit the accepted tokens.
+
+    A draft is accepted if it equals the token chosen after the preceding token, and all earlier drafts of the sequence
+    are accepted. The last token (column 0) is always accepted.
 
     **Arguments:**
 
-    - `positions`: -1 where a row has no draft, or is idle.
-    - `choose`: returns the token after each from logits, and anything else of them. A draft is right where it is the
-        token that is chosen after the one before it, and all drafts before it are right.
-    - `rows`: rows of the cache, in order if they are all, which are read where they stand; None: all, read at once.
+    - `tokens`: the last token of each sequence, followed by its drafts.
+    - `positions`: position of each token; -1 where a sequence has no draft, and for all tokens of an idle sequence.
+    - `choose`: maps logits to the token chosen after each token, and a report that is returned as it is.
+    - `rows`: cache row of each sequence; only these rows are read and written. If there are as many as the cache has
+        rows, they must be in order. None: the sequences are all rows of the cache.
+
+    **Returns:**
+
+    The new cache, the verified tokens, and the report of `choose`.
     """
     columns = tokens.shape[1]
-    read, promises = cache if rows is None else cache.at_rows(rows), Promises(accept_all=columns == 1)
-    hidden, proposal, stats = model.forward_uncommitted(tokens, positions, cache=read, promises=promises)
+    read_cache = cache if rows is None else cache.at_rows(rows)
+    promises = Promises(accept_all=columns == 1)
+    hidden, proposal, stats = model.forward_uncommitted(tokens, positions, cache=read_cache, promises=promises)
     following, report = choose(model.logits(hidden))
-    same = (following[:, :-1] == tokens[:, 1:]) & (positions[:, 1:] >= 0)
-    num_right = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    num_accepted = jnp.where(positions[:, 0] >= 0, 1 + num_right, 0)
+    matches = (following[:, :-1] == tokens[:, 1:]) & (positions[:, 1:] >= 0)
+    num_accepted_drafts = jnp.sum(jnp.cumprod(matches.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    num_accepted = jnp.where(positions[:, 0] >= 0, 1 + num_accepted_drafts, 0)
     index = jnp.arange(columns, dtype=jnp.int32)[None]
     accepted = jnp.where(index < num_accepted[:, None], proposal.positions, -1)
-    new = proposal.entries, accepted, proposal.rope_offset
-    whole = rows is None or len(rows) == len(cache.length)
-    cache = cache.commit(*new) if whole else cache.commit_rows(rows, *new)
-    first = jnp.maximum(positions[:, 0], 0)
-    return cache, VerifiedStep(tokens, accepted, hidden, following, first, num_accepted, stats.choices), report
+    new_state = proposal.entries, accepted, proposal.rope_offset
+    if rows is None or len(rows) == len(cache.length):
+        cache = cache.commit(*new_state)
+    else:
+        cache = cache.commit_rows(rows, *new_state)
+    start = jnp.maximum(positions[:, 0], 0)
+    return cache, VerifiedStep(tokens, accepted, hidden, following, start, num_accepted, stats.choices), report

@@ -1,4 +1,4 @@
-"""Drafts of a smaller model."""
+"""Speculative decoding with a smaller draft model."""
 
 import dataclasses
 import functools
@@ -20,48 +20,55 @@ from eqx_decoders.model.decoder import Decoder
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("model",), meta_fields=("num_tokens",))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModel(Drafter):
-    """Drafts that a smaller model of the same vocabulary finds most likely.
+    """Drafter that takes the most likely tokens of a smaller model.
 
     **Arguments:**
 
-    - `model`: the smaller model.
-    - `num_tokens`: drafts of each step.
+    - `model`: the smaller model; it must have the same vocabulary.
+    - `num_tokens`: number of drafts per step.
     """
 
     model: Decoder
     num_tokens: PositiveInt = 4
 
     def check_model(self, model: Decoder) -> None:
-        sizes = self.model.config.vocab_size, model.config.vocab_size
-        check(sizes[0] == sizes[1], f"DraftModel.model has {sizes[0]} token ids, and the model {sizes[1]}: no match.")
+        draft_vocab_size = self.model.config.vocab_size
+        vocab_size = model.config.vocab_size
+        check(
+            draft_vocab_size == vocab_size,
+            f"DraftModel.model has vocab_size={draft_vocab_size}, but the model has vocab_size={vocab_size}. Use a "
+            "draft model with the same vocabulary.",
+        )
 
     def empty(self, model: Decoder, rows: int, length: int, cache_format: CacheFormat) -> DraftState:
         cache = inference_cache(self.model, rows, length, cache_format)
         return DraftState(
-            layer_caches=cache.layer_caches, last=(), tokens=jnp.zeros((rows, self.num_tokens), jnp.int32)
+            layer_caches=cache.layer_caches, last_hidden=(), tokens=jnp.zeros((rows, self.num_tokens), jnp.int32)
         )
 
-    def prefill(self, model: Decoder, state: DraftState, row: Int[Array, ""], read: VerifiedStep) -> DraftState:
-        cache, promises = _cache(state), Promises(accept_all=True)
-        inputs = read.tokens, read.positions
-        _, proposal, _ = self.model.forward_uncommitted(*inputs, cache=cache.at_rows(row[None]), promises=promises)
+    def prefill(self, model: Decoder, state: DraftState, row: Int[Array, ""], chunk: VerifiedStep) -> DraftState:
+        cache = _cache(state)
+        _, proposal, _ = self.model.forward_uncommitted(
+            chunk.tokens, chunk.positions, cache=cache.at_rows(row[None]), promises=Promises(accept_all=True)
+        )
         cache = cache.commit_rows(row[None], proposal.entries, proposal.positions)
         return dataclasses.replace(state, layer_caches=cache.layer_caches)
 
     def step(
         self, model: Decoder, state: DraftState, verified: VerifiedStep, *, cache_is_empty: bool = False
     ) -> DraftState:
-        # what it drafts is never in its cache before it is verified: so any kind of cache will do
-        promises, read = Promises(cache_is_empty=cache_is_empty), (verified.tokens, verified.positions)
-        _, cache, _ = self.model.run(*read, cache=_cache(state), promises=promises)
+        # Only verified tokens enter the cache, so this also works for recurrent states, which cannot drop tokens.
+        promises = Promises(cache_is_empty=cache_is_empty)
+        _, cache, _ = self.model.run(verified.tokens, verified.positions, cache=_cache(state), promises=promises)
         assert cache is not None
         count = self.num_tokens
-        offsets, rows = jnp.arange(count, dtype=jnp.int32)[None], verified.tokens.shape[0]
+        offsets = jnp.arange(count, dtype=jnp.int32)[None]
+        rows = verified.tokens.shape[0]
         last = jnp.take_along_axis(verified.following, jnp.maximum(verified.num_accepted - 1, 0)[:, None], axis=1)
-        begin = (verified.begin + verified.num_accepted)[:, None]
+        start = (verified.start + verified.num_accepted)[:, None]
 
         def draft_next(index: Array, tokens: Array) -> Array:
-            positions = jnp.where((offsets <= index) & (verified.num_accepted[:, None] > 0), begin + offsets, -1)
+            positions = jnp.where((offsets <= index) & (verified.num_accepted[:, None] > 0), start + offsets, -1)
             hidden, _, _ = self.model.forward_uncommitted(tokens[:, :count], positions, cache=cache)
             last_hidden = jax.lax.dynamic_slice_in_dim(hidden, index, 1, 1)
             draft = jnp.argmax(self.model.logits(last_hidden)[:, 0], axis=-1).astype(jnp.int32)
@@ -69,7 +76,7 @@ class DraftModel(Drafter):
 
         tokens = jnp.concatenate([last, jnp.zeros((rows, count), jnp.int32)], axis=1).astype(jnp.int32)
         tokens = jax.lax.fori_loop(0, count, draft_next, tokens)
-        return DraftState(layer_caches=cache.layer_caches, last=(), tokens=tokens[:, 1:])
+        return DraftState(layer_caches=cache.layer_caches, last_hidden=(), tokens=tokens[:, 1:])
 
 
 def _cache(state: DraftState) -> Cache:

@@ -1,4 +1,4 @@
-"""What drafters keep for each row, and what they are told of each step."""
+"""State of a drafter, and the verified tokens that it receives after each decoding step."""
 
 from typing import Any, NamedTuple
 
@@ -10,47 +10,61 @@ from eqx_decoders.layers.cache.base import is_layer_cache
 
 
 class DraftState(eqx.Module):
-    """Drafting state of every row: layer caches, hidden states of the last tokens, and the next drafts."""
+    """State of a drafter, with one row per sequence.
+
+    **Arguments:**
+
+    - `layer_caches`: caches of the drafter's layers.
+    - `last_hidden`: hidden states of the last tokens that the next step needs (`MTPDrafter`); () for other drafters.
+    - `tokens`: drafts for the next step.
+    """
 
     layer_caches: Any
-    last: tuple[Float[Array, "rows 1 embed"], ...]
+    last_hidden: tuple[Float[Array, "rows 1 embed"], ...]
     tokens: Int32[Array, "rows drafts"]
 
     def row(self, row: Int[Array, ""]) -> "DraftState":
         """Return the state of one row."""
-        caches = jax.tree.map(lambda each: each.row(row), self.layer_caches, is_leaf=is_layer_cache)
-        last, tokens = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (self.last, self.tokens))
-        return DraftState(caches, last, tokens)
+        caches = jax.tree.map(lambda cache: cache.row(row), self.layer_caches, is_leaf=is_layer_cache)
+        arrays = self.last_hidden, self.tokens
+        return DraftState(caches, *jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), arrays))
 
     def with_row(self, row: Int[Array, ""], new: "DraftState") -> "DraftState":
         """Replace the state of one row."""
-        write = lambda each, new: each.with_row(row, new)  # noqa: E731
-        caches = jax.tree.map(write, self.layer_caches, new.layer_caches, is_leaf=is_layer_cache)
-        others = (self.last, self.tokens), (new.last, new.tokens)
-        return DraftState(caches, *jax.tree.map(lambda x, new: x.at[row].set(new[0]), *others))
+        caches = jax.tree.map(
+            lambda cache, new_cache: cache.with_row(row, new_cache),
+            self.layer_caches,
+            new.layer_caches,
+            is_leaf=is_layer_cache,
+        )
+        arrays = self.last_hidden, self.tokens
+        new_arrays = new.last_hidden, new.tokens
+        return DraftState(caches, *jax.tree.map(lambda x, new: x.at[row].set(new[0]), arrays, new_arrays))
 
     def empty_rows(self, rows: Int[Array, "rows"]) -> "DraftState":
         """Mark rows as empty. Row indices beyond the last row are ignored."""
-        caches = jax.tree.map(lambda each: each.empty_rows(rows), self.layer_caches, is_leaf=is_layer_cache)
-        return DraftState(caches, *jax.tree.map(lambda x: x.at[rows].set(0, mode="drop"), (self.last, self.tokens)))
+        caches = jax.tree.map(lambda cache: cache.empty_rows(rows), self.layer_caches, is_leaf=is_layer_cache)
+        arrays = self.last_hidden, self.tokens
+        return DraftState(caches, *jax.tree.map(lambda x: x.at[rows].set(0, mode="drop"), arrays))
 
 
 class VerifiedStep(NamedTuple):
-    """Tokens that the model has read, as far as they are right.
+    """Tokens that the model has processed and verified in one step.
 
     **Arguments:**
 
-    - `tokens`, `positions`: tokens that were fed; rejected ones are at position -1.
-    - `hidden`: the model's hidden state at each.
-    - `following`: the token that the model has chosen after each.
-    - `begin`, `num_accepted`: position of the first token, and the number of accepted ones.
-    - `experts`: the experts that each token was sent to, with `Execution.expert_choices`.
+    - `tokens`, `positions`: processed tokens and their positions; the position of a rejected token is -1.
+    - `hidden`: hidden state of the model at each token.
+    - `following`: the token that the model chose after each token.
+    - `start`: position of the first token.
+    - `num_accepted`: number of accepted tokens, drafts included.
+    - `experts`: selected experts of each token, recorded with `Execution.expert_choices`.
     """
 
     tokens: Int[Array, "rows columns"]
     positions: Int[Array, "rows columns"]
     hidden: Float[Array, "rows columns embed"]
     following: Int[Array, "rows columns"]
-    begin: Int[Array, "rows"]
+    start: Int[Array, "rows"]
     num_accepted: Int[Array, "rows"]
     experts: Int[Array, "layers rows columns slots"] | None = None

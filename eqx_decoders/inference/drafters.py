@@ -1,10 +1,11 @@
-"""Drafters of speculative decoding: cheap guesses of the next tokens, which the model verifies at once.
+"""Drafters for speculative decoding: cheap guesses of the next tokens, which the model verifies in one step.
 
-A draft is accepted where the model chooses the same token, by the draw (or the maximum) that it would have made without
-drafts (`decode_step`). As a draft is certain of its token, this is the rule of speculative sampling (Leviathan et al.
-2023): a token x is accepted with probability p(x), and another one is drawn from the rest of p. So drafts change no
-text but for rounding, seeds included: a step computes several tokens, whose last bits may differ in low precision.
-`generate` and the engine take any drafter that drafts on the device, the engine also those that draft on the host.
+`decode_step` samples (or takes the maximum) exactly as it would without drafts, and accepts a draft that equals the
+sampled token. This is the rule of speculative sampling (Leviathan et al. 2023) for a draft distribution that puts all
+probability on one token: token x is accepted with probability p(x); otherwise a different token is sampled from p.
+Drafts therefore do not change the generated tokens, for the same seed, except for rounding: a step that computes
+several tokens may differ in the last bits in low precision. `generate` accepts drafters that run on the device; the
+engine also accepts drafters that run on the host.
 """
 
 import abc
@@ -24,31 +25,32 @@ from eqx_decoders.model.decoder import Decoder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafter(CheckedFields, abc.ABC):
-    """Source of `num_tokens` drafts of each step: on the host by `find`, or on the device by all the others.
+    """Source of up to `num_tokens` drafts per step.
 
-    `drafts_prompts` says whether `prefill` drafts the tokens after a prompt.
+    A drafter on the host implements `find`. A drafter on the device implements the other methods. `drafts_prompts`:
+    whether `prefill` returns drafts for the tokens after a prompt.
     """
 
     num_tokens: PositiveInt
     drafts_prompts: ClassVar[bool] = False
 
     def check_model(self, model: Decoder) -> None:
-        """Raise ConfigError for a model that can't verify these drafts."""
+        """Raise ConfigError if the model cannot verify these drafts."""
 
-    def find(self, text: Sequence[int] | np.ndarray) -> list[int] | None:
-        """Return the drafts after a text; None where they are made on the device."""
+    def find(self, tokens: Sequence[int] | np.ndarray) -> list[int] | None:
+        """Return drafts for the tokens after `tokens`; None if this drafter runs on the device."""
 
     def empty(self, model: Decoder, rows: int, length: int, cache_format: CacheFormat) -> DraftState | None:
-        """Create the state of empty rows; None where drafts are made on the host."""
+        """Create the state of empty rows, with caches of `length` tokens; None if this drafter runs on the host."""
 
-    def prefill(self, model: Decoder, state: DraftState, row: Int[Array, ""], read: VerifiedStep) -> DraftState:
-        """Update the state of one row after a part of its prompt."""
-        return state.with_row(row, self.step(model, state.row(row), read))
+    def prefill(self, model: Decoder, state: DraftState, row: Int[Array, ""], chunk: VerifiedStep) -> DraftState:
+        """Update the state of one row with a chunk of its prompt."""
+        return state.with_row(row, self.step(model, state.row(row), chunk))
 
     def step(
         self, model: Decoder, state: DraftState, verified: VerifiedStep, *, cache_is_empty: bool = False
     ) -> DraftState:
-        """Update the state after a step of all rows, and draft the tokens after it; on the host there is none."""
+        """Update the state of all rows with the tokens of a step, and draft the tokens after them."""
         return state
 
 
@@ -59,8 +61,9 @@ class PromptLookup(Drafter):
 
     **Arguments:**
 
-    - `num_tokens`: maximum drafts of each step.
-    - `longest`, `shortest`: numbers of last tokens to search for, the longest first.
+    - `num_tokens`: maximum number of drafts per step.
+    - `longest`, `shortest`: maximum and minimum number of last tokens (n-gram size) to search for; longer matches are
+        preferred.
     """
 
     num_tokens: PositiveInt = 4
@@ -69,27 +72,29 @@ class PromptLookup(Drafter):
 
     def __post_init__(self):
         super().__post_init__()
-        rule = f"PromptLookup.shortest={self.shortest} must be at most longest={self.longest}"
-        check(self.shortest <= self.longest, f"{rule}.")
+        check(
+            self.shortest <= self.longest,
+            f"PromptLookup.shortest={self.shortest} must be at most longest={self.longest}.",
+        )
 
-    def find(self, text: Sequence[int] | np.ndarray) -> list[int]:
-        """Return the drafts after a text: the tokens that follow the latest match."""
-        text = np.asarray(text)
-        for size in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            end = len(text) - size  # where the last tokens begin, and up to which other places may begin
-            starts = np.flatnonzero(text[:end] == text[end])
+    def find(self, tokens: Sequence[int] | np.ndarray) -> list[int]:
+        """Return the tokens that follow the latest earlier occurrence of the last tokens; [] if there is no match."""
+        tokens = np.asarray(tokens)
+        for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+            suffix_start = len(tokens) - size
+            matches = np.flatnonzero(tokens[:suffix_start] == tokens[suffix_start])
             for index in range(1, size):
-                starts = starts[text[starts + index] == text[end + index]]
-            if len(starts) > 0:
-                begin = int(starts[-1]) + size
-                return text[begin : begin + self.num_tokens].tolist()
+                matches = matches[tokens[matches + index] == tokens[suffix_start + index]]
+            if len(matches) > 0:
+                start = int(matches[-1]) + size
+                return tokens[start : start + self.num_tokens].tolist()
         return []
 
 
 def with_models(function: Callable[[Decoder], Decoder], drafter: Drafter) -> Drafter:
-    """Return a drafter with its models, if it has any, changed by a function."""
+    """Return the drafter after applying `function` to each model that it contains."""
 
-    def change(each: Any) -> Any:  # a drafter that JAX does not know is a leaf, too
-        return function(each) if isinstance(each, Decoder) else each
+    def change(node: Any) -> Any:  # a drafter that is not registered as a pytree is a leaf itself
+        return function(node) if isinstance(node, Decoder) else node
 
-    return jax.tree.map(change, drafter, is_leaf=lambda each: isinstance(each, Decoder))
+    return jax.tree.map(change, drafter, is_leaf=lambda node: isinstance(node, Decoder))

@@ -1,4 +1,4 @@
-"""Text of token ids as they come."""
+"""Incremental decoding of token ids to text."""
 
 import numpy as np
 
@@ -6,31 +6,33 @@ from eqx_decoders.io.text.tokenizer import Ids, Tokenizer, prompt_ids as prompt_
 
 
 class StreamDecoder:
-    """Incremental decoder of token ids, which never returns half of a character.
+    """Incremental decoder of token ids, which returns only complete characters.
 
-    An unfinished UTF-8 sequence decodes to U+FFFD at the very end: that is held back until more ids complete it, or
-    until `flush`. All pieces together are `tokenizer.decode` of all ids.
+    An incomplete UTF-8 sequence decodes to U+FFFD at the end of the text. Such characters are buffered until more ids
+    complete them, or until `flush`. The returned texts concatenated equal `tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._shown = 0  # characters of decode(self._ids) that were returned
+        self._num_returned = 0  # number of characters of decode(self._ids) that were returned
 
     def push(self, ids: int | np.integer | Ids) -> str:
-        """Add the next id or ids; return the text that is complete now."""
+        """Add the next id or ids; return the newly completed text."""
         self._ids += np.atleast_1d(np.asarray(ids)).tolist()
         text = self._tokenizer.decode(self._ids)
-        certain = text.rstrip("\ufffd")  # all of them: decoders with byte fallback show one for each byte
-        new = certain[self._shown :]
-        self._shown += len(new)
-        if certain == text and len(self._ids) > 32:  # keep a little context: some decoders treat the first id specially
+        complete = text.rstrip("\ufffd")  # several: decoders with byte fallback return one U+FFFD per byte
+        new = complete[self._num_returned :]
+        self._num_returned += len(new)
+        if complete == text and len(self._ids) > 32:
+            # Drop old ids so that each call stays cheap; keep some, since some decoders treat the first id specially.
             self._ids = self._ids[-8:]
-            self._shown = len(self._tokenizer.decode(self._ids))
+            self._num_returned = len(self._tokenizer.decode(self._ids))
         return new
 
     def flush(self) -> str:
-        """Return the text that was held back, and start anew."""
-        rest = self._tokenizer.decode(self._ids)[self._shown :]
-        self._ids, self._shown = [], 0
-        return rest
+        """Return the buffered text, and reset the decoder."""
+        buffered = self._tokenizer.decode(self._ids)[self._num_returned :]
+        self._ids = []
+        self._num_returned = 0
+        return buffered

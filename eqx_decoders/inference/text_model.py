@@ -1,4 +1,4 @@
-"""Text in, text out: a decoder with its tokenizer and its chat template, if it has one."""
+"""Text in, text out: a decoder with its tokenizer and chat template."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Files(NamedTuple):
-    """Files for a prompt: images, videos and audio."""
+    """Paths of the images, videos and audio files of a prompt."""
 
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
@@ -49,9 +49,8 @@ class Files(NamedTuple):
         return any(map(len, self))
 
 
-def _has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message holds more than text."""
-    contents = [one.get("content") for one in messages]
+def _has_media_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
@@ -62,9 +61,9 @@ class TextModel:
 
     **Arguments:**
 
-    - `model`, `tokenizer`: of the same vocabulary.
-    - `chat`: template of conversations; None: the model only continues texts.
-    - `stops`: ids that end a text in addition to the tokenizer's eos; None: the ids in the files of `model.origin`.
+    - `model`, `tokenizer`: must have the same vocabulary.
+    - `chat`: chat template; None: the model only completes plain text.
+    - `stops`: stop ids in addition to the tokenizer's eos; None: the stop ids in the files of `model.origin`.
     """
 
     model: Decoder
@@ -73,27 +72,30 @@ class TextModel:
     stops: tuple[int, ...] | None = None
 
     def with_letters(self) -> "TextModel":
-        """Return the same model, but names of special tokens in messages are letters (see `ChatTemplate.literal`)."""
+        """Return a copy that encodes the names of special tokens in message contents as ordinary text.
+
+        See `ChatTemplate.literal`.
+        """
         return dataclasses.replace(self, chat=with_letters(self.chat, self.tokenizer))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids that end a text: the tokenizer's eos and `stops`.
+        """Ids that end a text: the tokenizer's eos and `stops`.
 
         If `stops` is None: the tokenizer's eos, and `eos_token_id` of `generation_config.json` and `config.json`.
         """
         origin = self.model.origin
-        ends = None if origin is None else json.loads(origin.settings).get("eos_token_id")
-        ids = {*self.model.generation_config.stop_ids, *parse_token_ids("config.json: eos_token_id", ends)}
+        eos_ids = None if origin is None else json.loads(origin.settings).get("eos_token_id")
+        ids = {*self.model.generation_config.stop_ids, *parse_token_ids("config.json: eos_token_id", eos_ids)}
         ids = ids if self.stops is None else {*self.stops}
         if self.tokenizer.eos_id is not None:
             ids.add(self.tokenizer.eos_id)
         return tuple(sorted(ids))
 
     def encode(self, prompt: Prompt) -> Int[np.ndarray, "length"]:
-        """Return the ids of a text to be continued, or of a conversation to be answered.
+        """Return the token ids of a prompt: a text to complete, or messages to respond to.
 
-        If the last message is from the assistant, it is continued.
+        If the last message is from the assistant, the model continues this message.
         """
         (ids,) = self.encode_many([prompt])
         return ids
@@ -101,33 +103,48 @@ class TextModel:
     def encode_many(
         self, prompts: Sequence[Prompt], variables: Sequence[Mapping[str, Any]] | None = None
     ) -> list[np.ndarray]:
-        """Return the ids of each prompt; conversations are rendered together.
+        """Return the token ids of each prompt. All conversations are rendered in one batch.
 
-        variables: other variables of the chat template for each prompt, such as `tools`.
+        `variables`: further variables of the chat template for each prompt, such as `tools`.
         """
-        settings = [{}] * len(prompts) if variables is None else variables
-        pairs = zip(prompts, settings, strict=True)
-        conversations = iter(self._conversations([(each, more) for each, more in pairs if not isinstance(each, str)]))
-        return [prompt_ids(self.tokenizer, each) if isinstance(each, str) else next(conversations) for each in prompts]
+        variables = [{}] * len(prompts) if variables is None else variables
+        conversations = [
+            (prompt, prompt_variables)
+            for prompt, prompt_variables in zip(prompts, variables, strict=True)
+            if not isinstance(prompt, str)
+        ]
+        conversation_ids = iter(self._encode_conversations(conversations))
+        return [
+            prompt_ids(self.tokenizer, prompt) if isinstance(prompt, str) else next(conversation_ids)
+            for prompt in prompts
+        ]
 
     def prepare(self, prompt: Prompt, files: Files = Files()) -> tuple[Int[np.ndarray, "length"], Media | None]:
-        """Return the ids of a prompt, and its images, videos and audio; None for text alone.
+        """Return the token ids of a prompt, and its images, videos and audio; None for a prompt of text only.
 
         **Arguments:**
 
-        - `prompt`: a text; without placeholders for images, videos and audio these precede it. Or
-            messages, whose contents are texts or lists of parts that carry files of their own.
-        - `files`: for a text.
+        - `prompt`: a text, or messages. Contents of messages are texts, or lists of parts that refer to files. If a
+            text has no placeholders for its files, the placeholders are inserted before the text.
+        - `files`: files of a prompt that is a text.
         """
-        if not files and (isinstance(prompt, str) or not _has_parts(prompt)):
+        if not files and (isinstance(prompt, str) or not _has_media_parts(prompt)):
             return self.encode(prompt), None
-        rule = "This model takes text alone, and files are given: leave them out, or choose a model that sees and hears"
-        check(self.model.config.media is not None, f"{rule}.")
-        check(jax.process_count() == 1, "files beside a prompt need a run of one process.")
+        check(
+            self.model.config.media is not None,
+            "The prompt has images, videos or audio files, but this model accepts only text. Remove the files, or use "
+            "a vision-language or audio model.",
+        )
+        check(
+            jax.process_count() == 1,
+            f"Prompts with images, videos or audio files need a run of one process, but this run has "
+            f"{jax.process_count()}.",
+        )
         origin = self.model.origin
         if origin is None or origin.directory is None:
             raise ConfigError(
-                "This model has no directory with a preprocessor_config.json, which says how files are read."
+                "Images, videos and audio files are processed according to preprocessor_config.json, but this model "
+                "was not loaded from a directory. Load it from a directory with this file."
             )
         from eqx_decoders.io.processors.processor import Processor
 
@@ -135,23 +152,24 @@ class TextModel:
         processor = Processor.load(origin.directory, tokenizer=tokenizer)
         if self.chat is not None:
             processor = processor.with_letters(self.chat.literal)
-        given_files: dict[str, Any] = {name: paths for name, paths in files._asdict().items() if paths}
+        paths_by_kind: dict[str, Any] = {kind: paths for kind, paths in files._asdict().items() if paths}
         if isinstance(prompt, str):
-            prompt = processor.with_placeholders(prompt, **{name: len(paths) for name, paths in given_files.items()})
-        prepared = processor(prompt, **given_files)
+            num_files = {kind: len(paths) for kind, paths in paths_by_kind.items()}
+            prompt = processor.with_placeholders(prompt, **num_files)
+        prepared = processor(prompt, **paths_by_kind)
         arrays: dict[str, Any] = dict(prepared.arrays)
         media = Media.create(self.model.config, prepared.input_ids, **arrays) if arrays else None
         return prepared.input_ids[0], media
 
-    def _conversations(
+    def _encode_conversations(
         self, conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]]
     ) -> list[np.ndarray]:
         if not conversations:
             return []
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
-            raise ConfigError("This model has no chat template: give a text to be continued.")
+            raise ConfigError("This model has no chat template. Pass a text instead of messages.")
         requests: list[Conversation] = []
-        continued: list[str | None] = []  # text of the last message if the model continues the message
+        continued: list[str | None] = []  # content of the last message if the model continues this message; else None
         for messages, variables in conversations:
             checked = check_messages(messages)
             content = checked[-1].get("content")
@@ -178,53 +196,55 @@ class TextModel:
         num_draft_tokens: int = 0,
         files: Files = Files(),
     ) -> Iterator[str]:
-        """Yield the model's answer to a prompt, piece by piece; all pieces together are the text.
+        """Yield the completion of a prompt, or the response to messages, as pieces of text.
 
-        `num_draft_tokens` as in `generate`, `files` as in `prepare`.
+        `num_draft_tokens` as in `generate`, `files` as in `prepare`. With learned positions, generation ends at the
+        last position. With several processes, all processes must call this and consume all pieces; the prompt of the
+        first process is used.
 
-        Raises ConfigError for an empty prompt, or for one that fills all learned positions; a text ends where these do.
-        In a run of several processes all must call this and take all pieces; the first one's prompt counts.
+        Raises ConfigError if the prompt is empty, or if it leaves no learned position for a new token.
         """
-        # Only the prompt of the first process counts: some templates insert the date, which may differ.
-        own_ids, media = self.prepare(prompt, files) if jax.process_index() == 0 else (None, None)
-        ids = np.asarray(from_first("prompt", None if own_ids is None else own_ids.tolist()), np.int32)
-        check(len(ids) > 0, "prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
+        # All processes use the ids of the first process: chat templates may insert the date, which may differ.
+        local_ids, media = self.prepare(prompt, files) if jax.process_index() == 0 else (None, None)
+        ids = np.asarray(from_first("prompt", None if local_ids is None else local_ids.tolist()), np.int32)
+        check(len(ids) > 0, "prompt='' is empty, and the tokenizer adds no bos token. Pass a non-empty prompt.")
         tokens = stream(
             self.model,
             ids[None],
-            max_new_tokens=self._fitting(len(ids), max_new_tokens),
+            max_new_tokens=self._limit_new_tokens(len(ids), max_new_tokens),
             sampler=sampler,
             key=key,
             stop_ids=self.stop_ids,
             num_draft_tokens=num_draft_tokens,
             media=media,
         )
-        return self._decoded(tokens)
+        return self._decode(tokens)
 
-    def _fitting(self, count: int, new: int) -> int:
-        """Return the number of new tokens that fit after a prompt of so many."""
+    def _limit_new_tokens(self, prompt_length: int, max_new_tokens: int) -> int:
+        """Return `max_new_tokens`, reduced to the number of learned positions after the prompt."""
         positions = self.model.config.positions
         if not isinstance(positions, LearnedPositions):
-            return new
-        room = positions.max_positions
-        check(count < room, f"The prompt has {count} tokens, but the model has {room} learned positions. Shorten it.")
-        return min(new, room - count)
+            return max_new_tokens
+        max_positions = positions.max_positions
+        check(
+            prompt_length < max_positions,
+            f"The prompt has {prompt_length} tokens, but the model has {max_positions} learned positions. Shorten the "
+            "prompt.",
+        )
+        return min(max_new_tokens, max_positions - prompt_length)
 
-    def _decoded(self, tokens: Iterator[np.ndarray]) -> Iterator[str]:
-        text, stops = StreamDecoder(self.tokenizer), self.stop_ids
+    def _decode(self, tokens: Iterator[np.ndarray]) -> Iterator[str]:
+        decoder = StreamDecoder(self.tokenizer)
+        stop_ids = self.stop_ids
         for token in tokens:
-            if token[0] not in stops:
-                yield text.push(token[0])
-        yield text.flush()
+            if token[0] not in stop_ids:
+                yield decoder.push(token[0])
+        yield decoder.flush()
 
 
 def build_text_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
-    """Return a model with the chat template in the directory of its tokenizer."""
-    return TextModel(
-        model=model,
-        tokenizer=tokenizer,
-        chat=load_chat_template(folder),
-    )
+    """Return a `TextModel` with the chat template in `folder`, the directory of the tokenizer."""
+    return TextModel(model=model, tokenizer=tokenizer, chat=load_chat_template(folder))
 
 
 def load_text_model(
@@ -235,12 +255,16 @@ def load_text_model(
     quantized: QuantizedName = "expand",
     **execution: Unpack[ExecutionOptions],
 ) -> TextModel:
-    """Load the model and the tokenizer of a directory, a GGUF file or the repository `"org/name"` (see `load_hf`).
+    """Load a model, its tokenizer and its chat template.
 
-    dtype: None for float32 on CPUs, bfloat16 elsewhere.
+    **Arguments:**
+
+    - `source`: a directory, a GGUF file, or a Hugging Face repository `"org/name"`; see `load_hf`.
+    - `dtype`: dtype of the weights. None: float32 on CPUs, bfloat16 elsewhere.
+    - `revision`, `quantized`, `execution`: as in `load_hf`.
     """
     folder = resolve(source, revision).path
     if dtype is None:
         dtype = backend_of(jax.default_backend()).compute_dtype
-    tokenizer = load_tokenizer(folder)  # first, since it fails faster than the weights
+    tokenizer = load_tokenizer(folder)  # before the weights, so that an error is raised early
     return build_text_model(load_hf(folder, dtype, quantized=quantized, **execution), tokenizer, folder)

@@ -1,13 +1,15 @@
-"""Models and caches whose layers are arrays of their own, for inference on CPUs and GPUs.
+"""Unstacking: models and caches with separate arrays for each layer, for inference on CPUs and GPUs.
 
-A scan over layers slices each one's weights from stacked arrays. TPUs read them in place; XLA's CPU backend copies them
-first (and widens 16-bit ones, those of all layers at once), which takes longer than the products of a few tokens. XLA's
-GPU backend copies them, too, and the cache with them. Separate arrays are not copied.
+A scan over layers slices the weights of each layer from stacked arrays. TPUs read the slices in place. XLA's CPU
+backend copies them first (and upcasts 16-bit weights of all layers at once), which takes longer than the matrix
+products of a few tokens. XLA's GPU backend copies the slices of the weights and of the cache. Separate arrays are not
+copied.
 
-On a CPU they are views, which take no memory of their own. On GPUs they are copies, in place of the stacked ones,
-where these are not needed any more (`unstack_in_place`). Else programs slice stacked arrays without a scan, so that
-products read them where they stand; but kernels read copies, so that models with experts, most of whose weights are
-those of kernels, are scanned.
+On a CPU, the arrays of the layers are views of the stacked arrays and need no further memory (`unstack_layers`). On
+GPUs, they are copies that replace the stacked arrays; this is possible only if the caller owns the model
+(`unstack_in_place`). Otherwise, GPU programs run without a scan, so that matrix products read the slices of stacked
+arrays in place. Kernels would still copy their slices, so models with experts keep the scan: kernels read most of
+their weights.
 """
 
 import dataclasses
@@ -36,50 +38,53 @@ from eqx_decoders.sharding.axes import axes, named_leaves, replaced
 from eqx_decoders.sharding.explicit import untyped, with_auto_axes
 
 
-WORTH = 2**25  # bytes of a model's layers: fewer fit into the processor's caches, and a scan compiles faster
-MOST = 128  # layers: a program grows with unscanned ones
+MIN_BYTES = 2**25  # size of all layers; smaller models fit into the processor's caches, and a scan compiles faster
+MAX_LAYERS = 128  # program size and compile time grow with the number of unscanned layers
 
 
 def unstack_layers(model: Decoder) -> Decoder:
-    """Return the same model, whose layers programs for one token read in place as far as they can.
+    """Return the same model in the form whose weights a decoding step reads with the fewest copies.
 
-    On one CPU device, each repeat of a unit becomes one `ScannedLayers`, whose arrays are views of the stacked ones,
-    unless these are traced. While a view lives, a donated array is copied instead of overwritten: so drop the result as
-    soon as possible. On GPUs without a scan, if it has no experts. Small models and those of many layers are returned
-    as they are.
+    On a single CPU device, each layer of a `ScannedLayers` becomes a separate `ScannedLayers` with views of the stacked
+    arrays, unless the arrays are traced. As long as a view exists, donating the stacked array copies it instead of
+    reusing its memory, so drop the returned model as soon as possible. On GPUs, the model runs without a scan, unless
+    it has experts. Models smaller than `MIN_BYTES`, or with more than `MAX_LAYERS` layers, are returned unchanged.
     """
     backend = model.execution.layout.backend
-    if not _is_worth_it(model):
+    if not _should_unstack(model):
         return model
-    if backend.separate_layers and _are_known(model):
-        return _map_scanned_layers(model, _cut)
-    has_experts = any("experts" in words for words in axes(model).values())
+    if backend.separate_layers and _is_concrete(model):
+        return _map_scanned_layers(model, _view_layers)
+    has_experts = any("experts" in axis_names for axis_names in axes(model).values())
     return model.replace(scan=False) if backend.unrolled_layers and not has_experts else model
 
 
 def unstack_in_place(model: Decoder, shared: Sequence[Any] = ()) -> Decoder:
-    """Return the same model with a `ScannedLayers` for each repeat of a unit; on GPUs its stacked arrays are deleted.
+    """Return the same model with separate arrays for each layer; on GPUs, the stacked arrays are deleted.
 
-    They are cut one after the other, so that never more than one of them is there twice. Of a model of shapes these are
-    cut. On other platforms the model is returned as it is.
+    The stacked arrays are split one at a time, so at most one of them is in memory twice. A model of
+    `jax.ShapeDtypeStruct`s is converted in the same way. On other platforms the model is returned unchanged.
 
     **Arguments:**
 
-    - `shared`: arrays that are not deleted, since another model has them, too.
+    - `shared`: arrays that are not deleted, because another model uses them.
     """
-    if not (model.execution.layout.backend.unrolled_layers and _is_worth_it(model)):
+    if not (model.execution.layout.backend.unrolled_layers and _should_unstack(model)):
         return model
     if isinstance(_arrays(model)[0], jax.ShapeDtypeStruct):
-        return _map_scanned_layers(model, _cut_shapes)
-    cut = partial(_cut_and_delete, shared={id(leaf) for leaf in shared})
-    return _map_scanned_layers(model, cut) if _are_known(model) else model
+        return _map_scanned_layers(model, _split_shapes)
+    split = partial(_split_and_delete, shared={id(leaf) for leaf in shared})
+    return _map_scanned_layers(model, split) if _is_concrete(model) else model
 
 
-def _is_worth_it(model: Decoder) -> bool:
-    execution, layout = model.execution, model.execution.layout
-    plain = execution.scan and layout.sizes.get("stage", 1) == 1 and not layout.offload.weights
-    stacked = any(layers.repeats > 1 for layers in model.scanned_layers) and len(model.config.blocks) <= MOST
-    return plain and stacked and sum(leaf.size * leaf.dtype.itemsize for leaf in _arrays(model)) >= WORTH
+def _should_unstack(model: Decoder) -> bool:
+    execution = model.execution
+    layout = execution.layout
+    is_scanned = execution.scan and layout.sizes.get("stage", 1) == 1 and not layout.offload.weights
+    is_stacked = any(layers.repeats > 1 for layers in model.scanned_layers)
+    if not is_scanned or not is_stacked or len(model.config.blocks) > MAX_LAYERS:
+        return False
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in _arrays(model)) >= MIN_BYTES
 
 
 def _arrays(model: Decoder) -> list[Any]:
@@ -88,77 +93,81 @@ def _arrays(model: Decoder) -> list[Any]:
     ]
 
 
-def _are_known(model: Decoder) -> bool:
+def _is_concrete(model: Decoder) -> bool:
     return all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in _arrays(model))
 
 
-def _map_scanned_layers(model: Decoder, cut: Callable[[ScannedLayers], list[ScannedLayers]]) -> Decoder:
-    return dataclasses.replace(
-        model, scanned_layers=tuple(each for layers in model.scanned_layers for each in cut(layers))
+def _map_scanned_layers(model: Decoder, split: Callable[[ScannedLayers], list[ScannedLayers]]) -> Decoder:
+    new_layers = [single for layers in model.scanned_layers for single in split(layers)]
+    return dataclasses.replace(model, scanned_layers=tuple(new_layers))
+
+
+def _split_shapes(layers: ScannedLayers) -> list[ScannedLayers]:
+    """Return one `ScannedLayers` of `jax.ShapeDtypeStruct`s per repeat."""
+    unit = jax.tree.map(
+        lambda leaf: _slice_layer(leaf, 0) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, layers.unit
     )
-
-
-def _cut_shapes(layers: ScannedLayers) -> list[ScannedLayers]:
-    """Return `ScannedLayers` of shapes for each repeat."""
-    unit = jax.tree.map(lambda leaf: _piece(leaf, 0) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, layers.unit)
     return [ScannedLayers(unit=unit, repeats=1)] * layers.repeats
 
 
-def _piece(stacked: Any, index: int) -> Any:
-    """Return one layer of a stacked array, as a stack of one; or its shape."""
+def _slice_layer(stacked: Any, index: int) -> Any:
+    """Return one layer of a stacked array or `jax.ShapeDtypeStruct`; the leading axis stays, with size 1."""
     if isinstance(stacked, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((1, *stacked.shape[1:]), stacked.dtype, sharding=stacked.sharding)
     return stacked[index : index + 1]
 
 
-def _cut_and_delete(layers: ScannedLayers, shared: set[int]) -> list[ScannedLayers]:
-    """Return `ScannedLayers` for each repeat, with copies of the stacked arrays, and delete the stacked arrays.
+def _split_and_delete(layers: ScannedLayers, shared: set[int]) -> list[ScannedLayers]:
+    """Return one `ScannedLayers` per repeat, with copies of the slices, and delete the stacked arrays.
 
     Arrays whose `id` is in `shared` are not deleted.
     """
-    leaves, with_arrays = _parts(layers)
-    arrays: list[list[Any]] = [[] for _ in range(layers.repeats)]
-    for leaf in leaves:
-        pieces = jax.block_until_ready(_split(layers.repeats, leaf.sharding)(leaf))
-        if id(leaf) not in shared:
-            leaf.delete()
-        for arrays_of_repeat, piece in zip(arrays, pieces, strict=True):
-            arrays_of_repeat.append(piece)
-    return [with_arrays(arrays_of_repeat) for arrays_of_repeat in arrays]
+    stacked_arrays, build_layer = _arrays_and_builder(layers)
+    arrays_by_repeat: list[list[Any]] = [[] for _ in range(layers.repeats)]
+    for stacked in stacked_arrays:
+        slices = jax.block_until_ready(_split_program(layers.repeats, stacked.sharding)(stacked))
+        if id(stacked) not in shared:
+            stacked.delete()
+        for arrays, array in zip(arrays_by_repeat, slices, strict=True):
+            arrays.append(array)
+    return [build_layer(arrays) for arrays in arrays_by_repeat]
 
 
 @lru_cache(64)
-def _split(repeats: int, sharding: Any) -> Any:
-    """Return a program that cuts a stacked array, which later calls find again."""
+def _split_program(repeats: int, sharding: Any) -> Any:
+    """Return a jitted function that splits a stacked array; cached, so that equal shapes compile once."""
     return jax.jit(partial(jnp.split, indices_or_sections=repeats), out_shardings=sharding)
 
 
-def _cut(layers: ScannedLayers) -> list[ScannedLayers]:
-    """Return `ScannedLayers` for each repeat, with views of the stacked arrays."""
-    leaves, with_arrays = _parts(layers)
-    # views of an array's data: the array itself would hold on to its NumPy view
-    shown = [np.asarray(leaf.addressable_data(0)) for leaf in leaves]
-    views = [[whole[index : index + 1] for whole in shown] for index in range(layers.repeats)]
-    # 4-bit numbers without a sharding: compiled programs (jax 0.10.2) misread the layout of others
-    shardings = [None if leaf.dtype in (jnp.int4, jnp.uint4) else leaf.sharding for leaf in leaves]
+def _view_layers(layers: ScannedLayers) -> list[ScannedLayers]:
+    """Return one `ScannedLayers` per repeat, with views of the stacked arrays."""
+    stacked_arrays, build_layer = _arrays_and_builder(layers)
+    # of `addressable_data`, since a `jax.Array` keeps a reference to the NumPy view of itself
+    data = [np.asarray(stacked.addressable_data(0)) for stacked in stacked_arrays]
+    views_by_repeat = [[array[index : index + 1] for array in data] for index in range(layers.repeats)]
+    # 4-bit arrays are put without a sharding: with one, compiled programs misread their memory layout (jax 0.10.2)
+    shardings = [None if array.dtype in (jnp.int4, jnp.uint4) else array.sharding for array in stacked_arrays]
     if None in shardings:
-        arrays = [[jax.device_put(*pair) for pair in zip(row, shardings, strict=True)] for row in views]
-    else:  # one call takes a third less time than one for each
-        arrays = jax.device_put(views, [shardings] * layers.repeats)
-    return [with_arrays(arrays_of_repeat) for arrays_of_repeat in arrays]
+        arrays_by_repeat = [
+            [jax.device_put(view, sharding) for view, sharding in zip(views, shardings, strict=True)]
+            for views in views_by_repeat
+        ]
+    else:  # one call for all arrays takes a third less time than a call for each array
+        arrays_by_repeat = jax.device_put(views_by_repeat, [shardings] * layers.repeats)
+    return [build_layer(arrays) for arrays in arrays_by_repeat]
 
 
-def _parts(layers: ScannedLayers) -> tuple[list[Array], Callable[[list[Array]], ScannedLayers]]:
-    """Return the stacked arrays, and a function that returns one repeat with other arrays in their places."""
-    leaves, form = jax.tree.flatten(layers.unit)
-    places = [place for place, leaf in enumerate(leaves) if eqx.is_array(leaf)]
+def _arrays_and_builder(layers: ScannedLayers) -> tuple[list[Array], Callable[[list[Array]], ScannedLayers]]:
+    """Return the stacked arrays, and a function that builds a single layer from arrays in the same order."""
+    leaves, treedef = jax.tree.flatten(layers.unit)
+    indices = [index for index, leaf in enumerate(leaves) if eqx.is_array(leaf)]
 
-    def with_arrays(arrays: list[Array]) -> ScannedLayers:
-        new = dict(zip(places, arrays, strict=True))
-        unit = jax.tree.unflatten(form, [new.get(place, leaf) for place, leaf in enumerate(leaves)])
+    def build_layer(arrays: list[Array]) -> ScannedLayers:
+        new = dict(zip(indices, arrays, strict=True))
+        unit = jax.tree.unflatten(treedef, [new.get(index, leaf) for index, leaf in enumerate(leaves)])
         return ScannedLayers(unit=unit, repeats=1)
 
-    return [leaves[place] for place in places], with_arrays
+    return [leaves[index] for index in indices], build_layer
 
 
 def inference_cache(
@@ -169,49 +178,52 @@ def inference_cache(
     *,
     pages: PageConfig | None = None,
 ) -> Cache:
-    """Return `init_cache` for a model, whose layers may be unstacked."""
+    """Return an empty cache for a model, whose layers may be unstacked. Arguments as in `init_cache`."""
     layout = model.execution.layout
     return cut_cache(model, init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages))
 
 
 def cut_cache(model: Decoder, cache: Cache) -> Cache:
-    """Return a cache, or its shapes, that is cut like the layers of a model, which may be unstacked."""
+    """Split a cache, or its shapes, by layers if the layers of the model are unstacked; else return it unchanged."""
     units = find_repeats(model.config.blocks)
     if len(model.scanned_layers) == len(units):
         return cache
-    parts = tuple(
-        jax.tree.map(
-            lambda cache_of_layers, index=index: _layer(cache_of_layers, index), caches, is_leaf=is_layer_cache
-        )
+    layer_caches = tuple(
+        jax.tree.map(lambda layer_cache, index=index: _single_layer(layer_cache, index), caches, is_leaf=is_layer_cache)
         for caches, (_, repeats) in zip(cache.layer_caches, units, strict=True)
         for index in range(repeats)
     )
-    return eqx.tree_at(lambda cache: cache.layer_caches, cache, parts)  # also of shapes, which its types refuse
+    # `tree_at`, since the constructor of `Cache` rejects shapes
+    return eqx.tree_at(lambda cache: cache.layer_caches, cache, layer_caches)
 
 
-def _layer(cache: LayerCache, index: int) -> Any:
-    """Return the cache of one of the layers, as one of a stack of one."""
-    words, leaves = axes(cache), named_leaves(cache)
-    return replaced(cache, {n: _piece(x, index) if "layers" in words[n] else x for n, x in leaves.items()})
+def _single_layer(cache: LayerCache, index: int) -> Any:
+    """Return the cache of one layer; its `layers` axis has size 1."""
+    axis_names = axes(cache)
+    new_leaves = {
+        name: _slice_layer(leaf, index) if "layers" in axis_names[name] else leaf
+        for name, leaf in named_leaves(cache).items()
+    }
+    return replaced(cache, new_leaves)
 
 
 def default_cache_format(execution: Execution) -> CacheFormat:
-    """Return the default format of keys and values in a cache: the dtype of activations, or float32.
+    """Return the default format of cached keys and values: the compute dtype, but float32 on CPUs for 16-bit dtypes.
 
-    Where 16-bit numbers are multiplied as float32 (CPUs), XLA would widen the whole cache at every token.
+    XLA's CPU backend multiplies 16-bit numbers as float32, and would upcast the full cache for every token.
     """
     dtype = np.dtype(execution.precision.compute)
-    widened = execution.layout.backend.widens_half and dtype.itemsize == 2
-    return CacheFormat(dtype=np.dtype(np.float32) if widened else dtype)
+    upcasts = execution.layout.backend.widens_half and dtype.itemsize == 2
+    return CacheFormat(dtype=np.dtype(np.float32) if upcasts else dtype)
 
 
 def placed(model: Decoder) -> Decoder:
-    """Return a model as programs of an engine read it: layers apart, on a mesh of Auto axes."""
+    """Return the model as the serving engine runs it: with unstacked layers, on a mesh with Auto axes."""
     return unstack_layers(_with_auto_mesh(model))
 
 
 def _with_auto_mesh(model: Decoder) -> Decoder:
-    """Move the weights to a mesh of Auto axes: nothing in an engine reads the types of arrays."""
+    """Replace Explicit mesh axes by Auto axes: the engine's programs do not use shardings in array types."""
     layout = model.execution.layout
     if not layout.explicit:
         return model

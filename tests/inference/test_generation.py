@@ -179,14 +179,15 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
 
 @pytest.mark.slow
 def test_what_the_host_reads_is_on_every_device(model):
-    """Or one of several processes could not read it: tokens, and of a stream's state what it shows."""
+    """With several processes, each process must be able to read the tokens, `count` and `done`."""
     placed = model.place(ed.Layout.create(data=4, tensor=2))
-    asked, pad = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None, {}), np.asarray(0, np.int32)
-    assert all(x.sharding.is_fully_replicated for x in generate_module._generate(placed, asked, pad))
-    state, first = generate_module._first(placed, asked, pad)
-    state, second = generate_module._next((placed, asked.rules, np.asarray(1, np.int32)), state)
-    shown = (*first, *second, generate_module._all_tokens(placed, state))
-    assert all(x.sharding.is_fully_replicated for x in shown)
+    request = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None, {})
+    pad = np.asarray(0, np.int32)
+    assert all(x.sharding.is_fully_replicated for x in generate_module._generate(placed, request, pad))
+    state, first = generate_module._first_step(placed, request, pad)
+    state, second = generate_module._next_step((placed, request.rules, np.asarray(1, np.int32)), state)
+    results = (*first, *second, generate_module._all_tokens(placed, state))
+    assert all(x.sharding.is_fully_replicated for x in results)
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_prompts_that_cannot_be_encoded_are_refused(shapes):
 def test_files_beside_a_prompt_need_a_model_in_a_directory_and_one_process(shapes, monkeypatch):
     text = load_text_model(CHAT)
     files = Files(images=("image.png",))
-    with refused(ConfigError, "text alone"):
+    with refused(ConfigError, "only text"):
         text.prepare("What is it?", files)
     seeing = dataclasses.replace(text, model=dataclasses.replace(abstract_hf(FIXTURES / "smolvlm"), origin=None))
     with refused(ConfigError, "preprocessor_config.json"):

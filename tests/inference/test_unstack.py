@@ -24,7 +24,7 @@ from tests.models import filled, rich_decoder, some_tokens
 
 @pytest.fixture
 def cut_all(monkeypatch):
-    monkeypatch.setattr(unstack, "WORTH", 0)
+    monkeypatch.setattr(unstack, "MIN_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_views_take_no_memory_and_let_go_of_it(cut_all):
     norm = ed.init(rich_decoder(6), key=jax.random.key(0)).scanned_layers[0].unit[0]
     segment = ed.ScannedLayers(unit=(eqx.tree_at(lambda block: block.mixer.out, norm, leaf),), repeats=3)
     at, size = leaf.unsafe_buffer_pointer(), 64 * 16 * 4
-    parts = unstack._cut(segment)
+    parts = unstack._view_layers(segment)
     found = [part.unit[0].mixer.out for part in parts]
     assert [view.unsafe_buffer_pointer() for view in found] == [at, at + size, at + 2 * size]
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -52,7 +52,7 @@ def test_views_take_no_memory_and_let_go_of_it(cut_all):
 
 def test_what_is_small_split_or_traced_stays(model, monkeypatch):
     assert unstack_layers(model) is model  # too small
-    monkeypatch.setattr(unstack, "WORTH", 0)
+    monkeypatch.setattr(unstack, "MIN_BYTES", 0)
     assert unstack_layers(model.replace(scan=False)).scanned_layers is model.scanned_layers
     placed = model.without_mtp().place(ed.Layout.create(data=2, devices=jax.devices()[:2]))
     assert unstack_layers(placed) is placed
@@ -62,7 +62,7 @@ def test_what_is_small_split_or_traced_stays(model, monkeypatch):
     cut = unstack_layers(model)
     assert [segment.repeats for segment in cut.scanned_layers] == [1] * 2 and unstack_layers(cut) is cut
     assert unstack_in_place(model) is model  # views are for each call
-    monkeypatch.setattr(unstack, "MOST", 3)
+    monkeypatch.setattr(unstack, "MAX_LAYERS", 3)
     assert unstack_layers(model) is model
 
 
@@ -97,7 +97,7 @@ def test_generates_the_same_tokens(model, drafts, cut_all, monkeypatch):
         np.asarray(ed.generate(model, prompt, **options)),
         np.stack(list(ed.stream(model, prompt, **options)), 1),
     )
-    monkeypatch.setattr(unstack, "WORTH", 2**60)
+    monkeypatch.setattr(unstack, "MIN_BYTES", 2**60)
     want = np.asarray(ed.generate(model, prompt, **options))
     assert_array_equal(got, want)
     assert_array_equal(seen, want)
@@ -145,16 +145,16 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     """In the loop over tokens no array of a cache's size is copied, cast or turned around."""
     half = ed.Precision(params=dtype, compute=dtype)
     model = unstack_layers(ed.init(model.without_mtp().config, key=jax.random.key(0), precision=half))
-    asked = generate_module._Request.create(model, np.ones((rows, 40), np.int32), 8, None, None, {})
-    arrays, static = eqx.partition((model, asked), eqx.is_array_like)
+    request = generate_module._Request.create(model, np.ones((rows, 40), np.int32), 8, None, None, {})
+    arrays, static = eqx.partition((model, request), eqx.is_array_like)
     run = jax.jit(
-        lambda arrays: generate_module._last_state(*eqx.combine(arrays, static), np.zeros((), np.int32)).tokens
+        lambda arrays: generate_module._final_state(*eqx.combine(arrays, static), np.zeros((), np.int32)).tokens
     )
     text = run.lower(arrays).compile().as_text()
     loops = re.findall(r"body=%?([\w.]+)", text)
     bodies = [re.search(rf"^%?{re.escape(name)} .*?^}}", text, re.M | re.S) for name in loops]
     body = max((match.group() for match in bodies if match), key=len)  # of the loop over tokens: others are parts of it
-    sizes = {rows * 2 * slots * 8 for slots in (5, asked.room)}
+    sizes = {rows * 2 * slots * 8 for slots in (5, request.cache_length)}
     made = re.findall(r"%?([\w.-]+) = \w+\[([\d,]+)\]", body)
     found = [
         name
@@ -169,7 +169,7 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
 
 def test_numbers_of_four_bits_reach_compiled_programs(monkeypatch):
     """A program compiled ahead, as the engine's are, takes the weights of each layer."""
-    monkeypatch.setattr(unstack, "WORTH", 0)
+    monkeypatch.setattr(unstack, "MIN_BYTES", 0)
     model = unstack_layers(ed.quantize(ed.load_hf(ROOT / "tests" / "fixtures" / "llama_rope"), "int4", group_size=4))
     assert len(model.scanned_layers) > 1
     arrays, static = eqx.partition(model, eqx.is_array)

@@ -92,7 +92,7 @@ def test_each_load_places_the_weights(base, monkeypatch):
 @pytest.mark.slow
 def test_copies_in_the_compute_dtype_are_cut_on_gpus(base, monkeypatch):
     """The trainer's weights are not deleted, stacked copies are, and a second load compiles nothing."""
-    monkeypatch.setattr(unstack, "WORTH", 0)
+    monkeypatch.setattr(unstack, "MIN_BYTES", 0)
     monkeypatch.setattr(ed.Layout, "backend", backend_of("gpu"))
     layout = ed.Layout.create(devices=jax.devices()[:1])
     trained = ed.load_hf(base, layout=layout, precision=ed.Precision(compute="bfloat16"))

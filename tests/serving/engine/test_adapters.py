@@ -241,7 +241,7 @@ def test_engines_of_other_settings(base, kind):
 
 @pytest.mark.slow
 def test_layers_that_are_arrays_of_their_own(base, monkeypatch):
-    monkeypatch.setattr("eqx_decoders.inference.unstack.WORTH", 0)
+    monkeypatch.setattr("eqx_decoders.inference.unstack.MIN_BYTES", 0)
     check(base, EVERY)
 
 
