@@ -1,7 +1,8 @@
-"""Common array shapes for the images and audio of several processes, each of which packs those of its own rows.
+"""Common array shapes for packed images and audio in a run of several processes.
 
-A program that XLA compiles has one shape everywhere. Each process sends the shapes of its arrays for a group of rows,
-and all pad theirs to the largest.
+Each process packs the images and audio of its own sequences, but all processes must run the same compiled program. The
+processes therefore exchange the shapes of their arrays (`array_shapes`), compute the maximum (`merge_shapes`), and pad
+their arrays to it (`pad_to_shapes`).
 """
 
 import dataclasses
@@ -15,13 +16,14 @@ from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, FrameRows, PatchRows
 
 
-Shapes = dict[str, dict[str, Any]]  # of each array of each kind of rows, as JSON
+# JSON: `Media` field -> array name -> (shape of one group, dtype); and the class and `group` of the packed sequences
+Shapes = dict[str, dict[str, Any]]
 
 _KINDS = {kind.__name__: kind for kind in (PatchRows, ChunkRows, FrameRows)}
 
 
 def array_shapes(media: Media) -> Shapes:
-    """Return the shape of each array for one group, and its dtype."""
+    """Return the shape of each array of one group of sequences, and its dtype."""
     groups = media.order.shape[0]
     shapes_by_name: Shapes = {"order": {"order": [list(media.order.shape[1:]), "int32"]}}
     for name in ("images", "audio"):
@@ -33,51 +35,54 @@ def array_shapes(media: Media) -> Shapes:
     return shapes_by_name
 
 
-def merge_shapes(every: Sequence[Shapes]) -> Shapes:
-    """Return the shapes into which the arrays of all processes fit."""
+def merge_shapes(all_shapes: Sequence[Shapes]) -> Shapes:
+    """Return the smallest shapes that fit the arrays of all processes."""
     result: Shapes = {}
-    for name in sorted({name for each in every for name in each}):
-        candidates = [each[name] for each in every if name in each]
+    for name in sorted({name for shapes in all_shapes for name in shapes}):
+        candidates = [shapes[name] for shapes in all_shapes if name in shapes]
         merged: dict[str, Any] = {}
-        for key in sorted({key for each in candidates for key in each}):
-            values = [each[key] for each in candidates if key in each]
-            sized = isinstance(values[0], list)
-            merged[key] = (
-                [np.max([shape for shape, _ in values], axis=0).tolist(), values[0][1]] if sized else values[0]
-            )
-        if "segment_ids" in merged:  # some have none
+        for key in sorted({key for candidate in candidates for key in candidate}):
+            values = [candidate[key] for candidate in candidates if key in candidate]
+            if isinstance(values[0], list):  # (shape, dtype) of an array
+                merged[key] = [np.max([shape for shape, _ in values], axis=0).tolist(), values[0][1]]
+            else:
+                merged[key] = values[0]
+        if "segment_ids" in merged:  # processes without segment ids have not contributed to its shape
             merged["segment_ids"] = merged["positions"]
         result[name] = merged
     return result
 
 
 def pad_to_shapes(media: Media, shapes: Shapes) -> Media:
-    """Pad the arrays of `media` to these shapes, in NumPy."""
-    groups, order = media.order.shape[0], np.asarray(media.order)
+    """Return `media` with its arrays padded to `shapes`, in NumPy."""
+    groups = media.order.shape[0]
+    order = np.asarray(media.order)
     padded = {name: _pad_rows(getattr(media, name), shapes.get(name), groups) for name in ("images", "audio")}
     indices = [
         _feature_index(media.images, padded["images"], groups),
         _feature_index(media.audio, padded["audio"], groups),
     ]
-    # the features of audio stand behind those of images
-    begin = 0 if padded["images"] is None else padded["images"].positions.size // padded["images"].group // groups
-    moved = np.concatenate([indices[0], indices[1] + begin, [0]])[order].astype(np.int32)
-    moved = np.where(order < 0, order, moved)
+    # `order` indexes the image features followed by the audio features.
+    images = padded["images"]
+    num_image_features = 0 if images is None else images.positions.size // images.group // groups
+    new_order = np.concatenate([indices[0], indices[1] + num_image_features, [0]])[order].astype(np.int32)
+    new_order = np.where(order < 0, order, new_order)
     (width,), _ = shapes["order"]["order"]
-    moved = np.pad(moved, ((0, 0), (0, width - moved.shape[1])))
-    return dataclasses.replace(media, order=moved, **padded)
+    new_order = np.pad(new_order, ((0, 0), (0, width - new_order.shape[1])))
+    return dataclasses.replace(media, order=new_order, **padded)
 
 
 def _arrays(rows: PatchRows | AudioRows) -> dict[str, np.ndarray]:
-    named = ((field.name, getattr(rows, field.name)) for field in dataclasses.fields(rows))
-    return {name: np.asarray(x) for name, x in named if isinstance(x, np.ndarray | jax.Array)}
+    values = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
+    return {name: np.asarray(value) for name, value in values.items() if isinstance(value, np.ndarray | jax.Array)}
 
 
 def _feature_index(old: PatchRows | AudioRows | None, new: PatchRows | AudioRows | None, groups: int) -> np.ndarray:
-    """Return the index of each feature of a group in longer rows."""
+    """Return the index of each feature of a group after padding the sequences from `old` to `new`."""
     if old is None or new is None:
         return np.zeros(0, int)
-    rows, length = len(old.positions) // groups, old.positions.shape[1] // old.group
+    rows = len(old.positions) // groups
+    length = old.positions.shape[1] // old.group
     return (np.arange(rows)[:, None] * (new.positions.shape[1] // new.group) + np.arange(length)).reshape(-1)
 
 
@@ -87,18 +92,18 @@ def _pad_rows(
     if shapes is None:
         return None
     arrays = {} if rows is None else _arrays(rows)
-    if "positions" in arrays and "segment_ids" in shapes:  # a row without them is one image
+    if "positions" in arrays and "segment_ids" in shapes:  # without segment ids, each sequence is one image
         arrays.setdefault("segment_ids", (arrays["positions"] >= 0).astype(np.int32))
     padded: dict[str, Any] = {}
-    for name, sized in shapes.items():
+    for name, shape_and_dtype in shapes.items():
         if name in ("kind", "group"):
             continue
-        (each, *shape), dtype = sized
-        whole = np.full((groups, each, *shape), -1 if name == "positions" else 0, dtype)
+        (rows_per_group, *shape), dtype = shape_and_dtype
+        array = np.full((groups, rows_per_group, *shape), -1 if name == "positions" else 0, dtype)
         if name in arrays:
             values = arrays[name].reshape(groups, -1, *arrays[name].shape[1:])
-            whole[tuple(map(slice, values.shape))] = values
-        padded[name] = whole.reshape(groups * each, *shape)
+            array[tuple(map(slice, values.shape))] = values
+        padded[name] = array.reshape(groups * rows_per_group, *shape)
     kind: Any = _KINDS[shapes["kind"]]
     fields = {field.name: padded.get(field.name) for field in dataclasses.fields(kind)}
     return kind(**fields | {"group": shapes["group"]})

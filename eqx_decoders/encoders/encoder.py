@@ -1,4 +1,4 @@
-"""Encoder of images or audio: a stem, the layers and the scan of decoders, and a projector."""
+"""Encoder of images or audio: a stem, scanned layers as in a decoder, and a projector."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -26,24 +26,27 @@ from eqx_decoders.numerics.initializers import normal
 
 
 class EncodedRows(NamedTuple):
-    """Outputs of an encoder for rows of patches, chunks or frames.
+    """Outputs of an encoder for packed sequences.
 
     **Arguments:**
 
-    - `features`: the projector's features.
-    - `rows`: the rows that replace placeholders: the same, unless `EncoderConfig.into` multiplies them.
-    - `deepstack`: features that are added behind the first layers of the decoder.
-    - `separators`: the rows at the end of each line of an image's tokens, and between its parts and the whole.
+    - `encoder_features`: outputs of the projector.
+    - `features`: features that replace placeholders: `encoder_features`, multiplied by `EncoderConfig.into` if it is set.
+    - `deepstack`: features that are added to the outputs of the first decoder layers.
+    - `separators`: learned vectors at the end of each line of a tiled image, and between its tiles and thumbnail.
     """
 
-    features: Float[Array, "batch rows features"]
-    rows: Float[Array, "batch rows embed"]
+    encoder_features: Float[Array, "batch rows features"]
+    features: Float[Array, "batch rows embed"]
     deepstack: tuple[Float[Array, "batch rows embed"], ...]
     separators: tuple[Float[Array, "embed"], ...] = ()
 
 
 class Encoder(eqx.Module):
-    """Encoder of images or audio: `projector(post_norm(block_n(... block_1(pre_norm(stem(rows))))))`."""
+    """Encoder of images or audio: `projector(post_norm(block_n(... block_1(pre_norm(stem(rows))))))`.
+
+    The fields correspond to `EncoderConfig`. `line_end` and `divider` are the learned vectors of `TilesConfig`.
+    """
 
     stem: PatchStem | MobileNet | AudioStem | FrameStem
     scanned_layers: tuple[ScannedLayers, ...]
@@ -62,17 +65,24 @@ class Encoder(eqx.Module):
     @classmethod
     def build(cls, config: EncoderConfig, *, key: PRNGKeyArray) -> "Encoder":
         stem_key, block_key, projector_key, deepstack_key = jax.random.split(key, 4)
-        keys, stack, begin = jax.random.split(block_key, len(config.blocks)), [], 0
+        keys = jax.random.split(block_key, len(config.blocks))
+        stack = []
+        start = 0
         for unit, repeats in config.parts:
             count = len(unit) * repeats
-            stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[begin : begin + count]))
-            begin += count
-        deepstack, into = config.deepstack_projector, config.into
-        inner, out = config.projector.combined_dim(config.input_dim), config.projector.out_dim
-        keys_of_more = [jax.random.fold_in(projector_key, index) for index in range(6)]
-        into_key, token_key, end_key, divider_key, beside_key, bias_key = keys_of_more
-        tiles, table, beside = config.tiles, config.distance_table, config.projector_beside
-        size = config.input_dim if tiles is not None and tiles.projected else out
+            stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[start : start + count]))
+            start += count
+        further_keys = [jax.random.fold_in(projector_key, index) for index in range(6)]
+        into_key, token_key, line_end_key, divider_key, beside_key, bias_key = further_keys
+        deepstack = config.deepstack_projector
+        into = config.into
+        combined_dim = config.projector.combined_dim(config.input_dim)
+        out_dim = config.projector.out_dim
+        tiles = config.tiles
+        table_shape = config.distance_table
+        beside = config.projector_beside
+        separator_dim = config.input_dim if tiles is not None and tiles.projected else out_dim
+        has_divider = tiles is not None and tiles.whole == "last"
         return cls(
             stem=config.stem.build(config.embed_dim, key=stem_key),
             scanned_layers=with_clipping(tuple(stack)) if config.clipped else tuple(stack),
@@ -83,71 +93,76 @@ class Encoder(eqx.Module):
                 deepstack.build(config.embed_dim, key=jax.random.fold_in(deepstack_key, index))
                 for index in range(len(config.deepstack))
             ),
-            into=None if into is None else into.build(out, key=into_key),
-            tokens=None if config.tokens is None else config.tokens.build(inner, key=token_key),
+            into=None if into is None else into.build(out_dim, key=into_key),
+            tokens=None if config.tokens is None else config.tokens.build(combined_dim, key=token_key),
             projector_beside=None if beside is None else beside.build(config.input_dim, key=beside_key),
-            line_end=None if tiles is None else normal(end_key, (size,), jnp.float32, size**-0.5),
-            divider=normal(divider_key, (size,), jnp.float32, size**-0.5) if tiles and tiles.whole == "last" else None,
-            distance_bias=None if table is None else normal(bias_key, table, jnp.float32, 0.02),
+            line_end=None if tiles is None else _separator(line_end_key, separator_dim),
+            divider=_separator(divider_key, separator_dim) if has_divider else None,
+            distance_bias=None if table_shape is None else normal(bias_key, table_shape, jnp.float32, 0.02),
             config=config,
         )  # fmt: skip
 
     def __call__(self, rows: PatchRows | AudioRows, execution: Execution, *, with_images: bool = False) -> EncodedRows:
-        """Return the features that replace placeholders, and those that are added behind the decoder's layers.
+        """Encode packed sequences of patches, chunks or frames.
 
-        with_images: whether the call has images, and this is the encoder of audio.
+        `with_images`: for an audio encoder, whether the call also has images; then `projector_beside` is used if it is
+        set.
         """
         ctx = self._context(rows, execution)
         stem: Any = self.stem
         x = stem(rows, ctx)
         x = x if self.pre_norm is None else self.pre_norm(x)
-        x, deepstack = self._layers(x, ctx)
+        x, deepstack = self._run_layers(x, ctx)
         beside = self.projector_beside if with_images else None
         projector = self.projector if beside is None else beside
-        features = self._filled(projector(x, ctx), ctx)
-        replacing = features if self.into is None else self.into(features, ctx)
-        return EncodedRows(features, replacing, deepstack, self._separators(ctx))
+        encoder_features = self._fill_padding(projector(x, ctx), ctx)
+        features = encoder_features if self.into is None else self.into(encoder_features, ctx)
+        return EncodedRows(encoder_features, features, deepstack, self._separators(ctx))
 
     def _separators(self, ctx: ForwardContext) -> tuple[Array, ...]:
-        """Return the learned rows among an image's tokens."""
-        dtype, tiles = ctx.execution.precision.compute, self.config.tiles
+        """Return the learned vectors for tiled images: `line_end`, and `divider` if there is one."""
+        dtype = ctx.execution.precision.compute
+        tiles = self.config.tiles
         learned = [x.astype(dtype) for x in (self.line_end, self.divider) if x is not None]
         if tiles is None or not tiles.projected:
             return tuple(learned)
         return tuple(self.projector.project(jnp.stack(learned)[None], ctx)[0])
 
-    def _layers(self, x: Array, ctx: ForwardContext) -> tuple[Array, tuple[Array, ...]]:
-        """Return the features for the projector, and those that are added behind the decoder's layers."""
-        config, deepstack, depth = self.config, list[Array](), 0
-        known, deepest = {0: x}, max((*config.depths, *(layer + 1 for layer in config.deepstack)), default=0)
+    def _run_layers(self, x: Array, ctx: ForwardContext) -> tuple[Array, tuple[Array, ...]]:
+        """Return the input of the projector, and the DeepStack features for the decoder's layers."""
+        config = self.config
+        deepstack: list[Array] = []
+        max_depth = max((*config.depths, *(layer + 1 for layer in config.deepstack)), default=0)
+        depth = 0
+        outputs_by_depth = {0: x}
         for layers in self.scanned_layers:
-            if config.depths and depth >= deepest:
+            if config.depths and depth >= max_depth:
                 break
             x = layers(x, ctx).x
             depth += len(layers.unit) * layers.repeats
-            known[depth] = x
+            outputs_by_depth[depth] = x
             if depth - 1 in config.deepstack:
                 deepstack.append(self.deepstack[len(deepstack)](x, ctx))
         if config.depths:
-            return jnp.concatenate([known[each] for each in config.depths], axis=-1), tuple(deepstack)
+            return jnp.concatenate([outputs_by_depth[depth] for depth in config.depths], axis=-1), tuple(deepstack)
         return x if self.post_norm is None else self.post_norm(x), tuple(deepstack)
 
     def with_own_tokens(
         self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        """Replace the embeddings of the tokens that are the encoder's own."""
+        """Replace the embeddings of tokens that this encoder embeds (`EncoderConfig.tokens`)."""
         if self.tokens is None:
             return embeds
         config = self.tokens.config
-        is_own = (tokens >= config.first) & (tokens < config.first + config.count)
-        embedded = self.tokens(tokens, self.projector, ctx)
-        embedded = embedded if self.into is None else self.into(embedded, ctx)
-        return jnp.where(is_own[:, :, None], embedded.astype(embeds.dtype), embeds)
+        is_encoder_token = (tokens >= config.first) & (tokens < config.first + config.count)
+        encoder_embeds = self.tokens(tokens, self.projector, ctx)
+        encoder_embeds = encoder_embeds if self.into is None else self.into(encoder_embeds, ctx)
+        return jnp.where(is_encoder_token[:, :, None], encoder_embeds.astype(embeds.dtype), embeds)
 
-    def _filled(
+    def _fill_padding(
         self, x: Float[Array, "batch rows features"], ctx: ForwardContext
     ) -> Float[Array, "batch rows features"]:
-        """Replace rows of padding by the embedding that fills up audio clips."""
+        """Replace padding features by the embedding of `EncoderTokensConfig.fill`."""
         if self.tokens is None or self.tokens.config.fill is None:
             return x
         fill = self.tokens(jnp.full((1, 1), self.tokens.config.fill), self.projector, ctx)
@@ -155,7 +170,7 @@ class Encoder(eqx.Module):
         return jnp.where(padding[:, :, None], fill.astype(x.dtype), x)
 
     def _context(self, rows: PatchRows | AudioRows, execution: Execution) -> ForwardContext:
-        # pipelines and batch overlap are the decoder's; the order of tokens is that of the image
+        # Only the decoder uses a pipeline, batch overlap and a zigzag order of tokens.
         execution = dataclasses.replace(execution, pipeline=None, batch_split=1, context_order="plain")
         coordinates = rows.coordinates if isinstance(rows, PatchRows) else None
         unseen = rows.unseen if isinstance(rows, PatchRows) else None
@@ -173,41 +188,53 @@ class Encoder(eqx.Module):
 def encode_media(
     vision: Encoder | None, audio: Encoder | None, media: Media, execution: Execution, embed_dim: int
 ) -> Encoded:
-    """Return the features of all images and audio clips, in the order of their placeholders."""
+    """Encode all images and audio clips; return their features in the order of the placeholders.
+
+    Raises ConfigError if `media` has images or audio, but the model has no encoder for them.
+    """
     order = jnp.asarray(media.order)
-    groups, dtype = order.shape[0], execution.precision.compute
+    groups = order.shape[0]
+    dtype = execution.precision.compute
     features: list[Array] = []
-    own_features: list[Array] = []
+    encoder_features: list[Array] = []
     deepstacks: list[list[Array]] = []
     separators: tuple[Array, ...] = ()
     for name, encoder, rows in (("vision", vision, media.images), ("audio", audio, media.audio)):
         if rows is None:
             continue
         if encoder is None:
-            raise ConfigError(f"media has rows for an encoder of {name}, but this model has none.")
+            raise ConfigError(f"media has inputs for a {name} encoder, but this model has none. Leave them out.")
         encoded = encoder(rows, execution, with_images=name == "audio" and media.images is not None)
-        features.append(encoded.rows.reshape(groups, -1, encoded.rows.shape[-1]))
-        own_features.append(encoded.features.reshape(groups, -1, encoded.features.shape[-1]))
-        deepstacks.append([each.reshape(groups, -1, each.shape[-1]) for each in encoded.deepstack])
+        features.append(encoded.features.reshape(groups, -1, encoded.features.shape[-1]))
+        encoder_features.append(encoded.encoder_features.reshape(groups, -1, encoded.encoder_features.shape[-1]))
+        deepstacks.append([level.reshape(groups, -1, level.shape[-1]) for level in encoded.deepstack])
         separators += encoded.separators
     if not features:
         return Encoded(by_group=jnp.zeros((*order.shape, embed_dim), dtype))
-    if separators:  # the last rows, from the last one on: they are -1, -2 in the order
-        last = jnp.broadcast_to(jnp.stack(separators[::-1])[None], (groups, len(separators), embed_dim))
-        features, own_features, deepstacks = [*features, last], [*own_features, last], [*deepstacks, []]
-    levels = max(map(len, deepstacks))
-    for rows, deepstack in zip(features, deepstacks, strict=True):  # an encoder without them adds zeros
-        deepstack += [jnp.zeros_like(rows)] * (levels - len(deepstack))
+    if separators:  # appended in reverse order, so that LINE_END = -1 and DIVIDER = -2 in `order` index them
+        separator_features = jnp.broadcast_to(jnp.stack(separators[::-1])[None], (groups, len(separators), embed_dim))
+        features.append(separator_features)
+        encoder_features.append(separator_features)
+        deepstacks.append([])
+    num_levels = max(map(len, deepstacks))
+    for encoder_output, deepstack in zip(features, deepstacks, strict=True):  # zeros for encoders without DeepStack
+        deepstack += [jnp.zeros_like(encoder_output)] * (num_levels - len(deepstack))
 
-    def in_order(parts: list[Array]) -> Array:
-        rows = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-        return jnp.take_along_axis(rows, order[:, :, None], axis=1)
+    def sort_features(parts: list[Array]) -> Array:
+        all_features = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        return jnp.take_along_axis(all_features, order[:, :, None], axis=1)
 
-    deepstack = tuple(in_order([each[level] for each in deepstacks]) for level in range(levels))
-    # encoders whose features have several sizes have no common array of them
-    known = len({each.shape[-1] for each in own_features}) == 1 and any(
+    deepstack = tuple(sort_features([levels[level] for levels in deepstacks]) for level in range(num_levels))
+    # Encoder features can be concatenated only if they have the same size. Without `into` they equal `features`.
+    has_encoder_features = len({array.shape[-1] for array in encoder_features}) == 1 and any(
         encoder is not None and encoder.into is not None for encoder in (vision, audio)
     )
     return Encoded(
-        by_group=in_order(features), deepstack=deepstack, encoder_features=in_order(own_features) if known else None
+        by_group=sort_features(features),
+        deepstack=deepstack,
+        encoder_features=sort_features(encoder_features) if has_encoder_features else None,
     )
+
+
+def _separator(key: PRNGKeyArray, size: int) -> Float[Array, "embed"]:
+    return normal(key, (size,), jnp.float32, size**-0.5)

@@ -1,4 +1,4 @@
-"""Images, videos and audio of a batch of tokens, packed for a model's encoders."""
+"""Images, videos and audio of a batch of tokens, packed for the encoders of a model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,20 +33,21 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 class Media(eqx.Module):
-    """Images, videos and audio clips, packed for a model's encoders, and the positions of their features.
+    """Images, videos and audio clips, packed for a model's encoders, and the placeholders that their features replace.
 
-    `Media.create` builds it. The rows of a batch are divided into `groups`, each with images of its own: one group
-    for a batch on one device, else one for each part of the batch, so that no features have to be sent.
+    Created by `Media.create`. The batch is divided into groups of consecutive sequences; the images and audio of each
+    group are packed separately. On a mesh, there is one group per shard of the batch, so that features are not
+    communicated between devices.
 
     **Arguments:**
 
-    - `images`, `audio`: rows of patches, chunks or frames for the encoders; None where there are none.
-    - `order`: for each group, the row of the encoders' features that belongs to its next placeholder; below 0 for
-        learned vectors among an image's tokens.
-    - `index`: for each token, the index of its feature in its group; -1 for none.
-    - `spans`: 1 where a token is an image's and attends to all of it; None where the model has no spans.
-    - `real`: 0 where a token is padding; None where no padding is known.
-    - `grid_positions`: time, row and column of each token; None where tokens are counted.
+    - `images`, `audio`: packed sequences of patches, chunks or frames; None without images or audio.
+    - `order`: for each placeholder of a group, the index of its feature among the encoder features of the group;
+        negative for learned vectors (`LINE_END`, `DIVIDER`).
+    - `index`: for each token, the index of its placeholder in the group; -1 for other tokens.
+    - `spans`: 1 for tokens of images, which attend to all tokens of the image; None if the model has no spans.
+    - `real`: segment id of each token, 0 for padding; None if the tokens have no mask and no segment ids.
+    - `grid_positions`: M-RoPE positions (time, row, column) of each token; None for models without M-RoPE.
     """
 
     images: PatchRows | None
@@ -59,23 +60,27 @@ class Media(eqx.Module):
 
     @classmethod
     def create(cls, config: HasMedia, input_ids: Any, *, groups: int = 1, **arrays: Unpack[ProcessorArrays]) -> "Media":
-        """Pack the arrays of transformers' processors, under their names, for a model.
+        """Pack the outputs of transformers' processors for a model.
 
-        Placeholders among `input_ids` say where features stand: as many as the images and audio clips make, in their
-        order. DataError, with both counts, where they are fewer or more.
+        The features replace the placeholders in `input_ids` in order.
+
+        Raises ConfigError if the model has no encoders, TypeError for an unknown array name, and DataError if an array
+        does not fit the model, or if the number of placeholders differs from the number of features.
 
         **Arguments:**
 
         - `config`: configuration of a model that has encoders.
-        - `input_ids`: tokens, `[batch, length]`.
-        - `groups`: number of groups of rows into which the batch is split.
+        - `input_ids`: token ids, `[batch, length]`.
+        - `groups`: number of groups of consecutive sequences into which the batch is split; see `Media`.
         - `arrays`: `pixel_values`, `image_grid_thw`, `input_features`, …: see `ProcessorArrays` and its bases.
         """
         check_names(arrays)
         arrays = with_one_name(arrays)
         media = config.media
         if media is None:
-            raise ConfigError("Media.create: this model has no encoders (DecoderConfig.media is None): it reads text.")
+            raise ConfigError(
+                "Media.create: DecoderConfig.media is None: this model has no encoders and accepts only text."
+            )
         ids = read_tokens(input_ids, groups)
         kinds = token_kinds(media, ids, arrays)
         items: dict[int, Sequence[Any]] = {
@@ -85,42 +90,44 @@ class Media(eqx.Module):
         }
         segments = read_segments(ids, arrays)
         images, audio, order = _pack(media, kinds.reshape(groups, -1), items)
-        padded = any(arrays.get(name) is not None for name in ("attention_mask", "segment_ids"))
+        has_segments = any(arrays.get(name) is not None for name in ("attention_mask", "segment_ids"))
         return cls(
             images=images,
             audio=audio,
             order=order,
             index=_placeholder_index(kinds, groups),
             spans=np.isin(kinds, (IMAGE, VIDEO)).astype(np.int32) if media.spans else None,
-            real=segments if padded else None,
+            real=segments if has_segments else None,
             grid_positions=_grid_positions(media, kinds, segments, items, arrays),
         )
 
     @property
     def rope_positions(self) -> Num[AnyArray, "dimensions batch length"] | None:
-        """Time, row and column of each token, as transformers has them."""
+        """M-RoPE positions (time, row, column) of each token, in the layout of transformers."""
         return None if self.grid_positions is None else np.moveaxis(np.asarray(self.grid_positions), -1, 0)
 
     def cut(self, length: int) -> "Media":
-        """Return the same for the first `length` tokens of each row."""
+        """Return the same media for the first `length` tokens of each sequence."""
         names = ("index", "spans", "real", "grid_positions")
-        parts = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(self, **{name: None if x is None else x[:, :length] for name, x in parts.items()})
+        arrays = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(self, **{name: None if x is None else x[:, :length] for name, x in arrays.items()})
 
     def padded(self, length: int) -> "Media":
-        """Return the same for tokens that are padded on the right to this length."""
-        more = length - self.index.shape[1]
+        """Return the same media for tokens that are padded on the right to `length`."""
+        num_padding = length - self.index.shape[1]
 
-        def longer(x: Any, value: int) -> Any:
-            return None if x is None else np.pad(np.asarray(x), ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2),
-                                                 constant_values=value)  # fmt: skip
+        def pad(x: Any, value: int) -> Any:
+            if x is None:
+                return None
+            widths = ((0, 0), (0, num_padding)) + ((0, 0),) * (x.ndim - 2)
+            return np.pad(np.asarray(x), widths, constant_values=value)
 
         return dataclasses.replace(
             self,
-            index=longer(self.index, -1),
-            spans=longer(self.spans, 0),
-            real=longer(self.real, 0),
-            grid_positions=longer(self.grid_positions, 0),
+            index=pad(self.index, -1),
+            spans=pad(self.spans, 0),
+            real=pad(self.real, 0),
+            grid_positions=pad(self.grid_positions, 0),
         )
 
 
@@ -129,9 +136,10 @@ class Encoded(eqx.Module):
 
     **Arguments:**
 
-    - `by_group`: features that replace placeholders, for each group of rows.
-    - `deepstack`: features that are added behind the first layers; empty where there are none.
-    - `encoder_features`: the encoders' features before `EncoderConfig.into`; None where no encoder has it.
+    - `by_group`: features that replace placeholders, for each group of sequences.
+    - `deepstack`: features that are added to the outputs of the first decoder layers; () without DeepStack.
+    - `encoder_features`: features before `EncoderConfig.into`; None if no encoder has `into`, or if the features of the
+        encoders have different sizes.
     """
 
     by_group: Float[Array, "groups features embed"]
@@ -140,9 +148,9 @@ class Encoded(eqx.Module):
 
     @property
     def features(self) -> Float[Array, "rows inner"]:
-        """The encoders' features in the order of placeholders; those of each group may end in unused rows.
+        """Encoder features (before `EncoderConfig.into`) of all groups, in the order of placeholders.
 
-        They are the rows that replace placeholders, unless `EncoderConfig.into` stands in between.
+        The features of each group may end with unused ones.
         """
         features = self.by_group if self.encoder_features is None else self.encoder_features
         return features.reshape(-1, features.shape[-1])
@@ -151,12 +159,13 @@ class Encoded(eqx.Module):
 def gather_features(
     features: Float[Array, "groups features embed"], index: Int[Array, "batch length"]
 ) -> Float[Array, "batch length embed"]:
-    """Return `features[index]` of each row's group; zeros where the index is -1."""
-    groups, (batch, length) = features.shape[0], index.shape
-    flat = index.reshape(groups, -1)
-    rows = jnp.take_along_axis(features, jnp.maximum(flat, 0)[:, :, None], axis=1)
-    rows = jnp.where((flat >= 0)[:, :, None], rows, jnp.zeros((), rows.dtype))
-    return rows.reshape(batch, length, features.shape[-1])
+    """Return `features[index]` within the group of each sequence; zeros where the index is -1."""
+    groups = features.shape[0]
+    batch, length = index.shape
+    index = index.reshape(groups, -1)
+    gathered = jnp.take_along_axis(features, jnp.maximum(index, 0)[:, :, None], axis=1)
+    gathered = jnp.where((index >= 0)[:, :, None], gathered, jnp.zeros((), gathered.dtype))
+    return gathered.reshape(batch, length, features.shape[-1])
 
 
 def merge_features(
@@ -166,9 +175,9 @@ def merge_features(
     *,
     scale: float = 1.0,
 ) -> Float[Array, "batch length embed"]:
-    """Replace the embeddings of placeholders by `scale * features[index]`; the index is -1 for other tokens."""
-    rows = gather_features(features, index).astype(embeds.dtype)
-    return jnp.where((index >= 0)[:, :, None], rows if scale == 1.0 else rows * scale, embeds)
+    """Replace the embeddings of placeholders by `scale * features[index]`. `index` is -1 for all other tokens."""
+    gathered = gather_features(features, index).astype(embeds.dtype)
+    return jnp.where((index >= 0)[:, :, None], gathered if scale == 1.0 else gathered * scale, embeds)
 
 
 def _grid_positions(
@@ -183,66 +192,86 @@ def _grid_positions(
 
 
 def _placeholder_index(kinds: np.ndarray, groups: int) -> np.ndarray:
-    """Return, for each token, the index of its placeholder in its group of rows; -1 for others."""
+    """Return, for each token, the index of its placeholder in its group of sequences; -1 for other tokens."""
     placeholders = (kinds != TEXT).reshape(groups, -1)
     index = np.where(placeholders, np.cumsum(placeholders, axis=1) - 1, -1)
     return index.reshape(kinds.shape).astype(np.int32)
 
 
-_NAMES = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
-
-
 def _pack(
     media: EncoderInputs, kinds: np.ndarray, items: dict[int, Sequence[Any]]
 ) -> tuple[PatchRows | None, AudioRows | None, np.ndarray]:
-    """Return the encoders' rows, and for each group the rows of features of its placeholders."""
-    shares = {kind: _split_by_group(media, kind, kinds, values) for kind, values in items.items()}
-    vision_groups = [shares[IMAGE][group] + shares[VIDEO][group] for group in range(len(kinds))]
-    audio_groups, images, audio, vision_rows = shares[AUDIO], None, None, 0
-    rows: list[list[np.ndarray]] = [[], []]
-    if any(vision_groups) and (stem := media.patch_stem) is not None:
-        tiles = [[tile for image in group for tile in tiles_of(image)] for group in vision_groups]
-        images, tokens = pack_images(stem, tiles)
-        rows[0] = in_order([image for group in vision_groups for image in group], tokens)
-        vision_rows = images.positions.size // stem.group // len(kinds)
-    if any(audio_groups) and (audio_stem := media.audio_stem) is not None:
-        audio, rows[1] = pack_audio(audio_stem, audio_groups)
-    audio_rows = 0 if audio is None else audio.positions.size // audio.group // len(kinds)
-    most, room = int((kinds != TEXT).sum(axis=1).max(initial=0)), vision_rows + audio_rows
-    # the size of the rows, unless that is far more, or less, since clips are filled up: few programs depend on it
-    order = np.zeros((len(kinds), room if most <= room <= 2 * most else padded_length(most)), np.int32)
-    of_images, of_audio = iter(rows[0]), iter(rows[1])
+    """Pack the images, videos and audio clips (`items`, by kind) of each group.
+
+    Returns the packed images, the packed audio, and `Media.order`.
+    """
+    items_by_group = {kind: _split_by_group(media, kind, kinds, values) for kind, values in items.items()}
+    num_groups = len(kinds)
+    images_by_group = [items_by_group[IMAGE][group] + items_by_group[VIDEO][group] for group in range(num_groups)]
+    clips_by_group = items_by_group[AUDIO]
+    packed_images = None
+    packed_audio = None
+    image_indices: list[np.ndarray] = []
+    audio_indices: list[np.ndarray] = []
+    num_image_features = 0  # of a group
+    num_audio_features = 0  # of a group
+    if any(images_by_group) and (stem := media.patch_stem) is not None:
+        tiles = [[tile for image in group for tile in tiles_of(image)] for group in images_by_group]
+        packed_images, tile_indices = pack_images(stem, tiles)
+        image_indices = in_order([image for group in images_by_group for image in group], tile_indices)
+        num_image_features = packed_images.positions.size // stem.group // num_groups
+    if any(clips_by_group) and (audio_stem := media.audio_stem) is not None:
+        packed_audio, audio_indices = pack_audio(audio_stem, clips_by_group)
+        num_audio_features = packed_audio.positions.size // packed_audio.group // num_groups
+    # The width of `order` is the number of packed features, so that it does not add to the number of compiled programs;
+    # unless this is much more than the number of placeholders, or less (because features of padded clips repeat).
+    max_placeholders = int((kinds != TEXT).sum(axis=1).max(initial=0))
+    num_features = num_image_features + num_audio_features
+    is_close = max_placeholders <= num_features <= 2 * max_placeholders
+    order = np.zeros((num_groups, num_features if is_close else padded_length(max_placeholders)), np.int32)
+    remaining_images = iter(image_indices)
+    remaining_audio = iter(audio_indices)
     for group, group_kinds in enumerate(kinds):
         group_kinds = group_kinds[group_kinds != TEXT]
-        for kind, shift, source in ((IMAGE, 0, of_images), (VIDEO, 0, of_images), (AUDIO, vision_rows, of_audio)):
-            parts = [next(source) for _ in shares[kind][group]]
-            if parts:
-                size = vision_rows if kind != AUDIO else audio_rows
-                index = np.concatenate(parts)
-                index = np.where(index < 0, index, index - group * size + shift)
+        for kind, remaining, num_kind_features, offset in (
+            (IMAGE, remaining_images, num_image_features, 0),
+            (VIDEO, remaining_images, num_image_features, 0),
+            (AUDIO, remaining_audio, num_audio_features, num_image_features),
+        ):
+            indices = [next(remaining) for _ in items_by_group[kind][group]]
+            if indices:
+                index = np.concatenate(indices)
+                index = np.where(index < 0, index, index - group * num_kind_features + offset)
                 order[group, : len(group_kinds)][group_kinds == kind] = index
-    return images, audio, order
+    return packed_images, packed_audio, order
 
 
 def _split_by_group(media: EncoderInputs, kind: int, kinds: np.ndarray, items: Sequence[Any]) -> list[list[Any]]:
-    """Return the images or audio clips of each group of rows: as many as its placeholders ask for."""
-    group = 1 if media.patch_stem is None else media.patch_stem.group
-    sizes = [item.rows if kind == AUDIO else count_tokens(item, group) for item in items]
-    wanted = (kinds == kind).sum(axis=1).tolist()
-    name, noun = _NAMES[kind], "audio clip" if kind == AUDIO else "image"
-    supply = f"1 {noun} makes" if len(items) == 1 else f"{len(items)} {noun}s make"
-    rule = f"but {supply} {sum(sizes)} rows of features"
+    """Split images, videos or audio clips among the groups of sequences, according to their placeholders."""
+    patches_per_token = 1 if media.patch_stem is None else media.patch_stem.group
+    sizes = [item.num_features if kind == AUDIO else count_tokens(item, patches_per_token) for item in items]
+    num_placeholders = (kinds == kind).sum(axis=1).tolist()
+    kind_name = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}[kind]
+    noun = "audio clip" if kind == AUDIO else kind_name
     check(
-        sum(wanted) == sum(sizes), f"Media.create: input_ids has {sum(wanted)} {name} placeholders, {rule}.", DataError
+        sum(num_placeholders) == sum(sizes),
+        f"Media.create: input_ids has {sum(num_placeholders)} {kind_name} placeholders, but {len(items)} {noun}s have "
+        f"{sum(sizes)} features. These numbers must be equal.",
+        DataError,
     )
-    shares, at = [], 0
-    for count in wanted:
-        share: list[Any] = []
+    items_by_group = []
+    next_item = 0
+    for count in num_placeholders:
+        group_items: list[Any] = []
         while count > 0:
-            share.append(items[at])
-            count -= sizes[at]
-            at += 1
-        rule = "must not be split over rows that are on different devices"
-        check(count == 0, f"Media.create: the placeholders of one of the {noun}s {rule}.", DataError)
-        shares.append(share)
-    return shares
+            group_items.append(items[next_item])
+            count -= sizes[next_item]
+            next_item += 1
+        check(
+            count == 0,
+            f"Media.create: the placeholders of one {noun} are split over sequences of different groups (devices). Keep "
+            f"the placeholders of each {noun} in one sequence.",
+            DataError,
+        )
+        items_by_group.append(group_items)
+    return items_by_group

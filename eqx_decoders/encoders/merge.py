@@ -1,4 +1,4 @@
-"""Features of images and audio around a decoder's layers: checks, and inputs of the layers."""
+"""Merging of media features into the inputs of a decoder: token embeddings, layer inputs, and checks."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -22,32 +22,32 @@ def with_encoded(
     encoded: Encoded,
     index: Int[Array, "batch length"],
 ) -> Float[Array, "batch length embed"]:
-    """Replace the embeddings of placeholders by features; the index is -1 for other tokens."""
+    """Replace the embeddings of placeholders by features. `index` is -1 for all other tokens."""
     scale = 1.0 if media is None else media.feature_scale
     return merge_features(embeds, encoded.by_group, index, scale=scale)
 
 
 def stacked_deepstack(encoded: Encoded, index: Int[Array, "batch length"]) -> dict[str, Array]:
-    """Return the features that are added behind the first layers, at their tokens; empty where there are none."""
+    """Return the layer input with the DeepStack features of each token, stacked over layers; {} without DeepStack."""
     if not encoded.deepstack:
         return {}
-    return {DEEPSTACK: jnp.stack([gather_features(each, index) for each in encoded.deepstack])}
+    return {DEEPSTACK: jnp.stack([gather_features(features, index) for features in encoded.deepstack])}
 
 
 @runtime_checkable
 class HasOwnTokens(Protocol):
-    """An encoder, which may have tokens of its own."""
+    """Encoder that may embed some token ids instead of the decoder (`EncoderConfig.tokens`)."""
 
     def with_own_tokens(
         self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        """Replace the embeddings of these."""
+        """Replace the embeddings of these token ids."""
         ...
 
 
 @runtime_checkable
 class HasEmbeddings(Protocol):
-    """A decoder, with or without encoders."""
+    """Decoder with a token embedding, and optional encoders."""
 
     @property
     def embedding(self) -> TokenEmbedding: ...
@@ -62,7 +62,7 @@ class HasEmbeddings(Protocol):
 def embed_tokens(
     model: HasEmbeddings, tokens: Int[Array, "batch length"], ctx: ForwardContext
 ) -> Float[Array, "batch length embed"]:
-    """Return the embeddings of tokens, of which encoders may have some of their own."""
+    """Return the embeddings of tokens; encoders replace the embeddings of the token ids that they embed."""
     embeds = model.embedding(tokens, ctx)
     for encoder in (model.vision, model.audio):
         embeds = embeds if encoder is None else encoder.with_own_tokens(embeds, tokens, ctx)
@@ -70,22 +70,30 @@ def embed_tokens(
 
 
 def merge_media_inputs(media: Media, inputs: Inputs, segment_ids: Any) -> tuple[Inputs, Any]:
-    """Return the inputs of the layers and the tokens' documents, taken from `media` where they are missing."""
+    """Return the layer inputs and segment ids, with missing ones taken from `media`."""
     candidates = {"spans": media.spans, "rotary_positions": media.grid_positions}
     missing = {name: value for name, value in candidates.items() if getattr(inputs, name) is None}
     return dataclasses.replace(inputs, **missing), media.real if segment_ids is None else segment_ids
 
 
 def without_placeholders(tokens: Any, media: Media) -> Any:
-    """Return tokens for a check of their ids, placeholders as 0: they may be outside of the vocabulary."""
-    ids, index = concrete(tokens), concrete(media.index)
+    """Return the tokens with placeholders replaced by 0, to check ids: placeholders may be outside of the vocabulary.
+
+    Tokens with unknown values (traced) are returned unchanged.
+    """
+    ids = concrete(tokens)
+    index = concrete(media.index)
     if ids is None or index is None or ids.shape != index.shape:
         return tokens
     return np.where(index >= 0, 0, ids)
 
 
 def check_tokens(tokens: Any, media: Media) -> None:
-    """Raise ConfigError where `media` was made for tokens of another shape."""
-    shape, media_shape = np.shape(tokens), media.index.shape
-    rule = "Media.create must be called with the tokens of the call"
-    check(shape == media_shape, f"media is for tokens of shape {media_shape}, and these are {shape}: {rule}.")
+    """Raise ConfigError if `media` was created for tokens of another shape."""
+    shape = np.shape(tokens)
+    media_shape = media.index.shape
+    check(
+        shape == media_shape,
+        f"media was created for tokens of shape {media_shape}, but the tokens have shape {shape}. Call Media.create "
+        "with the same tokens.",
+    )

@@ -1,4 +1,7 @@
-"""Inputs of encoders: patches of images, or chunks or frames of audio clips, packed into rows."""
+"""Inputs of encoders: packed sequences of image patches, or of chunks or frames of audio clips.
+
+A sequence holds one or several images or clips (as in NaViT). `segment_ids` separates them.
+"""
 
 import equinox as eqx
 from jaxtyping import Bool, Float, Int, Num
@@ -7,17 +10,20 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 class PatchRows(eqx.Module):
-    """Patches of images, several of which may share a row.
+    """Packed sequences of image patches.
 
     **Arguments:**
 
-    - `patches`: the numbers of each patch.
-    - `positions`: index of a patch in its image, or among its windows; -1 for padding.
-    - `segment_ids`: number of an image, or of a video's frame, in its row; None where each row is one image.
+    - `patches`: values of each patch.
+    - `positions`: index of the patch in its image, or its position by windows (`window_order`); -1 for padding.
+    - `segment_ids`: index of the image, or of the frame of a video, in its sequence, from 1; None if each sequence is
+        one image.
     - `coordinates`: row and column, or column and row, of each patch.
-    - `position_index`, `position_weights`: rows of the table of learned positions, and their weights.
-    - `class_tokens`: True for class tokens; None where there are none.
-    - `unseen`: True for patches of padding that become part of a token; None where there are none.
+    - `position_index`, `position_weights`: rows of the table of learned positions that are added to each patch, and
+        their weights.
+    - `class_tokens`: True for class tokens; None without class tokens.
+    - `unseen`: True for padding patches that are part of a feature, but are masked in attention; None without such
+        patches.
     - `group`: number of patches that become one feature.
     """
 
@@ -33,13 +39,13 @@ class PatchRows(eqx.Module):
 
 
 class ChunkRows(eqx.Module):
-    """Spectra of audio clips, cut into chunks of equally many frames; several clips may share a row.
+    """Packed sequences of audio clips, split into chunks with the same number of frames.
 
     **Arguments:**
 
-    - `chunks`: mel bands of each frame of each chunk.
-    - `positions`: index of a token, one of several of a chunk, in its audio clip; -1 for padding.
-    - `segment_ids`: number of an audio clip in its row.
+    - `chunks`: log-mel spectrum of each chunk. The stem turns a chunk into several tokens.
+    - `positions`: index of each token in its audio clip; -1 for padding.
+    - `segment_ids`: index of the audio clip in its sequence, from 1.
     - `group`: number of tokens that become one feature.
     """
 
@@ -50,14 +56,14 @@ class ChunkRows(eqx.Module):
 
 
 class FrameRows(eqx.Module):
-    """Spectra of whole audio clips, frame by frame; several clips may share a row, with silence in between.
+    """Packed sequences of complete audio clips, separated by silence.
 
     **Arguments:**
 
-    - `frames`: mel bands of each frame; several frames become a token.
-    - `real`: True for an audio clip's frames.
-    - `positions`: index of a token in its audio clip; -1 for padding.
-    - `segment_ids`: number of an audio clip, or of the silence between two, in its row.
+    - `frames`: log-mel spectrum; the stem turns several frames into one token.
+    - `real`: True for frames of an audio clip, False for padding and silence.
+    - `positions`: index of each token in its audio clip; -1 for padding.
+    - `segment_ids`: index of the audio clip, or of the silence between two clips, in its sequence, from 1.
     - `group`: number of tokens that become one feature.
     """
 

@@ -1,4 +1,4 @@
-"""Arrays of transformers' processors by their names, and the images, videos and audio clips in them."""
+"""Arrays returned by transformers' processors, and the images, videos and audio clips in them."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from eqx_decoders.core.input_checks import as_int32
-from eqx_decoders.encoders.audio.audio import Audio, from_spectra
+from eqx_decoders.encoders.audio.audio import AudioClip, from_spectra
 from eqx_decoders.encoders.images import (
     Image,
     from_patches,
@@ -28,20 +28,22 @@ class ImageArrays(TypedDict, total=False):
 
     **Arguments:**
 
-    - `pixel_values`: images of one size, `[images, channels, height, width]`; or, with `image_grid_thw`
-        (`[images, 3]`: frames, rows and columns), their patches one behind the other, `[patches, numbers]`; or, with
-        `image_position_ids` (`[images, patches, 2]`: column and row, -1 for padding), the patches of each image.
-        `[batch, images, channels, height, width]` has the images of each row, where an image of zeros is absent.
-    - `spatial_shapes`: rows and columns of patches of each image, `[images, 2]`, behind which `pixel_values`,
-        `[images, patches, numbers]`, are padding.
-    - `image_sizes`: height and width of each image in pixels, `[images, 2]`, where they are padded to one size, or cut
-        into tiles, `[images, tiles, channels, height, width]`: those before.
-    - `pixel_attention_mask`: 0 where a pixel is padding: the shape of `pixel_values` without channels; with
-        `spatial_shapes` it is accepted, and compared with these.
-    - `image_attention_mask`: 0 where a patch of a tile is padding, `[images, tiles, rows, columns]`; then `image_sizes`
-        are those of all parts of an image (Phi-4).
-    - `image_pixel_values`: another name of `pixel_values` (Phi-4).
-    - `num_img_tokens`: accepted: `input_ids` show it.
+    - `pixel_values`: pixels or patches in one of these forms:
+        `[images, channels, height, width]`, images of the same padded size;
+        `[batch, images, channels, height, width]`, the same for each sequence, where images of zeros are skipped;
+        `[images, tiles, channels, height, width]`, tiles of each image, for models with `TilesConfig`;
+        `[patches, values]`, concatenated patches of all images, with `image_grid_thw`;
+        `[images, patches, values]`, padded patches, with `image_position_ids` or `spatial_shapes`.
+    - `image_grid_thw`: number of frames, and of rows and columns of patches, of each image, `[images, 3]`.
+    - `image_position_ids`: column and row of each patch, -1 for padding, `[images, patches, 2]`.
+    - `spatial_shapes`: number of rows and columns of patches of each image, `[images, 2]`; further patches are padding.
+    - `image_sizes`: height and width of each image in pixels, before padding or splitting into tiles, `[images, 2]`.
+        With `image_attention_mask`: height and width of all tiles of the image together (Phi-4).
+    - `pixel_attention_mask`: 0 where a pixel is padding, in the shape of `pixel_values` without channels. With
+        `spatial_shapes`: 0 where a patch is padding; only checked.
+    - `image_attention_mask`: 0 where a patch of a tile is padding, `[images, tiles, rows, columns]` (Phi-4).
+    - `image_pixel_values`: alias of `pixel_values` (Phi-4).
+    - `num_img_tokens`: ignored, because `input_ids` determines it.
     """
 
     pixel_values: Any
@@ -61,9 +63,9 @@ class VideoArrays(TypedDict, total=False):
     **Arguments:**
 
     - `pixel_values_videos`, `video_grid_thw`, `video_position_ids`: as for images.
-    - `num_frames_per_video`: accepted; with `video_position_ids` each frame is an image of its own.
-    - `video_second_per_grid`, or `second_per_grid_ts`: seconds between the frames of each video.
-    - `use_audio_in_video`: accepted: `input_ids` shows whether a video's audio stands among its tokens.
+    - `num_frames_per_video`: ignored, because with `video_position_ids` each frame is a separate image.
+    - `video_second_per_grid`, or `second_per_grid_ts`: seconds between the frames of each video, `[videos]`.
+    - `use_audio_in_video`: ignored, because `input_ids` determines whether a video has audio.
     """
 
     pixel_values_videos: Any
@@ -80,11 +82,11 @@ class AudioArrays(TypedDict, total=False):
 
     **Arguments:**
 
-    - `input_features`: log-mel spectra, `[audio, bands, frames]`, or `[audio, frames, bands]` for an encoder that reads
-        whole audio clips.
-    - `feature_attention_mask`, or `input_features_mask` (Gemma 4): 1 for real frames, `[audio, frames]`.
-    - `audio_input_features`, `audio_attention_mask`: other names of these (Phi-4).
-    - `audio_embed_sizes`: accepted: `input_ids` show it.
+    - `input_features`: log-mel spectra, `[audio, bands, frames]`; for an encoder with `FrameStemConfig`,
+        `[audio, frames, bands]`.
+    - `feature_attention_mask`, or `input_features_mask` (Gemma 4): 0 where a frame is padding, `[audio, frames]`.
+    - `audio_input_features`, `audio_attention_mask`: aliases of `input_features` and `input_features_mask` (Phi-4).
+    - `audio_embed_sizes`: ignored, because `input_ids` determines it.
     """
 
     input_features: Any
@@ -96,13 +98,13 @@ class AudioArrays(TypedDict, total=False):
 
 
 class TokenArrays(TypedDict, total=False):
-    """Properties of the tokens, `[batch, length]`.
+    """Properties of tokens, `[batch, length]` each.
 
     **Arguments:**
 
     - `attention_mask`: 0 where a token is padding.
-    - `token_type_ids`, `mm_token_type_ids`: above 0 for placeholders: accepted, and compared with the ids.
-    - `segment_ids`: documents packed into a row, whose positions begin anew; 0 marks padding.
+    - `token_type_ids`, `mm_token_type_ids`: positive for placeholders; only checked against `input_ids`.
+    - `segment_ids`: document of each token in a packed sequence, 0 for padding; positions start at 0 in each document.
     """
 
     attention_mask: Any
@@ -112,11 +114,11 @@ class TokenArrays(TypedDict, total=False):
 
 
 class ProcessorArrays(ImageArrays, VideoArrays, AudioArrays, TokenArrays, total=False):
-    """Arrays under the names that transformers' processors give them; absent or None where there are none."""
+    """All arrays that transformers' processors return, by name. Missing arrays are absent or None."""
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise TypeError for a name that is not one of `ProcessorArrays`, with the nearest one."""
+    """Raise TypeError for a name that is not in `ProcessorArrays`; the message suggests the most similar name."""
     known = ProcessorArrays.__annotations__
     for name in names:
         if name not in known:
@@ -125,7 +127,7 @@ def check_names(names: Iterable[str]) -> None:
             raise TypeError(f"Media.create() got an unexpected keyword argument {name!r}.{hint}")
 
 
-_SAME = {
+_ALIASES = {
     "image_pixel_values": "pixel_values",
     "audio_input_features": "input_features",
     "audio_attention_mask": "input_features_mask",
@@ -133,132 +135,196 @@ _SAME = {
 
 
 def with_one_name(arrays: ProcessorArrays) -> ProcessorArrays:
-    """Return the arrays, each under the name that is read. Raises DataError where one is given twice."""
-    given: dict[str, Any] = dict(arrays)
-    for other, name in _SAME.items():
-        value = given.pop(other, None)
-        twice = value is not None and given.get(name) is not None
-        check(not twice, f"Media.create: {other} and {name} are the same: give one.", DataError)
-        given |= {} if value is None else {name: value}
-    return ProcessorArrays(**given)
+    """Return the arrays with aliases replaced by their main names.
+
+    Raises DataError if an array is passed under both names.
+    """
+    renamed: dict[str, Any] = dict(arrays)
+    for alias, name in _ALIASES.items():
+        value = renamed.pop(alias, None)
+        if value is None:
+            continue
+        check(
+            renamed.get(name) is None,
+            f"Media.create: {alias} is an alias of {name}. Pass only one of them.",
+            DataError,
+        )
+        renamed[name] = value
+    return ProcessorArrays(**renamed)
 
 
 def read_tokens(input_ids: Any, groups: int) -> np.ndarray:
-    """Return the token ids; raise DataError unless they are `[batch, length]` and `groups` divides their rows."""
+    """Return the token ids. Raises DataError unless they are `[batch, length]` and `groups` divides the batch."""
     ids = _integers("input_ids", input_ids)
     check(ids.ndim == 2, f"Media.create: input_ids of shape {ids.shape} must be [batch, length].", DataError)
-    good = groups > 0 and len(ids) % groups == 0
-    check(good, f"Media.create: groups={groups} must divide the {len(ids)} rows of input_ids.", DataError)
+    check(
+        groups > 0 and len(ids) % groups == 0,
+        f"Media.create: groups={groups} must divide the batch size of input_ids, which has {len(ids)} rows.",
+        DataError,
+    )
     return ids
 
 
 def token_kinds(media: EncoderInputs, ids: np.ndarray, arrays: TokenArrays) -> np.ndarray:
-    """Return the kind of each token; raise DataError where an array of token types differs from it."""
+    """Return the kind of each token: TEXT, IMAGE, VIDEO or AUDIO.
+
+    Raises DataError if `token_type_ids` or `mm_token_type_ids` do not agree with the placeholders.
+    """
     kinds = np.full(ids.shape, TEXT)
     for kind, token in ((IMAGE, media.image_token), (VIDEO, media.video_token), (AUDIO, media.audio_token)):
         if token is not None:
             kinds[ids == token] = kind
     for name in ("token_type_ids", "mm_token_type_ids"):
         types = arrays.get(name)
-        rule = "differs from where input_ids has placeholders"
-        same = types is None or np.array_equal(np.asarray(types) > 0, kinds != TEXT)
-        check(same, f"Media.create: {name} {rule}.", DataError)
+        check(
+            types is None or np.array_equal(np.asarray(types) > 0, kinds != TEXT),
+            f"Media.create: {name} must be positive exactly where input_ids has placeholders.",
+            DataError,
+        )
     return kinds
 
 
 def read_segments(ids: np.ndarray, arrays: TokenArrays) -> np.ndarray:
     """Return the document of each token; 0 for padding."""
-    segments, mask = arrays.get("segment_ids"), arrays.get("attention_mask")
+    segments = arrays.get("segment_ids")
+    mask = arrays.get("attention_mask")
     segments = np.ones(ids.shape, np.int32) if segments is None else _integers("segment_ids", segments)
     mask = np.ones(ids.shape, np.int32) if mask is None else np.asarray(mask)
     for name, array in (("segment_ids", segments), ("attention_mask", mask)):
-        rule = f"must be {ids.shape}, as input_ids"
-        check(array.shape == ids.shape, f"Media.create: {name} of shape {array.shape} {rule}.", DataError)
+        check(
+            array.shape == ids.shape,
+            f"Media.create: {name} of shape {array.shape} must have shape {ids.shape}, as input_ids.",
+            DataError,
+        )
     return np.where(mask > 0, segments, 0).astype(np.int32)
 
 
 def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] | list[TiledImage]:
-    """Return the images, cut into patches; also the frames of videos for a model that takes these for images."""
-    extent = {"sizes": arrays.get("image_sizes"), "mask": arrays.get("pixel_attention_mask")}
-    pixels, grids, positions = (arrays.get(name) for name in ("pixel_values", "image_grid_thw", "image_position_ids"))
+    """Return the images, split into patches.
+
+    If the model has no placeholder for videos, frames of videos are returned as images.
+    """
+    pixels = arrays.get("pixel_values")
+    positions = arrays.get("image_position_ids")
+    sizes = arrays.get("image_sizes")
+    mask = arrays.get("pixel_attention_mask")
     shapes = arrays.get("spatial_shapes")
     if media.tiles is not None and isinstance(media.patch_stem, PatchStemConfig):
         _check_tiled(arrays)
-        mask = arrays.get("image_attention_mask")
-        return [] if pixels is None else tiled_images(media.patch_stem, media.tiles, pixels, extent["sizes"], mask)
+        tile_mask = arrays.get("image_attention_mask")
+        return [] if pixels is None else tiled_images(media.patch_stem, media.tiles, pixels, sizes, tile_mask)
     if pixels is not None and shapes is not None:
-        positions = positions_within(shapes, np.shape(pixels), extent["mask"])
-    images = _in_patches(media, pixels, grids, positions, "pixel_values", "image", **extent)
+        positions = positions_within(shapes, np.shape(pixels), mask)
+    images = _split_into_patches(
+        media, pixels, arrays.get("image_grid_thw"), positions, "pixel_values", "image", sizes=sizes, mask=mask
+    )
     frames = [] if media.video_token is not None else separate_frames(_read_videos(media, arrays))
-    rule = "give the frames of videos among the images, in the order of their tokens: both have one placeholder"
-    check(not images or not frames, f"Media.create: pixel_values and pixel_values_videos: {rule}.", DataError)
+    check(
+        not images or not frames,
+        "Media.create: pixel_values and pixel_values_videos cannot be combined for this model, which has the same "
+        "placeholder for images and videos. Pass the frames of videos in pixel_values, in the order of their tokens.",
+        DataError,
+    )
     return images + frames
 
 
 def _check_tiled(arrays: "ProcessorArrays") -> None:
     names = ("image_grid_thw", "image_position_ids", "spatial_shapes", "pixel_attention_mask", "pixel_values_videos")
-    unread = [name for name in names if arrays.get(name) is not None]
-    check(not unread, f"Media.create: {', '.join(unread)}: leave it out: this model reads tiles of images.", DataError)
+    unused = [name for name in names if arrays.get(name) is not None]
+    check(
+        not unused,
+        f"Media.create: {', '.join(unused)} must be left out, since this model reads images as tiles.",
+        DataError,
+    )
 
 
 def read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:
-    """Return the videos, cut into patches; none for a model that takes their frames for images."""
+    """Return the videos, split into patches; [] if the model has no placeholder for videos (see `read_images`)."""
     return [] if media.video_token is None else _read_videos(media, arrays)
 
 
 def _read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:
-    name = "pixel_values_videos"
-    pixels, grids, positions = (arrays.get(key) for key in (name, "video_grid_thw", "video_position_ids"))
-    return _in_patches(media, pixels, grids, positions, name, "video")
+    pixels = arrays.get("pixel_values_videos")
+    grids = arrays.get("video_grid_thw")
+    positions = arrays.get("video_position_ids")
+    return _split_into_patches(media, pixels, grids, positions, "pixel_values_videos", "video")
 
 
-def _in_patches(
-    media: EncoderInputs, pixels: Any, grids: Any, positions: Any, name: str, kind: str, **extent: Any
+def _split_into_patches(
+    media: EncoderInputs,
+    pixels: Any,
+    grids: Any,
+    positions: Any,
+    name: str,
+    kind: str,
+    *,
+    sizes: Any = None,
+    mask: Any = None,
 ) -> list[Image]:
     if pixels is None:
         return []
     stem = media.patch_stem
     if stem is None:
-        raise DataError(f"Media.create: {name} is given, but this model has no vision encoder.")
+        raise DataError(f"Media.create: {name} needs a vision encoder, but this model has none. Leave it out.")
     if isinstance(stem, WholeImageStem):
-        rule = f"reads whole images: leave {kind}_grid_thw, {kind}_position_ids and spatial_shapes out"
-        check(grids is None and positions is None, f"Media.create: this model's encoder {rule}.", DataError)
+        check(
+            grids is None and positions is None,
+            f"Media.create: the encoder of this model reads complete images. Leave out {kind}_grid_thw, "
+            f"{kind}_position_ids and spatial_shapes.",
+            DataError,
+        )
         return from_pixels(stem, pixels, name)
     if grids is not None:
         return from_patches(stem, pixels, grids, name, f"{kind}_grid_thw")
     if positions is not None:
         return from_positions(stem, pixels, positions, name, f"{kind}_position_ids")
-    return from_pixels(stem, pixels, name, **extent)
+    return from_pixels(stem, pixels, name, sizes=sizes, mask=mask)
 
 
-def read_seconds(arrays: VideoArrays, videos: int) -> np.ndarray | None:
-    """Return the seconds between the frames of each video, `[videos]`; None where they are not given."""
+def read_seconds(arrays: VideoArrays, num_videos: int) -> np.ndarray | None:
+    """Return the seconds between the frames of each video, `[videos]`; None if they are not passed."""
     seconds = arrays.get("video_second_per_grid")
     seconds = arrays.get("second_per_grid_ts") if seconds is None else seconds
-    seconds = None if seconds is None else np.asarray(seconds, np.float32).reshape(-1)
-    times = None if seconds is None else len(seconds)
-    rule = f"for {videos} videos: give one for each"
-    check(times in (None, videos), f"Media.create: {times} times between frames {rule}.", DataError)
+    if seconds is None:
+        return None
+    seconds = np.asarray(seconds, np.float32).reshape(-1)
+    check(
+        len(seconds) == num_videos,
+        f"Media.create: video_second_per_grid (or second_per_grid_ts) has {len(seconds)} values, but there are "
+        f"{num_videos} videos. Pass one value for each video.",
+        DataError,
+    )
     return seconds
 
 
-def read_audio(media: EncoderInputs, arrays: AudioArrays, groups: int) -> list[Audio]:
-    """Return the audio clips; DataError where their mask is given under both names."""
-    mask, other = (arrays.get(name) for name in ("feature_attention_mask", "input_features_mask"))
-    names = "feature_attention_mask and input_features_mask"
-    check(mask is None or other is None, f"Media.create: {names} are the same: give one.", DataError)
+def read_audio(media: EncoderInputs, arrays: AudioArrays, groups: int) -> list[AudioClip]:
+    """Return the audio clips. Raises DataError if their mask is passed under both names."""
+    feature_attention_mask = arrays.get("feature_attention_mask")
+    input_features_mask = arrays.get("input_features_mask")
+    check(
+        feature_attention_mask is None or input_features_mask is None,
+        "Media.create: feature_attention_mask is an alias of input_features_mask. Pass only one of them.",
+        DataError,
+    )
     features = arrays.get("input_features")
     if features is None:
         return []
     stem = media.audio_stem
     if stem is None:
-        raise DataError("Media.create: input_features is given, but this model has no audio encoder.")
-    name, mask = ("feature_attention_mask", mask) if other is None else ("input_features_mask", other)
-    return from_spectra(stem, features, mask, name, whole_chunks=groups > 1)
+        raise DataError("Media.create: input_features needs an audio encoder, but this model has none. Leave it out.")
+    if input_features_mask is None:
+        mask, mask_name = feature_attention_mask, "feature_attention_mask"
+    else:
+        mask, mask_name = input_features_mask, "input_features_mask"
+    # With several groups, processes may hold different clips, and their chunks must have the same length.
+    return from_spectra(stem, features, mask, mask_name, whole_chunks=groups > 1)
 
 
 def _integers(name: str, array: Any) -> np.ndarray:
     array = np.asarray(array)
-    rule = "must be integers"
-    check(array.dtype.kind in "iu", f"Media.create: {name} of shape {array.shape}, {array.dtype} {rule}.", DataError)
+    check(
+        array.dtype.kind in "iu",
+        f"Media.create: {name} of shape {array.shape} and dtype {array.dtype} must have an integer dtype.",
+        DataError,
+    )
     return np.asarray(as_int32(f"Media.create: {name}", array))

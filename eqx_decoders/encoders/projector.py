@@ -1,4 +1,4 @@
-"""Projector from an encoder's features to rows that replace placeholder tokens: patches joined, normed, multiplied."""
+"""Projectors, which map encoder outputs to the features that replace the embeddings of placeholder tokens."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -27,7 +27,7 @@ class ProjectionConfig(CheckedFields):
     - `dim`: number of output features.
     - `bias`: whether a bias is added.
     - `activation`: one of `ACTIVATIONS`.
-    - `norm`, `out_norm`: norms of the input features, and before the activation; None for none.
+    - `norm`, `out_norm`: norm of the input, and norm before the activation; None: no norm.
     """
 
     dim: PositiveInt
@@ -66,11 +66,11 @@ class Projection(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupConvolutionConfig(CheckedFields):
-    """Configuration of a convolution that makes one row of each group of patches: `sum_rc kernel_rc^T x_rc + bias`.
+    """Configuration of a convolution that maps `side x side` patches to one feature: `sum_rc kernel_rc^T x_rc + bias`.
 
     **Arguments:**
 
-    - `side`: rows and columns of patches in a group.
+    - `side`: height and width of the kernel in patches; also the stride.
     - `dim`: number of output features.
     - `bias`: whether a bias is added.
     """
@@ -89,7 +89,7 @@ class GroupConvolutionConfig(CheckedFields):
 
 
 class GroupConvolution(eqx.Module):
-    """Convolution that makes one row of each group of patches: `sum_rc kernel_rc^T x_rc + bias`."""
+    """Convolution that maps `side x side` patches to one feature: `sum_rc kernel_rc^T x_rc + bias`."""
 
     kernel: Float[Array, "patch_rows patch_columns inner outer"]
     bias: Float[Array, "outer"] | None
@@ -98,27 +98,29 @@ class GroupConvolution(eqx.Module):
     def __call__(self, x: Float[Array, "batch length inner"], ctx: ForwardContext) -> Float[Array, "batch rows outer"]:
         side = self.config.side
         x = x.reshape(x.shape[0], x.shape[1] // side**2, side, side, x.shape[2])
-        words = "patch_rows patch_columns inner"
-        pattern = f"batch length {words}, {words} outer -> batch length outer"
+        patch_axes = "patch_rows patch_columns inner"
+        pattern = f"batch length {patch_axes}, {patch_axes} outer -> batch length outer"
         return add_bias(ctx.einsum(pattern, x, self.kernel), self.bias)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProjectorConfig(CheckedFields):
-    """Configuration of a projector: groups of `group` patches become one row each.
+    """Configuration of a projector, which maps every `group` adjacent patches to one feature.
 
     **Arguments:**
 
-    - `group`: number of patches of a row, which stand one behind the other.
-    - `combine`: `"join"`, their features one after the other; `"interleave"`, the first feature of each, then the
-        second (Mistral 3); `"mean"`; or `"first"`, those of the first patch alone (Gemma 3n's audio).
-    - `convolution`: combines them instead, with a matrix for each place in a group (GLM-4.1V); None for none.
-    - `norm`: norm of the features; None for none.
-    - `norm_of`: `"patches"`, a norm before they are combined, or `"groups"`, after it.
-    - `scale`: multiplies the combined features (Gemma 4: the root of their number).
-    - `standardize`: whether a mean is then subtracted, and a scale multiplied, neither of which is trained (Gemma 4).
-    - `layers`: one after the other; the last one makes the features of the residual stream. An MLP has as many
-        features behind it as before it.
+    - `group`: number of adjacent patches per feature.
+    - `combine`: combination of the patches: `"join"`, concatenated; `"interleave"`, the first value of each patch, then
+        the second value of each patch, and so on (Mistral 3); `"mean"`; `"first"`, only the first patch (Gemma 3n's
+        audio).
+    - `convolution`: combines the patches instead of `combine` (GLM-4.1V); None: no convolution.
+    - `norm`: norm of the inputs; None: no norm.
+    - `norm_of`: `"patches"`, the norm is applied before the combination; `"groups"`, after it.
+    - `scale`: factor of the combined values (Gemma 4: the square root of their number).
+    - `standardize`: whether the combined values are standardized with a mean and a scale, which are not trained
+        (Gemma 4).
+    - `layers`: layers applied in order. The last `ProjectionConfig` determines the output size; an MLP does not change
+        the size.
     """
 
     group: PositiveInt = 1
@@ -133,52 +135,59 @@ class ProjectorConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         check(
-            isinstance(self.layers[0], ProjectionConfig), "ProjectorConfig.layers must begin with a ProjectionConfig."
+            isinstance(self.layers[0], ProjectionConfig), "ProjectorConfig.layers must start with a ProjectionConfig."
         )
         if self.convolution is not None:
-            rule = f"must be the square of ProjectorConfig.convolution.side={self.convolution.side}"
-            check(self.group == self.convolution.side**2, f"ProjectorConfig.group={self.group} {rule}.")
-            rule = "says how groups are combined without ProjectorConfig.convolution: leave one of them out"
-            check(self.combine == "join", f"ProjectorConfig.combine={self.combine!r} {rule}.")
+            check(
+                self.group == self.convolution.side**2,
+                f"ProjectorConfig.group={self.group} must be the square of "
+                f"ProjectorConfig.convolution.side={self.convolution.side}.",
+            )
+            check(
+                self.combine == "join",
+                f"ProjectorConfig.combine={self.combine!r} is not used with ProjectorConfig.convolution. Leave one of "
+                "them out.",
+            )
 
     @property
     def out_dim(self) -> int:
-        """Number of features of a row."""
+        """Size of an output feature."""
         return self._dims[-1]
 
     @property
     def _dims(self) -> list[int]:
-        """Numbers of features behind the layers."""
+        """Output size of each layer."""
         dims: list[int] = []
         for layer in self.layers:
             dims.append(layer.dim if isinstance(layer, ProjectionConfig) else dims[-1])
         return dims
 
     def combined_dim(self, embed_dim: int) -> int:
-        """Return the number of features of a group of patches behind their combination."""
+        """Return the size of the combined patches, which the layers read."""
         if self.convolution is not None:
             return self.convolution.dim
         return embed_dim * (1 if self.combine in ("mean", "first") else self.group)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Projector":
-        size, convolution = self.combined_dim(embed_dim), self.convolution
-        sizes = [size, *self._dims]
+        combined_dim = self.combined_dim(embed_dim)
+        convolution = self.convolution
+        input_dims = [combined_dim, *self._dims]
         keys = jax.random.split(key, len(self.layers))
-        inputs = zip(self.layers, sizes, keys, strict=False)
-        normed = embed_dim if self.norm_of == "patches" else size
+        layers = zip(self.layers, input_dims, keys, strict=False)
+        norm_dim = embed_dim if self.norm_of == "patches" else combined_dim
         convolution_key = jax.random.fold_in(key, 0)
         return Projector(
             convolution=None if convolution is None else convolution.build(embed_dim, key=convolution_key),
-            norm=None if self.norm is None else self.norm.build(normed),
-            bias=jnp.zeros((size,)) if self.standardize else None,
-            scale=jnp.ones((size,)) if self.standardize else None,
-            layers=tuple(layer.build(size, key=key) for layer, size, key in inputs),
+            norm=None if self.norm is None else self.norm.build(norm_dim),
+            bias=jnp.zeros((combined_dim,)) if self.standardize else None,
+            scale=jnp.ones((combined_dim,)) if self.standardize else None,
+            layers=tuple(layer.build(input_dim, key=layer_key) for layer, input_dim, layer_key in layers),
             config=self,
         )
 
 
 class Projector(eqx.Module):
-    """Projector of groups of patches: `layers(norm(combine(patches)))`."""
+    """Projector: `layers(norm(combine(patches)))`, or with `norm_of="patches"` `layers(combine(norm(patches)))`."""
 
     convolution: GroupConvolution | None
     norm: Norm | None
@@ -190,23 +199,29 @@ class Projector(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch rows features"]:
-        """Return a row of features for every group of patches."""
-        config, first = self.config, self.norm is not None and self.config.norm_of == "patches"
-        x = self.norm(x) if first and self.norm is not None else x
-        x = self._combined(x, ctx)
-        x = self.norm(x) if self.norm is not None and not first else x
+        """Return one feature for every `group` patches."""
+        norm_patches = self.config.norm_of == "patches"
+        x = self.norm(x) if self.norm is not None and norm_patches else x
+        x = self._combine(x, ctx)
+        x = self.norm(x) if self.norm is not None and not norm_patches else x
         x = self.project(x, ctx)
-        check(x.shape[-1] == config.out_dim, "Projector: its layers do not make the features that its config says.")
+        out_dim = self.config.out_dim
+        check(
+            x.shape[-1] == out_dim,
+            f"Projector: the layers return features of size {x.shape[-1]}, but ProjectorConfig.out_dim={out_dim}. "
+            "Build the layers from the same ProjectorConfig.",
+        )
         return x
 
     def project(self, x: Float[Array, "batch rows inner"], ctx: ForwardContext) -> Float[Array, "batch rows features"]:
-        """Return the layers' output, of combined and normed features."""
+        """Apply the layers to combined and normalized patches."""
         for layer in self.layers:
             x = layer(x, ctx)
         return x
 
-    def _combined(self, x: Array, ctx: ForwardContext) -> Array:
-        config, dtype = self.config, x.dtype
+    def _combine(self, x: Array, ctx: ForwardContext) -> Array:
+        config = self.config
+        dtype = x.dtype
         if self.convolution is not None:
             x = self.convolution(x, ctx)
         else:
@@ -223,16 +238,15 @@ class Projector(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderTokensConfig(CheckedFields):
-    """Configuration of tokens whose embedding is `project(norm(table[token - first]))`, by an encoder's projector.
+    """Configuration of token ids that an encoder embeds instead of the decoder (Gemma 3n: hard tokens).
 
-    They take the place of rows of the decoder's embedding (Gemma 3n).
+    Their embedding is `project(norm(table[token - first]))`, where `project` has the layers of the encoder's projector.
 
     **Arguments:**
 
-    - `first`, `count`: their ids, one behind the other.
+    - `first`, `count`: the token ids are `first, …, first + count - 1`.
     - `norm`: norm of the table's rows.
-    - `fill`: the one whose embedding fills up audio clips with fewer rows of features than `rows_per_clip`; None for
-        none.
+    - `fill`: token id whose embedding pads audio clips to `FrameStemConfig.rows_per_clip` features; None: no padding.
     """
 
     first: NonNegativeInt
@@ -242,18 +256,20 @@ class EncoderTokensConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        good = self.fill is None or self.first <= self.fill < self.first + self.count
-        rule = f"must be one of the tokens from {self.first} to {self.first + self.count - 1}"
-        check(good, f"EncoderTokensConfig.fill={self.fill} {rule}.")
+        check(
+            self.fill is None or self.first <= self.fill < self.first + self.count,
+            f"EncoderTokensConfig.fill={self.fill} must be one of the tokens from {self.first} to "
+            f"{self.first + self.count - 1}.",
+        )
 
     def build(self, features: int, *, key: PRNGKeyArray) -> "EncoderTokens":
-        """Build the table, with rows of so many features as the projector's layers read."""
+        """Build the table. `features`: input size of the projector's layers."""
         table = normal(key, (self.count, features), jnp.float32, 1.0)
         return EncoderTokens(table=table, norm=self.norm.build(features), config=self)
 
 
 class EncoderTokens(eqx.Module):
-    """Tokens whose embedding is `project(norm(table[token - first]))`, by an encoder's projector."""
+    """Embedding of the tokens of an encoder: `project(norm(table[token - first]))`; see `EncoderTokensConfig`."""
 
     table: Float[Array, "rows row_dim"]
     norm: Norm
@@ -262,6 +278,6 @@ class EncoderTokens(eqx.Module):
     def __call__(
         self, tokens: Int[Array, "batch length"], projector: Projector, ctx: ForwardContext
     ) -> Float[Array, "batch length features"]:
-        """Return the embeddings; those of other tokens are meaningless."""
+        """Return the embeddings of `tokens`; the results for other token ids are undefined."""
         index = jnp.clip(tokens - self.config.first, 0, self.config.count - 1)
         return projector.project(self.norm(look_up(self.table, index, "rows row_dim", ctx)), ctx)

@@ -1,4 +1,4 @@
-"""Protocols of configurations with encoders, for code that needs neither the encoders nor the decoder."""
+"""Protocols of configurations with encoders, for code that must not import the encoders or the decoder."""
 
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from eqx_decoders.encoders.stem import PatchStemConfig, WholeImageStem
 
 @runtime_checkable
 class EncoderInputs(Protocol):
-    """Properties of a `MediaConfig` that describe the inputs of its encoders."""
+    """Properties of `MediaConfig` that describe the inputs of the encoders."""
 
     @property
     def image_token(self) -> int | None: ...

@@ -1,4 +1,4 @@
-"""Input layers of an encoder of images: features of patches, and learned positions in an image."""
+"""Stem of a vision encoder: patch embedding and learned positions."""
 
 import dataclasses
 from typing import Literal, Protocol, runtime_checkable
@@ -18,16 +18,16 @@ from eqx_decoders.numerics.initializers import fan_in, normal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedGrid(CheckedFields):
-    """Learned positions of a square grid: `x + table[row, column]`.
+    """Learned positions on a square grid: `x + table[row, column]`.
 
     **Arguments:**
 
-    - `side`: rows and columns of the grid.
-    - `resample`: the positions of an image with other rows and columns: `"none"`, an error;
-        `"bilinear"`, between four neighbors, corners on corners (Qwen3-VL); `"fraction"`, the one at the same fraction
-        of the side (Idefics 3); `"antialias"`, as a picture that is resized, which averages more of them where there
-        are fewer patches (SigLIP 2); `"bicubic"`, between sixteen neighbors, centers on centers (GLM-4.1V).
-    - `class_first`: whether the row of a class token stands before those of the grid (InternVL), and not behind them.
+    - `side`: number of rows and of columns of the grid.
+    - `resample`: interpolation for images with other numbers of rows and columns of patches: `"none"`, such images
+        raise DataError; `"bilinear"`, with aligned corners (Qwen3-VL); `"fraction"`, the grid position at the same
+        fraction of the side (Idefics 3); `"antialias"`, antialiased bilinear resizing of the grid (SigLIP 2);
+        `"bicubic"`, with aligned centers (GLM-4.1V).
+    - `class_first`: whether the class token's row of the table is before the grid (InternVL) or after it.
     """
 
     side: PositiveInt
@@ -35,24 +35,26 @@ class LearnedGrid(CheckedFields):
     class_first: bool = False
 
     def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "GridTable":
-        """Build the table, with a row behind the grid for each class token."""
+        """Build the table, with one row per grid position and per class token."""
         return GridTable(table=normal(key, (self.side**2 + class_tokens, embed_dim), jnp.float32, 0.02))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedAxes(CheckedFields):
-    """Learned positions of columns and rows: `x + table[0, column] + table[1, row]` (Gemma 4).
+    """Separate learned positions of columns and rows: `x + table[0, column] + table[1, row]` (Gemma 4).
 
     **Arguments:**
 
-    - `size`: number of columns, and of rows, in the tables.
+    - `size`: maximum number of columns, and of rows.
     """
 
     size: PositiveInt
 
     def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "AxisTables":
         check(
-            class_tokens == 0, "LearnedAxes has no position for a class token: use LearnedGrid, or class_token=False."
+            class_tokens == 0,
+            "PatchStemConfig.class_token=True needs a position for the class token, but LearnedAxes has none. Use "
+            "LearnedGrid, or class_token=False.",
         )
         return AxisTables(table=normal(key, (2, self.size, embed_dim), jnp.float32, 0.02))
 
@@ -62,7 +64,7 @@ PatchPositions = LearnedGrid | LearnedAxes
 
 @runtime_checkable
 class ImageStem(Protocol):
-    """Properties of an input layer for images, by which they are cut and packed: see `PatchStemConfig`."""
+    """Properties of a vision stem that determine how images are split and packed; see `PatchStemConfig`."""
 
     @property
     def channels(self) -> int: ...
@@ -94,7 +96,10 @@ class ImageStem(Protocol):
 
 @runtime_checkable
 class WholeImageStem(ImageStem, Protocol):
-    """Input of an encoder that reads whole images: `side x side` features of one whose sides `multiple` divides."""
+    """Stem that processes complete images instead of patches, such as `MobileNetConfig`.
+
+    It returns `side x side` features for a square image whose height is a multiple of `multiple`.
+    """
 
     @property
     def side(self) -> int: ...
@@ -111,45 +116,47 @@ class GridTable(eqx.Module):
     def __call__(
         self, index: Int[Array, "batch length neighbors"], weight: Float[Array, "batch length neighbors"]
     ) -> Float[Array, "batch length embed"]:
-        return _weighted(self.table, index, weight)
+        return _weighted_sum(self.table, index, weight)
 
 
 class AxisTables(eqx.Module):
-    """Two tables of learned positions, the second's rows behind the first's: `sum_i weight_i table[index_i]`."""
+    """Tables of learned positions of columns and rows, concatenated: `sum_i weight_i table[index_i]`."""
 
     table: Float[Array, "coordinates positions embed"]
 
     def __call__(
         self, index: Int[Array, "batch length neighbors"], weight: Float[Array, "batch length neighbors"]
     ) -> Float[Array, "batch length embed"]:
-        return _weighted(self.table.reshape(-1, self.table.shape[-1]), index, weight)
+        return _weighted_sum(self.table.reshape(-1, self.table.shape[-1]), index, weight)
 
 
-def _weighted(table: Array, index: Array, weight: Array) -> Array:
-    """Return the weighted sum of a few rows of a table, in float32."""
+def _weighted_sum(table: Array, index: Array, weight: Array) -> Array:
+    """Return the weighted sum of rows of a table, in float32."""
     rows = jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
     return jnp.sum(rows * weight[..., None].astype(jnp.float32), axis=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchStemConfig(CheckedFields):
-    """Linear layer over patches of `channels x frames x size x size` numbers: `norm(kernel^T patch + bias) + position`.
+    """Configuration of a patch embedding: `norm(kernel^T patch + bias) + position`.
+
+    A patch has `channels x frames x size x size` values.
 
     **Arguments:**
 
-    - `size`: rows and columns of pixels in a patch.
-    - `channels`: values of a pixel.
-    - `frames`: images of a patch, one behind the other in time.
-    - `merge`: rows and columns of patches that become one row of features; they stand one behind the other.
+    - `size`: height and width of a patch in pixels.
+    - `channels`: number of channels of a pixel.
+    - `frames`: number of consecutive video frames per patch.
+    - `merge`: `merge x merge` patches become one feature; these patches are adjacent in the sequence.
     - `bias`: whether a bias is added.
-    - `norm`: norm of the sum, before positions are added (GLM-4.1V); None for none.
-    - `positions`: learned positions; None for none.
-    - `class_token`: whether a learned token stands behind each image's patches (Llama 4).
-    - `pixel_scale`, `pixel_shift`: the kernel multiplies `pixel_scale * pixel + pixel_shift`.
+    - `norm`: norm before positions are added (GLM-4.1V); None: no norm.
+    - `positions`: learned positions; None: no learned positions.
+    - `class_token`: whether a learned class token is appended to the patches of each image (Llama 4).
+    - `pixel_scale`, `pixel_shift`: pixels are transformed to `pixel_scale * pixel + pixel_shift`.
     - `coordinates`: order of the coordinates of rotary embeddings: `"row_column"` or `"column_row"`.
     - `first_coordinate`: coordinate of the first row and column.
-    - `window`: rows and columns of merged patches in a window, for layers whose mask is
-        `Bidirectional((window * merge) ** 2)`; None for none.
+    - `window`: height and width of an attention window, in merged patches, for layers whose mask is
+        `Bidirectional((window * merge) ** 2)`; None: no windows.
     """
 
     size: PositiveInt
@@ -168,45 +175,50 @@ class PatchStemConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        alone = not self.class_token or self.window is None
-        check(alone, "PatchStemConfig.class_token=True excludes windows: the token would be in one of them.")
-        first = isinstance(self.positions, LearnedGrid) and self.positions.class_first
-        check(self.class_token or not first, "LearnedGrid.class_first=True needs PatchStemConfig.class_token=True.")
+        check(
+            not self.class_token or self.window is None,
+            f"PatchStemConfig.class_token=True does not support window={self.window}, since the class token belongs to "
+            "no window. Leave one of them out.",
+        )
+        check(
+            self.class_token or not (isinstance(self.positions, LearnedGrid) and self.positions.class_first),
+            "LearnedGrid.class_first=True needs PatchStemConfig.class_token=True.",
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of a patch: channels, frames, rows and columns of pixels."""
+        """Shape of a patch: channels, frames, height and width in pixels."""
         return self.channels, self.frames, self.size, self.size
 
     @property
     def group(self) -> int:
-        """Number of patches that become one row of features."""
+        """Number of patches that become one feature."""
         return self.merge**2
 
     @property
     def class_position(self) -> int:
-        """Row of the position table for a class token: the one behind the grid, or before it."""
+        """Row of the position table for the class token: after the grid, or before it."""
         grid = self.positions
         return grid.side**2 if isinstance(grid, LearnedGrid) and not grid.class_first else 0
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "PatchStem":
         kernel_key, position_key, class_key = jax.random.split(key, 3)
         inputs = self.channels * self.frames * self.size**2
-        class_tokens, at = int(self.class_token), None
+        positions = None
         if self.positions is not None:
-            at = self.positions.build(embed_dim, class_tokens=class_tokens, key=position_key)
+            positions = self.positions.build(embed_dim, class_tokens=int(self.class_token), key=position_key)
         return PatchStem(
             kernel=fan_in(kernel_key, (*self.shape, embed_dim), jnp.float32, inputs),
             bias=jnp.zeros((embed_dim,)) if self.bias else None,
             norm=None if self.norm is None else self.norm.build(embed_dim),
             class_embedding=normal(class_key, (embed_dim,), jnp.float32, 0.02) if self.class_token else None,
-            positions=at,
+            positions=positions,
             config=self,
         )
 
 
 class PatchStem(eqx.Module):
-    """Linear layer over patches: `norm(kernel^T patch + bias) + position`."""
+    """Patch embedding: `norm(kernel^T patch + bias) + position`."""
 
     kernel: Float[Array, "channels frames patch_rows patch_columns embed"]
     bias: Float[Array, "embed"] | None
@@ -216,12 +228,13 @@ class PatchStem(eqx.Module):
     config: PatchStemConfig = eqx.field(static=True)
 
     def __call__(self, rows: PatchRows, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
-        config, dtype = self.config, ctx.execution.precision.compute
+        config = self.config
+        dtype = ctx.execution.precision.compute
         pixels = jnp.asarray(rows.patches).astype(jnp.float32) * config.pixel_scale + config.pixel_shift
         pixels = ctx.constrain(pixels.astype(dtype), "batch length patch")
         pixels = pixels.reshape(*pixels.shape[:2], *config.shape)
-        words = "channels frames patch_rows patch_columns"
-        x = ctx.einsum(f"batch length {words}, {words} embed -> batch length embed", pixels, self.kernel)
+        patch_axes = "channels frames patch_rows patch_columns"
+        x = ctx.einsum(f"batch length {patch_axes}, {patch_axes} embed -> batch length embed", pixels, self.kernel)
         x = add_bias(x, self.bias)
         x = x if self.norm is None else self.norm(x)
         if self.class_embedding is not None and rows.class_tokens is not None:

@@ -1,4 +1,4 @@
-"""Audio clips for an encoder: their chunks or frames, packed into rows of several clips each."""
+"""Audio clips for an encoder: log-mel spectra, split into chunks or frames, and packed into sequences."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,127 +12,181 @@ from eqx_decoders.encoders.packing import Packing
 from eqx_decoders.errors import DataError, check
 
 
-class Audio(NamedTuple):
-    """Audio clip: its chunks or frames, the tokens that they make, and its rows of features."""
+class AudioClip(NamedTuple):
+    """Audio clip for an encoder.
 
-    frames: np.ndarray
-    tokens: int
-    rows: int
+    **Arguments:**
+
+    - `spectrum`: log-mel spectrum; `[chunks, bands, frames]` for an `AudioStemConfig`, and `[frames, bands]` for a
+        `FrameStemConfig`.
+    - `num_tokens`: number of tokens in the encoder's layers.
+    - `num_features`: number of features that replace placeholder tokens.
+    """
+
+    spectrum: np.ndarray
+    num_tokens: int
+    num_features: int
 
 
 def from_spectra(
-    stem: AudioStemConfig | FrameStemConfig, features: Any, mask: Any, name: str, *, whole_chunks: bool
-) -> list[Audio]:
-    """Return the audio clips in log-mel spectra; the mask `[audio, frames]`, called `name`, is 1 for real frames.
+    stem: AudioStemConfig | FrameStemConfig, features: Any, mask: Any, mask_name: str, *, whole_chunks: bool
+) -> list[AudioClip]:
+    """Return the audio clips in a batch of padded log-mel spectra.
 
-    Spectra are `[audio, bands, frames]` for an encoder that reads chunks, and `[audio, frames, bands]` for one that
-    reads whole clips. `whole_chunks`: chunks are not shortened where all clips are short.
+    **Arguments:**
+
+    - `features`: `[audio, bands, frames]` for a stem that reads chunks; `[audio, frames, bands]` for a stem that reads
+        complete clips.
+    - `mask`: 1 for the frames of a clip and 0 for padding, `[audio, frames]`; None without padding.
+    - `mask_name`: name of the mask in error messages.
+    - `whole_chunks`: pad chunks to `chunk_frames` even if all clips are shorter.
     """
     if isinstance(stem, FrameStemConfig):
-        features, real = _checked(features, mask, name, stem.mel_bands, axis=2)
-        return _in_frames(stem, features, real, name)
-    features, real = _checked(features, mask, name, stem.mel_bands, axis=1)
-    return _in_chunks(stem, features, real, whole=whole_chunks)
+        features, is_frame = _check_spectra(features, mask, mask_name, stem.mel_bands, bands_axis=2)
+        return _split_frames(stem, features, is_frame, mask_name)
+    features, is_frame = _check_spectra(features, mask, mask_name, stem.mel_bands, bands_axis=1)
+    return _split_chunks(stem, features, is_frame, whole_chunks=whole_chunks)
 
 
 def pack_audio(
-    stem: AudioStemConfig | FrameStemConfig, groups: Sequence[Sequence[Audio]]
+    stem: AudioStemConfig | FrameStemConfig, groups: Sequence[Sequence[AudioClip]]
 ) -> tuple[AudioRows, list[np.ndarray]]:
-    """Return the rows, and for each audio clip the indices of its tokens in them."""
+    """Pack the clips of each group into sequences.
+
+    Returns the packed sequences, and for each clip the indices of its features among the features of all sequences.
+    """
     return _pack_frames(stem, groups) if isinstance(stem, FrameStemConfig) else _pack_chunks(stem, groups)
 
 
-def _checked(features: Any, mask: Any, name: str, bands: int, *, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the spectra, whose bands are along `axis`, and a mask of their real frames."""
+def _check_spectra(
+    features: Any, mask: Any, mask_name: str, num_bands: int, *, bands_axis: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the spectra as float32, and a Boolean mask of the frames that are not padding. Raises DataError."""
     features = np.asarray(features, np.float32)
-    words = f"{bands}, frames" if axis == 1 else f"frames, {bands}"
-    good = features.ndim == 3 and features.shape[axis] == bands
-    rule = f"must be [audio, {words}]"
-    check(good, f"Media.create: input_features of shape {features.shape} {rule}.", DataError)
-    shape = features.shape[0], features.shape[3 - axis]
-    real = np.ones(shape, bool) if mask is None else np.asarray(mask) > 0
-    rule = f"must be {shape}: one number for each frame of input_features"
-    check(real.shape == shape, f"Media.create: {name} of shape {real.shape} {rule}.", DataError)
-    rule = "leaves nothing of an audio clip: give at least one frame"
-    check(bool(real.any(axis=1).all()), f"Media.create: {name} {rule}.", DataError)
-    return features, real
+    expected = f"[audio, {num_bands}, frames]" if bands_axis == 1 else f"[audio, frames, {num_bands}]"
+    check(
+        features.ndim == 3 and features.shape[bands_axis] == num_bands,
+        f"Media.create: input_features of shape {features.shape} must be {expected}.",
+        DataError,
+    )
+    mask_shape = features.shape[0], features.shape[3 - bands_axis]
+    is_frame = np.ones(mask_shape, bool) if mask is None else np.asarray(mask) > 0
+    check(
+        is_frame.shape == mask_shape,
+        f"Media.create: {mask_name} of shape {is_frame.shape} must have shape {mask_shape}: one value for each frame "
+        "of input_features.",
+        DataError,
+    )
+    check(
+        bool(is_frame.any(axis=1).all()),
+        f"Media.create: {mask_name} is 0 for all frames of an audio clip. Pass at least one frame per clip.",
+        DataError,
+    )
+    return features, is_frame
 
 
-def _in_chunks(stem: AudioStemConfig, features: np.ndarray, real: np.ndarray, *, whole: bool) -> list[Audio]:
-    """Return the chunks of each audio clip, the last one padded."""
-    # convolutions see the zeros behind a clip's last frame: where all are short there are no more than in transformers
-    size = stem.chunk_frames if whole else min(stem.chunk_frames, int(real.sum(axis=1).max(initial=1)))
+def _split_chunks(
+    stem: AudioStemConfig, features: np.ndarray, is_frame: np.ndarray, *, whole_chunks: bool
+) -> list[AudioClip]:
+    """Split each audio clip into chunks, and pad the last chunk with zeros."""
+    # Convolutions read the zeros after the last frame of a clip. If all clips are shorter than a chunk, transformers
+    # pads to the longest clip only, so this must do the same.
+    size = stem.chunk_frames if whole_chunks else min(stem.chunk_frames, int(is_frame.sum(axis=1).max(initial=1)))
     clips = []
-    for spectrum, frames in zip(features, real, strict=True):
-        spectrum = spectrum[:, frames]
-        full, rest = divmod(spectrum.shape[1], stem.chunk_frames)
-        count = full + (rest > 0)
+    for padded_spectrum, mask in zip(features, is_frame, strict=True):
+        spectrum = padded_spectrum[:, mask]
+        num_full, num_rest = divmod(spectrum.shape[1], stem.chunk_frames)
+        count = num_full + (num_rest > 0)
         padded = np.pad(spectrum, ((0, 0), (0, max(0, count * size - spectrum.shape[1]))))
         chunks = padded.reshape(spectrum.shape[0], count, size).swapaxes(0, 1)
-        tokens = full * stem.chunk_tokens + (stem.output_size(rest) if rest else 0)
-        clips.append(Audio(chunks, tokens, tokens))
+        num_tokens = num_full * stem.chunk_tokens + (stem.output_size(num_rest) if num_rest else 0)
+        clips.append(AudioClip(chunks, num_tokens, num_tokens))
     return clips
 
 
-def _in_frames(stem: FrameStemConfig, features: np.ndarray, real: np.ndarray, name: str) -> list[Audio]:
-    """Return the frames of each audio clip."""
-    counts = real.sum(axis=1)
-    first = np.array_equal(real, np.arange(features.shape[1]) < counts[:, None])
-    check(first, f"Media.create: {name} must be 1 for the first frames of an audio clip, and 0 behind them.", DataError)
+def _split_frames(stem: FrameStemConfig, features: np.ndarray, is_frame: np.ndarray, mask_name: str) -> list[AudioClip]:
+    """Return each audio clip with the frames that its tokens depend on."""
+    counts = is_frame.sum(axis=1)
+    check(
+        np.array_equal(is_frame, np.arange(features.shape[1]) < counts[:, None]),
+        f"Media.create: {mask_name} must be 1 for the first frames of an audio clip, and 0 for all frames after them.",
+        DataError,
+    )
     clips = []
     for spectrum, count in zip(features, counts.tolist(), strict=True):
-        tokens = stem.output_size(count)
-        rows, most = -(-tokens // stem.group), stem.rows_per_clip
-        rule = f"more than FrameStemConfig.rows_per_clip={most}: give a shorter clip"
-        message = f"Media.create: an audio clip of {count} frames makes {rows} rows of features"
-        check(most is None or rows <= most, f"{message}, {rule}.", DataError)
-        # the last tokens look at frames behind the clip, too
-        end = stem.stride * (tokens + 1) if stem.frames == "behind" else count
-        clips.append(Audio(spectrum[:end], stem.filled(tokens), most or rows))
+        num_tokens = stem.output_size(count)
+        num_features = -(-num_tokens // stem.group)
+        max_features = stem.rows_per_clip
+        check(
+            max_features is None or num_features <= max_features,
+            f"Media.create: an audio clip of {count} frames has {num_features} features, more than "
+            f"FrameStemConfig.rows_per_clip={max_features}. Pass a shorter clip.",
+            DataError,
+        )
+        # With "behind", convolutions of the last tokens also read padding frames after the clip.
+        end = stem.stride * (num_tokens + 1) if stem.frames == "behind" else count
+        clips.append(AudioClip(spectrum[:end], stem.filled(num_tokens), max_features or num_features))
     return clips
 
 
-def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[ChunkRows, list[np.ndarray]]:
-    audio = [audio for group in groups for audio in group]
-    chunk_tokens = stem.output_size(audio[0].frames.shape[-1])
-    packing = Packing.of([[len(clip.frames) for clip in group] for group in groups])
-    chunks = np.zeros((packing.rows, packing.length, *audio[0].frames.shape[1:]), np.float32)
+def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[AudioClip]]) -> tuple[ChunkRows, list[np.ndarray]]:
+    clips = [clip for group in groups for clip in group]
+    chunk_tokens = stem.output_size(clips[0].spectrum.shape[-1])
+    packing = Packing.of([[len(clip.spectrum) for clip in group] for group in groups])
+    chunks = np.zeros((packing.rows, packing.length, *clips[0].spectrum.shape[1:]), np.float32)
     shape = packing.rows, packing.length * chunk_tokens
-    positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    rows_of, number = [], np.zeros(packing.rows, np.int64)
-    for (clip, count, _), (row, begin) in zip(audio, packing.starts, strict=True):
-        first, number[row] = begin * chunk_tokens, number[row] + 1
-        chunks[row, begin : begin + len(clip)] = clip
-        positions[row, first : first + count] = np.arange(count)
-        segments[row, first : first + count] = number[row]
-        rows_of.append(row * shape[1] + first + np.arange(count))
-    return ChunkRows(chunks=chunks, positions=positions, segment_ids=segments), rows_of
+    positions = np.full(shape, -1, np.int32)
+    segment_ids = np.zeros(shape, np.int32)
+    num_clips = np.zeros(packing.rows, np.int64)
+    feature_indices = []
+    for clip, (row, start) in zip(clips, packing.starts, strict=True):
+        num_clips[row] += 1
+        chunks[row, start : start + len(clip.spectrum)] = clip.spectrum
+        first = start * chunk_tokens
+        tokens = np.s_[row, first : first + clip.num_tokens]
+        positions[tokens] = np.arange(clip.num_tokens)
+        segment_ids[tokens] = num_clips[row]
+        feature_indices.append(row * shape[1] + first + np.arange(clip.num_tokens))
+    return ChunkRows(chunks=chunks, positions=positions, segment_ids=segment_ids), feature_indices
 
 
-def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[FrameRows, list[np.ndarray]]:
-    """Put tokens between two clips of a row, since convolutions reach over borders.
+def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[AudioClip]]) -> tuple[FrameRows, list[np.ndarray]]:
+    """Pack clips with `stem.group` tokens between two clips of a sequence, because convolutions read adjacent frames.
 
-    They are one of silence, a document of its own, or the frames behind a clip that its last tokens look at.
+    The tokens in between are one token of silence, which is a separate document; or, for `frames="behind"`, the
+    padding frames that the last tokens of the clip before them read.
     """
-    audio, unit = [audio for group in groups for audio in group], stem.group
-    behind = stem.frames == "behind"
-    packing = Packing.of([[-(-clip.tokens // unit) * unit + unit for clip in group] for group in groups], unit)
-    # the last tokens of a row are those of no clip: they are filled up from there, or none are needed
-    length = packing.length if behind or stem.rows_per_clip is not None else packing.length - unit
+    clips = [clip for group in groups for clip in group]
+    group_size = stem.group
+    reads_behind = stem.frames == "behind"
+    lengths = [[-(-clip.num_tokens // group_size) * group_size + group_size for clip in group] for group in groups]
+    packing = Packing.of(lengths, group_size)
+    # The tokens after the last clip of a sequence are needed only for the frames behind the clip, or as the padding
+    # features of clips with fewer than `rows_per_clip` features.
+    keep_last = reads_behind or stem.rows_per_clip is not None
+    length = packing.length if keep_last else packing.length - group_size
     frames = np.zeros((packing.rows, length * stem.stride, stem.mel_bands), np.float32)
-    real = np.zeros(frames.shape[:2], bool)
-    positions, segments = np.full((packing.rows, length), -1, np.int32), np.zeros((packing.rows, length), np.int32)
-    rows_of = []
-    for (clip, count, rows), (row, begin) in zip(audio, packing.starts, strict=True):
-        number = int(segments[row].max(initial=0)) + 1
-        if begin > 0 and not behind:
-            positions[row, begin - unit], segments[row, begin - unit] = 0, number
-            number += 1
-        tokens, first = np.s_[row, begin : begin + count], begin * stem.stride
-        frames[row, first : first + len(clip)], real[row, first : first + len(clip)] = clip, True
-        longest = stem.longest or max(count, 1)
-        positions[tokens], segments[tokens] = np.arange(count) % longest, number + np.arange(count) // longest
-        index = (row * length + begin) // unit + np.arange(rows)
-        index[-(-count // unit) :] = (row + 1) * length // unit - 1
-        rows_of.append(index)
-    return FrameRows(frames=frames, real=real, positions=positions, segment_ids=segments, group=unit), rows_of
+    is_frame = np.zeros(frames.shape[:2], bool)
+    positions = np.full((packing.rows, length), -1, np.int32)
+    segment_ids = np.zeros((packing.rows, length), np.int32)
+    feature_indices = []
+    for clip, (row, start) in zip(clips, packing.starts, strict=True):
+        segment_id = int(segment_ids[row].max(initial=0)) + 1
+        if start > 0 and not reads_behind:
+            positions[row, start - group_size] = 0
+            segment_ids[row, start - group_size] = segment_id
+            segment_id += 1
+        first_frame = start * stem.stride
+        frames[row, first_frame : first_frame + len(clip.spectrum)] = clip.spectrum
+        is_frame[row, first_frame : first_frame + len(clip.spectrum)] = True
+        index = np.arange(clip.num_tokens)
+        tokens = np.s_[row, start : start + clip.num_tokens]
+        max_length = stem.longest or max(clip.num_tokens, 1)
+        positions[tokens] = index % max_length
+        segment_ids[tokens] = segment_id + index // max_length
+        feature_index = (row * length + start) // group_size + np.arange(clip.num_features)
+        # features beyond the clip's tokens: the last feature of the sequence, which is padding
+        feature_index[-(-clip.num_tokens // group_size) :] = (row + 1) * length // group_size - 1
+        feature_indices.append(feature_index)
+    packed = FrameRows(frames=frames, real=is_frame, positions=positions, segment_ids=segment_ids, group=group_size)
+    return packed, feature_indices

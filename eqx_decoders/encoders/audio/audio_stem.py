@@ -1,4 +1,4 @@
-"""Input layers of an encoder of audio chunks: convolutions over log-mel spectra (Qwen3-Omni)."""
+"""Stem of an audio encoder that reads chunks: convolutions over log-mel spectra (Qwen3-Omni)."""
 
 import dataclasses
 
@@ -17,15 +17,16 @@ from eqx_decoders.numerics.initializers import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AudioStemConfig(CheckedFields):
-    """Convolutions of 3 x 3 in steps of 2 over the bands and frames of each chunk, one matrix, and positions.
+    """Configuration of 3 x 3 convolutions with stride 2 over the bands and frames of a chunk, a linear layer, and
+    sinusoidal positions within the chunk.
 
     **Arguments:**
 
-    - `mel_bands`: number of bands of a frame.
-    - `chunk_frames`: number of frames of a chunk.
+    - `mel_bands`: number of mel bands per frame.
+    - `chunk_frames`: number of frames per chunk.
     - `filters`: number of filters of each convolution.
     - `convolutions`: number of convolutions.
-    - `activation`: one of `ACTIVATIONS`, behind each convolution.
+    - `activation`: one of `ACTIVATIONS`, applied after each convolution.
     """
 
     mel_bands: PositiveInt
@@ -34,17 +35,17 @@ class AudioStemConfig(CheckedFields):
     convolutions: PositiveInt = 3
     activation: ActivationName = "gelu"
 
-    group = 1  # tokens that become one row of features
+    group = 1  # number of tokens that become one feature
 
     def output_size(self, size: int) -> int:
-        """Return the size that the convolutions leave of `size` frames or bands."""
+        """Return the number of frames or bands after the convolutions, from the number before them."""
         for _ in range(self.convolutions):
             size = (size + 1) // 2
         return size
 
     @property
     def chunk_tokens(self) -> int:
-        """Number of tokens of a whole chunk."""
+        """Number of tokens of a full chunk."""
         return self.output_size(self.chunk_frames)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "AudioStem":
@@ -59,7 +60,7 @@ class AudioStemConfig(CheckedFields):
 
 
 class Convolution(eqx.Module):
-    """Convolution `kernel * x + bias` over 3 x 3 neighbors, in steps of 2."""
+    """3 x 3 convolution `kernel * x + bias` with stride 2."""
 
     kernel: Float[Array, "filters input_filters kernel_rows kernel_columns"]
     bias: Float[Array, "filters"]
@@ -67,8 +68,9 @@ class Convolution(eqx.Module):
     def __call__(
         self, x: Float[Array, "chunks input_filters mel frames"]
     ) -> Float[Array, "chunks filters rows columns"]:
-        kernel, edges = self.kernel.astype(x.dtype), ((1, 1), (1, 1))
-        y = jax.lax.conv_general_dilated(x, kernel, (2, 2), edges, dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        kernel = self.kernel.astype(x.dtype)
+        padding = ((1, 1), (1, 1))
+        y = jax.lax.conv_general_dilated(x, kernel, (2, 2), padding, dimension_numbers=("NCHW", "OIHW", "NCHW"))
         return y + self.bias.astype(x.dtype)[None, :, None, None]
 
 
@@ -77,7 +79,7 @@ def _convolution(inputs: int, filters: int, key: PRNGKeyArray) -> Convolution:
 
 
 class AudioStem(eqx.Module):
-    """Input layers: convolutions, one matrix, and positions within a chunk."""
+    """Stem of an audio encoder: convolutions, a linear layer, and sinusoidal positions within a chunk."""
 
     convolutions: tuple[Convolution, ...]
     out: Float[Array, "filters mel embed"]
@@ -93,5 +95,5 @@ class AudioStem(eqx.Module):
         x = jnp.moveaxis(x, 3, 1).reshape(batch, -1, *x.shape[1:3])
         x = ctx.einsum("batch length filters mel, filters mel embed -> batch length embed", x, self.out)
         positions = jnp.tile(jnp.arange(x.shape[1] // count), count)
-        signal = sinusoids(positions, x.shape[-1], 10_000.0)
-        return ctx.constrain(x + signal.astype(dtype)[None], "batch length embed")
+        position_embedding = sinusoids(positions, x.shape[-1], 10_000.0)
+        return ctx.constrain(x + position_embedding.astype(dtype)[None], "batch length embed")

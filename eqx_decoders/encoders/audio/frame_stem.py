@@ -1,10 +1,10 @@
-"""Input layers of an encoder of whole audio clips: convolutions over log-mel spectra, frame by frame.
+"""Stem of an audio encoder that reads complete clips: convolutions over the frames of log-mel spectra.
 
-Those of Gemma 3n and 4, and of Phi-4 (NeMo's; Kuchaiev et al. 2019).
+Used by Gemma 3n, Gemma 4 and Phi-4 (as in NeMo; Kuchaiev et al. 2019).
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
@@ -23,9 +23,10 @@ from eqx_decoders.sharding.axes import BUFFER
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CumulativeNormConfig(CheckedFields):
-    """Configuration of `scale (x_t - m_t) / sqrt(v_t + eps)` (Gemma 3n): of all features up to the frame t of a clip.
+    """Configuration of the cumulative norm `scale (x_t - m_t) / sqrt(v_t + eps)` (Gemma 3n).
 
-    m_t is the mean of all bands and filters of the frames s <= t, and v_t that of `(x_s - m_s)²`.
+    m_t is the mean over all bands and filters of the frames s <= t of a clip; v_t is the mean of `(x_s - m_s)²` over
+    the same values.
 
     **Arguments:**
 
@@ -39,7 +40,7 @@ class CumulativeNormConfig(CheckedFields):
 
 
 class CumulativeNorm(eqx.Module):
-    """Norm `scale (x_t - m_t) / sqrt(v_t + eps)`, of all features up to the frame t of a clip, in float32."""
+    """Cumulative norm `scale (x_t - m_t) / sqrt(v_t + eps)` in float32; see `CumulativeNormConfig`."""
 
     scale: Float[Array, "norm"]
     config: CumulativeNormConfig = eqx.field(static=True)
@@ -47,47 +48,53 @@ class CumulativeNorm(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch frames mel norm"], first: Bool[Array, "batch frames"]
     ) -> Float[Array, "batch frames mel norm"]:
-        """Normalise; `first` is True at the first frame of a clip."""
+        """Normalize `x`; `first` is True at the first frame of each clip."""
         y = x.astype(jnp.float32)
-        count = _since(jnp.full(first.shape, float(y.shape[2] * y.shape[3])), first)
-        y = y - (_since(jnp.sum(y, axis=(2, 3)), first) / count)[:, :, None, None]
-        variance = _since(jnp.sum(y * y, axis=(2, 3)), first) / count
+        count = _cumulative_sum(jnp.full(first.shape, float(y.shape[2] * y.shape[3])), first)
+        y = y - (_cumulative_sum(jnp.sum(y, axis=(2, 3)), first) / count)[:, :, None, None]
+        variance = _cumulative_sum(jnp.sum(y * y, axis=(2, 3)), first) / count
         y = y * jax.lax.rsqrt(variance + self.config.eps)[:, :, None, None]
         return (y * self.scale.astype(jnp.float32)[None, None, None]).astype(x.dtype)
 
 
-def _since(x: Float[Array, "batch frames"], first: Bool[Array, "batch frames"]) -> Float[Array, "batch frames"]:
-    """Return the sums of all frames of a clip up to each."""
+def _cumulative_sum(
+    x: Float[Array, "batch frames"], first: Bool[Array, "batch frames"]
+) -> Float[Array, "batch frames"]:
+    """Return the cumulative sum over frames, which starts again where `first` is True."""
 
-    def add(before: tuple[Array, Array], behind: tuple[Array, Array]) -> tuple[Array, Array]:
-        return jnp.where(behind[1], behind[0], before[0] + behind[0]), before[1] | behind[1]
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        left_sum, left_first = left
+        right_sum, right_first = right
+        return jnp.where(right_first, right_sum, left_sum + right_sum), left_first | right_first
 
     return jax.lax.associative_scan(add, (x, first), axis=1)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrameStemConfig(CheckedFields):
-    """Layers `act(norm(point(convolution(x))))`, 3 x 3 in steps of 2 over frames and bands; then one matrix.
+    """Configuration of layers `act(norm(point(convolution(x))))` and a linear layer.
 
-    Padding frames count as zeros before each convolution, so that an audio clip's features depend on it alone; with
-    `frames="behind"` also on the few frames of padding that its last ones look at.
+    Convolutions are 3 x 3 with stride 2 over frames and bands. Padding frames are set to zero before each convolution,
+    so that the features of an audio clip do not depend on other clips. With `frames="behind"`, the last features also
+    depend on a few padding frames after the clip.
 
     **Arguments:**
 
-    - `mel_bands`: number of bands of a frame.
+    - `mel_bands`: number of mel bands per frame.
     - `filters`: number of filters of each convolution.
-    - `norm`: norm over the filters of each position, or of all frames up to it; None for none.
-    - `activation`: one of `ACTIVATIONS`, behind each norm.
-    - `separable`: whether each convolution but the first one is of each filter by itself, with a matrix `point` over
-        all filters behind it (Phi-4).
-    - `bias`: whether convolutions and matrices have one.
-    - `standardize`: whether a mean of each band is first subtracted, and a scale multiplied, which are not trained.
-    - `longest`: tokens of a document for the layers: those of longer clips are cut, and the last piece is filled up
-        with zeros, to which the others attend (Phi-4); None for no such bound.
-    - `frames`: frames that a convolution looks at beside its own: one `"around"` it on each side, or two `"behind"` it.
-    - `group`: tokens that become one row of features.
-    - `rows_per_clip`: rows of features of each clip, filled up with `EncoderTokensConfig.fill`; None for as many as its
-        frames make.
+    - `norm`: norm over the filters at each position, or cumulative over frames; None: no norm.
+    - `activation`: one of `ACTIVATIONS`, applied after each norm.
+    - `separable`: whether convolutions after the first are depthwise, followed by a pointwise convolution `point`
+        (Phi-4).
+    - `bias`: whether convolutions and linear layers have a bias.
+    - `standardize`: whether the spectrum is first standardized with a mean and a scale per band, which are not trained.
+    - `longest`: maximum number of tokens of a document in the layers. Longer clips are split into several documents,
+        and the last document is padded with zeros, which its tokens attend to (Phi-4). None: no maximum.
+    - `frames`: the input frames of a 3 x 3 convolution: `"around"`, the current, previous and next frame; `"behind"`,
+        the current frame and the next two.
+    - `group`: number of tokens that become one feature.
+    - `rows_per_clip`: fixed number of features per clip, padded with the embedding of `EncoderTokensConfig.fill`.
+        None: the number depends on the length of the clip.
     """
 
     mel_bands: PositiveInt
@@ -108,19 +115,22 @@ class FrameStemConfig(CheckedFields):
         return 2 ** len(self.filters)
 
     def output_size(self, size: int) -> int:
-        """Return the size that the convolutions leave of `size` frames or bands."""
+        """Return the number of frames or bands after the convolutions, from the number before them."""
         return -(-size // self.stride)
 
     def filled(self, tokens: int) -> int:
-        """Return the number of a clip's tokens with those that fill its last piece up."""
+        """Return the number of tokens of a clip, including the padding of its last document (see `longest`)."""
         longest = self.longest
         return tokens if longest is None or tokens <= longest else -(-tokens // longest) * longest
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "FrameStem":
         *keys, out_key = jax.random.split(key, len(self.filters) + 1)
-        inputs, bands = (1, *self.filters[:-1]), self.output_size(self.mel_bands)
+        input_filters = (1, *self.filters[:-1])
+        bands = self.output_size(self.mel_bands)
         return FrameStem(
-            convolutions=tuple(self._convolution(*sizes) for sizes in zip(self.filters, inputs, keys, strict=True)),
+            convolutions=tuple(
+                self._convolution(*sizes) for sizes in zip(self.filters, input_filters, keys, strict=True)
+            ),
             out=fan_in(out_key, (bands, self.filters[-1], embed_dim), jnp.float32, bands * self.filters[-1]),
             out_bias=jnp.zeros((embed_dim,)) if self.bias else None,
             mean=jnp.zeros((self.mel_bands,)) if self.standardize else None,
@@ -128,21 +138,23 @@ class FrameStemConfig(CheckedFields):
             config=self,
         )
 
-    def _convolution(self, count: int, read: int, key: PRNGKeyArray) -> "NormedConvolution":
-        alone, point_key = self.separable and read > 1, jax.random.fold_in(key, 0)
-        inputs = 1 if alone else read
+    def _convolution(self, filters: int, input_filters: int, key: PRNGKeyArray) -> "NormedConvolution":
+        depthwise = self.separable and input_filters > 1
+        kernel_inputs = 1 if depthwise else input_filters
+        kernel_outputs = input_filters if depthwise else filters
+        point_key = jax.random.fold_in(key, 0)
         return NormedConvolution(
-            kernel=fan_in(key, (read if alone else count, inputs, 3, 3), jnp.float32, 9 * inputs),
-            bias=jnp.zeros((read if alone else count,)) if self.bias else None,
-            point=fan_in(point_key, (count, read), jnp.float32, read) if alone else None,
-            point_bias=jnp.zeros((count,)) if alone and self.bias else None,
-            norm=None if self.norm is None else self.norm.build(count),
+            kernel=fan_in(key, (kernel_outputs, kernel_inputs, 3, 3), jnp.float32, 9 * kernel_inputs),
+            bias=jnp.zeros((kernel_outputs,)) if self.bias else None,
+            point=fan_in(point_key, (filters, input_filters), jnp.float32, input_filters) if depthwise else None,
+            point_bias=jnp.zeros((filters,)) if depthwise and self.bias else None,
+            norm=None if self.norm is None else self.norm.build(filters),
             edges=(0, 2) if self.frames == "behind" else (1, 1),
         )
 
 
 class NormedConvolution(eqx.Module):
-    """Convolution `norm(point(kernel * x + bias))` over 3 x 3 neighbors, in steps of 2."""
+    """3 x 3 convolution with stride 2: `norm(point(kernel * x + bias))`."""
 
     kernel: Float[Array, "filters input_filters kernel_columns kernel_rows"]
     bias: Float[Array, "filters"] | None
@@ -154,22 +166,28 @@ class NormedConvolution(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch frames mel input_filters"], first: Bool[Array, "batch tokens"]
     ) -> Float[Array, "batch rows columns filters"]:
-        """Convolve frames; `first` is True at the first token of a clip."""
-        kernel, edges = self.kernel.astype(x.dtype), (self.edges, (1, 1))
-        numbers: Any = dict(
-            dimension_numbers=("NHWC", "OIHW", "NHWC"), feature_group_count=x.shape[-1] // kernel.shape[1]
+        """Convolve frames; `first` is True at the first token of each clip."""
+        kernel = self.kernel.astype(x.dtype)
+        y = jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            (2, 2),
+            (self.edges, (1, 1)),
+            dimension_numbers=("NHWC", "OIHW", "NHWC"),
+            feature_group_count=x.shape[-1] // kernel.shape[1],
         )
-        y = add_bias(jax.lax.conv_general_dilated(x, kernel, (2, 2), edges, **numbers), self.bias)
+        y = add_bias(y, self.bias)
         if self.point is not None:
             y = add_bias(jnp.einsum("bfmi,oi->bfmo", y, self.point.astype(x.dtype)), self.point_bias)
         if self.norm is None or isinstance(self.norm, LayerNorm):
             return y if self.norm is None else self.norm(y)
-        steps = y.shape[1] // first.shape[1]
-        return self.norm(y, jnp.pad(first[:, :, None], ((0, 0), (0, 0), (0, steps - 1))).reshape(y.shape[:2]))
+        frames_per_token = y.shape[1] // first.shape[1]
+        first_frame = jnp.pad(first[:, :, None], ((0, 0), (0, 0), (0, frames_per_token - 1))).reshape(y.shape[:2])
+        return self.norm(y, first_frame)
 
 
 class FrameStem(eqx.Module):
-    """Input layers: convolutions over the frames of a row, and one matrix."""
+    """Stem of an audio encoder: convolutions over the frames of packed clips, and a linear layer."""
 
     convolutions: tuple[NormedConvolution, ...]
     out: Float[Array, "mel filters embed"]
@@ -183,12 +201,13 @@ class FrameStem(eqx.Module):
         if self.mean is not None and self.scale is not None:
             x = (x.astype(jnp.float32) - self.mean.astype(jnp.float32)[None, None]) * self.scale[None, None]
         x = x.astype(ctx.execution.precision.compute)[..., None]
-        real, first = jnp.asarray(rows.real), jnp.asarray(rows.positions) == 0
+        is_frame = jnp.asarray(rows.real)
+        first = jnp.asarray(rows.positions) == 0
         for convolution in self.convolutions:
-            x = jnp.where(real[:, :, None, None], x, jnp.zeros((), x.dtype))
+            x = jnp.where(is_frame[:, :, None, None], x, jnp.zeros((), x.dtype))
             x = ACTIVATIONS[self.config.activation](convolution(x, first))
-            real = real[:, ::2]
+            is_frame = is_frame[:, ::2]
         x = ctx.einsum("batch length mel filters, mel filters embed -> batch length embed", x, self.out)
         x = add_bias(x, self.out_bias)
-        x = x if self.config.longest is None else jnp.where(real[:, :, None], x, jnp.zeros((), x.dtype))
+        x = x if self.config.longest is None else jnp.where(is_frame[:, :, None], x, jnp.zeros((), x.dtype))
         return ctx.constrain(x, "batch length embed")
