@@ -3,50 +3,50 @@
     model = ed.init(ed.get_config("tiny"), key=jax.random.key(0))
     logits = model(tokens).logits
 
-Describe a model
-    `DecoderConfig`, `BlockConfig`, `ExtraLayerConfig`, `MTPConfig`, `MediaConfig`, `EncoderConfig`; the layers'
-    configurations are in `eqx_decoders.layers`. `get_config` returns a published one, `list_models` names them,
-    `describe_model` counts weights and cache (`ModelInfo`).
+Model configurations
+    `DecoderConfig`, `BlockConfig`, `ExtraLayerConfig`, `MTPConfig`, `MediaConfig`, `EncoderConfig`. Configurations of
+    layers are in `eqx_decoders.layers`. `list_models` lists the published models, `get_config` returns their
+    configurations, and `describe_model` returns a `ModelInfo` with the sizes of the weights and the cache.
 
-Make it
-    `init` makes the weights, `abstract` their shapes alone; `count_parameters`, `with_mtp`, `add_mtp`,
-    `add_score_head`.
+Initialization
+    `init` creates a model with random weights, `abstract` a model of `jax.ShapeDtypeStruct`s. `count_parameters`,
+    `with_mtp`, `add_mtp`, `add_score_head`.
 
-Read and write Hugging Face's directories, and llama.cpp's files
-    `load_hf`, `abstract_hf`, `save_hf`, `save_gguf`; with tokenizer and chat template `load_text_model`.
-    `register_family` adds a family of one's own.
+Hugging Face and GGUF checkpoints
+    `load_hf`, `abstract_hf`, `save_hf`, `save_gguf`. `load_text_model` loads a model with its tokenizer and chat
+    template. `register_family` adds a custom model family.
 
-Run it
-    `Decoder` is the model and returns an `Output`. `Inputs` and `Media` are what it reads beside tokens. `Block`,
-    `ScannedLayers`, `find_repeats` and `ForwardContext` are what it consists of.
+Forward pass
+    A `Decoder` returns an `Output`. `Inputs` and `Media` are optional inputs besides tokens. A decoder consists of
+    `ScannedLayers` (see `find_repeats`) of `Block`s, which receive a `ForwardContext`.
 
-Choose how and where it runs
-    `Execution` and `model.replace(remat="full")`: `Remat`, `Precision`, `LowPrecision`; `Layout`, `Pipeline`,
+Execution options
+    `Execution` and `model.replace(remat="full")`; `Remat`, `Precision`, `LowPrecision`; `Layout`, `Pipeline`,
     `Offload`, `replicated_fraction`.
 
-Train it
-    `Batch`, `next_token_loss` (`LossMetrics`), `Trainer`, `OptimizerConfig`, `Checkpoints`. More is in
+Training
+    `Batch`, `next_token_loss` (`LossMetrics`), `Trainer`, `OptimizerConfig`, `Checkpoints`; see also
     `eqx_decoders.training`.
 
-Fine-tune it
-    `add_lora`, `merge_lora`; `load_peft` and `save_peft` read and write adapters as PEFT does.
+Fine-tuning
+    `add_lora`, `merge_lora`; `load_peft` and `save_peft` read and write adapters in PEFT's format.
 
-Look into it
+Statistics and router losses
     `ActivationStats`, `BlockStats`, `RoutingStats`; `load_balance_loss`, `router_z_loss`, `update_router_bias`.
 
-Generate
+Generation
     `generate`, `stream`; `Greedy`, `Sample`; `init_cache`, `abstract_cache`, `Cache`, `CacheFormat`, `PageConfig`.
 
-Serve
-    `Engine`, `EngineConfig`, `Request`. More is in `eqx_decoders.serving`.
+Serving
+    `Engine`, `EngineConfig`, `Request`; see also `eqx_decoders.serving`.
 
-Use fewer bits
+Quantization
     `quantize`, `dequantize`.
 
-Catch errors
-    `EqxDecodersError` and its kinds: `ConfigError`, `DataError`, `CheckpointError`, `ConversionError`.
+Errors
+    `EqxDecodersError` and its subclasses `ConfigError`, `DataError`, `CheckpointError`, `ConversionError`.
 
-`EQX_DECODERS_TYPECHECK=1` checks every signature's shapes and dtypes at trace time (jaxtyping with beartype).
+Set `EQX_DECODERS_TYPECHECK=1` to check the shapes and dtypes of all signatures at trace time (jaxtyping with beartype).
 """
 
 import os
@@ -56,13 +56,13 @@ from typing import TYPE_CHECKING
 if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     from jaxtyping import install_import_hook
 
-    # the tower: whole numbers are welcome where a float is asked for
+    # is_pep484_tower: accept an int where the annotation is float
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 from eqx_decoders.core.lazy_imports import lazy
 
 
-# Imported at their first use: JAX and Equinox take half a second, optax, orbax and the engine more.
+# Names are imported on first use: importing JAX and Equinox takes half a second; optax, orbax and the engine take more.
 if TYPE_CHECKING:
     from eqx_decoders.blocks.block import (
         Block as Block,
@@ -138,7 +138,7 @@ __getattr__, __all__, __dir__ = lazy(
     __name__,
     {
         "blocks.block": "Block BlockConfig ExtraLayerConfig",
-        "blocks.repeats": "segments",
+        "blocks.repeats": "find_repeats",
         "blocks.stack": "ScannedLayers",
         "blocks.stats": "ActivationStats BlockStats",
         "context": "ForwardContext Execution Inputs",

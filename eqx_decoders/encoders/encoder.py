@@ -31,7 +31,7 @@ class EncodedRows(NamedTuple):
     **Arguments:**
 
     - `encoder_features`: outputs of the projector.
-    - `features`: features that replace placeholders: `encoder_features`, multiplied by `EncoderConfig.into` if it is set.
+    - `features`: features that replace placeholders: `encoder_features` after `EncoderConfig.into`, if it is set.
     - `deepstack`: features that are added to the outputs of the first decoder layers.
     - `separators`: learned vectors at the end of each line of a tiled image, and between its tiles and thumbnail.
     """

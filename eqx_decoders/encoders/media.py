@@ -253,10 +253,11 @@ def _split_by_group(media: EncoderInputs, kind: int, kinds: np.ndarray, items: S
     num_placeholders = (kinds == kind).sum(axis=1).tolist()
     kind_name = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}[kind]
     noun = "audio clip" if kind == AUDIO else kind_name
+    count_and_noun = f"{len(items)} {noun}" if len(items) == 1 else f"{len(items)} {noun}s"
     check(
         sum(num_placeholders) == sum(sizes),
-        f"Media.create: input_ids has {sum(num_placeholders)} {kind_name} placeholders, but {len(items)} {noun}s have "
-        f"{sum(sizes)} features. These numbers must be equal.",
+        f"Media.create: input_ids has {sum(num_placeholders)} {kind_name} placeholders, but there are {sum(sizes)} "
+        f"features from {count_and_noun}. Pass one placeholder for each feature.",
         DataError,
     )
     items_by_group = []
@@ -269,8 +270,8 @@ def _split_by_group(media: EncoderInputs, kind: int, kinds: np.ndarray, items: S
             next_item += 1
         check(
             count == 0,
-            f"Media.create: the placeholders of one {noun} are split over sequences of different groups (devices). Keep "
-            f"the placeholders of each {noun} in one sequence.",
+            f"Media.create: the placeholders of one {noun} are split over sequences of different groups (devices). "
+            f"Keep the placeholders of each {noun} in one sequence.",
             DataError,
         )
         items_by_group.append(group_items)

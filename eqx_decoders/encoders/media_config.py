@@ -1,4 +1,4 @@
-"""Configuration of a decoder's encoders, and of the placeholder tokens that their features replace."""
+"""Configuration of the encoders of a decoder, and of the placeholder tokens that their features replace."""
 
 import dataclasses
 import itertools
@@ -26,26 +26,27 @@ class EncoderConfig(CheckedFields):
 
     **Arguments:**
 
-    - `embed_dim`: number of features of its residual stream.
-    - `stem`: the input layer, for patches, chunks of audio or whole audio clips; or a network of convolutions.
-    - `blocks`: one configuration per layer, whose attention has `mask=Bidirectional(...)`, or is local; none behind a
-        network of convolutions.
-    - `pre_norm`, `post_norm`: norms before the first layer and behind the last one; None for none.
-    - `projector`: makes the rows that replace placeholder tokens.
-    - `projector_beside`: does so in calls that have images, too (Phi-4's audio); None for the same.
-    - `depths`: numbers of layers behind which features are taken for the projector, and joined if there are several, in
-        place of those of `post_norm`; layers and a norm behind the deepest one are kept, but not run (LLaVA). Empty for
-        the latter.
-    - `deepstack`: the layers, counted from 0, whose output also reaches the decoder: the features of the first are
-        added behind the decoder's first layer, and so on (Meng et al. 2024).
-    - `deepstack_projector`: the projector of these layers, each with weights of its own.
-    - `into`: one more matrix, from the encoder's features to those of the decoder, where these differ (Llama 4); None
-        for none.
-    - `clipped`: whether every matrix of the layers clips its inputs and outputs, by bounds that come with a
-        checkpoint; new ones clip nothing (Gemma 4).
-    - `tokens`: tokens whose embeddings the projector makes, too (Gemma 3n); None for none.
-    - `tiles`: how images are cut into tiles and their tokens put in order, where a placeholder stands for each of these
-        (LLaVA-NeXT); None where each image that it gets is one by itself.
+    - `embed_dim`: width of the encoder.
+    - `stem`: input layer for patches, chunks of audio or complete audio clips; or a convolutional backbone
+        (`MobileNetConfig`).
+    - `blocks`: configuration of each layer; attention must have `mask=Bidirectional(...)` or be local. () for a
+        convolutional backbone.
+    - `pre_norm`, `post_norm`: norms before the first and after the last layer; None: no norm.
+    - `projector`: maps encoder outputs to features that replace placeholder tokens.
+    - `projector_beside`: used instead of `projector` in calls that also have images (Phi-4's audio); None:
+        `projector`.
+    - `depths`: numbers of layers after which the projector's inputs are taken; several inputs are concatenated.
+        `post_norm` and layers after the maximum depth have weights, but are not run (LLaVA). (): the input is the
+        output of `post_norm`.
+    - `deepstack`: indices of layers whose outputs are also added to the decoder: the first one after the first decoder
+        layer, and so on (DeepStack; Meng et al. 2024).
+    - `deepstack_projector`: configuration of the projectors of these layers, with separate weights for each layer.
+    - `into`: linear layer from the projector's outputs to the decoder's width, if the two differ (Llama 4); None: no
+        such layer.
+    - `clipped`: whether every linear layer clips its inputs and outputs to bounds from the checkpoint (Gemma 4). New
+        models clip nothing.
+    - `tokens`: token ids that the encoder embeds instead of the decoder (Gemma 3n); None: no such tokens.
+    - `tiles`: how images are split into tiles, and the order of their tokens (LLaVA-NeXT); None: images are not tiled.
     """
 
     embed_dim: PositiveInt
@@ -65,38 +66,55 @@ class EncoderConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        good = bool(self.blocks) != isinstance(self.stem, MobileNetConfig)
-        rule = "must have at least one BlockConfig, and none behind a MobileNetConfig"
-        check(good, f"EncoderConfig.blocks: {len(self.blocks)} layers: {rule}.")
-        filled = getattr(self.stem, "rows_per_clip", None) is not None
-        rule = "and EncoderConfig.tokens.fill: give both, or neither"
         check(
-            filled == (self.tokens is not None and self.tokens.fill is not None),
-            f"FrameStemConfig.rows_per_clip {rule}.",
+            bool(self.blocks) != isinstance(self.stem, MobileNetConfig),
+            f"EncoderConfig.blocks has {len(self.blocks)} layers. It must have at least one BlockConfig, or () with a "
+            "MobileNetConfig as stem.",
         )
-        good = sorted({*self.deepstack}) == [*self.deepstack] and max(self.deepstack, default=-1) < len(self.blocks)
-        rule = f"must name layers from 0 to {len(self.blocks) - 1}, each once, ascending"
-        check(good, f"EncoderConfig.deepstack={self.deepstack} {rule}.")
-        good = max(self.depths, default=0) <= len(self.blocks)
-        check(good, f"EncoderConfig.depths={self.depths} must be numbers of layers, at most {len(self.blocks)}.")
+        pads_clips = getattr(self.stem, "rows_per_clip", None) is not None
+        check(
+            pads_clips == (self.tokens is not None and self.tokens.fill is not None),
+            "FrameStemConfig.rows_per_clip and EncoderConfig.tokens.fill must be set together. Set both or neither.",
+        )
+        check(
+            sorted({*self.deepstack}) == [*self.deepstack] and max(self.deepstack, default=-1) < len(self.blocks),
+            f"EncoderConfig.deepstack={self.deepstack} must be ascending, different indices of layers from 0 to "
+            f"{len(self.blocks) - 1}.",
+        )
+        check(
+            max(self.depths, default=0) <= len(self.blocks),
+            f"EncoderConfig.depths={self.depths} must be numbers of layers, at most {len(self.blocks)}.",
+        )
         self._check_tiles()
-        shapes = {mixer.table_shape for mixer in self._relative_mixers}
-        rule = "must have the same num_heads, distances and symmetric: they share a table"
-        check(len(shapes) < 2, f"EncoderConfig.blocks: each RelativeAttentionConfig {rule}.")
-        both = (self.deepstack_projector is not None) == bool(self.deepstack)
-        check(both, "EncoderConfig.deepstack and deepstack_projector: give both, or neither.")
-        groups = {self.stem.group, self.projector.group}
-        groups |= set() if self.projector_beside is None else {self.projector_beside.group}
-        groups |= set() if self.deepstack_projector is None else {self.deepstack_projector.group}
-        rule = f"must be {self.stem.group}, as many patches as the stem puts together"
-        check(len(groups) == 1, f"EncoderConfig.projector.group={self.projector.group} {rule}.")
+        check(
+            len({mixer.table_shape for mixer in self._relative_mixers}) < 2,
+            "EncoderConfig.blocks: all RelativeAttentionConfig must have the same num_heads, distances and symmetric, "
+            "since they share one table.",
+        )
+        check(
+            (self.deepstack_projector is not None) == bool(self.deepstack),
+            "EncoderConfig.deepstack and deepstack_projector must be set together. Set both or neither.",
+        )
+        projectors = (self.projector, self.projector_beside, self.deepstack_projector)
+        groups = {projector.group for projector in projectors if projector is not None}
+        check(
+            groups == {self.stem.group},
+            f"EncoderConfig.projector.group={self.projector.group} must be {self.stem.group} for all projectors: the "
+            "number of patches that the stem merges into one feature.",
+        )
 
     def _check_tiles(self) -> None:
         if self.tiles is None:
             return
-        rule = "needs a PatchStemConfig: it makes a token of each group of patches of a tile"
-        check(isinstance(self.stem, PatchStemConfig), f"EncoderConfig.tiles {rule}.")
-        check(self.into is None, "EncoderConfig.tiles: leave `into` out: the learned vector is one of the projector's.")
+        check(
+            isinstance(self.stem, PatchStemConfig),
+            f"EncoderConfig.tiles needs a PatchStemConfig as stem, not a {type(self.stem).__name__}.",
+        )
+        check(
+            self.into is None,
+            "EncoderConfig.tiles does not support EncoderConfig.into, since the learned vectors have the size of the "
+            "projector's outputs. Leave one of them out.",
+        )
 
     @property
     def _relative_mixers(self) -> list[RelativeAttentionConfig]:
@@ -104,42 +122,43 @@ class EncoderConfig(CheckedFields):
 
     @property
     def distance_table(self) -> tuple[int, int] | None:
-        """Shape of the table of distances that all layers share; None where none has one."""
+        """Shape of the relative-position table that all layers share; None without relative attention."""
         return next((mixer.table_shape for mixer in self._relative_mixers), None)
 
     @property
     def input_dim(self) -> int:
-        """Number of features that the projector gets of a patch."""
+        """Size of the projector's input per patch."""
         return self.embed_dim * max(len(self.depths), 1)
 
     @property
     def out_dim(self) -> int:
-        """Number of features of a row that replaces a placeholder."""
+        """Size of a feature that replaces a placeholder."""
         return self.projector.out_dim if self.into is None else self.into.dim
 
     @property
     def parts(self) -> tuple[tuple[tuple[BlockConfig, ...], int], ...]:
-        """The layers as `(unit, repeats)`, each a scan: one ends where features leave for the decoder."""
+        """Layers as `(unit, repeats)`, one scan for each; scans end at the layers in `deepstack` and `depths`."""
         ends = sorted({*(layer + 1 for layer in self.deepstack), *self.depths, len(self.blocks)} - {0})
-        begins = [0, *ends][: len(ends)]
+        starts = [0, *ends][: len(ends)]
         return tuple(
-            part for begin, end in zip(begins, ends, strict=True) if begin < end
-            for part in find_repeats(self.blocks[begin:end])
+            part for start, end in zip(starts, ends, strict=True) if start < end
+            for part in find_repeats(self.blocks[start:end])
         )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaConfig(CheckedFields):
-    """Encoders of images and audio, and the placeholder tokens whose embeddings their features replace, in order.
+    """Configuration of encoders, and of the placeholder tokens whose embeddings their features replace in order.
 
     **Arguments:**
 
-    - `vision`, `audio`: encoders of images and of audio; None for none.
-    - `image_token`, `video_token`, `audio_token`: ids of placeholders; None where there are none of the kind.
-    - `spans`: whether the tokens of an image attend to all of it, in layers whose attention has spans.
-    - `positions`: rotary positions of several dimensions; None where an image's tokens are counted like text.
-    - `feature_scale`: multiplies the rows that replace placeholders (Granite: `embedding_scale`).
-    - `lookup_token`: the id that per-layer embedding tables read in place of a placeholder (Gemma 4).
+    - `vision`, `audio`: encoders of images and of audio; None: no such encoder.
+    - `image_token`, `video_token`, `audio_token`: ids of placeholders; None: no such placeholder. Without
+        `video_token`, frames of videos are images.
+    - `spans`: whether tokens of an image attend to all tokens of the image, in layers with `AttentionConfig.spans`.
+    - `positions`: M-RoPE positions; None: tokens of images have consecutive positions, as text.
+    - `feature_scale`: factor of the features that replace placeholders (Granite: `embedding_scale`).
+    - `lookup_token`: token id that per-layer embedding tables look up for placeholders (Gemma 4).
     """
 
     vision: EncoderConfig | None = None
@@ -154,18 +173,18 @@ class MediaConfig(CheckedFields):
 
     @property
     def patch_stem(self) -> PatchStemConfig | MobileNetConfig | None:
-        """Input layer of the vision encoder; None for a model without one."""
+        """Stem of the vision encoder; None without a vision encoder."""
         stem = None if self.vision is None else self.vision.stem
         return stem if isinstance(stem, PatchStemConfig | MobileNetConfig) else None
 
     @property
     def tiles(self) -> TilesConfig | None:
-        """How images are cut into tiles; None for images that are encoded as they are."""
+        """How images are split into tiles; None if images are not tiled."""
         return None if self.vision is None else self.vision.tiles
 
     @property
     def audio_stem(self) -> AudioStemConfig | FrameStemConfig | None:
-        """Input layer of the audio encoder; None for a model without one."""
+        """Stem of the audio encoder; None without an audio encoder."""
         stem = None if self.audio is None else self.audio.stem
         return stem if isinstance(stem, AudioStemConfig | FrameStemConfig) else None
 
@@ -173,53 +192,77 @@ class MediaConfig(CheckedFields):
         super().__post_init__()
         tokens_by_name = {name: getattr(self, name) for name in ("image_token", "video_token", "audio_token")}
         ids = [token for token in tokens_by_name.values() if token is not None]
-        check(len(ids) == len({*ids}), f"MediaConfig: {tokens_by_name} must be different ids.")
+        check(len(ids) == len({*ids}), f"MediaConfig: the placeholder ids {tokens_by_name} must be different.")
         for kind, encoder, stems, tokens in (
             ("vision", self.vision, (PatchStemConfig, MobileNetConfig), (self.image_token, self.video_token)),
             ("audio", self.audio, (AudioStemConfig, FrameStemConfig), (self.audio_token,)),
         ):
             if encoder is not None:
-                names = " or a ".join(stem.__name__ for stem in stems)
-                check(isinstance(encoder.stem, stems), f"MediaConfig.{kind}.stem must be a {names}.")
-                rule = "needs a placeholder token for its features"
-                check(any(token is not None for token in tokens), f"MediaConfig.{kind} {rule}.")
-        rule = "must be None with MediaConfig.vision.tiles: rows of tokens are not those of one image"
-        check(self.positions is None or self.tiles is None, f"MediaConfig.positions {rule}.")
-        beside = None if self.vision is None else self.vision.projector_beside
-        check(beside is None, "MediaConfig.vision.projector_beside must be None: it is of audio beside images.")
+                stem_names = " or a ".join(stem.__name__ for stem in stems)
+                check(
+                    isinstance(encoder.stem, stems),
+                    f"MediaConfig.{kind}.stem must be a {stem_names}, not a {type(encoder.stem).__name__}.",
+                )
+                check(
+                    any(token is not None for token in tokens),
+                    f"MediaConfig.{kind} needs a placeholder token that its features replace.",
+                )
+        check(
+            self.positions is None or self.tiles is None,
+            "MediaConfig.positions must be None with MediaConfig.vision.tiles, since M-RoPE does not support tiles.",
+        )
+        check(
+            self.vision is None or self.vision.projector_beside is None,
+            "MediaConfig.vision.projector_beside must be None: only audio encoders have a separate projector for calls "
+            "with images.",
+        )
         tables = [encoder.tokens for encoder in (self.vision, self.audio) if encoder is not None and encoder.tokens]
         ranges = sorted((tokens.first, tokens.first + tokens.count) for tokens in tables)
-        rule = f"{ranges} must be different ids"
-        check(all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)), f"MediaConfig: tokens of the encoders {rule}.")
+        check(
+            all(first[1] <= second[0] for first, second in itertools.pairwise(ranges)),
+            f"MediaConfig: the token ids of the encoders, {ranges} (first, end), must not overlap.",
+        )
 
 
 def placeholders(media: MediaConfig | None) -> tuple[int, ...]:
-    """Return the ids of placeholders; they bound the size of a new tokenizer."""
+    """Return the ids of placeholders. A new tokenizer must not use them."""
     tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
     return tuple(token for token in tokens if token is not None)
 
 
 def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embed_dim: int) -> None:
-    """Raise ConfigError unless the encoders fit the decoder, and none of its layers is for encoders alone."""
+    """Raise ConfigError if the encoders do not fit the decoder, or the decoder has layers that only encoders support.
+
+    `blocks` and `embed_dim` are the fields of `DecoderConfig`.
+    """
     layers = [layer for block in blocks for layer in block.branches().values()]
     for layer in layers:
-        rule = "remembers nothing of earlier calls: it is for the layers of encoders"
-        only = isinstance(layer, LocalAttentionConfig | RelativeAttentionConfig | LightConvolutionConfig)
-        check(not only, f"DecoderConfig.blocks has a {type(layer).__name__}, which {rule}.")
-    takers = sum(isinstance(layer, AddedFeaturesConfig) for layer in layers)
+        check(
+            not isinstance(layer, LocalAttentionConfig | RelativeAttentionConfig | LightConvolutionConfig),
+            f"DecoderConfig.blocks has a {type(layer).__name__}, which has no cache. Use it only in encoders.",
+        )
+    num_added = sum(isinstance(layer, AddedFeaturesConfig) for layer in layers)
     if media is None:
         return
-    turning = media.positions is not None and any(getattr(block.mixer, "block_indexer", None) for block in blocks)
-    rule = "turns its keys by one position of a token: leave MediaConfig.positions out"
-    check(not turning, f"AttentionConfig.selection of DecoderConfig.blocks has an indexer, which {rule}.")
-    levels = 0 if media.vision is None else len(media.vision.deepstack)
-    rule = f"but {takers} layers of DecoderConfig.blocks have an AddedFeaturesConfig: give as many"
-    check(levels == takers, f"MediaConfig.vision.deepstack has {levels} layers, {rule}.")
+    has_indexer = any(getattr(block.mixer, "block_indexer", None) for block in blocks)
+    check(
+        media.positions is None or not has_indexer,
+        "AttentionConfig.selection of DecoderConfig.blocks has a block indexer, which does not support M-RoPE. Leave "
+        "MediaConfig.positions out.",
+    )
+    num_levels = 0 if media.vision is None else len(media.vision.deepstack)
+    check(
+        num_levels == num_added,
+        f"MediaConfig.vision.deepstack has {num_levels} layers, but DecoderConfig.blocks has {num_added} "
+        "AddedFeaturesConfig. These numbers must be equal.",
+    )
     for name, encoder in (("vision", media.vision), ("audio", media.audio)):
         if encoder is None:
             continue
-        deepstack_projector = encoder.deepstack_projector
-        beside = encoder.projector_beside
-        sizes = {encoder.out_dim} | {each.out_dim for each in (deepstack_projector, beside) if each is not None}
-        rule = f"must make DecoderConfig.embed_dim={embed_dim} features"
-        check(sizes == {embed_dim}, f"MediaConfig.{name}: its projectors make {sorted(sizes)}, and {rule}.")
+        further = (encoder.deepstack_projector, encoder.projector_beside)
+        sizes = {encoder.out_dim} | {projector.out_dim for projector in further if projector is not None}
+        check(
+            sizes == {embed_dim},
+            f"MediaConfig.{name}: the projectors have output sizes {sorted(sizes)}, which must be "
+            f"DecoderConfig.embed_dim={embed_dim}.",
+        )

@@ -238,7 +238,7 @@ BAD = {
     "odd grid": (dict(pixel_values=patches([(1, 3, 4)]), image_grid_thw=np.asarray([[1, 3, 4]])), ["3", "4", "2"]),
     "no images": (dict(), ["9 image placeholders", "0 images"]),
     "odd pixels": (dict(pixel_values=np.zeros((1, 3, 6, 4))), ["3 rows", "2 columns", "2 x 2 pixels"]),
-    "audio": (IMAGES | audio([5]), ["0 audio placeholders", "1 audio clip", "2 rows"]),
+    "audio": (IMAGES | audio([5]), ["0 audio placeholders", "1 audio clip", "2 features"]),
     "types": (dict(mm_token_type_ids=np.zeros((2, 11))), ["mm_token_type_ids", "input_ids"]),
     "mask": (dict(attention_mask=np.ones((2, 3))), ["attention_mask", "(2, 3)"]),
     "groups": (dict(groups=3), ["groups=3", "2 rows"]),

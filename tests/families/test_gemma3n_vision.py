@@ -15,7 +15,7 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
 from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
-from eqx_decoders.encoders.mobilenet.convolution import depthwise
+from eqx_decoders.encoders.mobilenet.convolution import build_depthwise
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.families._mobilenet import architectures
 from eqx_decoders.families.registry import FAMILIES
@@ -156,7 +156,7 @@ def test_a_cumulative_norm_is_that_of_each_clip():
 @pytest.mark.slow(fast=("same-0",))
 @pytest.mark.parametrize("edges, before", [("same", 0), ("equal", 1)])
 def test_zeros_stand_behind_an_image_or_on_both_sides(edges, before):
-    layer = depthwise(2, 3, stride=2, edges=edges, key=jax.random.key(0))
+    layer = build_depthwise(2, 3, stride=2, edges=edges, key=jax.random.key(0))
     x = np.random.default_rng(0).normal(size=(1, 4, 4, 2)).astype(np.float32)
     wide = np.pad(x[0], ((before, 2), (before, 2), (0, 0)))
     places = [(row, column) for row in (0, 2) for column in (0, 2)]

@@ -293,7 +293,7 @@ def created(**given):
 
 
 REFUSED = {
-    "placeholders": (dict(input_ids=np.full((1, 4), AUDIO)), ["4 audio placeholders", "1 audio", "3 rows"]),
+    "placeholders": (dict(input_ids=np.full((1, 4), AUDIO)), ["4 audio placeholders", "1 audio", "3 features"]),
     "features": (dict(input_features=np.zeros((1, 8, 12))), ["(1, 8, 12)", "[audio, frames, 8]"]),
     "mask_shape": (dict(input_features_mask=np.ones((1, 11))), ["input_features_mask", "(1, 11)", "(1, 12)"]),
     "mask_empty": (dict(input_features_mask=np.zeros((1, 12))), ["input_features_mask"]),
