@@ -244,7 +244,7 @@ REFUSED = {
     "grid": (dict(image_grid_thw=[[1, 2, 2]]), ["image_grid_thw"]),
     "frames": (
         dict(input_features=np.zeros((1, 41, 6)), input_features_mask=np.ones((1, 41))),
-        ["41 frames", "6 rows"],
+        ["41 frames", "6 features"],
     ),
     "placeholders": (dict(input_ids=np.full((1, 4), AUDIO), pixel_values=None), ["4 audio placeholders", "1 audio", 5]),
 }

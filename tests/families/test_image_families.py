@@ -367,8 +367,8 @@ BAD_SIZES = {
     "odd": (dict(sizes=[[8, 8], [6, 4]]), ["3 rows", "2 columns", "2 x 2"]),
     "no_patch": (dict(sizes=[[8, 8], [1, 4]]), ["0 rows", "2 columns"]),
     "mask_shape": (dict(mask=np.ones((2, 8))), ["pixel_attention_mask", "(2, 8)", "(2, 8, 8)"]),
-    "mask_hole": (dict(mask=HOLE), ["pixel_attention_mask", "whole"]),
-    "mask_empty": (dict(mask=np.zeros((2, 8, 8))), ["pixel_attention_mask", "whole"]),
+    "mask_hole": (dict(mask=HOLE), ["pixel_attention_mask", "rectangle"]),
+    "mask_empty": (dict(mask=np.zeros((2, 8, 8))), ["pixel_attention_mask", "rectangle"]),
     "mask_late": (dict(mask=np.ones((2, 8, 8)) * (np.arange(8) > 1)), ["first row"]),
 }
 

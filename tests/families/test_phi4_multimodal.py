@@ -173,8 +173,8 @@ IMAGE = dict(input_ids=np.full((1, 13), 53), image_pixel_values=np.zeros((1, 2, 
 REFUSED_INPUTS = {
     "sizes": (dict(image_sizes=[[8, 12]]), ["image_sizes=[[8, 12]]", 8]),
     "mask_shape": (dict(image_attention_mask=np.ones((1, 2, 4, 3))), ["image_attention_mask", "[1, at least 2, 4, 4]"]),
-    "mask_empty": (dict(image_attention_mask=np.zeros((1, 2, 4, 4))), ["image_attention_mask", "whole"]),
-    "mask_late": (dict(image_attention_mask=MASK * (np.arange(4) > 0)), ["image_attention_mask", "whole"]),
+    "mask_empty": (dict(image_attention_mask=np.zeros((1, 2, 4, 4))), ["image_attention_mask", "rectangle"]),
+    "mask_late": (dict(image_attention_mask=MASK * (np.arange(4) > 0)), ["image_attention_mask", "rectangle"]),
     "twice": (dict(pixel_values=np.zeros((1, 2, 3, 8, 8))), ["image_pixel_values", "pixel_values"]),
 }
 

@@ -191,7 +191,7 @@ def test_as_many_times_as_videos():
     ids, patches = np.full((1, 4), config.media.video_token), np.zeros((16, 24), np.float32)
     given = dict(input_ids=ids, pixel_values_videos=patches, video_grid_thw=[[1, 4, 4]])
     ed.Media.create(config, **given, second_per_grid_ts=[0.5])
-    with refused(ed.DataError, "2 times", "1 videos"):
+    with refused(ed.DataError, "2 values", "1 videos"):
         ed.Media.create(config, **given, second_per_grid_ts=[0.5, 0.5])
 
 
