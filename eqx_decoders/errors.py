@@ -1,6 +1,8 @@
-"""Exceptions and checks: each message has field = value, the rule and the remedy.
+"""Exceptions of the library, and validation of configuration fields.
 
-Configurations declare the ranges of their fields in the annotations, and derive from `CheckedFields`:
+An error message names the field and its value, the rule that it violates, and the remedy.
+
+Configurations derive from `CheckedFields` and declare the valid values of a field in its annotation:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class RouterConfig(CheckedFields):
@@ -11,7 +13,7 @@ Configurations declare the ranges of their fields in the annotations, and derive
         layers: Annotated[tuple[NonNegativeInt, ...], NonEmpty("layer")] = (0,)
         activation: Annotated[str, OneOf(tuple(ACTIVATIONS))] = "silu"
 
-Rules about several fields stand in `__post_init__`, after `super().__post_init__()`.
+Rules that involve several fields are checked in `__post_init__`, after `super().__post_init__()`.
 """
 
 import dataclasses
@@ -20,14 +22,14 @@ import functools
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 
 T = TypeVar("T")
 
 
 class EqxDecodersError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base class of all errors that this library raises."""
 
 
 class ConfigError(EqxDecodersError, ValueError):
@@ -35,43 +37,44 @@ class ConfigError(EqxDecodersError, ValueError):
 
 
 class CheckpointError(EqxDecodersError):
-    """Checkpoint that is absent, damaged, in use, or of another model."""
+    """Checkpoint that is missing, damaged, in use by another process, or belongs to a different model."""
 
 
 class DataError(EqxDecodersError):
-    """Training data that cannot be read, or that the model cannot take."""
+    """Training data that cannot be read, or that does not fit the model."""
 
 
 class ConversionError(EqxDecodersError):
-    """Foreign checkpoint that cannot be expressed here, or the reverse."""
+    """Checkpoint or configuration that cannot be converted from or to another library's format."""
 
 
 class MissingPackage(EqxDecodersError, ImportError):
     """Optional package that is not installed."""
 
 
-def check_word(what: str, word: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError) -> T:
-    """Return `word` if it is one of `known`; otherwise raise `error` with the nearest of them."""
+def check_word(field: str, value: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError) -> T:
+    """Return `value` if it is one of `known`. Otherwise raise `error`, which suggests the most similar known value."""
     known = tuple(known)
-    if word in known:
-        return word
-    near = difflib.get_close_matches(str(word), [each for each in known if isinstance(each, str)], n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise error(f"{what}={word!r} is not known.{hint} Known: {', '.join(map(str, known))}.")
+    if value in known:
+        return value
+    known_strings = [option for option in known if isinstance(option, str)]
+    similar = difflib.get_close_matches(str(value), known_strings, n=1, cutoff=0.5)
+    hint = f" Did you mean {similar[0]!r}?" if similar else ""
+    raise error(f"{field}={value!r} is not known.{hint} Known: {', '.join(map(str, known))}.")
 
 
-def check(rule: bool, sentence: str, error: type[EqxDecodersError] = ConfigError) -> None:
-    """Raise `error(sentence)` unless `rule` holds."""
-    if not rule:
-        raise error(sentence)
+def check(condition: bool, message: str, error: type[EqxDecodersError] = ConfigError) -> None:
+    """Raise `error(message)` unless `condition` is true."""
+    if not condition:
+        raise error(message)
 
 
 def check_integer(field: str, value: Any, minimum: int = 1, most: int | None = None) -> None:
-    """Raise ConfigError unless `field` is an integer from `minimum` to `most` (True and False are none)."""
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    if not integer or value < minimum or (most is not None and value > most):
-        more = "" if most is None else f" and at most {most}"
-        raise ConfigError(f"{field}={value!r} must be an integer of at least {minimum}{more}.")
+    """Raise ConfigError unless `value` is an integer between `minimum` and `most`. Booleans are not integers."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < minimum or (most is not None and value > most):
+        upper_bound = "" if most is None else f" and at most {most}"
+        raise ConfigError(f"{field}={value!r} must be an integer of at least {minimum}{upper_bound}.")
 
 
 def check_number(
@@ -83,19 +86,25 @@ def check_number(
     below: int | float | None = None,
     most: int | float | None = None,
 ) -> None:
-    """Raise ConfigError unless `field` is a finite number, above, at least, below and at most the bounds given."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    good = number and value - value == 0  # neither NaN nor infinite
-    good = good and (above is None or value > above) and (least is None or value >= least)
-    if not (good and (below is None or value < below) and (most is None or value <= most)):
+    """Raise ConfigError unless `value` is a finite number within the bounds.
+
+    **Arguments:**
+
+    - `above`, `below`: exclusive lower and upper bound; None: unbounded.
+    - `least`, `most`: inclusive lower and upper bound; None: unbounded.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_valid = is_number and value - value == 0  # neither NaN nor infinite
+    is_valid = is_valid and (above is None or value > above) and (least is None or value >= least)
+    if not (is_valid and (below is None or value < below) and (most is None or value <= most)):
         bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
-        text = " and".join(f" {word} {bound}" for word, bound in bounds.items() if bound is not None)
-        raise ConfigError(f"{field}={value!r} must be a finite number{text}.")
+        range_text = " and".join(f" {relation} {bound}" for relation, bound in bounds.items() if bound is not None)
+        raise ConfigError(f"{field}={value!r} must be a finite number{range_text}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
-    """Declare a field of integers: `Annotated[int, AtLeast(2)]`, `Annotated[int, AtLeast(1, most=64)]`."""
+    """Declare an integer field with inclusive bounds: `Annotated[int, AtLeast(2)]`, or `AtLeast(1, most=64)`."""
 
     minimum: int
     most: int | None = None
@@ -107,7 +116,10 @@ class AtLeast:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InRange:
-    """Declare a field of finite numbers: `Annotated[float, InRange(least=0, below=1)]`."""
+    """Declare a field of finite numbers: `Annotated[float, InRange(least=0, below=1)]`.
+
+    `above` and `below` are exclusive bounds, `least` and `most` inclusive ones (see `check_number`).
+    """
 
     above: int | float | None = None
     least: int | float | None = None
@@ -121,40 +133,52 @@ class InRange:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """Declare a field of a table's names: `Annotated[str, OneOf(tuple(TABLE))]`; a `Literal` needs none."""
+    """Declare the valid values of a field: `Annotated[str, OneOf(tuple(TABLE))]`.
 
-    words: tuple[Any, ...]
+    A `Literal` type declares its values itself.
+    """
+
+    options: tuple[Any, ...]
 
     def check(self, field: str, value: Any) -> None:
-        """Raise ConfigError unless the value is one of the words."""
-        check_word(field, value, self.words)
+        """Raise ConfigError unless the value is one of the options."""
+        check_word(field, value, self.options)
 
 
 @dataclasses.dataclass(frozen=True)
 class NonEmpty:
-    """Declare a tuple that has elements: `Annotated[tuple[int, ...], NonEmpty("layer")]`."""
+    """Declare a tuple that must not be empty: `Annotated[tuple[int, ...], NonEmpty("layer")]`.
+
+    `element`: name of an element in the error message.
+    """
 
     element: str
 
     def check(self, field: str, value: Any) -> None:
-        """Raise ConfigError unless the value has an element."""
+        """Raise ConfigError if the value is empty."""
         check(len(value) > 0, f"{field}=() must have at least one {self.element}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Elements:
-    """The rules of a tuple's elements: of all alike, or one after the other."""
+    """Rules for the elements of a tuple.
 
-    alike: bool
+    **Arguments:**
+
+    - `variable_length`: whether the type is `tuple[T, ...]`, so that all elements share `rules[0]`. Otherwise `rules`
+        has an entry for each element.
+    """
+
+    variable_length: bool
     rules: tuple[Sequence[Any], ...]
 
     def check(self, field: str, value: Any) -> None:
-        all_rules = self.rules * len(value) if self.alike else self.rules
+        all_rules = self.rules * len(value) if self.variable_length else self.rules
         if len(value) != len(all_rules):
             raise ConfigError(f"{field}={value!r} must have {len(all_rules)} elements.")
-        for index, (each, rules) in enumerate(zip(value, all_rules, strict=True)):
+        for index, (element, rules) in enumerate(zip(value, all_rules, strict=True)):
             for rule in rules:
-                rule.check(f"{field}[{index}]", each)
+                rule.check(f"{field}[{index}]", element)
 
 
 PositiveInt = Annotated[int, AtLeast(1)]
@@ -166,74 +190,96 @@ FiniteFloat = Annotated[float, InRange()]
 
 
 class CheckedFields:
-    """Base of dataclasses that checks the declared ranges and words of all fields; None where a type has None.
+    """Base class of dataclasses that validates each field against the rules in its annotation.
 
-    Lists and other sequences become tuples where `tuple[..., ...]` is declared. Messages name a field `Class.field`, or
-    as `checked_name` of the class says.
+    None is accepted where the type includes None. Lists and other iterables are converted to tuples in fields of type
+    `tuple[T, ...]`. Error messages name a field `Class.field`. A class variable `checked_name` replaces the prefix
+    `Class.`.
     """
 
     checked_name: ClassVar[str | None] = None
 
     def __post_init__(self):
-        for name, shown, may_be_none, is_tuple, rules in _declared(type(self)):
-            value = getattr(self, name)
-            if value is None and may_be_none:
+        for field in _declared(type(self)):
+            value = getattr(self, field.name)
+            if value is None and field.is_optional:
                 continue
-            if is_tuple and not isinstance(value, tuple):
-                value = _as_tuple(shown, value)
-                object.__setattr__(self, name, value)
-            for rule in rules:
-                rule.check(shown, value)
+            if field.is_tuple and not isinstance(value, tuple):
+                value = _as_tuple(field.shown_name, value)
+                object.__setattr__(self, field.name, value)
+            for rule in field.rules:
+                rule.check(field.shown_name, value)
 
 
-def check_unused(config: Any, chooser: str, used: Iterable[str]) -> None:
-    """Raise ConfigError for fields of a dataclass that are set though what the field `chooser` names reads only `used`.
+def check_unused(config: Any, selector: str, used: Iterable[str]) -> None:
+    """Raise ConfigError if a field has no effect but differs from its default.
 
-    A field is set if its value is not the default.
+    **Arguments:**
+
+    - `config`: a dataclass whose field `selector` selects an implementation.
+    - `used`: the fields that this implementation reads.
     """
     for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), type(config).__name__
-        if field.name not in (chooser, *used) and value != field.default:
-            reader = f"{chooser}={getattr(config, chooser)!r}"
-            raise ConfigError(f"{name}.{field.name}={value!r} is not used with {reader}: leave it out.")
+        value = getattr(config, field.name)
+        if field.name not in (selector, *used) and value != field.default:
+            raise ConfigError(
+                f"{type(config).__name__}.{field.name}={value!r} is not used with "
+                f"{selector}={getattr(config, selector)!r}: leave it out."
+            )
 
 
 def _as_tuple(field: str, value: Any) -> tuple[Any, ...]:
-    good = isinstance(value, Iterable) and not isinstance(value, str)
-    check(good, f"{field}={value!r} must be a tuple, such as ({value!r},).")
+    is_sequence = isinstance(value, Iterable) and not isinstance(value, str)
+    check(is_sequence, f"{field}={value!r} must be a tuple, such as ({value!r},).")
     return tuple(value)
 
 
+class _DeclaredField(NamedTuple):
+    """Validation of a dataclass field; error messages name the field `shown_name`."""
+
+    name: str
+    shown_name: str
+    is_optional: bool
+    is_tuple: bool
+    rules: Sequence[Any]
+
+
 @functools.cache
-def _declared(cls: Any) -> tuple[tuple[str, str, bool, bool, Sequence[Any]], ...]:
-    """Return the declarations: a field, its name in messages, whether it may be None or is a tuple, and its rules."""
+def _declared(cls: Any) -> tuple[_DeclaredField, ...]:
+    """Return the fields of a dataclass that have rules, or whose values are converted to tuples."""
     prefix = cls.__name__ + "." if cls.checked_name is None else cls.checked_name
-    hints, declared = typing.get_type_hints(cls, include_extras=True), []
+    hints = typing.get_type_hints(cls, include_extras=True)
+    declared = []
     for field in dataclasses.fields(cls):
-        hint, may_be_none = hints[field.name], False
+        hint = hints[field.name]
+        is_optional = False
         if _is_union(hint):
-            kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-            may_be_none = len(kinds) < len(typing.get_args(hint))
-            hint = kinds[0] if len(kinds) == 1 else hint
-        rules, inner = _rules(hint), typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-        is_tuple = typing.get_origin(inner) is tuple and Ellipsis in typing.get_args(inner)
+            types_without_none = [member for member in typing.get_args(hint) if member is not type(None)]
+            is_optional = len(types_without_none) < len(typing.get_args(hint))
+            hint = types_without_none[0] if len(types_without_none) == 1 else hint
+        rules = _rules(hint)
+        plain_type = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        is_tuple = typing.get_origin(plain_type) is tuple and Ellipsis in typing.get_args(plain_type)
         if rules or is_tuple:
-            declared.append((field.name, prefix + field.name, may_be_none, is_tuple, rules))
+            declared.append(_DeclaredField(field.name, prefix + field.name, is_optional, is_tuple, rules))
     return tuple(declared)
 
 
 def _rules(hint: Any) -> list[Any]:
+    """Return the rules that a type annotation declares."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        own = [each for each in arguments[1:] if isinstance(each, AtLeast | InRange | OneOf | NonEmpty)]
-        return _rules(arguments[0]) + own
+        annotated_rules = [rule for rule in arguments[1:] if isinstance(rule, AtLeast | InRange | OneOf | NonEmpty)]
+        return _rules(arguments[0]) + annotated_rules
     if origin is Literal:
         return [OneOf(arguments)]
     if origin is tuple:
-        rules = tuple(_rules(kind) for kind in arguments if kind is not Ellipsis)
-        return [_Elements(Ellipsis in arguments, rules)] if any(rules) else []
-    if _is_union(hint) and any(_rules(kind) for kind in arguments if typing.get_origin(kind) is not Literal):
-        raise TypeError(f"{hint}: a union declares the rules of a single type and None. Check it in __post_init__.")
+        element_rules = tuple(_rules(element) for element in arguments if element is not Ellipsis)
+        return [_Elements(Ellipsis in arguments, element_rules)] if any(element_rules) else []
+    if _is_union(hint) and any(_rules(member) for member in arguments if typing.get_origin(member) is not Literal):
+        raise TypeError(
+            f"{hint}: a union declares the rules of a single type and None. Check other unions in __post_init__."
+        )
     return []
 
 
@@ -242,5 +288,5 @@ def _is_union(hint: Any) -> bool:
 
 
 def need_extra(module: str, extra: str) -> MissingPackage:
-    """Return the error for an optional package that is not installed: raise it `from` the ImportError."""
-    return MissingPackage(f"This needs the package {module!r}: pip install 'eqx_decoders[{extra}]'.")
+    """Return the error for an optional package that is not installed. Raise it `from` the ImportError."""
+    return MissingPackage(f"The optional package {module!r} is not installed. Run: pip install 'eqx_decoders[{extra}]'")

@@ -1,4 +1,4 @@
-"""Configurations check what their annotations declare: each rule, its message, and what it takes."""
+"""Validation of configuration fields: every rule, its error message, and the values that it accepts."""
 
 import dataclasses
 import math
@@ -162,7 +162,7 @@ def test_rules_about_several_fields_follow_and_messages_name_the_subclass():
             Derived(**fields)
 
 
-def test_a_subclass_can_declare_a_field_anew():
+def test_a_subclass_can_redeclare_a_field():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Narrow(Declared):
         checked_name: ClassVar[str | None] = "--"
