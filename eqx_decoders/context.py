@@ -1,4 +1,4 @@
-"""Options and inputs of one forward pass: its execution, and the positions of its tokens."""
+"""Execution options and inputs of a forward pass, and the `ForwardContext` that every layer receives."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -25,7 +25,7 @@ ContextForm = Literal["gather", "all_to_all", "ring", "ring_all_to_all"]
 
 
 class RunOptions(TypedDict, total=False):
-    """Fields of `Execution` other than devices and dtypes, as keywords of functions."""
+    """Keyword arguments of functions: all fields of `Execution` except `layout` and `precision`."""
 
     remat: RematName | Remat | None
     attention: AttentionName
@@ -47,63 +47,69 @@ class RunOptions(TypedDict, total=False):
 
 
 class PrecisionOptions(RunOptions, total=False):
-    """Fields of `Execution` but its layout."""
+    """Keyword arguments of functions: all fields of `Execution` except `layout`."""
 
     precision: Precision
 
 
 class ExecutionOptions(PrecisionOptions, total=False):
-    """All fields of `Execution`."""
+    """Keyword arguments of functions: all fields of `Execution`."""
 
     layout: Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionConfig(CheckedFields):
-    """Options of an `Execution` that need no devices: flags and files of settings have them, too.
+    """Options of an `Execution` that do not need devices, so that command-line flags and config files have them, too.
 
     **Arguments:**
 
-    - `attention`: name of the attention kernel: `"dot"`, all scores at once; `"chunked"`, block by block; for TPU
-        `"interval"`, a Pallas kernel of this library, or `"splash"`, JAX's, which supports less; for NVIDIA's GPUs
-        `"cudnn"`, fused kernels for 16-bit numbers, without soft caps, sinks and a past, or `"triton"`, a Pallas kernel
-        of this library; or `"auto"`, by platform and shapes: `dot` for a few tokens, else `interval` on TPU, on GPU
-        `cudnn` where it is exact and `triton` where that can do it, and `chunked` everywhere else.
-    - `experts`: algorithm of experts: `"dense"`, all on all tokens; `"dropless"`, sorted by expert; `"capacity"`, which
-        drops tokens beyond `ExpertsConfig.capacity_factor`; `"auto"`, capacity where there is such a factor, else
-        dropless. The first two ignore the factor.
-    - `expert_exchange`: communication of dropless experts that a mesh splits: `"gather"`, each device gathers the
-        tokens of all devices among which the experts are split, and results are reduced and scattered; `"all_to_all"`,
-        tokens are sent to the devices that have their experts, and back: on TPU ragged, elsewhere in pieces with room
-        for the worst case; `"auto"`, the latter on TPU if these devices are at least twice as many as a token has
-        experts, since it then moves less, else the former. Tokens that are not split among these devices (a batch that
-        they do not divide) are not sent, and results are added.
-    - `scan`: one `lax.scan` over equal layers; False runs them one by one.
-    - `layer_stats`: whether `Output.stats` describes each layer's activations.
-    - `lookup`: lookup of embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
-        The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
-        are added, no table is gathered. It costs as many operations as the head.
-    - `head_bytes`: bytes that a device of a mesh may use for the head's gathered kernel and its gradient in the fused
-        loss. If both need more, the vocabulary is processed in parts, each gathered beside the products of the one
-        before it. That costs four products of the size of the head instead of three, and nearly another gather. None: a
-        tenth of the device's memory, 2 GB where that is not known.
-    - `exchange_bytes`: bytes that a device of a mesh may use for the tokens of its experts. If they need more, they are
-        sent in several rounds.
-    - `context_order`: order of the tokens of rows that a mesh splits, in losses: `"plain"`, or `"zigzag"`, where each
-        device has a piece from the front and one from the end. Causal attention takes the last device nearly twice the
-        average in the first order; it is balanced in the second, which needs layers that depend on positions alone: no
-        recurrence, convolution, n-grams, selected blocks or capacities.
-    - `context_form`: communication among devices that split a row: `"gather"`, each has the keys and values of all
-        tokens; `"all_to_all"`, queries, keys and values of all tokens, but of fewer heads, whose results are sent back.
-        That moves less if fewer than three query heads share a head of keys, and causal work is balanced; if these
-        devices do not divide the heads of keys, it is `"gather"`. `"ring"`, keys and values of one other device at a
-        time, sent while those before are attended to: no device ever has a whole row, and with a window only close
-        devices send. `"ring_all_to_all"`, both: adjacent devices, as many as divide the heads of keys, exchange heads,
-        and keys and values rotate among these groups.
-    - `batch_split`: number of parts of a batch that are run staggered, without a cache, so that communication of one
-        overlaps with computation of another (`blocks/batch_overlap.py`). Weights are gathered once for all parts. Each
-        device needs a multiple of so many rows, also of each microbatch of a pipeline. Each part has its own dropout
-        and capacities.
+    - `attention`: attention kernel. `"dot"`: compute all scores at once. `"chunked"`: blockwise attention in plain JAX.
+        `"interval"`: this library's Pallas kernel for TPU. `"splash"`: JAX's Pallas kernel for TPU, which supports
+        fewer options. `"cudnn"`: fused kernels for NVIDIA GPUs, for 16-bit activations without soft caps, sinks or
+        cached keys. `"triton"`: this library's Pallas kernel for NVIDIA GPUs. `"auto"`: select by platform and shapes:
+        `dot` for short sequences, otherwise `interval` on TPU, `cudnn` or `triton` on GPU if they support the call, and
+        `chunked` in all other cases.
+    - `experts`: algorithm for mixture-of-experts layers. `"dense"`: compute all experts for all tokens. `"dropless"`:
+        sort tokens by expert and use grouped matrix products. `"capacity"`: drop tokens beyond
+        `ExpertsConfig.capacity_factor`. `"auto"`: `capacity` if the layer has a capacity factor, otherwise `dropless`.
+        `dense` and `dropless` ignore the capacity factor.
+    - `expert_exchange`: communication of dropless experts under expert parallelism. `"gather"`: all-gather the tokens
+        over the devices that split the experts, and reduce-scatter the results. `"all_to_all"`: send each token to the
+        devices of its experts and send the results back; on TPU with a ragged all-to-all, on other platforms with
+        buffers for the worst case. `"auto"`: `all_to_all` on TPU if the number of these devices is at least twice the
+        number of experts per token, because it then sends fewer bytes; otherwise `gather`. If the mesh does not split
+        the tokens over these devices (because the batch is not divisible), no tokens are sent and the results are
+        summed.
+    - `scan`: run equal layers in one `lax.scan`. False: unroll the layers.
+    - `layer_stats`: add statistics of each layer's activations to `Output.stats`.
+    - `lookup`: embedding lookup. `"gather"`: index the table. `"one_hot"`: multiply one-hot vectors with the table. The
+        product suits tables that are split over the vocabulary: each device multiplies its table rows and the results
+        are summed, so that the table is not gathered. It costs as many operations as the output head.
+    - `head_bytes`: maximum bytes per device of a mesh for the gathered weights of the output head and their gradient in
+        the fused loss. If they need more, the vocabulary is processed in parts; the all-gather of the next part
+        overlaps with the products of the current part. That costs four matrix products of the head's size instead of
+        three, and almost a second all-gather. None: a tenth of the device's memory, or 2 GB if the memory size is
+        unknown.
+    - `exchange_bytes`: maximum bytes per device of a mesh for the tokens of its experts. If they need more, they are
+        exchanged in several rounds.
+    - `context_order`: order of tokens in sequences that context parallelism splits, in losses. `"plain"`: the original
+        order. `"zigzag"`: each device has a chunk from the start and a chunk from the end of the sequence. With causal
+        attention, the last device takes almost twice the average time in plain order; zigzag order balances the work.
+        It requires layers that depend only on positions: no recurrence, convolution, n-grams, selected key blocks or
+        expert capacities.
+    - `context_form`: communication of attention under context parallelism. `"gather"`: all-gather the keys and values.
+        `"all_to_all"`: exchange tokens for heads, so that each device has all tokens of fewer heads, and exchange the
+        results back (DeepSpeed-Ulysses). It sends fewer bytes than `gather` if fewer than three query heads share a KV
+        head, and balances causal attention; if the number of devices does not divide the KV heads, `gather` is used.
+        `"ring"`: ring attention. Keys and values pass from device to device, overlapped with attention to the previous
+        ones; no device stores a full sequence, and with a sliding window only nearby devices communicate.
+        `"ring_all_to_all"`: adjacent devices exchange heads, in device groups whose size divides the KV heads, and keys
+        and values pass in a ring over these device groups.
+    - `batch_split`: number of parts of a batch that run staggered, without a cache, so that the communication of one
+        part overlaps with the computation of another (`blocks/batch_overlap.py`). Weights are gathered once for all
+        parts. The sequences per device, also in each microbatch of a pipeline, must be a multiple of this number. Each
+        part has separate dropout and expert capacities.
     """
 
     attention: AttentionName = "auto"
@@ -121,24 +127,24 @@ class ExecutionConfig(CheckedFields):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution(ExecutionConfig):
-    """Options that choose how a model runs, not what it computes: devices, dtypes, and those of `ExecutionConfig`.
+    """Options that determine how a model runs, not what it computes: devices, dtypes and those of `ExecutionConfig`.
 
-    Results differ by no more than rounding, with `low_precision` that to 8 bits; but `experts` decides whether there is
-    a capacity.
+    Results differ by rounding errors only (with `low_precision`, of 8-bit values). Exception: `experts` determines
+    whether expert capacities apply.
 
     **Arguments:**
 
-    - `layout`: where weights and activations live.
+    - `layout`: mesh, and the sharding of weights and activations.
     - `precision`: dtypes of weights and activations.
-    - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
-    - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
-        QK-clip needs. They cost the products of the scores once more.
-    - `layer_streams`: whether `Output.stats` has the residual stream behind each layer: its hidden states.
-    - `expert_choices`: whether `Output.stats` has the experts that each token was sent to.
-    - `pipeline`: pipeline of layers over the mesh axis `stage`, without a cache; before and after it `stage` splits the
-        batch. None: `stage` splits the weights of layers, and each device gathers them all. Each microbatch has its own
-        dropout.
-    - `low_precision`: weights that are multiplied in 8 bits, and their format; None for none.
+    - `remat`: name of a policy, a `Remat`, or None (like `"none"`).
+    - `attention_maxima`: add the maximum attention score of each MLA head to `Output.stats`, for QK-clip. This computes
+        the scores a second time.
+    - `layer_streams`: add the residual stream after each layer (its hidden states) to `Output.stats`.
+    - `expert_choices`: add the indices of each token's experts to `Output.stats`.
+    - `pipeline`: schedule of pipeline parallelism over the mesh axis `stage`, for calls without a cache; outside of the
+        pipeline, `stage` splits the batch. None: `stage` splits the weights of layers, and each device gathers them.
+        Each microbatch has separate dropout.
+    - `low_precision`: weights that are multiplied in 8 bits, and their format. None: no 8-bit products.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -154,23 +160,25 @@ class Execution(ExecutionConfig):
         super().__post_init__()
         object.__setattr__(self, "remat", get_remat(self.remat))
         offloaded = self.layout.offload.weights
-        rule = "exclude each other: a pipeline's stages hold their weights"
         check(
             self.pipeline is None or not offloaded,
-            f"Offload.weights={offloaded} and Execution.pipeline {rule}. Leave one out.",
+            f"Offload.weights={offloaded} cannot be combined with Execution.pipeline, because the devices of a stage "
+            "store the weights of its layers. Leave one of them out.",
         )
         if self.pipeline is not None:
             object.__setattr__(self, "layout", self.layout.with_batch_over_stage())
 
 
 class Inputs(eqx.Module):
-    """Inputs of layers besides the residual stream; None or absent: no such input.
+    """Inputs of a forward pass besides tokens and positions; None or missing: no such input.
 
     **Arguments:**
 
-    - `spans`: number of each token's span (an image, say), all of whose tokens see each other; 0 for none.
-    - `rotary_positions`: positions of several dimensions, for rotary embeddings that have them.
-    - `by_layer`: inputs of single layers, by name: an array for each of the layers that take it, in their order.
+    - `spans`: id of the span (such as an image) of each token; the tokens of a span attend to one another in both
+        directions. 0: not in a span.
+    - `rotary_positions`: multi-dimensional positions for rotary embeddings (such as M-RoPE).
+    - `by_layer`: inputs of individual layers, by name: arrays `[layers, batch, length, ...]` with an entry for each
+        layer that has this input, in order of the layers.
     """
 
     spans: Integer[AnyArray, "batch length"] | None = None
@@ -179,7 +187,7 @@ class Inputs(eqx.Module):
 
 
 class Promises(NamedTuple):
-    """Guarantees of the caller that save computation: the fields of `ForwardContext` with the same names."""
+    """Guarantees of the caller that save computation; see the fields of `ForwardContext` with the same names."""
 
     cache_is_empty: bool = False
     accept_all: bool = False
@@ -187,25 +195,26 @@ class Promises(NamedTuple):
 
 
 class ForwardContext(eqx.Module):
-    """Positions, documents and execution of one forward pass; every layer receives it.
+    """Positions, documents and execution options of a forward pass. Every layer receives it.
 
     **Arguments:**
 
-    - `positions`: position of each token in its document; -1 where there is no token (padding). Within a document
-        they increase along the row.
-    - `segment_ids`: document of each token in its row; None when each row is one document.
-    - `execution`: options of the run.
-    - `cache_is_empty`: caches are known to be empty, so that no past is read.
-    - `accept_all`: none of the tokens will be rejected, so that a recurrent layer may propose its state.
-    - `dense_positions`: each row is known to be one document at positions 0, 1, 2, …, without padding.
-    - `contiguous`: each document is known to be contiguous: adjacent tokens at adjacent positions, without padding in
-        between. Then rings with windows need not look back beyond them, and blocks of keys are numbered within each.
-    - `tokens`: their ids; None where embeddings were given.
-    - `spans`: last position of each token's span, -1 for none; None if there are none.
-    - `rotary_positions`: positions of several dimensions; None if they are those of `positions`.
-    - `unseen`: True for tokens that attend to others, and that none attends to; None if there are none.
-    - `layer_inputs`: inputs of this layer alone, by name.
-    - `shared`: what earlier layers share, by its name: see `BlockConfig.lent`.
+    - `positions`: position of each token in its document; -1 for padding. Positions increase within a document.
+    - `segment_ids`: document of each token, for packed sequences. None: each sequence is one document.
+    - `execution`: execution options.
+    - `cache_is_empty`: guarantees that all caches are empty, so that layers do not read them.
+    - `accept_all`: guarantees that no token will be rejected, so that a recurrent layer may return its final state
+        instead of the updates of each token.
+    - `dense_positions`: guarantees that each sequence is one document with positions 0, 1, 2, …, without padding.
+    - `contiguous`: guarantees that each document is contiguous: adjacent tokens have adjacent positions, and there is
+        no padding inside a document. Ring attention with a sliding window then needs only the devices that the window
+        reaches, and key blocks are numbered within each document.
+    - `tokens`: token ids; None if the model was called with embeddings.
+    - `spans`: last position of each token's span, -1 for tokens outside of spans; None: no spans.
+    - `rotary_positions`: multi-dimensional positions for rotary embeddings. None: use `positions`.
+    - `unseen`: True for tokens that no token attends to; they attend to other tokens. None: no such tokens.
+    - `layer_inputs`: inputs of this layer only, by name.
+    - `shared`: values that earlier layers share, by name; see `BlockConfig.lent`.
     """
 
     positions: Int[Array, "batch length"]
@@ -222,15 +231,16 @@ class ForwardContext(eqx.Module):
     layer_inputs: dict[str, Any] = eqx.field(default_factory=dict)
     shared: dict[str, Any] = eqx.field(default_factory=dict)
 
-    def constrain(self, x: Array, words: str) -> Array:
-        """Tell XLA how an activation is split over the mesh (`layout.constrain`)."""
-        return self.execution.layout.constrain(x, words)
+    def constrain(self, x: Array, axis_names: str) -> Array:
+        """Constrain the sharding of an activation: `ctx.constrain(x, "batch length embed")`. See `Layout.constrain`."""
+        return self.execution.layout.constrain(x, axis_names)
 
     def einsum(self, pattern: str, x: Array, weight: Array | AbstractWeight, **options: Any) -> Array:
-        """Call `numerics.einsum` in the form that suits the layout's devices.
+        """Call `numerics.einsum`, with `flatten` set as the layout's devices need it.
 
-        Flattened products are faster on one CPU; elsewhere XLA lays products out itself, and flattening dimensions that
-        are split over different mesh axes would cost communication.
+        Flattening a contraction to one matrix product is faster on a single CPU device. On accelerators, XLA selects
+        the layout of products, and flattening dimensions that are split over different mesh axes would cost
+        communication.
         """
         layout = self.execution.layout
         return einsum(pattern, x, weight, layout=layout, flatten=layout.backend.flat_products, **options)

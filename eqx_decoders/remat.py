@@ -1,8 +1,8 @@
-"""Rematerialization: the intermediate values of a block that are saved for its gradient, as data.
+"""Rematerialization (gradient checkpointing): which intermediate values of a block are saved for the backward pass.
 
-A block runs inside `jax.checkpoint`. Its layers name values that may be saved with `save(x, "query_proj")`; a `Remat`
-lists the names that stay on the device and those that are sent to the host. All else is computed again in the backward
-pass.
+A block runs inside `jax.checkpoint`. Its layers name the values that may be saved: `save(x, "query_proj")`. A `Remat`
+lists the names of values that are saved on the device, and the names of values that are offloaded to the host. All
+other values are recomputed in the backward pass.
 """
 
 import dataclasses
@@ -17,45 +17,48 @@ from eqx_decoders.errors import CheckedFields, OneOf, check, check_word
 
 
 NAMES: dict[str, str] = {
-    "decoder_layer_input": "the residual stream that enters a block",
-    "query_proj": "queries, ready for the kernel (normalised, rotated, scaled)",
-    "key_proj": "keys, ready for the kernel",
+    "decoder_layer_input": "residual stream that enters a block",
+    "query_proj": "queries after normalization, rotary embedding and scaling",
+    "key_proj": "keys after normalization and rotary embedding",
     "value_proj": "values",
     "qkv_proj": "output of a fused query-key-value projection",
-    "query_wa_proj": "projection into the latent of queries, before its norm",
-    "mla_q": "latent of queries, normalised",
-    "kv_wa_proj": "projection into the latent and the rotary key of keys and values",
-    "mla_kv": "latent of keys and values, normalised",
-    "context": "output and log-sum-exp inside an attention kernel",
-    "attention_out": "output of the attention, before gate and output projection",
+    "query_wa_proj": "MLA: down projection of queries, before the norm",
+    "mla_q": "MLA: latent of queries, normalized",
+    "kv_wa_proj": "MLA: down projection to the latent of keys and values and to the rotary key",
+    "mla_kv": "MLA: latent of keys and values, normalized",
+    "context": "output and log-sum-exp of the attention kernel",
+    "attention_out": "output of attention, before the gate and the output projection",
     "out_proj": "output of the attention's output projection",
     "mlpwi": "input projection of a plain or fused MLP, before the activation",
     "mlpwi_0": "gate projection of an MLP, before the activation",
     "mlpwi_1": "up projection of an MLP",
     "mlpwo": "down projection of an MLP",
-    "moe_routing_maps": "where each token's rows go when they are sorted by expert",
+    "moe_routing_maps": "indices that sort tokens by expert, and their inverse",
     "moe_x_sorted": "tokens sorted by expert",
-    "moe_mlpwi_0": "gate projection of experts, before the activation; it is called mlpwi_0, too",
-    "moe_mlpwi_1": "up projection of experts; it is called mlpwi_1, too",
-    "moe_mlpwo": "down projection of experts, not yet added up; it is called mlpwo, too",
-    "quantization": "a weight rounded to 8 bits for its product, and its scales (`LowPrecision`)",
-    "cast_weight": "a weight cast to the compute dtype; saving it keeps a copy of the weight for the backward pass",
+    "moe_mlpwi_0": "gate projection of experts, before the activation; the name mlpwi_0 includes it",
+    "moe_mlpwi_1": "up projection of experts; the name mlpwi_1 includes it",
+    "moe_mlpwo": "down projection of experts, before the sum over experts; the name mlpwo includes it",
+    "quantization": "weight quantized to 8 bits for a matrix product, and its scales (`LowPrecision`)",
+    "cast_weight": "weight cast to the compute dtype; saving it stores a copy of the weight for the backward pass",
 }
 
 
 def save(x: Array, name: str) -> Array:
-    """Return `x` under a name that a `Remat` can list."""
+    """Return `x`, named by `jax.ad_checkpoint.checkpoint_name` so that a `Remat` can list it.
+
+    Raises ConfigError if the name is not in `NAMES`.
+    """
     return checkpoint_name(x, check_word("save: name", name, NAMES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat(CheckedFields):
-    """Intermediate values of a block that are saved for its gradient; all others are computed again.
+    """Intermediate values of a block that are saved for the backward pass. All other values are recomputed.
 
     **Arguments:**
 
-    - `save`: values saved on the device.
-    - `offload`: values saved in the host's memory.
+    - `save`: names (see `NAMES`) of values that are saved on the device.
+    - `offload`: names of values that are saved in host memory.
     """
 
     save: tuple[Annotated[str, OneOf(tuple(NAMES))], ...] = ()
@@ -63,11 +66,15 @@ class Remat(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        both = sorted(set(self.save) & set(self.offload))
-        check(not both, f"Remat: {', '.join(both)} can't be both saved and offloaded. Name each once.")
+        duplicates = sorted(set(self.save) & set(self.offload))
+        check(
+            not duplicates,
+            f"Remat.save and Remat.offload must not share names, but both have {', '.join(duplicates)}. "
+            "Remove each name from one of them.",
+        )
 
     def policy(self) -> Callable[..., bool]:
-        """Return the `jax.checkpoint` policy."""
+        """Return a policy for `jax.checkpoint`."""
         if self.offload:
             return checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=self.save,
@@ -82,7 +89,7 @@ _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _WI = ("mlpwi_0", "mlpwi_1", "mlpwi")
 _MINIMAL = (*_QKV, "out_proj", *_WI, "mlpwo")
 
-# MaxText's policies under their names there; None is no checkpoint at all.
+# The names and contents are MaxText's `remat_policy` options. None: no `jax.checkpoint`.
 POLICIES: dict[str, Remat | None] = {
     "none": None,
     "full": Remat(),
@@ -120,7 +127,10 @@ RematName = Literal[
 
 
 def get_remat(policy: "str | Remat | None") -> Remat | None:
-    """Return the `Remat` of a name; other values (MaxText's `custom`, None) pass through."""
+    """Return the `Remat` that a name of `POLICIES` stands for. A `Remat` (MaxText's `custom`) and None are returned.
+
+    Raises ConfigError for an unknown name.
+    """
     if isinstance(policy, str):
         return POLICIES[check_word("remat", policy, POLICIES)]
     return policy
