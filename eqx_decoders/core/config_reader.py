@@ -1,4 +1,4 @@
-"""Reader of `config.json` and other JSON objects with checks: a key that is neither read nor known is refused."""
+"""Validating reader of `config.json` and similar JSON objects. Unknown keys are errors."""
 
 import difflib
 import json
@@ -10,14 +10,22 @@ from eqx_decoders.errors import ConversionError
 
 T = TypeVar("T")
 REQUIRED: Any = object()
-_LARGEST = 2**31 - 1
-MOST_LAYERS = 1024
+_MAX_INT32 = 2**31 - 1
+_MAX_LAYERS = 1024  # each layer has a separate configuration object, so an absurd number would exhaust memory
 
 
 class Fields:
-    """JSON object that is read key by key, with types and bounds; `finish` refuses unread keys.
+    """JSON object whose keys are read one at a time, with checks of types and bounds.
 
-    null counts as missing, except where a method has the argument `null`: the value of an explicit null.
+    All methods raise ConversionError for invalid values. `finish` raises it for keys that were not read.
+
+    Reading methods return `default` if the key is missing, and raise ConversionError if there is no `default`. null is
+    treated as missing, unless the argument `null` says what an explicit null stands for.
+
+    **Arguments:**
+
+    - `content`: the JSON object.
+    - `where`: name of the object in error messages.
     """
 
     def __init__(self, content: Mapping[str, Any], where: str = "config.json"):
@@ -26,62 +34,66 @@ class Fields:
         self._read: set[str] = set()
         self._carried: dict[str, Any] = {}
 
-    def error(self, sentence: str) -> ConversionError:
-        return ConversionError(f"{self.where}: {sentence}")
+    def error(self, message: str) -> ConversionError:
+        """Return an error whose message starts with the name of this object."""
+        return ConversionError(f"{self.where}: {message}")
 
-    def unknown(self, setting: str, word: Any, known: Iterable[str]) -> ConversionError:
-        return self.error(f"{setting} is not known here.{_near(word, known)} Known: {', '.join(known)}.")
+    def unknown(self, setting: str, value: Any, known: Iterable[str]) -> ConversionError:
+        """Return the error for a value that is not one of `known`; `setting` is `"key=value"`."""
+        return self.error(f"{setting} is not known here.{_suggestion(value, known)} Known: {', '.join(known)}.")
 
     def is_read(self, key: str) -> bool:
-        """Return True if `key` was read."""
+        """Return whether `key` was read."""
         return key in self._read
 
     @property
     def read_keys(self) -> frozenset[str]:
-        """Keys that were asked for, there or not."""
+        """Keys that were read, including missing keys."""
         return frozenset(self._read)
 
     def without(self, *keys: str) -> "Fields":
-        """Return a copy without these keys, of which the same keys are read."""
+        """Return a copy without some keys. It remembers which keys were read."""
         copy = Fields({key: value for key, value in self.content.items() if key not in keys}, self.where)
-        copy._read, copy._carried = set(self._read), dict(self._carried)
+        copy._read = set(self._read)
+        copy._carried = dict(self._carried)
         return copy
 
     def take(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
-        """Return the raw value of `key`."""
+        """Return the value of `key` without checking its type."""
         self._read.add(key)
         if key in self.content and self.content[key] is None and null is not REQUIRED:
             return null
         value = self.content.get(key)
         if value is None and default is REQUIRED:
-            raise self.error(f"{key} is missing, and the model's shape depends on it: add it.")
+            raise self.error(f"{key} is missing, but it is required to build the model: add it.")
         return default if value is None else value
 
-    def _checked(self, key: str, default: Any, null: Any, good: Callable[[Any], bool], rule: str) -> Any:
-        """Return the value of `key`; unless it is missing or null, `good` must be true of it."""
+    def _checked(self, key: str, default: Any, null: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        """Return the value of `key`. Raises ConversionError if the key has a value and `is_valid` is false for it."""
         value = self.take(key, default, null)
-        if value is not default and value is not null and not good(value):
-            raise self.error(f"{key}={abbreviate(value)} must be {rule}.")
+        if value is not default and value is not null and not is_valid(value):
+            raise self.error(f"{key}={abbreviate(value)} must be {expected}.")
         return value
 
     def integer(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED, least: int = 1) -> Any:
         """Read an integer between `least` and 2^31 - 1."""
-        rule = f"an integer of at least {least}, at most {_LARGEST}"
-        return self._checked(key, default, null, lambda x: _is_integer(x) and least <= x <= _LARGEST, rule)
+        expected = f"an integer of at least {least}, at most {_MAX_INT32}"
+        return self._checked(key, default, null, lambda x: _is_integer(x) and least <= x <= _MAX_INT32, expected)
 
     def layers(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED) -> int:
-        """Read the number of layers: an integer with a bound, since each layer has a configuration of its own."""
+        """Read the number of layers, at most 1024."""
         count = self.integer(key, default, null=null)
-        if count > MOST_LAYERS:
-            raise self.error(f"{key}={count} must be at most {MOST_LAYERS}.")
+        if count > _MAX_LAYERS:
+            raise self.error(f"{key}={count} must be at most {_MAX_LAYERS}.")
         return count
 
     def number(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED) -> Any:
         """Read a finite number above 0, as a float."""
-        rule = "a finite number above 0"
-        value = self._checked(
-            key, default, null, lambda x: (_is_integer(x) or isinstance(x, float)) and 0 < x < 1e30, rule
-        )
+
+        def is_valid(x: Any) -> bool:
+            return (_is_integer(x) or isinstance(x, float)) and 0 < x < 1e30
+
+        value = self._checked(key, default, null, is_valid, "a finite number above 0")
         return float(value) if _is_integer(value) else value
 
     def flag(self, key: str, default: bool, *, null: Any = REQUIRED) -> bool:
@@ -90,33 +102,41 @@ class Fields:
 
     def numbers(self, key: str, default: Sequence[int] = (), *, null: Any = REQUIRED) -> Sequence[int]:
         """Read a list of integers."""
-        rule = "a list of whole numbers"
-        return self._checked(key, default, null, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
+
+        def is_valid(x: Any) -> bool:
+            return isinstance(x, list) and all(map(_is_integer, x))
+
+        return self._checked(key, default, null, is_valid, "a list of integers")
 
     def pairs(self, key: str, default: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Read a list of pairs of integers above 0, such as heights and widths."""
+        """Read a list of `[height, width]` pairs of positive integers. The list must not be empty."""
 
-        def good(x: Any) -> bool:
-            whole = isinstance(x, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in x)
-            return whole and len(x) > 0 and all(_is_integer(each) and 0 < each < 2**31 for pair in x for each in pair)
+        def is_valid(x: Any) -> bool:
+            if not isinstance(x, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in x):
+                return False
+            return len(x) > 0 and all(_is_integer(size) and 0 < size <= _MAX_INT32 for pair in x for size in pair)
 
-        pairs = self._checked(key, default, REQUIRED, good, "a list of heights and widths: pairs of integers above 0")
-        return tuple((first, second) for first, second in pairs)
+        expected = "a list of [height, width] pairs of integers above 0"
+        pairs = self._checked(key, default, REQUIRED, is_valid, expected)
+        return tuple((height, width) for height, width in pairs)
 
     def word(self, key: str, known: Mapping[str, T], default: str = REQUIRED) -> T:
-        """Return the value that `known` has for the word under `key`."""
+        """Read a string and return `known[string]`. Raises ConversionError if `known` does not have the string."""
         value = self.take(key, default)
         if not isinstance(value, str) or value not in known:
             raise self.unknown(f"{key}={abbreviate(value)}", value, known)
         return known[value]
 
     def table(self, key: str) -> "Fields | None":
-        """Read a nested object; None where there is none."""
+        """Read a nested object. Returns None if it is missing."""
         value = self._checked(key, None, REQUIRED, lambda x: isinstance(x, dict), "an object")
         return None if value is None else Fields(value, f"{self.where}: {key}")
 
     def carry(self, key: str, ignored: Mapping[str, Any]) -> None:
-        """Add ignored keys of the nested object `key` to those that `ignored` returns; for an empty one beside them."""
+        """Add the ignored keys of the nested object `key` to the result of `self.ignored`.
+
+        With an empty `key`, they are added at the top level.
+        """
         self._carried |= {key: dict(ignored)} if key else ignored
 
     def ignored(
@@ -125,7 +145,9 @@ class Fields:
         allowed: Mapping[str, tuple[Any, ...]],
         typed: Mapping[str, tuple[type, ...]] = {},
     ) -> dict[str, Any]:
-        """Return the keys without effect, which an export writes again. Raises ConversionError for unknown keys.
+        """Return the keys without effect and their values, so that an export can write them again.
+
+        Raises ConversionError for unknown keys.
 
         **Arguments:**
 
@@ -138,7 +160,7 @@ class Fields:
             if not (self.is_read(key) or key in known or value is None or type(value) in types):
                 type_names = " or ".join(expected.__name__ for expected in types)
                 raise self.error(
-                    f"{key}={abbreviate(value)}: expected {type_names}, because {key} is a generation setting of "
+                    f"{key}={abbreviate(value)} must be of type {type_names}, because {key} is a generation setting of "
                     f"transformers. Another meaning of {key} is not supported for this model_type."
                 )
         for key, values in allowed.items():
@@ -146,64 +168,73 @@ class Fields:
                 self.allow_only(key, *values)
         known_keys = {*known, *typed}
         self.finish(known_keys)
-        internal = ("_", "attn_implementation")  # how transformers runs a model, which an export does not contain
+        # These keys describe how transformers runs a model. An export does not contain them.
+        internal = ("_", "attn_implementation")
         exported_keys = [key for key in self.content if key in known_keys and not key.startswith(internal)]
         return {key: self.content[key] for key in exported_keys} | self._carried
 
     def words(self, key: str, known: tuple[str, ...], length: int | None) -> list[str] | None:
-        """Read a list of `length` known words, of any length for None; None where there is no list."""
-        rule = "a list of words"
-        value = self._checked(
-            key, None, REQUIRED, lambda x: isinstance(x, list) and all(isinstance(word, str) for word in x), rule
-        )
+        """Read a list of strings, which must be in `known`. Returns None if it is missing.
+
+        `length`: required length, the number of layers. None: any length.
+        """
+
+        def is_valid(x: Any) -> bool:
+            return isinstance(x, list) and all(isinstance(word, str) for word in x)
+
+        value = self._checked(key, None, REQUIRED, is_valid, "a list of strings")
         if value is None:
             return None
         for word in value:
             if word not in known:
                 raise self.unknown(f"{key}: {abbreviate(word)}", word, known)
         if length is not None and len(value) != length:
-            raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: give one for each.")
+            raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: add an entry per layer.")
         return value
 
     def allow_only(self, key: str, *allowed: Any, effect: str = "changes what the model computes") -> None:
         """Raise ConversionError unless `key` is missing or null, or has one of the `allowed` values.
 
-        `effect`: what other values mean, for the error message.
+        `effect`: the effect of other values, for the error message.
         """
         value = self.take(key, None)
-        if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
-            expected = (
-                " or ".join(abbreviate(good) if isinstance(good, list) else json.dumps(good) for good in allowed)
-                or "null"
-            )
-            raise self.error(f"{key}={abbreviate(value)} is not supported ({effect}). Supported: {expected}.")
+        if value is not None and not any(type(value) is type(option) and value == option for option in allowed):
+            options = [abbreviate(option) if isinstance(option, list) else json.dumps(option) for option in allowed]
+            supported = " or ".join(options) or "null"
+            raise self.error(f"{key}={abbreviate(value)} is not supported ({effect}). Supported: {supported}.")
 
     def rename(self, old: str, new: str) -> None:
-        """Rename the key `old` to `new`. Raises ConversionError if both have values that differ; null is no value."""
+        """Rename the key `old` to `new`. Raises ConversionError if both keys have values and these differ."""
         value = self.content.pop(old, None)
         if value is None:
             return
         if self.content.get(new) is not None and self.content[new] != value:
-            both = f"{old}={abbreviate(value)} and {new}={abbreviate(self.content[new])}"
-            raise self.error(f"{both} are the same setting: make them equal.")
+            raise self.error(
+                f"{old}={abbreviate(value)} and {new}={abbreviate(self.content[new])} are the same setting, but differ: "
+                "remove one of them."
+            )
         self.content[new] = value
 
     def supply(self, key: str, value: Any) -> None:
-        """Set a key from outside of this object; if it is given here too they must agree."""
+        """Set a key to a value that is given outside of this object.
+
+        Raises ConversionError if this object has a different value.
+        """
         if self.content.get(key, value) != value:
             raise self.error(
-                f"{key}={abbreviate(self.content[key])}, but {abbreviate(value)} outside of it: make them equal."
+                f"{key}={abbreviate(self.content[key])} differs from the value outside of this object, "
+                f"{abbreviate(value)}: make them equal."
             )
         self.content[key] = value
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raise ConversionError if a key was neither read nor `ignored`, and has a value other than null."""
+        """Raise ConversionError if a key has a value, was not read and is not in `ignored`."""
         keys = (key for key, value in self.content.items() if value is not None)
         unknown = [key for key in keys if key not in self._read and key not in ignored]
         if unknown:
             raise self.error(
-                f"Unknown keys: {_listed(unknown)}.{_near(unknown[0], self._read)} Remove them if they do not affect "
-                f"the model."
+                f"Unknown keys: {_listed(unknown)}.{_suggestion(unknown[0], self._read)} Remove them if they do not "
+                "affect the model."
             )
 
 
@@ -212,7 +243,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def abbreviate(value: Any) -> str:
-    """Return a value for an error message, in at most 60 characters."""
+    """Return the text of a value for an error message, at most 60 characters."""
     try:
         text = value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -220,11 +251,11 @@ def abbreviate(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _listed(words: list[str]) -> str:
-    more = f" and {len(words) - 20} more" if len(words) > 20 else ""
-    return ", ".join(map(abbreviate, words[:20])) + more
+def _listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
+    return ", ".join(map(abbreviate, keys[:20])) + more
 
 
-def _near(word: Any, known: Any) -> str:
-    near = difflib.get_close_matches(str(word)[:60], sorted(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+def _suggestion(value: Any, known: Iterable[str]) -> str:
+    similar = difflib.get_close_matches(str(value)[:60], sorted(known), n=1, cutoff=0.6)
+    return f" Did you mean {similar[0]!r}?" if similar else ""

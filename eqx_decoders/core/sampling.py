@@ -1,6 +1,7 @@
-"""Choice of the next token from logits: filters and draws, row by row.
+"""Sampling of the next token from logits, with top-k, top-p and min-p filters. Rows of logits are independent.
 
-Nothing is sorted: a filter is a least logit, taken from the largest few or, where they do not reach it, by bisection.
+A filter is a minimum logit: tokens with smaller logits have probability 0. The vocabulary is not sorted. The minimum is
+searched among the `NUM_LARGEST` largest logits and, if it is not among them, by bisection over all logits.
 """
 
 import dataclasses
@@ -21,10 +22,10 @@ T = TypeVar("T")
 
 
 def branch(needed: bool | Array, compute: Callable[..., T], otherwise: Callable[..., T], *operands: Any) -> T:
-    """Return `compute(*operands)` where it is needed, else `otherwise(*operands)`.
+    """Return `compute(*operands)` if `needed`, else `otherwise(*operands)`.
 
-    A program made with a bool has one of them alone; with an array it branches on the device. On GPUs that is a wait:
-    the host launches nothing more before it has read the condition.
+    With a bool, the compiled program contains one of the two functions only. With an array, the program branches on the
+    device (`jax.lax.cond`). On GPUs the host then waits for the condition before it launches further kernels.
     """
     if isinstance(needed, bool):
         return compute(*operands) if needed else otherwise(*operands)
@@ -33,19 +34,19 @@ def branch(needed: bool | Array, compute: Callable[..., T], otherwise: Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """Choice of the most likely token; the lowest id of equally likely ones."""
+    """Greedy decoding: the most likely token. Of equally likely tokens, the one with the lowest id."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample(CheckedFields):
-    """A draw from `softmax(logits / temperature)`, cut by the filters in this order.
+    """Sampling from `softmax(logits / temperature)`, restricted by the filters in the order below.
 
     **Arguments:**
 
     - `temperature`: above 0.
-    - `top_k`: only the k most likely tokens (ties with the last of them stay).
-    - `top_p`: only the most likely tokens that together reach probability p (Holtzman et al. 2020).
-    - `min_p`: only tokens at least p times as likely as the most likely one (Nguyen et al. 2024).
+    - `top_k`: keep the k most likely tokens, and tokens that are as likely as the last of them.
+    - `top_p`: keep the most likely tokens whose cumulative probability reaches p (Holtzman et al. 2020).
+    - `min_p`: keep tokens at least p times as likely as the most likely token (Nguyen et al. 2024).
     """
 
     temperature: PositiveFloat = 1.0
@@ -58,66 +59,81 @@ Sampler = Greedy | Sample
 
 
 class RankedLogits(NamedTuple):
-    """Logits over temperature: all, the largest few in order, and the least that passed the filters before.
-
-    With `search`, all are searched, also where the largest few would do.
-    """
-
-    logits: Float32[Array, "rows vocab"]
-    largest: Float32[Array, "rows few"]
-    lowest: Float32[Array, "rows 1"]
-    search: bool
-
-
-class Filter(NamedTuple):
-    """A way to cut unlikely tokens.
+    """Input of a filter.
 
     **Arguments:**
 
-    - `neutral`: the setting that cuts nothing, of the dtype of settings.
-    - `lowest`: returns the least logit that passes, from ranked logits and the setting of each row.
+    - `logits`: logits divided by the temperature.
+    - `largest`: the largest logits, in descending order.
+    - `min_logit`: minimum logit of the previous filters.
+    - `always_search`: search all logits by bisection even if `largest` contains the minimum, to avoid a branch.
+    """
+
+    logits: Float32[Array, "rows vocab"]
+    largest: Float32[Array, "rows num_largest"]
+    min_logit: Float32[Array, "rows 1"]
+    always_search: bool
+
+
+class Filter(NamedTuple):
+    """Filter of unlikely tokens.
+
+    **Arguments:**
+
+    - `neutral`: the parameter that keeps all tokens; its dtype is the dtype of the parameter.
+    - `min_logit`: function from ranked logits and the parameter of each row to the minimum logit of each row.
     """
 
     neutral: np.int32 | np.float32
-    lowest: Callable[[RankedLogits, Array], Array]
+    min_logit: Callable[[RankedLogits, Array], Array]
 
 
-def _lowest_of_top_k(ranked: RankedLogits, top_k: Int32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
-    vocab, few = ranked.logits.shape[1], ranked.largest.shape[1]
-    kth = jnp.take_along_axis(ranked.largest, jnp.clip(top_k - 1, 0, few - 1), axis=1)
-    cuts, ones, count = top_k < vocab, jnp.ones_like(ranked.logits), top_k.astype(jnp.float32)
-    return jnp.where(cuts, _search_beyond((top_k > few) & cuts, ranked, ones, count, kth), -jnp.inf)
+def _top_k_min_logit(ranked: RankedLogits, top_k: Int32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
+    vocab = ranked.logits.shape[1]
+    num_largest = ranked.largest.shape[1]
+    kth_largest = jnp.take_along_axis(ranked.largest, jnp.clip(top_k - 1, 0, num_largest - 1), axis=1)
+    is_active = top_k < vocab
+    weights = jnp.ones_like(ranked.logits)
+    min_logit = _search_if_needed(
+        (top_k > num_largest) & is_active, ranked, weights, top_k.astype(jnp.float32), kth_largest
+    )
+    return jnp.where(is_active, min_logit, -jnp.inf)
 
 
-def _lowest_of_top_p(ranked: RankedLogits, top_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
-    logits, largest, lowest, _ = ranked
-    few, top = largest.shape[1], largest[:, :1]
-    weights = jnp.where(logits >= lowest, jnp.exp(logits - top), 0.0)
-    wanted = top_p * jnp.sum(weights, axis=-1, keepdims=True)
-    sums = jnp.cumsum(jnp.where(largest >= lowest, jnp.exp(largest - top), 0.0), axis=-1)
-    reached = jnp.sum(sums < wanted, axis=-1, keepdims=True, dtype=jnp.int32)
-    nucleus = jnp.take_along_axis(largest, jnp.minimum(reached, few - 1), axis=-1)
-    beyond = (reached >= few) & (top_p < 1.0) & (few < logits.shape[1])
-    return _search_beyond(beyond, ranked, weights, wanted, nucleus)
+def _top_p_min_logit(ranked: RankedLogits, top_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
+    logits, largest, min_logit, _ = ranked
+    num_largest = largest.shape[1]
+    max_logit = largest[:, :1]
+    weights = jnp.where(logits >= min_logit, jnp.exp(logits - max_logit), 0.0)
+    target = top_p * jnp.sum(weights, axis=-1, keepdims=True)
+    sums = jnp.cumsum(jnp.where(largest >= min_logit, jnp.exp(largest - max_logit), 0.0), axis=-1)
+    index = jnp.sum(sums < target, axis=-1, keepdims=True, dtype=jnp.int32)
+    among_largest = jnp.take_along_axis(largest, jnp.minimum(index, num_largest - 1), axis=-1)
+    needs_search = (index >= num_largest) & (top_p < 1.0) & (num_largest < logits.shape[1])
+    return _search_if_needed(needs_search, ranked, weights, target, among_largest)
 
 
-def _lowest_of_min_p(ranked: RankedLogits, min_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
+def _min_p_min_logit(ranked: RankedLogits, min_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
     return ranked.largest[:, :1] + jnp.log(min_p)
 
 
-FILTERS = {  # by their fields in `Sample` and `SamplingParams`, in the order in which they apply
-    "top_k": Filter(np.int32(0), _lowest_of_top_k),
-    "top_p": Filter(np.float32(1.0), _lowest_of_top_p),
-    "min_p": Filter(np.float32(0.0), _lowest_of_min_p),
+# By their field in `Sample` and `SamplingParams`, in the order in which they apply.
+FILTERS = {
+    "top_k": Filter(np.int32(0), _top_k_min_logit),
+    "top_p": Filter(np.float32(1.0), _top_p_min_logit),
+    "min_p": Filter(np.float32(0.0), _min_p_min_logit),
 }
-LIKELY = 64  # largest logits among which filters look first
-BLOCK = 512  # tokens whose probabilities are added up before a draw looks into them
+NUM_LARGEST = 64  # number of largest logits that filters search before they search all logits
+CHUNK = 512  # tokens per chunk of the two-level sampling in `_inverse_cdf`
 
 
 class DrawSettings(NamedTuple):
-    """Settings of `Sample` as arrays, an entry for each row or one for all: all samplers share one program.
+    """Parameters of `Sample` as arrays, so that all samplers share one compiled program.
 
-    A temperature of 0 stands for greedy rows. `filters` has the settings of `FILTERS`.
+    **Arguments:**
+
+    - `temperature`: temperature of each row, or a single temperature for all rows. 0: greedy decoding.
+    - `filters`: parameters of the `FILTERS`, by name, shaped like `temperature`.
     """
 
     temperature: Float32[AnyArray, "rows"]
@@ -125,20 +141,20 @@ class DrawSettings(NamedTuple):
 
     @classmethod
     def greedy(cls, rows: int) -> "DrawSettings":
-        """Create greedy rows on the host, to be filled by `set`."""
-        filters = {name: np.full(rows, each.neutral) for name, each in FILTERS.items()}
+        """Create the parameters of greedy decoding as NumPy arrays, which `set` can modify."""
+        filters = {name: np.full(rows, token_filter.neutral) for name, token_filter in FILTERS.items()}
         return cls(np.zeros(rows, np.float32), filters)
 
     def set(self, row: int, sampler: Any) -> None:
-        """Write the fields of a `Sample` or of `SamplingParams` into a row."""
+        """Set the parameters of a row to those of a `Sample` or a `SamplingParams`."""
         self.temperature[row] = sampler.temperature
-        for name, settings in self.filters.items():
+        for name, parameters in self.filters.items():
             value = getattr(sampler, name)
-            settings[row] = FILTERS[name].neutral if value is None else min(value, np.iinfo(np.int32).max)
+            parameters[row] = FILTERS[name].neutral if value is None else min(value, np.iinfo(np.int32).max)
 
     @classmethod
     def of(cls, sampler: Sampler) -> "DrawSettings | None":
-        """Return the settings of all rows; None for greedy decoding."""
+        """Return the parameters of a sampler as arrays of length 1, for all rows. None for `Greedy`."""
         if isinstance(sampler, Greedy):
             return None
         settings = cls.greedy(1)
@@ -152,22 +168,28 @@ def choose_tokens(
     keys: AnyArray | None = None,
     index: Int[AnyArray, "rows"] | None = None,
 ) -> Int32[Array, "rows"]:
-    """Return a token for each row: the most likely one, or draw number `index` of its key.
+    """Return a token for each row: the most likely token, or a sample.
 
-    A row's token depends on its own logits, settings and key alone. A draw takes two random numbers, wherever it is
-    made: so `generate`, the engine and the verification of drafts choose alike. Steps that no row needs are skipped.
-    The keys are Threefry's: `vmap` gives other generators of JAX one number for all rows.
+    The token of a row depends only on the logits, the parameters, the key and the index of this row. `generate`, the
+    engine and the verification of draft tokens consume the same random numbers, so that they sample the same tokens.
+    Computations that no row needs are skipped.
+
+    **Arguments:**
+
+    - `settings`: sampling parameters. None: greedy decoding.
+    - `keys`: a Threefry key for each row (see `threefry_key`).
+    - `index`: folded into the key of each row; one index per sampled token.
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if settings is None:
         return best
-    drawn = jnp.broadcast_to(settings.temperature, best.shape) > 0
+    is_sampled = jnp.broadcast_to(settings.temperature, best.shape) > 0
 
-    def draw() -> Array:
+    def sample() -> Array:
         tokens = draw_tokens(draw_logits(logits, settings), keys, index, best)
-        return jnp.where(drawn, tokens, best)
+        return jnp.where(is_sampled, tokens, best)
 
-    return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
+    return jax.lax.cond(jnp.any(is_sampled), sample, lambda: best)
 
 
 def threefry_key(key: PRNGKeyArray) -> PRNGKeyArray:
@@ -183,18 +205,21 @@ def threefry_key(key: PRNGKeyArray) -> PRNGKeyArray:
 def draw_tokens(
     logits: Float32[Array, "rows vocab"], keys: AnyArray, index: Int[AnyArray, "rows"], best: Int32[Array, "rows"]
 ) -> Int32[Array, "rows"]:
-    """Return draw number `index` of each row's key from `softmax(logits)`, whose most likely tokens are `best`."""
+    """Sample a token for each row from `softmax(logits)`, with the key `fold_in(key, index)`.
+
+    `best`: the most likely token of each row.
+    """
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    uniform = jax.vmap(lambda key, number: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys, index)
+    uniform = jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i), (2,)))(keys, index)
     return _inverse_cdf(weights, uniform, best)
 
 
 def draw_logits(
     logits: Float32[Array, "rows vocab"], settings: DrawSettings, filters: bool | None = None
 ) -> Float32[Array, "rows vocab"]:
-    """Return the logits of the distribution that a token is drawn from: over temperature, -inf where a filter cuts.
+    """Return the logits to sample from: divided by the temperature, and -inf for tokens that a filter removes.
 
-    Greedy rows, which draw nothing, are as at a temperature of 1. `filters` as in `min_logits`.
+    Greedy rows are treated as if their temperature were 1. For `filters`, see `needed` of `min_logits`.
     """
     temperature = jnp.broadcast_to(settings.temperature, logits.shape[:1])[:, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
@@ -204,108 +229,119 @@ def draw_logits(
 def min_logits(
     logits: Float32[Array, "rows vocab"], filters: dict[str, AnyArray], needed: bool | None = None
 ) -> Float32[Array, "rows 1"]:
-    """Return the least logit that passes each row's filters, -inf where all pass; the most likely token always does.
+    """Return the minimum logit that passes each row's filters. It is at most the row's maximum; -inf: all tokens pass.
 
-    `needed` says whether any row has a filter; None: the program branches by what the rows have.
+    `needed`: whether any row has a filter. None: branch on the device, depending on `filters`.
     """
-    settings = {name: jnp.broadcast_to(filters[name], logits.shape[:1])[:, None] for name in FILTERS}
-    cuts = {name: jnp.any(settings[name] != each.neutral) for name, each in FILTERS.items()}
-    everything = jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype)
+    parameters = {name: jnp.broadcast_to(filters[name], logits.shape[:1])[:, None] for name in FILTERS}
+    is_active = {name: jnp.any(parameters[name] != token_filter.neutral) for name, token_filter in FILTERS.items()}
+    unfiltered = jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype)
 
-    def lowest_of_all() -> Array:
-        # XLA would sort all logits if it saw that only some of the largest are read
-        largest = jax.lax.optimization_barrier(jax.lax.top_k(logits, min(LIKELY, logits.shape[1]))[0])
-        lowest = everything
-        for name, each in FILTERS.items():
+    def apply_filters() -> Array:
+        # Without the barrier, XLA would sort all logits because only some of the largest logits are used.
+        largest = jax.lax.optimization_barrier(jax.lax.top_k(logits, min(NUM_LARGEST, logits.shape[1]))[0])
+        min_logit = unfiltered
+        for name, token_filter in FILTERS.items():
 
-            def cut(lowest: Array, setting: Array = settings[name], each: Filter = each) -> Array:
-                new = each.lowest(RankedLogits(logits, largest, lowest, needed is not None), setting)
-                return jnp.where(setting == each.neutral, lowest, jnp.maximum(lowest, new))
+            def apply(
+                min_logit: Array, parameter: Array = parameters[name], token_filter: Filter = token_filter
+            ) -> Array:
+                ranked = RankedLogits(logits, largest, min_logit, needed is not None)
+                new = token_filter.min_logit(ranked, parameter)
+                return jnp.where(parameter == token_filter.neutral, min_logit, jnp.maximum(min_logit, new))
 
-            lowest = branch(needed or cuts[name], cut, lambda lowest: lowest, lowest)
-        return lowest
+            min_logit = branch(needed or is_active[name], apply, lambda min_logit: min_logit, min_logit)
+        return min_logit
 
-    any_cuts = jnp.any(jnp.stack([*cuts.values()])) if needed is None else needed
-    return branch(any_cuts, lowest_of_all, lambda: everything)
+    any_active = jnp.any(jnp.stack([*is_active.values()])) if needed is None else needed
+    return branch(any_active, apply_filters, lambda: unfiltered)
 
 
-def _search_beyond(beyond: Array, ranked: RankedLogits, weights: Array, wanted: Array, otherwise: Array) -> Array:
-    """Search by bisection only where a row's least logit is not among the largest few."""
+def _search_if_needed(
+    needs_search: Array, ranked: RankedLogits, weights: Array, target: Array, among_largest: Array
+) -> Array:
+    """Return `among_largest`, or the result of a search over all logits for rows where `needs_search` is true.
+
+    Bisection is skipped if no row needs it, unless `ranked.always_search`.
+    """
 
     def search() -> Array:
-        return jnp.where(beyond, _least_reaching(ranked.logits, weights, wanted), otherwise)
+        return jnp.where(needs_search, _bisect(ranked.logits, weights, target), among_largest)
 
-    return branch(ranked.search or jnp.any(beyond), search, lambda: otherwise)
+    return branch(ranked.always_search or jnp.any(needs_search), search, lambda: among_largest)
 
 
-def _least_reaching(
-    logits: Float32[Array, "rows vocab"], weights: Float32[Array, "rows vocab"], wanted: Float32[Array, "rows 1"]
+def _bisect(
+    logits: Float32[Array, "rows vocab"], weights: Float32[Array, "rows vocab"], target: Float32[Array, "rows 1"]
 ) -> Float32[Array, "rows 1"]:
-    """Return the largest logit such that the weights of it and of all above it sum to `wanted`; else the least.
+    """Return the largest logit x such that the weights of all logits >= x sum to at least `target`.
 
-    It is exact: found bit by bit of an integer that orders as floats do. A sort would take far longer.
+    If no logit does, return the smallest one. The result is exact: bisection runs over the 32 bits of an integer that
+    is ordered like the floats. This is much faster than sorting.
     """
-    keys = _ordered(logits)
+    keys = _ordered_int(logits)
 
-    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
+    def halve(_: Array, interval: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = interval
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        enough = jnp.sum(jnp.where(keys >= middle, weights, 0.0), axis=-1, keepdims=True) >= wanted
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+        reaches = jnp.sum(jnp.where(keys >= middle, weights, 0.0), axis=-1, keepdims=True) >= target
+        return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle - 1)
 
-    ends = jnp.min(keys, axis=-1, keepdims=True), jnp.max(keys, axis=-1, keepdims=True)
-    low, _ = jax.lax.fori_loop(0, 32, halve, ends)
-    return jax.lax.bitcast_convert_type(_flipped(low), jnp.float32)
-
-
-def _ordered(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Return integers in the order of floats; both zeros are the same."""
-    return _flipped(jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32))
+    interval = jnp.min(keys, axis=-1, keepdims=True), jnp.max(keys, axis=-1, keepdims=True)
+    low, _ = jax.lax.fori_loop(0, 32, halve, interval)
+    return jax.lax.bitcast_convert_type(_flip_negative(low), jnp.float32)
 
 
-def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Invert the lower bits of negative numbers, which is its own inverse."""
+def _ordered_int(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Map floats to integers with the same order; 0.0 and -0.0 map to the same integer."""
+    return _flip_negative(jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32))
+
+
+def _flip_negative(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Invert the lower 31 bits of negative integers. This function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _inverse_cdf(weights: Array, uniform: Array, best: Array) -> Int32[Array, "rows"]:
-    """Return a token drawn by its weight: a block of tokens by the first uniform number, and one of it by the second.
+    """Sample a token for each row with probability proportional to its weight, by two uniform numbers per row.
 
-    Each is the first where the cumulative weight exceeds that share of all. One number would have too few bits
-    for large vocabularies.
+    The first uniform number selects a chunk of `CHUNK` tokens, the second a token of the chunk. A single float32 number
+    would have too few bits for large vocabularies.
     """
     rows, vocab = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    chunks = jnp.pad(weights, ((0, 0), (0, -vocab % CHUNK))).reshape(rows, -1, CHUNK)
 
-    def draw(weights: Array, uniform: Array) -> Array:
-        ends = jnp.cumsum(weights, axis=1)
-        beyond = ends <= uniform[:, None] * ends[:, -1:]
-        return jnp.minimum(jnp.sum(beyond.astype(jnp.int32), axis=1), weights.shape[1] - 1)
+    def sample_index(weights: Array, uniform: Array) -> Array:
+        cumulative = jnp.cumsum(weights, axis=1)
+        is_before = cumulative <= uniform[:, None] * cumulative[:, -1:]
+        return jnp.minimum(jnp.sum(is_before.astype(jnp.int32), axis=1), weights.shape[1] - 1)
 
-    block = draw(blocks.sum(-1), uniform[:, 0])
-    offset = draw(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
-    token = jnp.minimum(block * BLOCK + offset, vocab - 1).astype(jnp.int32)
-    # where rounding has led to a token of no weight
+    chunk = sample_index(chunks.sum(-1), uniform[:, 0])
+    offset = sample_index(jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0], uniform[:, 1])
+    token = jnp.minimum(chunk * CHUNK + offset, vocab - 1).astype(jnp.int32)
+    # Rounding errors can lead to a token of weight 0. Return the most likely token instead.
     return jnp.where(jnp.take_along_axis(weights, token[:, None], axis=1)[:, 0] > 0, token, best)
 
 
 def is_stop(token: Int[Array, "*rows"], stop_ids: Int[AnyArray, "stops"]) -> Bool[Array, "*rows"]:
-    """Return whether a token is one of `stop_ids`."""
+    """Return whether each token is one of `stop_ids`."""
     return jnp.any(token[..., None] == stop_ids.reshape((1,) * token.ndim + (-1,)), axis=-1)
 
 
-TEMPERATURE, TOP_P = 0.7, 0.95  # defaults if neither the user nor the file has any
+# Defaults if neither the caller nor `generation_config.json` sets any sampling parameter.
+TEMPERATURE = 0.7
+TOP_P = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Sampling settings that a model is published with; None for those that it leaves out.
+    """Sampling parameters that are published with a model (`generation_config.json`). None: not set.
 
     **Arguments:**
 
-    - `stop_ids`: a text ends with any of these tokens.
-    - `do_sample`: False: always the most likely token.
-    - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
+    - `stop_ids`: generation ends after any of these tokens.
+    - `do_sample`: False: greedy decoding.
+    - `temperature`, `top_k`, `top_p`, `min_p`: see `Sample`. A temperature of 0: greedy decoding.
     - `repetition_penalty`: see `serving.SamplingParams`; only the server uses it.
     """
 
@@ -318,10 +354,10 @@ class GenerationConfig:
     repetition_penalty: float | None = None
 
     def sampler(self, **settings: int | float | None) -> Sampler:
-        """Return the sampler of these settings, with published ones for those that are None.
+        """Return a sampler with these parameters of `Sample`; the published parameters replace those that are None.
 
-        A temperature of 0 is greedy, and so is `do_sample` = False without any settings. If neither sets anything,
-        temperature 0.7 and top_p 0.95.
+        Returns `Greedy` if the temperature is 0, or if `do_sample` is False and all `settings` are None. If neither
+        `settings` nor the published parameters set a value, the temperature is 0.7 and `top_p` is 0.95.
         """
         names = ("temperature", *FILTERS)
         requested = {name: settings[name] for name in names if settings.get(name) is not None}
