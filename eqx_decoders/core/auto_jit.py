@@ -1,4 +1,4 @@
-"""Compilation of eager calls as one program, instead of one for each operation. Old programs make room for new ones."""
+"""Compilation of eager calls to one program per call instead of one per operation, with eviction of old programs."""
 
 import functools
 from collections.abc import Callable
@@ -16,53 +16,58 @@ from jaxtyping import Array
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FEW = 64  # programs that are never dropped: then others have taken the room
-MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+MIN_PROGRAMS = 64  # below this number, other users of memory maps are to blame, and programs are not evicted
+MAPS = Path("/proc/self/maps")
+MAX_MAPS = Path("/proc/sys/vm/max_map_count")
 
 
 def bounded_jit(function: Callable[P, T], *, donate: Literal["none", "all-except-first"] = "none") -> Callable[P, T]:
-    """Compile a function as `eqx.filter_jit` does; its programs are kept while there is room for others.
+    """Compile a function like `eqx.filter_jit`, but evict compiled programs before the process runs out of memory maps.
 
-    XLA ends the process where it gets no further map of memory. A program for CPUs takes about 150 of the 65,530 that
-    Linux lets a process have: some hundred programs, such as of one model after the other, take them all. Where two
-    thirds are taken, the programs of all such functions are dropped, and compiled again if they are needed.
+    XLA aborts the process if the kernel refuses another memory map. A CPU program uses about 150 of the 65,530 maps
+    that Linux allows per process, so a few hundred programs (for example of several models) use all of them. When two
+    thirds of the maps are in use, the programs of all functions that this decorator compiled are evicted. They are
+    compiled again when they are needed.
     """
     compiled: Any = eqx.filter_jit(function, donate=donate)
-    _bounded.append(compiled._cached)
+    _jitted_functions.append(compiled._cached)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        _make_room()
+        _evict_if_needed()
         return compiled(*args, **kwargs)
 
     return call
 
 
-_bounded: list[Any] = []  # functions with programs
-_seen = 0  # of their programs, when maps were counted last
+_jitted_functions: list[Any] = []
+_num_programs = 0  # compiled programs of these functions at the previous call
 
 
-def _make_room() -> None:
-    """Drop programs if there are new ones, and little room."""
-    global _seen
-    count = sum(each._cache_size() for each in _bounded)
-    if count > max(_seen, FEW) and _taken_maps() > 2 / 3:
-        for each in _bounded:
-            each.clear_cache()
+def _evict_if_needed() -> None:
+    """Evict all compiled programs if there are new programs and few memory maps are left."""
+    global _num_programs
+    count = sum(function._cache_size() for function in _jitted_functions)
+    if count > max(_num_programs, MIN_PROGRAMS) and _used_maps() > 2 / 3:
+        for function in _jitted_functions:
+            function.clear_cache()
         count = 0
-    _seen = count
+    _num_programs = count
 
 
-def _taken_maps() -> float:
-    """Return the share of the maps of memory that the process has taken; 0 where there is no bound."""
+def _used_maps() -> float:
+    """Return the fraction of the allowed memory maps that the process uses; 0 on systems other than Linux."""
     try:
-        return MAPS.read_bytes().count(b"\n") / int(MOST_MAPS.read_text())
+        return MAPS.read_bytes().count(b"\n") / int(MAX_MAPS.read_text())
     except (OSError, ValueError):
         return 0.0
 
 
 def jit_if_eager(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile the function unless it is called inside of `jax.jit`; `jax.grad` and `jax.vmap` do not count."""
+    """Compile a function if it is called eagerly. Inside `jax.jit` it is traced as part of the outer program.
+
+    Calls inside `jax.grad` or `jax.vmap` count as eager if these are not inside `jax.jit`.
+    """
     compiled = bounded_jit(function)
 
     @functools.wraps(function)
@@ -73,12 +78,12 @@ def jit_if_eager(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_staged() -> bool:
-    """Return whether operations are recorded for a program here, as within `jax.jit`, and not run."""
+    """Return whether operations are traced here, as inside `jax.jit`, and not executed."""
     return isinstance(jnp.zeros(()), Tracer)
 
 
 def concrete(x: Array | np.ndarray | None) -> np.ndarray | None:
-    """Return an array's numbers; None if it is traced, or parts of it are only on devices of other processes."""
+    """Return the values of an array. None: it is None, traced, or partly on devices of other processes only."""
     if x is None or isinstance(x, Tracer):
         return None
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):

@@ -210,8 +210,8 @@ class Fields:
             return
         if self.content.get(new) is not None and self.content[new] != value:
             raise self.error(
-                f"{old}={abbreviate(value)} and {new}={abbreviate(self.content[new])} are the same setting, but differ: "
-                "remove one of them."
+                f"{old}={abbreviate(value)} and {new}={abbreviate(self.content[new])} are the same setting: "
+                "remove one of them or make them equal."
             )
         self.content[new] = value
 

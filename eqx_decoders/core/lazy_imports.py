@@ -1,4 +1,4 @@
-"""Names of a package, and modules, that are imported on their first use (PEP 562)."""
+"""Lazy imports: modules, and names of a package, that are imported on first use (PEP 562)."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ from typing import Any
 def lazy(
     package: str, exports: Mapping[str, str], modules: str = ""
 ) -> tuple[Callable[[str], Any], list[str], Callable[[], list[str]]]:
-    """Return `__getattr__`, `__all__` and `__dir__` for a package.
+    """Return `__getattr__`, `__all__` and `__dir__` of a package whose names are imported on first use.
 
     **Arguments:**
 
-    - `package`: name of the package.
-    - `exports`: names of each module, by its path below `eqx_decoders`.
-    - `modules`: modules of the package, which become its attributes.
+    - `package`: full name of the package.
+    - `exports`: exported names, separated by spaces, by the path of their module below `eqx_decoders`.
+    - `modules`: submodules that are attributes of the package, separated by spaces.
     """
     module_of = {name: module for module, names in exports.items() for name in names.split()}
 
@@ -29,12 +29,12 @@ def lazy(
 
 
 class LazyModule:
-    """Stand-in for a module, which is imported when the first of its attributes is read: `pl = LazyModule("a.b")`."""
+    """Module that is imported when one of its attributes is first read: `pl = LazyModule("a.b")`."""
 
     def __init__(self, name: str):
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # `copy` looks for these before there is a name
+        if attribute.startswith("_"):  # `copy` reads such attributes before `self._name` is set
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

@@ -1,4 +1,4 @@
-"""Outside of `jax.jit` a call is one program, once for each shape; inside it is part of the program around it."""
+"""An eager call compiles one program per shape; inside `jax.jit` it is part of the outer program."""
 
 import functools
 
@@ -39,7 +39,7 @@ CALLS = {
 
 @pytest.mark.slow(fast=("logits",))
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_compiles_a_few_programs_once_and_is_what_it_is_within_jit(model, name):
+def test_a_repeated_call_compiles_nothing_and_equals_jit(model, name):
     call, length = CALLS[name], 5 + list(CALLS).index(name)
     tokens, others = np.asarray(some_tokens(2, length, 1)), np.asarray(some_tokens(2, length, 2))
     with compilations() as first:
@@ -50,33 +50,33 @@ def test_a_call_compiles_a_few_programs_once_and_is_what_it_is_within_jit(model,
     assert_close(alone, eqx.filter_jit(call)(model, tokens))
 
 
-@pytest.mark.parametrize("taken, few, again", [(0.6, 1, 0), (0.7, 1, 2), (0.7, 2, 0)])
-def test_programs_are_dropped_where_there_is_no_room_for_others(taken, few, again, monkeypatch):
-    """XLA ends a process without a map of memory for the next program: then calls before it are compiled again."""
-    monkeypatch.setattr(auto_jit, "_bounded", [])
-    monkeypatch.setattr(auto_jit, "_seen", 0)
-    monkeypatch.setattr(auto_jit, "FEW", few)
+@pytest.mark.parametrize("used, min_programs, recompiled", [(0.6, 1, 0), (0.7, 1, 2), (0.7, 2, 0)])
+def test_programs_are_evicted_when_memory_maps_run_out(used, min_programs, recompiled, monkeypatch):
+    """XLA aborts a process without a memory map for the next program."""
+    monkeypatch.setattr(auto_jit, "_jitted_functions", [])
+    monkeypatch.setattr(auto_jit, "_num_programs", 0)
+    monkeypatch.setattr(auto_jit, "MIN_PROGRAMS", min_programs)
     double, triple = bounded_jit(lambda x: 2 * x), bounded_jit(lambda x: 3 * x)
-    calls = [functools.partial(each, np.ones(3, np.float32)) for each in (double, triple)]
+    calls = [functools.partial(function, np.ones(3, np.float32)) for function in (double, triple)]
     want = [np.asarray(call()) for call in calls]
-    monkeypatch.setattr(auto_jit, "_taken_maps", lambda: taken)
+    monkeypatch.setattr(auto_jit, "_used_maps", lambda: used)
     with compilations() as programs:
         for call, value in zip(calls, want, strict=True):
             assert_array_equal(call(), value)
-    assert len(programs) == again
+    assert len(programs) == recompiled
 
 
-def test_maps_of_memory_are_counted(monkeypatch, tmp_path):
-    maps, most = tmp_path / "maps", tmp_path / "most"
+def test_memory_maps_are_counted(monkeypatch, tmp_path):
+    maps, max_maps = tmp_path / "maps", tmp_path / "max_maps"
     monkeypatch.setattr(auto_jit, "MAPS", maps)
-    monkeypatch.setattr(auto_jit, "MOST_MAPS", most)
-    assert auto_jit._taken_maps() == 0.0  # as on other systems
+    monkeypatch.setattr(auto_jit, "MAX_MAPS", max_maps)
+    assert auto_jit._used_maps() == 0.0  # as on other systems
     maps.write_text("a map\n" * 30)
-    most.write_text("40\n")
-    assert auto_jit._taken_maps() == 0.75
+    max_maps.write_text("40\n")
+    assert auto_jit._used_maps() == 0.75
 
 
-def test_where_a_program_is_recorded():
+def test_is_staged_inside_jit_only():
     seen = []
     note = lambda x: seen.append(is_staged()) or x  # noqa: E731
     note(1.0)
@@ -89,7 +89,7 @@ def test_where_a_program_is_recorded():
     assert seen == [False, False, False, True, True, True, True]
 
 
-def test_a_function_is_compiled_only_where_nothing_around_it_is():
+def test_a_function_is_compiled_only_outside_of_jit():
     names = []
     double = jit_if_eager(lambda x: names.append(type(x).__name__) or 2 * x)
     assert double(jnp.ones(3)).tolist() == [2, 2, 2] and double(jnp.ones(3)).tolist() == [2, 2, 2]
@@ -100,7 +100,7 @@ def test_a_function_is_compiled_only_where_nothing_around_it_is():
         assert double(jnp.ones(3)).tolist() == [2, 2, 2]
 
 
-def test_numbers_are_known_unless_they_are_traced():
+def test_values_are_known_unless_they_are_traced():
     assert concrete(None) is None
     assert_array_equal(concrete(jnp.arange(3)), [0, 1, 2])
     assert_array_equal(concrete(np.arange(3)), [0, 1, 2])
@@ -134,8 +134,8 @@ def with_adapters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [from_init, from_a_checkpoint, with_adapters])
-def test_the_step_of_a_loop_of_ones_own_is_compiled_once(make):
-    """What comes out of a step is placed as what went in: weights and what optax makes for them."""
+def test_the_step_of_a_custom_training_loop_is_compiled_once(make):
+    """Outputs of a step have the shardings of its inputs: weights and the state of an optax optimizer."""
     with compilations() as first:
         model = make()
     assert len(first) <= 3

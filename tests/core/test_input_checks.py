@@ -1,4 +1,4 @@
-"""Ids, positions, documents and keys of any kind give the numbers of plain ones, or are refused."""
+"""Ids, positions, segment ids and keys of other types give the same results as int32 and typed keys, or an error."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def bare(vocab=VOCAB, dropout=0.0):
 
 @st.composite
 def inputs(draw):
-    """Rows of documents with padding anywhere, in which form it is told, and arrays of some dtypes."""
+    """Packed documents with padding anywhere, in different forms of padding and of dtypes."""
     told = draw(st.sampled_from(["segments", "positions", "both", "cache"]))
     segments = np.zeros((ROWS, LENGTH), np.int64)
     for row in range(ROWS):
@@ -111,14 +111,14 @@ def check_dtypes_and_holes(model, case):
 @pytest.mark.slow
 @settings(max_examples=10)
 @given(case=inputs())
-def test_dtypes_and_holes_change_nothing(model, case):
+def test_dtypes_and_padding_change_nothing(model, case):
     check_dtypes_and_holes(model, case)
 
 
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(case=inputs())
-def test_dtypes_and_holes_change_nothing_often(model, case):
+def test_dtypes_and_padding_change_nothing_often(model, case):
     check_dtypes_and_holes(model, case)
 
 
@@ -126,7 +126,7 @@ def test_dtypes_and_holes_change_nothing_often(model, case):
 @pytest.mark.parametrize(
     ("vocab", "dtype", "top"), [(256, "uint8", 256), (70_000, "uint16", 4000), (33_000, "int16", 99)]
 )
-def test_narrow_ids_have_the_loss_and_the_gradients_of_wide_ones(vocab, dtype, top):
+def test_small_dtypes_have_the_loss_and_the_gradients_of_int32(vocab, dtype, top):
     """Where ids are traced, too; in these vocabularies narrow comparisons would wrap."""
     model, tokens = bare(vocab), np.random.default_rng(0).integers(0, top, (2, 9))
 
@@ -139,7 +139,7 @@ def test_narrow_ids_have_the_loss_and_the_gradients_of_wide_ones(vocab, dtype, t
 
 
 @pytest.mark.slow
-def test_keys_of_the_old_kind_draw_as_the_new_ones_do():
+def test_raw_keys_and_typed_keys_give_the_same_samples():
     model, tokens = bare(dropout=0.5), some_tokens(2, 5)
     old, new = jax.random.PRNGKey(3), jax.random.key(3)
     assert_array_equal(model(tokens, key=old).logits, model(tokens, key=new).logits)
@@ -151,10 +151,10 @@ def test_keys_of_the_old_kind_draw_as_the_new_ones_do():
     assert as_key(None) is None
 
 
-def test_wording_of_wrong_ids_and_keys():
-    with pytest.raises(ConfigError, match=r"^ids of dtype float64 must be integers: \.astype\(int\)\.$"):
+def test_messages_for_wrong_ids_and_keys():
+    with pytest.raises(ConfigError, match=r"^ids of dtype float64 must be integers: use \.astype\(int\)\.$"):
         as_int32("ids", [[0.5]])
-    with pytest.raises(ConfigError, match=r"^key=3 must be a key: jax\.random\.key\(3\)\.$"):
+    with pytest.raises(ConfigError, match=r"^key=3 must be a random key: jax\.random\.key\(3\)\.$"):
         as_key(3)
 
 
@@ -210,8 +210,8 @@ def test_padding_has_no_targets():
     assert float(one[1].tokens) == float(two[1].tokens) == 2 and float(one[0]) == float(two[0])
 
 
-def test_grid_positions_go_on_behind_padding():
-    """In the same document; in another they begin anew."""
+def test_grid_positions_continue_after_padding():
+    """Positions continue in the same document, and start from 0 in a new document."""
     segments = np.asarray([[4, 4, 0, 0, 4, 2, 0, 4]])
     found = grid_positions(GridPositions(), np.full((1, 8), TEXT), segments, {}, 2)
     assert found[0, :, 0].tolist() == [0, 1, 0, 0, 2, 0, 0, 0]
@@ -234,7 +234,7 @@ def test_batches_without_tokens_are_refused(shape):
 
 
 @pytest.mark.slow
-def test_where_jax_counts_in_64_bits():
+def test_with_jax_enable_x64():
     """Gradients of the loss, and of a recurrence that decays by channel, are those of 32 bits."""
     model, draws = bare(), np.random.default_rng(0)
     query, key, value = (jnp.asarray(draws.normal(size=(1, 20, 1, 4)), jnp.float32) for _ in range(3))

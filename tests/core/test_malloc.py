@@ -1,4 +1,4 @@
-"""Freed memory that stays in the process."""
+"""Configuration of malloc on CPU."""
 
 import subprocess
 import sys
@@ -39,8 +39,8 @@ def test_temporaries_are_not_mapped_at_every_call(monkeypatch):
     assert kept < pages / 2 and not_kept > pages / 2
 
 
-def test_left_alone_beside_an_accelerator(monkeypatch):
-    """Unless JAX is told to compute on the CPU."""
+def test_does_nothing_if_there_is_an_accelerator(monkeypatch):
+    """It takes effect if JAX is configured to use the CPU."""
     calls = []
 
     class Library:

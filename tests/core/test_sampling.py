@@ -1,4 +1,4 @@
-"""Filters, draws and bad settings of samplers."""
+"""Filters, samples and invalid settings of samplers."""
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,8 @@ def test_filters_keep_the_right_tokens(sampler, kept):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", [ed.Sample(temperature=2.0), ed.Sample(top_k=3), ed.Sample(top_p=0.8)])
-def test_draws_follow_the_distribution(sampler):
-    """Chi-square over 20,000 draws; the bound is the 99.9 % quantile for four degrees of freedom."""
+def test_samples_follow_the_distribution(sampler):
+    """Chi-square over 20,000 samples; the bound is the 99.9 % quantile for four degrees of freedom."""
     keys = jax.random.split(jax.random.key(0), 20_000)
     many = jnp.tile(LOGITS, (20_000, 1))
     draws = np.asarray(choose_tokens(many, DrawSettings.of(sampler), keys, np.zeros(20_000, np.int32)))
@@ -60,8 +60,8 @@ def test_draws_follow_the_distribution(sampler):
 @pytest.mark.slow(fast=("0.9-ties",))
 @pytest.mark.parametrize("kind", ["flat", "steep", "ties", "cut", "mixed"])
 @pytest.mark.parametrize("mass", [0.9, 1.0, 0.1, 0.999])
-def test_top_p_is_that_of_sorted_logits(kind, mass):
-    """Over 500 tokens: few rows end among the likeliest, so that they are looked for in both ways."""
+def test_top_p_equals_the_result_of_sorting(kind, mass):
+    """Over 500 tokens: some minimum logits are among the largest logits, others are found by bisection."""
     draws = np.random.default_rng(0).normal(size=(6, 500)).astype(np.float32)
     logits = {
         "flat": 0.01 * draws,
@@ -83,12 +83,12 @@ def test_top_p_is_that_of_sorted_logits(kind, mass):
     assert (kept == (logits >= np.where(kept, logits, np.inf).min(-1)[:, None])).all()  # ties stay
 
 
-def test_greedy_takes_the_lowest_of_equals():
+def test_greedy_returns_the_lowest_id_of_equally_likely_tokens():
     assert choose_tokens(jnp.asarray([[1.0, 2.0, 2.0]]), DrawSettings.of(ed.Greedy())).tolist() == [1]
 
 
-def test_what_stays_is_divided_by_the_temperature_and_ties_stay():
-    """By hand, in two rows that have different thresholds."""
+def test_logits_are_divided_by_the_temperature_and_ties_are_kept():
+    """Computed by hand, for two rows with different minimum logits."""
     logits = jnp.asarray([[0.0, 3.0, 2.0, 2.0], [5.0, 0.0, 4.0, -1.0]])
     out = passing(ed.Sample(temperature=0.5, top_k=2), logits)
     cut = -np.inf
