@@ -1,7 +1,7 @@
-"""The names of logical axes, and the dotted paths that name weights.
+"""Names of logical axes, and dotted paths of weights.
 
-A weight says what its dimensions are in its type, `Float[Array, "embed mlp"]`. `axes(model)` reads these words back:
-they are the sharding vocabulary (`layout.py`), the table of `--describe` and the names in checkpoints.
+The type annotation of a weight names its logical axes: `Float[Array, "embed mlp"]`. `axes(model)` reads these names.
+Sharding rules (`layout.py`), the table of `--describe` and checkpoint conversion use them.
 """
 
 import dataclasses
@@ -24,98 +24,99 @@ AXES: dict[str, str] = {
     "batch": "sequences processed together",
     "length": "positions of a sequence (queries)",
     "kv_length": "positions of a sequence that are attended to (keys and values)",
-    "slots": "places of a cache",
-    "pages": "pages of a cache",
-    "page_slots": "places of a page",
-    "scale_slots": "places of a page's scales, in whole lanes",
-    "row_pages": "pages of a row of a cache",
-    "stored_dim": "features of a head as pages hold them, in whole lanes",
-    "stored_value_dim": "features of a head's values as pages hold them",
-    "places": "places of an expert",
+    "slots": "token positions of a cache",
+    "pages": "pages of a paged cache",
+    "page_slots": "token positions of a page",
+    "scale_slots": "scales of a page, padded to full TPU lanes",
+    "row_pages": "pages of a sequence in a paged cache",
+    "stored_dim": "features of a key head as pages store them, padded to full TPU lanes",
+    "stored_value_dim": "features of a value head as pages store them",
+    "places": "token positions in the buffers of experts with a capacity",
     "embed": "features of the residual stream",
     "vocab": "token ids",
-    "scores": "numbers that a head gives for a token in place of logits",
-    "dimensions": "dimensions of a position: time, height, width",
-    "positions": "rows of a table of learned positions",
+    "scores": "outputs per token of a score head, which replaces the output head",
+    "dimensions": "dimensions of a multi-dimensional position: time, height, width",
+    "positions": "rows of a table of learned position embeddings",
     "heads": "query heads",
-    "halves": "the two heads of a differential head: the result of the second is taken from that of the first",
+    "halves": "the two heads of a head of differential attention, whose results are subtracted",
     "kv_heads": "key and value heads",
-    "mask_heads": "key heads, each of which has a bias of every key",
-    "scale_heads": "scales of a token's key or value in a cache: one of each head or of each block of it, or one",
-    "key_heads": "query and key heads of a linear recurrence, where values have others",
+    "mask_heads": "KV heads of dynamic mask attention; each has a bias per key",
+    "scale_heads": "scales of a token's key or value in a quantized cache: per head, per block of a head, or one scale",
+    "key_heads": "query and key heads of a linear recurrence that has a different number of value heads",
     "qkv_heads": "query, key and value heads of a fused projection",
-    "head_dim": "features of one head",
-    "qk_dim": "features of a query or key head where values have others",
-    "value_dim": "features of a value head where queries and keys have others",
+    "head_dim": "features of a head",
+    "qk_dim": "features of a query or key head if value heads have a different size",
+    "value_dim": "features of a value head if query and key heads have a different size",
     "key_dim": "features of a key head of a linear recurrence",
-    "kv_dim": "features of a key head without its rotary ones, and of a value head",
-    "q_rank": "features of the latent that queries are made from",
-    "kv_rank": "features of the latent that keys and values are made from",
-    "gate_rank": "features of the latent that gates and decays of a recurrence are made from",
-    "latent": "features of a latent: of keys and values with the rotary key beside it, or inside of a chained block",
-    "joined": "features of an embedding, or of the residual stream, that are added to one another once projected",
+    "kv_dim": "features of an MLA key head without its rotary part, plus the features of a value head",
+    "q_rank": "features of the latent from which queries are projected",
+    "kv_rank": "features of the latent from which keys and values are projected",
+    "gate_rank": "features of the latent from which gates and decays are projected",
+    "latent": "features of a latent: of keys, values and the rotary key, or inside a low-rank residual connection",
+    "joined": "input features of the projections of MTP, which sum an embedding and the residual stream",
     "mlp": "hidden features of a feed-forward layer",
-    "series": "series of features of a token that compressed keys are made of: one for each window that it is in",
-    "out_groups": "groups of heads that are projected to the stream together",
+    "series": "projections of a token for compressed keys: one for each window that contains the token",
+    "out_groups": "groups of attention heads in a grouped output projection",
     "out_rank": "features of such a group between its two projections",
-    "group_heads": "heads of such a group",
+    "group_heads": "attention heads of such a group",
     "inputs": "input projections of a fused feed-forward layer",
-    "experts": "experts: feed-forward layers of which each token uses a few",
-    "norm": "features of a normalised vector",
-    "rows": "rows of a table beside the embedding, in which tokens find something",
+    "experts": "experts of a mixture-of-experts layer",
+    "norm": "features of a normalized vector",
+    "rows": "rows of a lookup table other than the token embedding",
     "row_dim": "features of such a row",
-    "table_parts": "equal parts of such a table, one behind the other",
+    "table_parts": "equal parts of such a table, stored separately",
     "ngram_features": "features of the vectors of all n-grams that end at a token",
-    "per_layer": "layers that get an embedding of their own",
-    "per_layer_input": "features of such an embedding",
-    "stream_embed": "features of all residual streams, one stream after the other",
-    "coefficients": "numbers by which a token's residual streams are read, written and mixed",
-    "coefficient_kinds": "those that read, those that write and those that mix",
+    "per_layer": "layers that have per-layer embeddings",
+    "per_layer_input": "features of a per-layer embedding",
+    "stream_embed": "features of all residual streams, concatenated",
+    "coefficients": "coefficients per token that read, write and mix residual streams",
+    "coefficient_kinds": "kinds of such coefficients: read, write and mix",
     "rank": "features between the two factors of a low-rank update",
-    "adapters": "low-rank updates of a weight that are served at once",
+    "adapters": "low-rank updates of a weight that are served simultaneously",
     "teacher_heads": "query heads of a frozen teacher",
     "teacher_kv_heads": "key and value heads of a frozen teacher",
-    "teacher_head_dim": "features of one head of a frozen teacher",
-    "teacher_embed": "features of the residual stream of a teacher",
-    "layer_pairs": "pairs of a student's and a teacher's layers",
-    "streams": "residual streams side by side",
+    "teacher_head_dim": "features of a head of a frozen teacher",
+    "teacher_embed": "features of a teacher's residual stream",
+    "layer_pairs": "pairs of a student layer and a teacher layer",
+    "streams": "parallel residual streams",
     "stream_pairs": "pairs of residual streams",
-    "taps": "tokens that a convolution looks back",
-    "signal": "sines and cosines of a distance",
-    "patch": "numbers of a patch of an image",
-    "frames": "images of a patch, one behind the other in time",
-    "patch_rows": "rows of pixels of a patch",
-    "patch_columns": "columns of pixels of a patch",
-    "coordinates": "column and row of a patch",
-    "filters": "features that a convolution over a spectrum or an image makes",
-    "input_filters": "features that it reads",
-    "kernel_rows": "bands, or rows of an image, that it looks at",
-    "kernel_columns": "frames, or columns of an image, that it looks at",
-    "mel": "bands of a spectrum",
-    "inner": "features that a projector reads, and the channels that a recurrence makes gates or `scan_inputs` of",
-    "scan_inputs": "features that make steps, keys and queries of a recurrence: few, and never split",
-    "outer": "features that a projector makes, or the gate of a channel layer",
-    "channels": "features of a convolution's input",
-    "decay_dim": "decays of a head of a linear recurrence: one, or one of each key feature",
-    "groups": "groups of a weight's rows that share a scale",
-    "blocks": "blocks of its columns that share one",
-    "one": "a single number",
-    "layers": "equal layers of a stack",
+    "taps": "taps of a convolution: the number of tokens that it reads",
+    "signal": "features of a sinusoidal embedding of a distance",
+    "patch": "values of an image patch",
+    "frames": "consecutive video frames of a patch",
+    "patch_rows": "pixel rows of a patch",
+    "patch_columns": "pixel columns of a patch",
+    "coordinates": "the column and the row of a patch",
+    "filters": "output features of a convolution over a spectrogram or an image",
+    "input_filters": "input features of such a convolution",
+    "kernel_rows": "kernel size of such a convolution along frequency bands or image rows",
+    "kernel_columns": "kernel size of such a convolution along frames or image columns",
+    "mel": "frequency bands of a spectrogram",
+    "inner": "input features of a projector, or channels of a recurrence before its gates or `scan_inputs`",
+    "scan_inputs": "features from which a recurrence computes step sizes, keys and queries: few, and never split",
+    "outer": "output features of a projector or of another square or pointwise projection",
+    "channels": "features of a convolution over tokens",
+    "decay_dim": "decays per head of a linear recurrence: one, or one per key feature",
+    "groups": "quantization groups: rows of a weight that share a scale",
+    "blocks": "quantization blocks: columns of a weight that share a scale",
+    "one": "axis of size 1",
+    "layers": "layers of a scanned stack",
 }
 
-# `eqx.field(metadata=FROZEN)`: arrays in this field of a module are never trained.
+# Metadata of module fields, such as `eqx.field(metadata=FROZEN)`.
+# Arrays that are never trained.
 FROZEN: dict[str, bool] = {"frozen": True}
-# Buffers of the published model: trained only if a pattern ends with their name.
+# Buffers of the original model. They are trained only if a pattern ends with their name (see `buffers`).
 BUFFER: dict[str, bool] = {"buffer": True}
-# Buffers that follow from the configuration, such as the number of a layer: no training moves them, and checkpoints of
-# families don't hold them.
+# Buffers that are computed from the configuration, such as the index of a layer. They are never trained, and
+# checkpoints in the format of the original model do not contain them.
 COMPUTED: dict[str, bool] = {**FROZEN, "computed": True}
 
 Axes = tuple[str, ...]
 
 _LATENTS = ("q_rank", "kv_rank", "gate_rank", "latent")
 
-# Leaves in place of an array in a type: also arrays of NumPy, and shapes.
+# Leaves of a model where an annotation says `Array`: `jax.Array`s, NumPy arrays and shapes.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 if TYPE_CHECKING:
     AnyArray = Any
@@ -125,45 +126,45 @@ else:
 
 @runtime_checkable
 class CompositeWeight(Protocol):
-    """A module in place of an array in a type: one weight, held in several arrays."""
+    """Module that represents a weight by several arrays, where an annotation says `Array`."""
 
     def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """Return the axis names of each of its fields, in order; `words` are those of the whole weight."""
+        """Return the axis names of each field, in order. `words`: the axis names of the full weight."""
         ...
 
 
-def check_axes(where: str, words: str | Axes) -> Axes:
-    """Split `"batch length embed"` into words and check each of them against the list."""
-    split = tuple(words.split()) if isinstance(words, str) else tuple(words)
-    for word in split:
-        check_word(where, word, AXES)
-    return split
+def check_axes(field: str, axis_names: str | Axes) -> Axes:
+    """Split axis names such as `"batch length embed"`. Raises ConfigError for names that are not in `AXES`."""
+    names = tuple(axis_names.split()) if isinstance(axis_names, str) else tuple(axis_names)
+    for name in names:
+        check_word(field, name, AXES)
+    return names
 
 
-def checked_table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
-    """Check a table and make it hashable."""
+def checked_table(field: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
+    """Return sharding rules in their hashable form. Raises ConfigError for unknown logical axes or mesh axes."""
     table = []
-    for word, names in rows.items() if isinstance(rows, Mapping) else rows:
-        check_word(f"Layout.{name}: axis", word, AXES)
-        names = (names,) if isinstance(names, str) else tuple(names)
-        for mesh_axis in names:
-            check_word(f"Layout.{name}[{word!r}]", mesh_axis, MESH_AXES)
-        table.append((word, names))
+    for axis, mesh_axes in rows.items() if isinstance(rows, Mapping) else rows:
+        check_word(f"Layout.{field}: axis", axis, AXES)
+        mesh_axes = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
+        for mesh_axis in mesh_axes:
+            check_word(f"Layout.{field}[{axis!r}]", mesh_axis, MESH_AXES)
+        table.append((axis, mesh_axes))
     return tuple(table)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Return the dotted name of a path of keys, such as `"scanned_layers.0.mlp"`."""
+    """Return the dotted form of a pytree path, such as `"scanned_layers.0.mlp"`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Return every leaf that is not None, by its dotted path, in the order of the tree."""
+    """Return all leaves of a tree except None, by dotted path, in the order of the tree."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def replaced(tree: PyTree, parts: Mapping[str, Any]) -> PyTree:
-    """Return the tree with some leaves or modules replaced, by dotted path."""
+    """Return the tree with leaves or modules replaced. `parts`: their replacements, by dotted path."""
     return jax.tree.map_with_path(
         lambda path, part: parts.get(path_name(path), part),
         tree,
@@ -173,82 +174,93 @@ def replaced(tree: PyTree, parts: Mapping[str, Any]) -> PyTree:
 
 
 def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
-    """Return the axes that a weight contracts and those that it produces, without `layers`.
+    """Return the axes that a weight matrix contracts and the axes that it produces, without `layers` and `experts`.
 
-    `layers embed heads head_dim` maps `embed` to `heads head_dim`, `heads head_dim embed` maps back. Leading `experts`
-    count matrices, like layers. None for biases, norms, tables, output heads: all but matrices inside of blocks.
+    `layers embed heads head_dim` contracts `embed` and produces `heads head_dim`; `heads head_dim embed` contracts
+    `heads head_dim`. Returns None for weights that are not matrices of blocks: biases, norms, tables and output heads.
     """
-    inner = tuple(word for word in words if word != "layers")
-    ends = {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
+    inner = tuple(name for name in words if name != "layers")
     inner = inner[1:] if inner[:1] == ("experts",) else inner
-    others = {"vocab", "positions", "scores"} & set(inner) or inner[:1] in (("streams",), ("out_groups",))
-    others = others or inner[:2] == ("heads", "inner")
-    if len(inner) < 2 or not ends & set(inner) or others:
+    stream_axes = {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
+    is_excluded = (
+        {"vocab", "positions", "scores"} & set(inner)
+        or inner[:1] in (("streams",), ("out_groups",))
+        or inner[:2] == ("heads", "inner")
+    )
+    if len(inner) < 2 or not stream_axes & set(inner) or is_excluded:
         return None
-    count = 1 if inner[0] in ends else len(inner) - 1
-    return inner[:count], inner[count:]
+    num_contracted = 1 if inner[0] in stream_axes else len(inner) - 1
+    return inner[:num_contracted], inner[num_contracted:]
 
 
 def axes(tree: PyTree) -> dict[str, Axes]:
-    """Return the axis names of every array in a tree of modules, by its dotted path.
+    """Return the axis names of every array in a tree of modules, by dotted path.
 
-    A module with the class variable `stack_axes` (a stack of layers) puts these names in front of all those below it.
+    A module with the class variable `stack_axes` (a stack of layers) prepends these names to the axes of all arrays in
+    it. Raises ConfigError for arrays whose annotation does not name the axes.
     """
-    names: dict[str, Axes] = {}
-    _collect(tree, "", (), names)
-    return names
+    found: dict[str, Axes] = {}
+    _collect(tree, "", (), found)
+    return found
 
 
-def _collect(node: Any, path: str, stacked: Axes, names: dict[str, Axes]) -> None:
+def _collect(node: Any, path: str, stack_axes: Axes, found: dict[str, Axes]) -> None:
     if isinstance(node, eqx.Module):
-        stacked = stacked + getattr(type(node), "stack_axes", ())
+        stack_axes = stack_axes + getattr(type(node), "stack_axes", ())
         hints = _hints(type(node))
         for field in dataclasses.fields(node):
             value = getattr(node, field.name)
-            where = f"{path}.{field.name}".lstrip(".")
+            field_path = f"{path}.{field.name}".lstrip(".")
             if field.metadata.get("static", False) or value is None:
                 continue
             if isinstance(value, (*_ARRAYS, CompositeWeight)):
-                words = _words(hints[field.name])
-                if words is None:
+                axis_names = _axis_names(hints[field.name])
+                if axis_names is None:
                     raise ConfigError(
-                        f"{type(node).__name__}.{field.name} holds an array: its type must name the axes."
+                        f"{type(node).__name__}.{field.name} is an array, so its annotation must name the axes, such "
+                        'as Float[Array, "embed mlp"].'
                     )
-                _name(value, where, stacked, check_axes(f"{type(node).__name__}.{field.name}", words), names)
+                axis_names = check_axes(f"{type(node).__name__}.{field.name}", axis_names)
+                _add_weight(value, field_path, stack_axes, axis_names, found)
             else:
-                _collect(value, where, stacked, names)
+                _collect(value, field_path, stack_axes, found)
     elif isinstance(node, tuple | list):
         for index, value in enumerate(node):
-            _collect(value, f"{path}.{index}".lstrip("."), stacked, names)
+            _collect(value, f"{path}.{index}".lstrip("."), stack_axes, found)
     elif isinstance(node, dict):
         for key, value in node.items():
-            _collect(value, f"{path}.{key}".lstrip("."), stacked, names)
+            _collect(value, f"{path}.{key}".lstrip("."), stack_axes, found)
 
 
-def _name(value: Any, path: str, stacked: Axes, words: Axes, names: dict[str, Axes]) -> None:
-    """Add the axis names of a weight, or of each of its parts."""
+def _add_weight(value: Any, path: str, stack_axes: Axes, axis_names: Axes, found: dict[str, Axes]) -> None:
+    """Add the axis names of an array, or of each array of a `CompositeWeight`, to `found`."""
     if isinstance(value, CompositeWeight):
-        for part, inner in value.part_axes(words).items():
-            _name(getattr(value, part), f"{path}.{part}", stacked, inner, names)
+        for part, part_axis_names in value.part_axes(axis_names).items():
+            _add_weight(getattr(value, part), f"{path}.{part}", stack_axes, part_axis_names, found)
     elif value is not None:
-        names[path] = stacked + words
+        found[path] = stack_axes + axis_names
 
 
 def output_axes(value: Any, hint: Any) -> dict[str, Axes]:
-    """Return the axis names of all arrays that a function returns, by path, from its return annotation.
+    """Return the axis names of the arrays that a function returned, by dotted path.
 
-    Only arrays whose types name axes are in it. Stacked arrays have names for their last dimensions.
+    Arrays whose types do not name axes are left out. If an array is stacked, the names belong to its last dimensions.
+
+    **Arguments:**
+
+    - `value`: the returned value.
+    - `hint`: return annotation of the function.
     """
-    names: dict[str, Axes] = {}
-    _collect_declared(value, hint, "", names)
-    return names
+    found: dict[str, Axes] = {}
+    _collect_output(value, hint, "", found)
+    return found
 
 
-def _collect_declared(value: Any, hint: Any, path: str, found: dict[str, Axes]) -> None:
+def _collect_output(value: Any, hint: Any, path: str, found: dict[str, Axes]) -> None:
     if isinstance(value, _ARRAYS):
-        words = _words(hint)
-        if words is not None:
-            found[path] = tuple(word for word in words.split() if not word.startswith("*"))
+        axis_names = _axis_names(hint)
+        if axis_names is not None:
+            found[path] = tuple(name for name in axis_names.split() if not name.startswith("*"))
         return
     if isinstance(value, eqx.Module):
         hints = _hints(type(value))
@@ -256,21 +268,20 @@ def _collect_declared(value: Any, hint: Any, path: str, found: dict[str, Axes]) 
     elif isinstance(value, dict):
         parts = {str(key): (part, None) for key, part in value.items()}
     elif isinstance(value, tuple | list):
-        named = getattr(value, "_fields", tuple(map(str, range(len(value)))))
-        hints = (
-            _hints(type(value))
-            if hasattr(value, "_fields")
-            else dict(zip(named, _parts(hint, len(value)), strict=True))
-        )
-        parts = {name: (part, hints[name]) for name, part in zip(named, value, strict=True)}
+        names = getattr(value, "_fields", tuple(map(str, range(len(value)))))
+        if hasattr(value, "_fields"):
+            hints = _hints(type(value))
+        else:
+            hints = dict(zip(names, _element_hints(hint, len(value)), strict=True))
+        parts = {name: (part, hints[name]) for name, part in zip(names, value, strict=True)}
     else:
         return
-    for name, (part, hint_of_part) in parts.items():
-        _collect_declared(part, hint_of_part, f"{path}.{name}".lstrip("."), found)
+    for name, (part, part_hint) in parts.items():
+        _collect_output(part, part_hint, f"{path}.{name}".lstrip("."), found)
 
 
-def _parts(hint: Any, count: int) -> tuple[Any, ...]:
-    """Return the types of the parts of a tuple."""
+def _element_hints(hint: Any, count: int) -> tuple[Any, ...]:
+    """Return the types of the elements of a tuple; None for unknown types."""
     arguments = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return arguments[:1] * count
@@ -278,52 +289,59 @@ def _parts(hint: Any, count: int) -> tuple[Any, ...]:
 
 
 def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> frozenset[str]:
-    """Return the paths of weights that match one of the patterns (`*`: anything). Each pattern must match one."""
+    """Return the paths in `names` that match at least one of the patterns, in which `*` matches any text.
+
+    Raises ConfigError, with the name of the `field`, if a pattern matches no path.
+    """
     names = tuple(names)
     matched: set[str] = set()
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            raise ConfigError(f"{field}: no weight matches {pattern!r}. Paths look like {', '.join(names[:3])}, …")
+            raise ConfigError(
+                f"{field}: no weight matches {pattern!r}. Paths of weights look like {', '.join(names[:3])}, …"
+            )
         matched.update(matches)
     return frozenset(matched)
 
 
 def frozen(tree: PyTree) -> frozenset[str]:
-    """Return the paths of the weights that no training moves: those in or below a field with `metadata=FROZEN`."""
-    return _all_marked(tree, "frozen")
+    """Return the paths of weights that are never trained: in or below a field with `metadata=FROZEN`."""
+    return _paths_with_mark(tree, "frozen")
 
 
 def computed(tree: PyTree) -> frozenset[str]:
-    """Return the paths of the buffers that follow from the configuration: in or below one with `metadata=COMPUTED`."""
-    return _all_marked(tree, "computed")
+    """Return the paths of computed buffers: in or below a field with `metadata=COMPUTED`."""
+    return _paths_with_mark(tree, "computed")
 
 
 def stored_leaves(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves that checkpoints of families hold, by path: all but buffers that are computed."""
-    left_out = computed(tree)
-    return {path: leaf for path, leaf in named_leaves(tree).items() if path not in left_out}
+    """Return the leaves that a checkpoint in the original model's format contains: all but computed buffers."""
+    computed_paths = computed(tree)
+    return {path: leaf for path, leaf in named_leaves(tree).items() if path not in computed_paths}
 
 
 def buffers(tree: PyTree, named: Sequence[str] = ()) -> frozenset[str]:
-    """Return the paths of the weights in or below a field with `metadata=BUFFER`, without those that a pattern names.
+    """Return the paths of buffers (in or below a field with `metadata=BUFFER`) that no pattern in `named` names.
 
-    Such a pattern matches the path and ends with its last part: `*.residual.scale` does, `*` and `scanned_layers.*`
-    do not.
+    A pattern names a buffer if it matches the path and ends with the last part of the path: `*.residual.scale` names
+    `scanned_layers.0.residual.scale`; `*` and `scanned_layers.*` do not.
     """
-    patterns = {
-        path: [one for one in named if one.endswith(path.split(".")[-1])] for path in _all_marked(tree, "buffer")
-    }
-    return frozenset(path for path, some in patterns.items() if not any(fnmatch.fnmatch(path, one) for one in some))
+
+    def is_named(path: str) -> bool:
+        last_part = path.split(".")[-1]
+        return any(pattern.endswith(last_part) and fnmatch.fnmatch(path, pattern) for pattern in named)
+
+    return frozenset(path for path in _paths_with_mark(tree, "buffer") if not is_named(path))
 
 
-def _all_marked(tree: PyTree, mark: str) -> frozenset[str]:
+def _paths_with_mark(tree: PyTree, mark: str) -> frozenset[str]:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return frozenset(path_name(path) for path in paths if _marked(tree, path, mark))
+    return frozenset(path_name(path) for path in paths if _has_mark(tree, path, mark))
 
 
-def _marked(node: Any, path: tuple[Any, ...], mark: str) -> bool:
-    """Return whether a field along the path has this in its metadata."""
+def _has_mark(node: Any, path: tuple[Any, ...], mark: str) -> bool:
+    """Return whether `mark` is in the metadata of a field along the path."""
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey):
             fields = {field.name: field for field in dataclasses.fields(node)}
@@ -339,15 +357,16 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _words(hint: Any) -> str | None:
+def _axis_names(hint: Any) -> str | None:
     """Return the axis names in a type: `Float[Array, "embed mlp"] | None` -> `"embed mlp"`."""
     if hasattr(hint, "dim_str"):
         return hint.dim_str
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return next((word for part in typing.get_args(hint) if (word := _words(part)) is not None), None)
+        members = map(_axis_names, typing.get_args(hint))
+        return next((axis_names for axis_names in members if axis_names is not None), None)
     return None
 
 
-def names_of(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes in one entry of a `PartitionSpec`."""
-    return (group,) if isinstance(group, str) else group or ()
+def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()

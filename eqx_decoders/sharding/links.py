@@ -1,4 +1,4 @@
-"""Rings of devices on the links of a torus: who sends to whom, and how many messages share a link."""
+"""Communication in rings of devices: source and target devices, and the load of the links of a torus."""
 
 import functools
 import math
@@ -14,12 +14,13 @@ from eqx_decoders.sharding.chips import Chip, chip_of, slice_of
 
 
 def ring_pairs(count: int, size: int, distance: int, step: int) -> list[tuple[int, int]]:
-    """Return source and target of a step around rings of `size` devices, which stand at a distance, of `count` devices.
+    """Return pairs of source and target indices for sending a step around rings of devices.
 
-    `step` is 1 for a ring in one direction, and -1 in the other.
+    The `count` devices form rings of `size` devices, whose indices are `distance` apart. `step` is the direction, 1 or
+    -1.
     """
-    place = np.arange(count) // distance % size
-    target = np.arange(count) + ((place + step) % size - place) * distance
+    position = np.arange(count) // distance % size
+    target = np.arange(count) + ((position + step) % size - position) * distance
     return list(enumerate(target.tolist()))
 
 
@@ -36,42 +37,55 @@ def send(x: Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> A
 
 
 def busiest_link(chip: Chip, extents: Sequence[int], source: np.ndarray, target: np.ndarray) -> int:
-    """Return how many messages take the same link in one direction, if all are sent at once.
+    """Return the maximum number of messages on a link in one direction if all messages are sent simultaneously.
 
-    `source` and `target` are coordinates, `[messages, axes of the torus]`. A message goes along one axis after the
-    other, the shorter way round where the axis is closed; half way round it goes down.
+    A message travels along one torus axis after another. On an axis with wraparound links it takes the shorter
+    direction; if both directions are equally long, it travels toward smaller coordinates.
+
+    **Arguments:**
+
+    - `extents`: number of chips along each axis of the torus.
+    - `source`, `target`: coordinates of chips, `[messages, torus axes]`.
     """
-    messages, at = np.zeros((*extents, len(extents), 2), int), source.copy()
+    messages = np.zeros((*extents, len(extents), 2), int)
+    position = source.copy()
     for axis, (extent, closed) in enumerate(zip(extents, chip.closed(extents), strict=True)):
-        way = target[:, axis] - at[:, axis]
+        displacement = target[:, axis] - position[:, axis]
         if closed:
-            way = (way + extent // 2) % extent - extent // 2
-        for step in range(int(np.abs(way).max())):
-            moving = np.abs(way) > step
-            direction = np.sign(way[moving])
-            links = (*at[moving].T, np.full(len(direction), axis), (direction > 0).astype(int))
+            displacement = (displacement + extent // 2) % extent - extent // 2
+        for step in range(int(np.abs(displacement).max())):
+            is_moving = np.abs(displacement) > step
+            direction = np.sign(displacement[is_moving])
+            links = (*position[is_moving].T, np.full(len(direction), axis), (direction > 0).astype(int))
             np.add.at(messages, links, 1)
-            at[moving, axis] = (at[moving, axis] + direction) % extent
+            position[is_moving, axis] = (position[is_moving, axis] + direction) % extent
     return int(messages.max())
 
 
 @functools.lru_cache(maxsize=1024)
 def ring_load(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int, distance: int) -> int:
-    """Return `busiest_link` of rings of devices along some axes of a mesh, in both directions at once.
+    """Return `busiest_link` for rings of devices (see `ring_pairs`) that send in both directions simultaneously.
 
-    1 within a chip, by a switch, and where no links are known.
+    Returns 1 within a chip, for devices behind a switch, and for unknown devices.
+
+    **Arguments:**
+
+    - `axes`: mesh axes whose devices form the rings, in this order.
     """
     if not isinstance(mesh, Mesh):
         return 1
     chip = chip_of(mesh.devices.flat[0].device_kind)
     if chip is None or chip.node:
         return 1
-    last = [mesh.axis_names.index(name) for name in axes]
-    count = math.prod(mesh.devices.shape[index] for index in last)
-    rings = np.moveaxis(mesh.devices, last, range(-len(last), 0)).reshape(-1, count)
-    slices = [slice_of(ring[0]) for ring in rings]  # one is like the other
-    ours = [ring for ring, each in zip(rings, slices, strict=True) if each == slices[0]]
-    coords = np.array([[device.coords for device in ring] for ring in ours])
+    dimensions = [mesh.axis_names.index(name) for name in axes]
+    count = math.prod(mesh.devices.shape[dimension] for dimension in dimensions)
+    rings = np.moveaxis(mesh.devices, dimensions, range(-len(dimensions), 0)).reshape(-1, count)
+    slices = [slice_of(ring[0]) for ring in rings]
+    # All slices have the same load, so it is sufficient to count the first one.
+    first_slice_rings = [ring for ring, index in zip(rings, slices, strict=True) if index == slices[0]]
+    coords = np.array([[device.coords for device in ring] for ring in first_slice_rings])
     pairs = np.array([*ring_pairs(count, size, distance, 1), *ring_pairs(count, size, distance, -1)])
-    source, target = (coords[:, pairs[:, index]].reshape(-1, coords.shape[-1]) for index in (0, 1))
-    return max(1, busiest_link(chip, (coords.reshape(-1, coords.shape[-1]).max(0) + 1).tolist(), source, target))
+    source = coords[:, pairs[:, 0]].reshape(-1, coords.shape[-1])
+    target = coords[:, pairs[:, 1]].reshape(-1, coords.shape[-1])
+    extents = (coords.reshape(-1, coords.shape[-1]).max(0) + 1).tolist()
+    return max(1, busiest_link(chip, extents, source, target))

@@ -1,21 +1,21 @@
-"""Tables of the mesh axes that split each logical axis, and the rules by which they are read."""
+"""Default sharding rules: the mesh axes that split each logical axis of weights and of activations."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 
 MESH_AXES: dict[str, str] = {
-    "data": "the batch; weights are replicated",
-    "stage": "layers: stages of a pipeline",
-    "fsdp": "the batch and the weights' embed axis: gathered where they are used (ZeRO-3)",
-    "fsdp_transpose": "the batch and the weights' mlp axis",
-    "context": "the length of sequences, and the slots of caches",
-    "tensor": "heads, mlp and vocab of weights and activations (Megatron)",
-    "tensor_sequence": "like tensor for weights; between the layers the length is split instead",
-    "expert": "experts; for all other weights like fsdp",
+    "data": "splits the batch; weights are replicated (data parallelism)",
+    "stage": "splits layers (pipeline parallelism)",
+    "fsdp": "splits the batch and the embed axis of weights, which are gathered where they are used (FSDP, ZeRO-3)",
+    "fsdp_transpose": "like fsdp, for the mlp axis of weights",
+    "context": "splits the length of sequences and the slots of caches (context parallelism)",
+    "tensor": "splits heads, mlp and vocab of weights and activations (tensor parallelism)",
+    "tensor_sequence": "like tensor for weights; between layers, splits the length (Megatron's sequence parallelism)",
+    "expert": "splits experts (expert parallelism); for all other weights like fsdp",
 }
 
-# A mesh axis serves one dimension of an array: if two dimensions want it, the earlier row has it.
+# A mesh axis can split only one dimension of an array. If several dimensions list it, the earliest row has precedence.
 WEIGHTS: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor", "tensor_sequence"),
     "heads": ("tensor", "tensor_sequence"),
@@ -57,38 +57,54 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 Table = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def split_dimensions(table: Table, words: tuple[str, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Return the mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
+def split_dimensions(table: Table, axis_names: tuple[str, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Return the mesh axes that split each dimension of an array.
+
+    A mesh axis splits at most one dimension. Earlier rows of the table have precedence.
+
+    **Arguments:**
+
+    - `axis_names`: logical axes of the array.
+    - `sizes`: number of devices along each mesh axis.
+    """
     used: set[str] = set()
-    split: list[tuple[str, ...]] = [()] * len(words)
-    for word, names in table:
-        for index, dimension in enumerate(words):
-            if dimension == word:
-                split[index] = tuple(n for n in names if sizes.get(n, 1) > 1 and n not in used)
+    split: list[tuple[str, ...]] = [()] * len(axis_names)
+    for axis, mesh_axes in table:
+        for index, axis_name in enumerate(axis_names):
+            if axis_name == axis:
+                split[index] = tuple(name for name in mesh_axes if sizes.get(name, 1) > 1 and name not in used)
                 used.update(split[index])
     return split
 
 
 def without_uneven_layers(
-    table: Table, words: tuple[str, ...], shape: Sequence[int], split: list[tuple[str, ...]], sizes: Mapping[str, int]
+    table: Table,
+    axis_names: tuple[str, ...],
+    shape: Sequence[int],
+    split: list[tuple[str, ...]],
+    sizes: Mapping[str, int],
 ) -> list[tuple[str, ...]]:
-    """Return `split` without `stage` on layers that it does not divide; another dimension may have it."""
-    stages, rows = sizes.get("stage", 1), dict(table)
-    for index, (word, size, names) in enumerate(zip(words, shape, split, strict=True)):
-        if word == "layers" and "stage" in names and size % stages:
-            split[index] = tuple(name for name in names if name != "stage")
-            for other, (other_word, room) in enumerate(zip(words, shape, strict=True)):
-                parts = stages * math.prod(sizes[name] for name in split[other])
-                if "fsdp" in rows.get(other_word, ()) and room % parts == 0:
-                    split[other] += ("stage",)
+    """Return the result of `split_dimensions`, adapted to a number of layers that is not a multiple of `stage`.
+
+    `stage` then splits the first dimension that `fsdp` may split and that it divides, if there is one.
+    """
+    stages = sizes.get("stage", 1)
+    rows = dict(table)
+    for index, (axis, size, mesh_axes) in enumerate(zip(axis_names, shape, split, strict=True)):
+        if axis == "layers" and "stage" in mesh_axes and size % stages:
+            split[index] = tuple(name for name in mesh_axes if name != "stage")
+            for other_index, (other_axis, other_size) in enumerate(zip(axis_names, shape, strict=True)):
+                shards = stages * math.prod(sizes[name] for name in split[other_index])
+                if "fsdp" in rows.get(other_axis, ()) and other_size % shards == 0:
+                    split[other_index] += ("stage",)
                     break
     return split
 
 
-def dividing(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes, in their order, that divide a dimension together."""
+def dividing(mesh_axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes, in order, without those that cannot also divide a dimension of this `size`."""
     accepted: tuple[str, ...] = ()
-    for name in names:
-        if size % math.prod(sizes[n] for n in (*accepted, name)) == 0:
-            accepted += (name,)
+    for mesh_axis in mesh_axes:
+        if size % math.prod(sizes[name] for name in (*accepted, mesh_axis)) == 0:
+            accepted += (mesh_axis,)
     return accepted
