@@ -1,7 +1,7 @@
-"""What suits each platform: one table of choices, which a layout has as `layout.backend`.
+"""Implementation choices per platform (CPU, GPU, TPU), which a layout has as `layout.backend`.
 
-Layers ask for a choice by its name and never for a platform: results are the same, speed and memory are not. A new
-platform is a row of `BACKENDS`.
+Layers read a choice by its name and never check the platform. Choices affect speed and memory, not results. To support
+another platform, add an entry to `BACKENDS`.
 """
 
 import dataclasses
@@ -11,45 +11,50 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Forms of computation that suit a platform; the defaults suit accelerators of any kind.
+    """Implementation choices that suit a platform. The defaults suit accelerators in general.
 
     **Arguments:**
 
-    - `platform`: as JAX calls it.
-    - `compute_dtype`: dtype of activations where none is given.
-    - `native_int8`: multiplies numbers of 8 bits as they are.
-    - `widens_half`: multiplies 16-bit numbers as float32, so caches are in float32, and few queries are cast to it
-        rather than a cache to theirs.
-    - `flat_products`: products as one matrix product each (`numerics.einsum`).
-    - `doubles_one_row`: one row is multiplied as two equal ones: the compiler would write its products with a weight of
-        several dimensions to memory, all of them, before it adds them up.
-    - `separate_layers`: layers of a model for inference as arrays of their own, views that a scan would copy.
-    - `unrolled_layers`: programs of inference without a scan over layers, which would copy each one's arrays; who owns
-        a model may cut its arrays for good (`unstack_in_place`).
-    - `few_rows`: a decoding step of as few rows as there are answers, each read only as far as it is filled.
-    - `reads_before_writes`: a cache is read as a whole before it is written, since it would be copied otherwise.
-    - `slots_together`: slots of an engine that one call of a program empties, or fills with the same prompt: each call
-        costs the host time.
-    - `branches_wait`: the host waits for the condition of a branch before it launches what comes after: programs that
-        run at each token have none.
-    - `parallel_programs`: programs that don't need each other's results may run at a time.
-    - `shares_cores`: all devices compute on the same cores.
-    - `loss_tile_bytes`: logits of one tile of the fused loss.
-    - `short_attention`: lengths below this have all their scores computed at once.
-    - `attention_kernels`: kernels of its own for longer ones, by their names in the registry, the best first.
-    - `attention_blocks`: queries and keys of a block, where there is no kernel.
-    - `unrolled_attention`: float32 rows up to this length are attended to without a loop over keys.
-    - `keeps_masks`: a mask for all heads is computed once, which the compiler would compute for each.
-    - `values_by_head`: values of a past are read in the order in which a cache has them.
-    - `pallas_tpu`, `pallas_gpu`: runs Pallas kernels for TPUs, or for GPUs; elsewhere they are interpreted.
-    - `paged_kernel`: attention reads pages where they are, by a kernel that goes with this one of the registry;
-        None: they are gathered.
-    - `sums_state_reads`: one token reads a recurrent state by sums, where a product would copy it.
-    - `gradient_rings`: gradients of gathered weights are added up in rings beside their products: the compiler has no
-        sum of which each device gets its piece.
-    - `ragged_exchange`: rows of any number are sent to other devices.
-    - `few_token_experts`: so few tokens read the weights of their experts one by one.
-    - `expert_blocks`: where no kernel can multiply them, rows of experts go through a loop over blocks.
+    - `platform`: name of the platform in JAX.
+    - `compute_dtype`: default dtype of activations.
+    - `native_int8`: 8-bit integers are multiplied without a conversion.
+    - `widens_half`: 16-bit values are multiplied in float32. Caches are then stored in float32, and attention of a few
+        queries casts the queries to float32 instead of casting the cache.
+    - `flat_products`: contractions are flattened to one matrix product (`numerics.einsum`).
+    - `doubles_one_row`: a product with a single row is computed with two equal rows. For a single row, the compiler
+        would write all element-wise products with a multi-dimensional weight to memory before it sums them.
+    - `separate_layers`: models for inference store the layers of a stack as separate arrays. A scan would copy slices
+        of a stacked array.
+    - `unrolled_layers`: inference programs unroll the layers instead of scanning, because a scan would copy the arrays
+        of each layer. The owner of a model can split its stacked arrays permanently (`unstack_in_place`).
+    - `few_rows`: a decoding step computes only the running sequences, and attention reads the cache of each sequence up
+        to its length.
+    - `reads_before_writes`: a cache is read completely before it is written, because the compiler would copy it
+        otherwise.
+    - `slots_together`: number of engine slots that one call of a program empties, or fills with the same prompt. Fewer
+        calls save time on the host.
+    - `branches_wait`: at a branch, the host waits for the condition before it launches further work. Programs that run
+        for every token therefore avoid branches.
+    - `parallel_programs`: programs that do not depend on each other may run at the same time.
+    - `shares_cores`: all devices use the same cores.
+    - `loss_tile_bytes`: size of the logits of a tile in the fused loss.
+    - `short_attention`: for shorter sequences, attention computes all scores at once.
+    - `attention_kernels`: names of the platform's attention kernels for longer sequences, in order of preference.
+    - `attention_blocks`: query and key tile sizes of the `chunked` attention kernel.
+    - `unrolled_attention`: maximum float32 sequence length for which the `chunked` kernel does not loop over key tiles.
+    - `keeps_masks`: an attention mask is computed once for all heads. The compiler would compute it for each head.
+    - `values_by_head`: attention reads cached values in the memory order of the cache, heads before tokens.
+    - `pallas_tpu`, `pallas_gpu`: the platform runs Pallas kernels for TPU or GPU. On other platforms they run in
+        interpret mode.
+    - `paged_kernel`: attention kernel that reads pages of a paged cache in place. It is used if the attention kernel is
+        `"auto"` or has the same name. None: pages are gathered.
+    - `sums_state_reads`: decoding reads a recurrent state by element-wise products and sums. A matrix product would
+        copy the state.
+    - `gradient_rings`: gradients of gathered weights are reduce-scattered in rings that overlap with their products,
+        because the compiler has no reduce-scatter for them.
+    - `ragged_exchange`: experts use a ragged all-to-all, which sends different numbers of tokens to each device.
+    - `few_token_experts`: for a few tokens, all experts are computed without sorting the tokens.
+    - `expert_blocks`: grouped matrix products of experts without a kernel use a loop over row tiles.
     """
 
     platform: str
@@ -83,10 +88,10 @@ class Backend:
     expert_blocks: bool = True
 
     def describe(self) -> str:
-        """Return the choices in which it differs from any accelerator: `"tpu: attention_kernels=('interval',), …"`."""
-        usual, chosen = Backend(platform=self.platform), vars(self)
-        words = [f"{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
-        return f"{self.platform}: {', '.join(words) or 'as any accelerator'}"
+        """Return the choices that differ from the defaults: `"tpu: attention_kernels=('interval',), …"`."""
+        default = Backend(platform=self.platform)
+        changes = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(default, name)]
+        return f"{self.platform}: {', '.join(changes) or 'default choices'}"
 
 
 BACKENDS = {
@@ -103,7 +108,7 @@ BACKENDS = {
         shares_cores=True,
         loss_tile_bytes=64 * 2**20,
         short_attention=32,
-        attention_blocks=(128, 256),  # a tile of all heads has to fit the cache (measured)
+        attention_blocks=(128, 256),  # measured: the tile of all heads must fit into the CPU's cache
         unrolled_attention=512,
         keeps_masks=True,
         values_by_head=True,
@@ -114,7 +119,8 @@ BACKENDS = {
         unrolled_layers=True,
         reads_before_writes=True,
         branches_wait=True,
-        loss_tile_bytes=2**30,  # an H100 adds up the kernel's gradient from memory: 8 % of a 1b model's step (measured)
+        # Large tiles: the gradient of the output head is read and written per tile (8 % of a 1B model's step on H100).
+        loss_tile_bytes=2**30,
         attention_kernels=("cudnn", "triton"),
         pallas_gpu=True,
         paged_kernel="triton",
@@ -132,15 +138,16 @@ BACKENDS = {
     ),
 }
 
-# Choices that a mesh of several devices does not allow: what they would change is split.
-_ONE_DEVICE = ("flat_products", "separate_layers", "few_rows")
+# Choices that are disabled on a mesh of several devices, because the arrays that they affect are sharded.
+_SINGLE_DEVICE_CHOICES = ("flat_products", "separate_layers", "few_rows")
 
 
 @functools.cache
 def backend_of(platform: str, *, single: bool = True) -> Backend:
-    """Return the choices for the devices of a platform; for a mesh of several of them unless `single`."""
+    """Return the choices for a platform. `single`: for a single device; False: for a mesh of several devices."""
     backend = BACKENDS.get(platform, Backend(platform=platform))
     if single:
         return backend
-    # CPUs that talk to each other hang where two programs run at a time
-    return dataclasses.replace(backend, **dict.fromkeys(_ONE_DEVICE, False), parallel_programs=not backend.shares_cores)
+    # Collectives between CPU devices deadlock if two programs run at the same time.
+    disabled = dict.fromkeys(_SINGLE_DEVICE_CHOICES, False)
+    return dataclasses.replace(backend, **disabled, parallel_programs=not backend.shares_cores)

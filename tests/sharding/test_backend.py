@@ -1,4 +1,4 @@
-"""Choices by platform: which there are, what a mesh changes, and that each is asked for somewhere."""
+"""Implementation choices per platform, what a mesh changes, and that the library reads every choice."""
 
 import ast
 import dataclasses
@@ -17,38 +17,37 @@ SOURCES = sorted(pathlib.Path(ed.__path__[0]).rglob("*.py"))
 ON_A_MESH = {"flat_products", "separate_layers", "few_rows", "parallel_programs"}
 
 
-def differing(one: Backend, other: Backend) -> set[str]:
-    return {name for name, value in vars(one).items() if value != getattr(other, name)}
+def differing(backend: Backend, other: Backend) -> set[str]:
+    return {name for name, value in vars(backend).items() if value != getattr(other, name)}
 
 
 @pytest.mark.slow
-def test_each_choice_is_asked_for():
-    """A choice that nothing reads would be a promise; `describe` reads all, and does not count."""
+def test_every_choice_is_read():
+    """`describe` reads all choices and does not count."""
     trees = [ast.parse(file.read_text()) for file in SOURCES if file != pathlib.Path(str(module.__file__))]
     read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert {field.name for field in dataclasses.fields(Backend)} - read == set()
 
 
-def test_each_choice_differs_between_platforms():
-    usual = Backend(platform="any")
-    assert set.union(*(differing(each, usual) for each in BACKENDS.values())) == vars(usual).keys() - {
-        "parallel_programs"  # of a mesh
-    }
+def test_every_choice_differs_between_platforms():
+    default = Backend(platform="any")
+    changed = set.union(*(differing(backend, default) for backend in BACKENDS.values()))
+    assert changed == vars(default).keys() - {"parallel_programs"}  # changes on a mesh
 
 
-def test_a_mesh_of_several_devices_leaves_out_what_is_for_one():
+def test_a_mesh_disables_choices_for_a_single_device():
     cpu = backend_of("cpu")
     assert differing(cpu, backend_of("cpu", single=False)) == ON_A_MESH
     for platform in ("gpu", "tpu"):
         assert backend_of(platform) == backend_of(platform, single=False)
 
 
-def test_an_unknown_platform_is_any_accelerator():
+def test_an_unknown_platform_has_the_default_choices():
     assert differing(backend_of("new"), Backend(platform="new")) == set()
-    assert backend_of("new").describe() == "new: as any accelerator"
-    words = "doubles_one_row=True, unrolled_layers=True, reads_before_writes=True, branches_wait=True"
-    words += ", loss_tile_bytes=1073741824, attention_kernels=('cudnn', 'triton'), pallas_gpu=True"
-    assert backend_of("gpu").describe() == f"gpu: {words}, paged_kernel=triton"
+    assert backend_of("new").describe() == "new: default choices"
+    choices = "doubles_one_row=True, unrolled_layers=True, reads_before_writes=True, branches_wait=True"
+    choices += ", loss_tile_bytes=1073741824, attention_kernels=('cudnn', 'triton'), pallas_gpu=True"
+    assert backend_of("gpu").describe() == f"gpu: {choices}, paged_kernel=triton"
 
 
 @pytest.mark.slow
