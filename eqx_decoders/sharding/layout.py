@@ -1,6 +1,6 @@
-"""Layout: a device mesh and two tables that say which mesh axes split which logical axes.
+"""`Layout`: a device mesh, and sharding rules from logical axes to mesh axes.
 
-Weights and activations need a table each: `embed` of a weight and `batch` of an activation both want `fsdp`.
+Weights and activations have separate rules: `fsdp` splits the axis `embed` of weights, but `batch` of activations.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class MeshSizes(TypedDict, total=False):
-    """Devices along each mesh axis."""
+    """Number of devices along each mesh axis (see `MESH_AXES`); -1: all remaining devices."""
 
     data: int
     stage: int
@@ -59,17 +59,17 @@ class MeshSizes(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Placement of arrays: `Layout()` is one device; `Layout.create(data=2, fsdp=4)` makes a mesh.
+    """Placement of arrays: `Layout()` is a single device; `Layout.create(data=2, fsdp=4)` makes a mesh.
 
     **Arguments:**
 
-    - `mesh`: a `jax.sharding.Mesh` (or `AbstractMesh`, for shapes alone) whose axes are named as in `MESH_AXES`, all of
-        type Auto or all of type Explicit; None for one device.
-    - `weights`, `activations`: which mesh axes split which logical axis, most important row first. Pass, for example,
-        `WEIGHTS | {"embed": ("fsdp",)}`. A logical axis without a row is replicated.
-    - `gradients_over_data`: whether gradients of weights are split over `data`, too, as `state_spec` says. A `Trainer`
-        sets it for its gradients where `OptimizerConfig.shard_over_data` asks for it.
-    - `offload`: which weights, and which weights' optimizer states, are in the memory of the host.
+    - `mesh`: a `jax.sharding.Mesh`, or an `AbstractMesh` if only shapes are needed. Its axes have names from
+        `MESH_AXES`, and are all of type Auto or all of type Explicit. None: a single device.
+    - `weights`, `activations`: sharding rules, the mesh axes that split each logical axis, for example
+        `WEIGHTS | {"embed": ("fsdp",)}`. Earlier rows have precedence. Logical axes without a row are replicated.
+    - `gradients_over_data`: also split gradients of weights over `data`, as in `state_spec`. A `Trainer` sets it for
+        its gradients if `OptimizerConfig.shard_over_data` is set.
+    - `offload`: weights and optimizer states that are stored in host memory.
     """
 
     mesh: Any = None
@@ -86,22 +86,29 @@ class Layout:
                 check_word("Layout.mesh axis", str(name), MESH_AXES)
             if {*self.mesh.axis_types} not in ({AxisType.Auto}, {AxisType.Explicit}):
                 raise ConfigError(
-                    f"Layout.mesh has axis_types={self.mesh.axis_types}: they must be all Auto, or all Explicit. "
+                    f"Layout.mesh has axis_types={self.mesh.axis_types}, which must be all Auto or all Explicit. "
                     "Use Layout.create(...) or make_mesh(..., axis_types=(AxisType.Auto,) * n)."
                 )
-            able = not self.explicit or self.offload == Offload()
-            rule = "needs a mesh of Auto axes: types of explicit ones say nothing of the memory of the host"
-            check(able, f"{self.offload} {rule}. Leave out explicit=True.")
+            check(
+                not self.explicit or self.offload == Offload(),
+                f"{self.offload} requires mesh axes of type Auto, because the types of arrays on an explicit mesh do "
+                "not include the host memory. Leave out explicit=True.",
+            )
 
     def __repr__(self) -> str:
-        """Return the fields that differ from their defaults. Layouts that differ have different representations."""
-        tables = {"weights": (self.weights, checked_table("weights", WEIGHTS))}
-        tables["activations"] = (self.activations, checked_table("activations", ACTIVATIONS))
-        shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}
-        mesh = {} if self.mesh is None else {"mesh": self.mesh}
-        shown |= {"gradients_over_data": True} if self.gradients_over_data else {}
-        shown |= {} if self.offload == Offload() else {"offload": self.offload}
-        return f"Layout({', '.join(f'{name}={value!r}' for name, value in (mesh | shown).items())})"
+        """Return the fields that differ from their defaults. Unequal layouts have different representations."""
+        shown: dict[str, Any] = {}
+        if self.mesh is not None:
+            shown["mesh"] = self.mesh
+        if self.weights != checked_table("weights", WEIGHTS):
+            shown["weights"] = dict(self.weights)
+        if self.activations != checked_table("activations", ACTIVATIONS):
+            shown["activations"] = dict(self.activations)
+        if self.gradients_over_data:
+            shown["gradients_over_data"] = True
+        if self.offload != Offload():
+            shown["offload"] = self.offload
+        return f"Layout({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @classmethod
     def create(
@@ -115,323 +122,374 @@ class Layout:
         activations: Mapping[str, str | Sequence[str]] | Table = tuple(ACTIVATIONS.items()),
         **sizes: Unpack[MeshSizes],
     ) -> "Layout":
-        """Return a layout over `devices` (default: all), with `sizes` of mesh axes: `data`, `fsdp`, `tensor`, ….
+        """Create a mesh and return its layout: `Layout.create(data=2, fsdp=4)`.
 
-        The default of a size is 1. One may be -1: all devices that the others leave.
-        An `abstract` one has shapes and shardings on any machine, but no arrays: as many devices as the sizes ask for.
-        With `explicit` the types of arrays say how they are split (`jax.typeof(x).sharding`), and JAX checks what is
-        done with them. The library gives the same results by the same programs: `automatically`.
+        **Arguments:**
+
+        - `devices`: devices of the mesh. None: all devices.
+        - `abstract`: create an `AbstractMesh`, which provides shapes and shardings without the devices. Its number of
+            devices is determined by the sizes.
+        - `explicit`: create mesh axes of type Explicit, so that the types of arrays include their shardings
+            (`jax.typeof(x).sharding`) and JAX checks the shardings in operations. The library runs the same programs as
+            on a mesh with Auto axes (see `automatically`).
+        - `offload`, `weights`, `activations`: fields of the layout.
+        - `sizes`: number of devices along each mesh axis (`data`, `fsdp`, `tensor`, …), by default 1. One size may be
+            -1: all remaining devices.
+
+        Raises ConfigError if the sizes do not fit the number of devices.
         """
         for name in sizes:
             check_word("Layout.create size", name, MESH_AXES)
         mesh_sizes = dict.fromkeys(MESH_AXES, 1) | cast(dict[str, int], sizes)
         devices = list(jax.devices() if devices is None else devices)
-        taken = math.prod(size for size in mesh_sizes.values() if size != -1)
+        required = math.prod(size for size in mesh_sizes.values() if size != -1)
         count = len(devices)
-        if abstract and (count % taken != 0 or -1 not in mesh_sizes.values()):
-            count = taken
+        if abstract and (count % required != 0 or -1 not in mesh_sizes.values()):
+            count = required
         mesh_sizes = resolve_sizes(mesh_sizes, count, devices[0].platform)
-        names, shape = tuple(mesh_sizes), tuple(mesh_sizes.values())
-        kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(mesh_sizes)
+        names = tuple(mesh_sizes)
+        shape = tuple(mesh_sizes.values())
+        axis_types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(mesh_sizes)
         if abstract:
-            return cls(AbstractMesh(shape, names, axis_types=kinds), weights, activations, offload=offload)
-        mesh = Mesh(device_grid(mesh_sizes, devices), names, axis_types=kinds)
+            return cls(AbstractMesh(shape, names, axis_types=axis_types), weights, activations, offload=offload)
+        mesh = Mesh(device_grid(mesh_sizes, devices), names, axis_types=axis_types)
         return cls(mesh, weights, activations, offload=offload)
 
     @property
     def device(self) -> Any:
-        """First device of the mesh, which may be one to compile for; of this process where the mesh has none."""
+        """First device of the mesh, which may belong to a topology for ahead-of-time compilation.
+
+        Without a mesh, or with an abstract one, the first device of JAX.
+        """
         return self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else jax.devices()[0]
 
     @property
     def platform(self) -> str:
-        """Platform of the mesh's devices, not of the default device: `"cpu"`, `"gpu"` or `"tpu"`."""
+        """Platform of the mesh's devices: `"cpu"`, `"gpu"` or `"tpu"`. It may differ from JAX's default platform."""
         return self.device.platform
 
     @property
     def backend(self) -> Backend:
-        """Choices that suit the mesh's devices."""
+        """Implementation choices for the devices of the mesh."""
         return backend_of(self.platform, single=self.single)
 
     @property
     def single(self) -> bool:
-        """Return whether there is only one device."""
+        """Whether there is only one device."""
         return self.mesh is None or self.mesh.size == 1
 
     @property
     def explicit(self) -> bool:
-        """Return whether arrays have their partitions in their types."""
+        """Whether the mesh axes are of type Explicit, so that the types of arrays include their shardings."""
         return is_explicit(self.mesh)
 
     def automatically(self, function: Callable[P, T], out_specs: Callable[[T], PyTree] | None = None) -> Callable[P, T]:
-        """Return the function; on an explicit mesh it runs in Auto mode, as constraints of a layout need it.
+        """Return `function`; on an explicit mesh, wrap it to run with Auto axes, as constraints of a layout require.
 
         **Arguments:**
 
-        - `out_specs`: the partitions of the arrays in its result, as a tree like it. Default: by the axis names in its
-            return annotation; those with a batch are split as activations, all others not at all.
+        - `out_specs`: function from the result to the `PartitionSpec`s of its arrays, as a tree of the same structure.
+            None: use the axis names in the return annotation of `function`. Arrays with a batch axis are split by the
+            rules for activations; other arrays are replicated.
         """
 
         def declared_specs(result: T) -> PyTree:
-            words = output_axes(result, declared(function))
+            axis_names = output_axes(result, declared(function))
             return jax.tree_util.tree_map_with_path(
-                lambda path, leaf: self._output_spec(words.get(path_name(path), ()), leaf), result
+                lambda path, leaf: self._output_spec(axis_names.get(path_name(path), ()), leaf), result
             )
 
         return in_auto_mode(self.mesh, function, out_specs or declared_specs)
 
-    def _output_spec(self, words: Axes, leaf: Any) -> PartitionSpec:
-        if "batch" not in words:
+    def _output_spec(self, axis_names: Axes, leaf: Any) -> PartitionSpec:
+        if "batch" not in axis_names:
             return PartitionSpec()
-        stacked = leaf.ndim - len(words)
-        return PartitionSpec(*(None,) * stacked, *self._activation_spec(words, leaf.shape[stacked:]))
+        num_stacked = leaf.ndim - len(axis_names)
+        return PartitionSpec(*(None,) * num_stacked, *self._activation_spec(axis_names, leaf.shape[num_stacked:]))
 
-    def weight_spec(self, words: str | Axes, shape: Sequence[int] | None = None, name: str = "weight") -> PartitionSpec:
-        """Return the partition of a weight. Raise ConfigError if `shape` is given and the mesh does not divide it.
+    def weight_spec(
+        self, axis_names: str | Axes, shape: Sequence[int] | None = None, name: str = "weight"
+    ) -> PartitionSpec:
+        """Return the `PartitionSpec` of a weight.
 
-        If `stage` does not divide the layers, they stay together, and `stage` splits the dimension that `fsdp` splits,
-        if it can.
+        If the number of layers is not a multiple of `stage`, layers are not split. `stage` then splits a dimension that
+        `fsdp` may split, if it divides that dimension.
+
+        **Arguments:**
+
+        - `axis_names`: logical axes, such as `"embed mlp"`.
+        - `shape`: shape of the weight. Raises ConfigError if its dimensions cannot be divided by the mesh axes.
+        - `name`: name of the weight in error messages.
         """
-        words = check_axes(name, words)
-        split = split_dimensions(self.weights, words, self.sizes)
+        axis_names = check_axes(name, axis_names)
+        split = split_dimensions(self.weights, axis_names, self.sizes)
         if shape is not None:
-            split = without_uneven_layers(self.weights, words, shape, split, self.sizes)
-            if "groups" in words:  # scales of a weight, whose dimensions a mesh need not divide
-                split = [dividing(names, size, self.sizes) for names, size in zip(split, shape, strict=True)]
-        for word, size, names in zip(words, shape or (), split, strict=shape is not None):
-            parts = math.prod(self.sizes[axis] for axis in names)
-            text = " x ".join(f"Layout.{n}={self.sizes[n]}" for n in names)
+            split = without_uneven_layers(self.weights, axis_names, shape, split, self.sizes)
+            if "groups" in axis_names:  # scales of a quantized weight: their dimensions need not be divisible
+                split = [dividing(mesh_axes, size, self.sizes) for mesh_axes, size in zip(split, shape, strict=True)]
+        for axis, size, mesh_axes in zip(axis_names, shape or (), split, strict=shape is not None):
+            product = " x ".join(f"Layout.{mesh_axis}={self.sizes[mesh_axis]}" for mesh_axis in mesh_axes)
             check(
-                size % parts == 0,
-                f"{name}: {word}={size} must be a multiple of {text}. "
-                "Choose another mesh or replace that row of Layout.weights.",
+                size % math.prod(self.sizes[mesh_axis] for mesh_axis in mesh_axes) == 0,
+                f"{name}: {axis}={size} must be a multiple of {product}. "
+                f"Choose another mesh or replace the row {axis!r} of Layout.weights.",
             )
-        return PartitionSpec(*(names or None for names in split))
+        return PartitionSpec(*(mesh_axes or None for mesh_axes in split))
 
-    def state_spec(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
-        """Return the partition of a weight's optimizer state: also over `data`, whose devices have the same weight
-        (ZeRO-1).
+    def state_spec(self, axis_names: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
+        """Return the `PartitionSpec` of a weight's optimizer state, which is also split over `data` (ZeRO-1).
 
-        `data` splits a dimension that axes of the batch already split, so that one reduce-scatter serves both; else the
-        first one that it divides. Stacked layers come last: their gradients come one layer at a time, and each would be
-        on some devices only. Without such a dimension it is `weight_spec`.
+        `data` preferably splits a dimension that other mesh axes of the batch already split, so that the gradient needs
+        a single reduce-scatter; otherwise the first dimension that it divides. The axis `layers` is the last choice:
+        gradients are computed layer by layer, and the gradient of a layer would be on some of the devices only. If no
+        dimension is divisible, the result is `weight_spec`.
         """
-        words = check_axes(name, words)
-        split = [names_of(group) for group in self.weight_spec(words, shape, name)]
-        if self.sizes.get("data", 1) > 1 and "data" not in {axis for names in split for axis in names}:
-            rows = set(dict(self.activations).get("batch", ()))
-            preferred = lambda index: (words[index] == "layers", rows.isdisjoint(split[index]))  # noqa: E731
-            for index in sorted(range(len(words)), key=preferred):
-                if shape[index] % math.prod(self.sizes[axis] for axis in (*split[index], "data")) == 0:
+        axis_names = check_axes(name, axis_names)
+        split = [names_of(entry) for entry in self.weight_spec(axis_names, shape, name)]
+        if self.sizes.get("data", 1) > 1 and "data" not in {mesh_axis for entry in split for mesh_axis in entry}:
+            batch_axes = set(dict(self.activations).get("batch", ()))
+
+            def preference(index: int) -> tuple[bool, bool]:
+                return axis_names[index] == "layers", batch_axes.isdisjoint(split[index])
+
+            for index in sorted(range(len(axis_names)), key=preference):
+                if shape[index] % math.prod(self.sizes[mesh_axis] for mesh_axis in (*split[index], "data")) == 0:
                     split[index] += ("data",)
                     break
-        return PartitionSpec(*(names or None for names in split))
+        return PartitionSpec(*(mesh_axes or None for mesh_axes in split))
 
-    def gradient_spec(self, words: str | Axes, shape: Sequence[int]) -> PartitionSpec:
-        """Return the partition of a weight's gradient: `state_spec` if `gradients_over_data`, else `weight_spec`."""
-        return self.state_spec(words, shape) if self.gradients_over_data else self.weight_spec(words)
+    def gradient_spec(self, axis_names: str | Axes, shape: Sequence[int]) -> PartitionSpec:
+        """Return the `PartitionSpec` of a gradient: `state_spec` if `gradients_over_data`, otherwise `weight_spec`."""
+        return self.state_spec(axis_names, shape) if self.gradients_over_data else self.weight_spec(axis_names)
 
-    def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
-        """Return the partition of an activation. Mesh axes that do not divide `shape` are left out: it is a hint."""
-        words = check_axes("activation", words)
+    def activation_spec(self, axis_names: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Return the `PartitionSpec` of an activation.
+
+        Mesh axes that do not divide their dimension of `shape` are left out. Raises ConfigError if `shape` has another
+        number of dimensions than `axis_names`.
+        """
+        axis_names = check_axes("activation", axis_names)
         if shape is not None:
-            check(len(shape) == len(words), f"An activation of shape {tuple(shape)} can't be {' '.join(words)!r}.")
-        return self._activation_spec(words, shape)
+            check(
+                len(shape) == len(axis_names),
+                f"An activation of shape {tuple(shape)} must have the {len(axis_names)} axes {' '.join(axis_names)!r}.",
+            )
+        return self._activation_spec(axis_names, shape)
 
-    def _activation_spec(self, words: Axes, shape: Sequence[int] | None) -> PartitionSpec:
-        split = split_dimensions(self.activations, words, self.sizes)
+    def _activation_spec(self, axis_names: Axes, shape: Sequence[int] | None) -> PartitionSpec:
+        split = split_dimensions(self.activations, axis_names, self.sizes)
         if shape is not None:
-            split = [dividing(names, size, self.sizes) for names, size in zip(split, shape, strict=True)]
-        return PartitionSpec(*(names or None for names in split))
+            split = [dividing(mesh_axes, size, self.sizes) for mesh_axes, size in zip(split, shape, strict=True)]
+        return PartitionSpec(*(mesh_axes or None for mesh_axes in split))
 
-    def activation_sharding(self, words: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
-        """Return `activation_spec` on the mesh, for batches and caches."""
-        return self._sharding(self.activation_spec(words, shape))
+    def activation_sharding(self, axis_names: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
+        """Return the sharding of a batch, a cache or another activation (see `activation_spec`)."""
+        return self._sharding(self.activation_spec(axis_names, shape))
 
-    def weight_sharding(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> Sharding:
-        """Return `weight_spec` on the mesh."""
-        return self._sharding(self.weight_spec(words, shape, name))
+    def weight_sharding(self, axis_names: str | Axes, shape: Sequence[int], name: str = "weight") -> Sharding:
+        """Return the sharding of a weight (see `weight_spec`)."""
+        return self._sharding(self.weight_spec(axis_names, shape, name))
 
     def replicated(self) -> Sharding:
-        """Return the sharding of an array that every device holds whole."""
+        """Return the sharding of a replicated array."""
         return self._sharding(PartitionSpec())
 
     def _sharding(self, spec: PartitionSpec) -> Sharding:
         return SingleDeviceSharding(self.device) if self.mesh is None else NamedSharding(self._mesh, spec)
 
     def without_stage(self) -> "Layout":
-        """Return the layout of one stage, for programs in a `jax.shard_map` over `stage`."""
+        """Return the layout of a single stage, for code inside a `jax.shard_map` over `stage`."""
 
-        def without(table: Table) -> Table:
-            return tuple((word, tuple(name for name in names if name != "stage")) for word, names in table)
+        def without_stage(table: Table) -> Table:
+            return tuple((axis, tuple(name for name in mesh_axes if name != "stage")) for axis, mesh_axes in table)
 
-        return dataclasses.replace(self, weights=without(self.weights), activations=without(self.activations))
+        return dataclasses.replace(
+            self, weights=without_stage(self.weights), activations=without_stage(self.activations)
+        )
 
-    def constrain(self, x: Array, words: str) -> Array:
-        """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
-        return self._constrained(x, self.activation_spec(words, x.shape))
+    def constrain(self, x: Array, axis_names: str) -> Array:
+        """Constrain the sharding of an activation: `layout.constrain(x, "batch length embed")`."""
+        return self._constrained(x, self.activation_spec(axis_names, x.shape))
 
     def replicate(self, x: Array) -> Array:
-        """Tell XLA to give every device the whole array, so that each process can read it."""
+        """Constrain an array to be replicated, so that each process can read it."""
         return self._constrained(x, PartitionSpec())
 
-    def constrain_weight(self, x: Array, words: str) -> Array:
-        """Tell XLA how to split an array by the table of weights: a gradient."""
-        return x if self.single else self._constrained(x, self.weight_spec(words))
+    def constrain_weight(self, x: Array, axis_names: str) -> Array:
+        """Constrain the sharding of an array, such as a gradient, by the rules for weights."""
+        return x if self.single else self._constrained(x, self.weight_spec(axis_names))
 
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
         if self.mesh is None or self.single:
             return x
         if self.explicit and not works_in_auto_mode():
-            return reshard(x, NamedSharding(self.mesh, spec))  # a type is no hint
+            return reshard(x, NamedSharding(self.mesh, spec))  # sharding constraints apply to Auto axes only
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, spec))
 
-    def used_spec(self, words: str | Axes) -> PartitionSpec:
-        """Return the partition of a weight in products with activations: gathered along the axes that split their
-        tokens.
+    def used_spec(self, axis_names: str | Axes) -> PartitionSpec:
+        """Return the `PartitionSpec` of a weight in products with activations.
 
-        Axes that also split the same dimension of activations stay, as for experts and heads; so do stacked layers.
+        The weight is gathered along the mesh axes that split tokens. It remains split along mesh axes that split the
+        same dimension of activations, such as experts and heads, and along the axis `layers`.
         """
-        rows = dict(self.activations)
-        tokens = {*rows.get("batch", ()), *rows.get("length", ())}
+        rules = dict(self.activations)
+        token_axes = {*rules.get("batch", ()), *rules.get("length", ())}
 
-        def staying(word: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
-            stays = (name for name in names if word == "layers" or name not in tokens or name in rows.get(word, ()))
-            return tuple(stays) or None
+        def remaining(axis: str, mesh_axes: tuple[str, ...]) -> tuple[str, ...] | None:
+            if axis == "layers":
+                return mesh_axes or None
+            split_axes = rules.get(axis, ())
+            return tuple(name for name in mesh_axes if name not in token_axes or name in split_axes) or None
 
-        return PartitionSpec(
-            *(
-                staying(word, names_of(group))
-                for word, group in zip(check_axes("weight", words), self.weight_spec(words), strict=True)
-            )
-        )
+        names = check_axes("weight", axis_names)
+        spec = self.weight_spec(axis_names)
+        return PartitionSpec(*(remaining(name, names_of(entry)) for name, entry in zip(names, spec, strict=True)))
 
-    def gather_weight(self, x: Array, words: str | Axes) -> Array:
-        """Tell XLA to gather a weight for its products: split as activations are, whole where they are not.
+    def gather_weight(self, x: Array, axis_names: str | Axes) -> Array:
+        """Constrain a weight to be gathered for its products with activations (see `used_spec`).
 
-        Its gradient is split like the weight: devices add theirs up and keep their parts (reduce-scatter). Left alone,
-        XLA may send a large weight round in a ring of small pieces, twice as many bytes, and more programs.
+        Its gradient is constrained to be split like the weight (reduce-scatter). Without these constraints, XLA may
+        pass a large weight around a ring in small pieces, which sends twice as many bytes and makes larger programs.
         """
-        shardings = self.gather_places(words, x.shape)
+        shardings = self.gather_places(axis_names, x.shape)
         return x if shardings is None else _gather(*shardings, x)
 
-    def gather_places(self, words: str | Axes, shape: Sequence[int]) -> tuple[NamedSharding, NamedSharding] | None:
-        """Return the shardings of a weight in products and of its gradient; None if they are equal."""
+    def gather_places(self, axis_names: str | Axes, shape: Sequence[int]) -> tuple[NamedSharding, NamedSharding] | None:
+        """Return the sharding of a weight in products and the sharding of its gradient. None: they are equal."""
         if self.mesh is None or self.single:
             return None
-        stored, whole = self.gradient_spec(words, shape), self.used_spec(words)
-        if whole == stored:
+        gradient_spec = self.gradient_spec(axis_names, shape)
+        used_spec = self.used_spec(axis_names)
+        if used_spec == gradient_spec:
             return None
-        return NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored)
+        return NamedSharding(self.mesh_here, used_spec), NamedSharding(self.mesh_here, gradient_spec)
 
-    def activation_parts(self, words: str, shape: Sequence[int]) -> int:
-        """Return the number of parts into which an activation is split."""
-        spec = self.activation_spec(words, shape)
-        return math.prod(self.sizes[name] for group in spec for name in names_of(group))
+    def activation_parts(self, axis_names: str, shape: Sequence[int]) -> int:
+        """Return the number of shards of an activation."""
+        spec = self.activation_spec(axis_names, shape)
+        return math.prod(self.sizes[name] for entry in spec for name in names_of(entry))
 
     def shardings(self, tree: PyTree) -> PyTree:
         """Return the sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree.
 
-        Weights that `offload.weights` names are in the memory of the host.
+        Weights that match `offload.weights` are placed in host memory.
         """
         return self._shardings(tree, self.weight_spec, "weights")
 
     def state_shardings(self, tree: PyTree, *, over_data: bool) -> PyTree:
-        """Return `shardings` for the optimizer state of these weights: on the host if `offload.optimizer` says so.
+        """Return the shardings of the optimizer state of every weight in a tree of modules, as a tree.
 
-        `over_data` splits it over copies of the weights, also, as `state_spec` says.
+        States of weights that match `offload.optimizer` are placed in host memory.
+
+        **Arguments:**
+
+        - `over_data`: also split the state over `data` (see `state_spec`).
         """
         return self._shardings(tree, self.state_spec if over_data else self.weight_spec, "optimizer")
 
     @property
     def on_device(self) -> "Layout":
-        """Return the layout without `offload`."""
+        """Layout with all weights and optimizer states in device memory."""
         return dataclasses.replace(self, offload=Offload())
 
     def activation_shardings(self, tree: PyTree) -> PyTree:
-        """Return shardings by the table of activations, for caches."""
-        return self._shardings(tree, lambda words, shape, name: self.activation_spec(words, shape))
+        """Return the shardings of every array in a tree by the rules for activations, for caches."""
+        return self._shardings(tree, lambda axis_names, shape, name: self.activation_spec(axis_names, shape))
 
     def _shardings(
-        self, tree: PyTree, spec: Callable[[Axes, Sequence[int], str], PartitionSpec], kind: str | None = None
+        self, tree: PyTree, spec: Callable[[Axes, Sequence[int], str], PartitionSpec], offload_field: str | None = None
     ) -> PyTree:
-        words = axes(tree)
+        axis_names = axes(tree)
 
-        def one(path, leaf):
+        def leaf_sharding(path, leaf):
             name = path_name(path)
-            sharding = self._sharding(spec(words[name], leaf.shape, name))
-            host = kind is not None and self.offload.holds(kind, name, words[name])
-            return sharding.with_memory_kind(HOST) if host else sharding
+            sharding = self._sharding(spec(axis_names[name], leaf.shape, name))
+            on_host = offload_field is not None and self.offload.holds(offload_field, name, axis_names[name])
+            return sharding.with_memory_kind(HOST) if on_host else sharding
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+        return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
     @property
     def mesh_here(self) -> Any:
-        """Mesh for constraints and `jax.shard_map`, also inside of a `jax.shard_map` over some of its axes."""
-        rule = "on an explicit mesh only inside of layout.automatically, where the calls of a model are already"
-        check(not self.explicit or works_in_auto_mode(), f"Layers and constraints work {rule}.")
+        """Mesh for sharding constraints and `jax.shard_map`, also inside a `jax.shard_map` over some of its axes.
+
+        Raises ConfigError on an explicit mesh outside of `automatically`.
+        """
+        check(
+            not self.explicit or works_in_auto_mode(),
+            "On a mesh with explicit axes, layers and sharding constraints must be called inside a function that is "
+            "wrapped by layout.automatically. Calls of a model are wrapped already.",
+        )
         return jax.sharding.get_abstract_mesh() if self._mapped else self._mesh
 
     @property
     def _mesh(self) -> Any:
-        """Mesh with axes of the current type."""
+        """Mesh with the axis type of the surrounding code: Auto inside `automatically`."""
         return with_auto_axes(self.mesh) if self.explicit and works_in_auto_mode() else self.mesh
 
     @property
     def axes_here(self) -> frozenset[str]:
-        """Mesh axes that a `jax.shard_map` may map here: those that none around it does."""
+        """Mesh axes that a `jax.shard_map` may map here: all axes that no surrounding `jax.shard_map` maps."""
         return frozenset(str(name) for name in self.mesh.axis_names) - self._mapped
 
     @property
     def _mapped(self) -> frozenset[str]:
-        """Mesh axes of the `jax.shard_map`s around this point of a program."""
+        """Mesh axes that surrounding `jax.shard_map`s map."""
         if self.mesh is None:
             return frozenset()
         return frozenset(jax.sharding.get_abstract_mesh().manual_axes) & frozenset(self.mesh.axis_names)
 
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Call `jax.shard_map` over all mesh axes that none around it maps already.
+        """Call `jax.shard_map` over all mesh axes that no surrounding `jax.shard_map` maps.
 
-        Unchecked, since types do not show that all devices of an axis have gathered the same values.
+        `check_vma` is off, because the types of gathered arrays do not show that all devices have the same values.
         """
-        where: dict[str, Any] = dict(mesh=self.mesh_here, axis_names=self.axes_here, check_vma=False)
-        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **where)
+        return jax.shard_map(
+            function,
+            mesh=self.mesh_here,
+            axis_names=self.axes_here,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices along each mesh axis; empty without a mesh."""
+        """Number of devices along each mesh axis; empty without a mesh."""
         return {} if self.mesh is None else {str(name): size for name, size in self.mesh.shape.items()}
 
     def with_batch_over_stage(self) -> "Layout":
-        """Return the layout whose batch is split over `stage` as well, for what runs outside of a pipeline."""
+        """Return the layout whose batch is also split over `stage`, for computations outside of a pipeline."""
         if self.sizes.get("stage", 1) == 1 or "stage" in dict(self.activations).get("batch", ()):
             return self
-        rows = {word: (*names, "stage") if word == "batch" else names for word, names in self.activations}
-        return dataclasses.replace(self, activations=rows)
+        rules = dict(self.activations)
+        if "batch" in rules:
+            rules["batch"] = (*rules["batch"], "stage")
+        return dataclasses.replace(self, activations=rules)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(whole: NamedSharding, stored: NamedSharding, x: Array) -> Array:
-    """Return `x` split as `whole`; its gradient is split as `stored`."""
-    return jax.lax.with_sharding_constraint(x, whole)
+def _gather(used: NamedSharding, of_gradient: NamedSharding, x: Array) -> Array:
+    """Constrain the sharding of `x`, and the sharding of its gradient."""
+    return jax.lax.with_sharding_constraint(x, used)
 
 
-def _gather_forward(whole, stored, x):
-    return _gather(whole, stored, x), None
+def _gather_forward(used, of_gradient, x):
+    return _gather(used, of_gradient, x), None
 
 
-def _gather_backward(whole, stored, _, gradient):
-    return (jax.lax.with_sharding_constraint(gradient, stored),)
+def _gather_backward(used, of_gradient, _, gradient):
+    return (jax.lax.with_sharding_constraint(gradient, of_gradient),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def out_shardings(shapes: PyTree) -> PyTree:
-    """Return shardings of arrays or shapes for `jax.jit`; None if all are on one device.
+    """Return the shardings of arrays or shapes for `jax.jit`. None if all arrays are on a single device.
 
-    There arrays stay uncommitted, as the results of `optimizer.init` do. Next to a committed weight these would come
-    out of a step committed, and the second step would be compiled again.
+    With None, results on a single device stay uncommitted, like the results of `optimizer.init`. If the weights were
+    committed, a train step would return a committed optimizer state, and the second step would be compiled again.
     """
     leaves = jax.tree.leaves(shapes)
     single = all(isinstance(x.sharding, SingleDeviceSharding) and x.sharding.memory_kind != HOST for x in leaves)
@@ -439,11 +497,11 @@ def out_shardings(shapes: PyTree) -> PyTree:
 
 
 def partitions(shapes: PyTree) -> PyTree:
-    """Return the `PartitionSpec`s of arrays or shapes on a mesh, for `Layout.automatically`."""
+    """Return the `PartitionSpec`s of arrays or shapes on a mesh: the `out_specs` of `Layout.automatically`."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
 
 
 def device_bytes(array: Any) -> int:
-    """Return the bytes of the largest piece of an array or `ShapeDtypeStruct` on one device."""
+    """Return the size in bytes of the largest shard of an array or `ShapeDtypeStruct`."""
     shape = array.shape if getattr(array, "sharding", None) is None else array.sharding.shard_shape(array.shape)
     return int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize
