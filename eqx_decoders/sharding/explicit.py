@@ -1,7 +1,8 @@
-"""Meshes with axes of type Explicit: arrays' types say how they are split, and JAX checks what is done with them.
+"""Support of meshes with axes of type Explicit, where the types of arrays include their shardings.
 
-The library itself computes in Auto mode, by the same programs as on a mesh of Auto axes; on the way in and out arrays
-change their types and nothing else. So a program may be explicit before and after it.
+Internally the library runs with Auto axes, so that programs are the same as on a mesh of Auto axes. Functions of the
+library that are called with arrays on an explicit mesh convert the types of their arguments and results. This moves no
+data.
 """
 
 import functools
@@ -34,29 +35,33 @@ T = TypeVar("T")
 
 
 def is_explicit(mesh: Any) -> bool:
-    """Return whether a mesh's axes are of type Explicit."""
+    """Return whether the axes of a mesh are of type Explicit."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 def works_in_auto_mode() -> bool:
-    """Return whether no axis of the current mesh is Explicit."""
+    """Return whether there is a current mesh (`jax.sharding.get_abstract_mesh`) without Explicit axes."""
     current = get_abstract_mesh()
     return not current.empty and AxisType.Explicit not in current.axis_types
 
 
 @functools.lru_cache(maxsize=64)
 def with_auto_axes(mesh: Any) -> Any:
-    """Return the same mesh, of devices or abstract, with axes of type Auto."""
-    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    """Return the same mesh, concrete or abstract, with axes of type Auto."""
+    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
 
 
 def in_auto_mode(mesh: Any, function: Callable[P, T], out_specs: Callable[[T], PyTree]) -> Callable[P, T]:
-    """Return the function, run in Auto mode if `mesh` is explicit: its arguments lose the sharding in their types.
+    """Return `function`; if `mesh` is explicit, wrap it to run with Auto axes.
 
-    `out_specs` returns the partitions (`PartitionSpec`) of all arrays in the result, as a tree like it.
+    The wrapper removes the shardings from the types of the arguments and adds shardings to the types of the results.
+
+    **Arguments:**
+
+    - `out_specs`: function from the result to the `PartitionSpec`s of its arrays, as a tree of the same structure.
     """
     if not is_explicit(mesh):
         return function
@@ -65,62 +70,64 @@ def in_auto_mode(mesh: Any, function: Callable[P, T], out_specs: Callable[[T], P
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if works_in_auto_mode():
             return function(*args, **kwargs)
-        _check_surroundings(mesh)
+        _check_current_mesh(mesh)
         with use_abstract_mesh(with_auto_axes(mesh).abstract_mesh):
-            args, kwargs = jax.tree.map(lambda x: _placed(x, PartitionSpec()), (args, kwargs))
+            args, kwargs = jax.tree.map(lambda x: _resharded(x, PartitionSpec()), (args, kwargs))
             result = function(*args, **kwargs)
             specs = out_specs(result)
-        return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), result, specs)
+        return jax.tree.map(lambda x, spec: _resharded(x, NamedSharding(mesh, spec)), result, specs)
 
     return call
 
 
-def _placed(x: Any, sharding: Any) -> Any:
+def _resharded(x: Any, sharding: Any) -> Any:
     return reshard(x, sharding) if isinstance(x, jax.Array) else x
 
 
-def _check_surroundings(mesh: Any) -> None:
+def _check_current_mesh(mesh: Any) -> None:
     current = get_abstract_mesh()
-    rule = f"Layout.mesh={mesh.abstract_mesh} can't be used in a program on the mesh {current}"
-    check(current.empty or current == mesh.abstract_mesh, f"{rule}: give jax.set_mesh the mesh of the layout, or none.")
+    check(
+        current.empty or current == mesh.abstract_mesh,
+        f"Layout.mesh={mesh.abstract_mesh} differs from the current mesh {current}. Pass the mesh of the layout to "
+        "jax.set_mesh, or do not call jax.set_mesh.",
+    )
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """Return the partition in the type of an array; in Auto mode types have none."""
+    """Return the `PartitionSpec` in the type of an array. With Auto axes it is empty."""
     return jax.typeof(x).sharding.spec
 
 
 def untyped(x: jax.Array) -> jax.Array:
-    """Return the same array in the same memory, on its mesh with Auto axes."""
+    """Return an array on an explicit mesh as an array on the same mesh with Auto axes. The buffers are shared."""
     if not isinstance(x.sharding, NamedSharding) or not is_explicit(x.sharding.mesh):
         return x
     sharding = NamedSharding(with_auto_axes(x.sharding.mesh), x.sharding.spec)
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, [part.data for part in x.addressable_shards])
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard.data for shard in x.addressable_shards])
 
 
 def mesh_of(tree: PyTree) -> Any:
-    """Return the mesh in the types of a tree's arrays; an empty one if they have none."""
+    """Return the mesh in the type of a tree's first array. It is empty if the type has no sharding."""
     return jax.typeof(jax.tree.leaves(tree)[0]).sharding.mesh
 
 
 def typed(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function of a decoder (its first argument), so that it runs in Auto mode on an explicit mesh.
+    """Wrap a function whose first argument is a decoder, so that it runs with Auto axes on an explicit mesh.
 
-    Arrays that it returns are split by the words of their types: those with a batch as the layout's activations, all
-    others not at all.
+    The return annotation determines the shardings of the results, see `Layout.automatically`.
     """
     name = next(iter(inspect.signature(function).parameters))
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        first: Any = args[0] if args else kwargs[name]
-        return first.execution.layout.automatically(function)(*args, **kwargs)
+        decoder: Any = args[0] if args else kwargs[name]
+        return decoder.execution.layout.automatically(function)(*args, **kwargs)
 
     return call
 
 
 def keeping_types(method: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a method that returns a tree like `self`, so that its arrays keep their types."""
+    """Wrap a method that returns a tree with the structure of `self`, so that its arrays keep their types."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
@@ -137,11 +144,12 @@ def declared(function: Callable[..., Any]) -> Any:
 def at_layer(tree: Any, index: int) -> Any:
     """Return layer `index` of a stacked tree."""
 
-    def of_device_array(leaf: Any) -> Any:
-        take = in_auto_mode(mesh_of(leaf), operator.getitem, lambda _: PartitionSpec(*spec_of(leaf)[1:]))
-        return take(leaf, index)
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf[index]
+        if not eqx.is_array(leaf):
+            return leaf
+        getitem = in_auto_mode(mesh_of(leaf), operator.getitem, lambda _: PartitionSpec(*spec_of(leaf)[1:]))
+        return getitem(leaf, index)
 
-    def of_leaf(leaf: Any) -> Any:
-        return leaf[index] if isinstance(leaf, np.ndarray) else of_device_array(leaf) if eqx.is_array(leaf) else leaf
-
-    return jax.tree.map(of_leaf, tree)
+    return jax.tree.map(take, tree)

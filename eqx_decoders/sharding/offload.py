@@ -1,4 +1,4 @@
-"""Arrays in the memory of the host: their choice, and their transfer to the device and back."""
+"""Host offloading: which arrays are stored in host memory, and their transfers between host and device."""
 
 import dataclasses
 import fnmatch
@@ -11,44 +11,51 @@ from jaxtyping import Array, PyTree
 from eqx_decoders.errors import CheckedFields
 
 
-HOST = "pinned_host"  # the kind of memory that devices read and write directly
+HOST = "pinned_host"  # memory kind of JAX: host memory that devices access directly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload(CheckedFields):
-    """Arrays in the memory of the host, which come to the device one layer at a time.
+    """Weights and optimizer states that are stored in host memory and fetched to the device layer by layer.
 
-    Patterns match paths of weights, and choose among the matrices of stacked layers: all else is small, or needed at
-    once.
+    Patterns match paths of weights, such as `*.mlp.*`. Only matrices of scanned layers are offloaded. Other weights are
+    small, or are needed as one array.
     """
 
     weights: tuple[str, ...] = ()
-    """Patterns of the paths of weights that the host keeps; each layer's are fetched where it runs, and with a remat
-    policy again for its gradient, which goes to the host, too."""
+    """Path patterns of weights in host memory. The weights of a layer are fetched when it runs and, with a remat
+    policy, again in its backward pass. Their gradients are sent to the host."""
     optimizer: tuple[str, ...] = ()
-    """Patterns of the paths of weights whose optimizer state and running means the host keeps; each layer's are
-    fetched, used and sent back. For adamw and lion."""
+    """Path patterns of weights whose optimizer state and EMA are in host memory. They are fetched, updated and sent
+    back layer by layer. Supported by adamw and lion."""
 
-    def holds(self, field: str, name: str, words: tuple[str, ...]) -> bool:
-        """Return whether the host holds the weight (or, by `field`, its state) at this path, with these axes."""
-        return may_stream(name, words) and any(fnmatch.fnmatchcase(name, each) for each in getattr(self, field))
+    def holds(self, field: str, name: str, axis_names: tuple[str, ...]) -> bool:
+        """Return whether a weight or its optimizer state is stored in host memory.
+
+        **Arguments:**
+
+        - `field`: `"weights"` or `"optimizer"`.
+        - `name`, `axis_names`: path and logical axes of the weight.
+        """
+        patterns = getattr(self, field)
+        return may_stream(name, axis_names) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def may_stream(name: str, words: tuple[str, ...]) -> bool:
-    """Return whether a weight is a matrix of each layer of a stack."""
-    return name.startswith("scanned_layers.") and words[0] == "layers" and len(words) > 2
+def may_stream(name: str, axis_names: tuple[str, ...]) -> bool:
+    """Return whether a weight can be offloaded: whether it is a matrix of scanned layers."""
+    return name.startswith("scanned_layers.") and axis_names[0] == "layers" and len(axis_names) > 2
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array in a program that is being traced is in the host's memory."""
+    """Return whether a traced array is in host memory."""
     return eqx.is_array(x) and jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """Return the tree with all arrays on the device; gradients of arrays of the host go back to it."""
+    """Return the tree with all arrays in device memory. Gradients of arrays from host memory return to host memory."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree)
 
 
 def to_home(x: Array, like: Array) -> Array:
-    """Return `x` in the memory of `like`."""
+    """Return `x` in the same memory (host or device) as `like`."""
     return jax.device_put(x, jax.memory.Space.Host) if is_on_host(like) else x

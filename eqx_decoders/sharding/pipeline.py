@@ -1,9 +1,9 @@
-"""A pipeline over the mesh axis `stage`: microbatches pass from stage to stage, each with some of the layers.
+"""Pipeline parallelism over the mesh axis `stage`: microbatches pass through stages, which have different layers.
 
-The schedule is circular (Narayanan et al. 2021, praxis, MaxText): with `repeats` a stage has several pieces of the
-stack, and each microbatch passes all stages so many times. In iteration i stage s works on item `n = i - lag * s`:
-microbatch `n mod microbatches` in repeat `n div microbatches`. Iterations without an item (n < 0 or beyond the last)
-are bubbles.
+The schedule is circular (Narayanan et al. 2021, praxis, MaxText): a stage has `repeats` pieces of the layer stack, and
+each microbatch passes all stages `repeats` times. In iteration i, stage s works on item `n = i - lag * s`: microbatch
+`n mod microbatches` in repeat `n div microbatches`. Iterations in which a stage has no item (n < 0, or n >= number of
+items) are bubbles.
 """
 
 import dataclasses
@@ -24,19 +24,23 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.pipeline_config import AXIS, Pipeline
 
 
-STAGE_INPUT = "stage_input"
+STAGE_INPUT = "stage_input"  # name of the saved value in `jax.checkpoint`
 
-# `stage(weights, by_layer, by_row, x, microbatch)` runs a piece of the stack: the stream after it, and statistics.
+# `stage(weights, by_layer, by_row, x, microbatch)` runs a piece of the stack. It returns the residual stream and
+# statistics.
 Stage = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[Array, PyTree]]
 
 
 def cut_rows(x: Shaped[Array, "batch ..."], count: int) -> Shaped[Array, "microbatches rows ..."]:
-    """Cut arrays into microbatches: number m has rows m, m + count, …, equally many of every device."""
+    """Split a batch into `count` microbatches. Microbatch m has the sequences m, m + count, ….
+
+    With this order, each microbatch has the same number of sequences from every device.
+    """
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
 
 
 def join_rows(x: Shaped[Array, "microbatches rows ..."]) -> Shaped[Array, "batch ..."]:
-    """Join the microbatches of `cut_rows` to a batch."""
+    """Join the microbatches of `cut_rows` to a batch (the inverse of `cut_rows`)."""
     return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
@@ -53,54 +57,58 @@ def run_pipeline(
     gathered: Callable[[PyTree], PyTree] = lambda weights: weights,
     policy: Callable[..., bool] | None = None,
 ) -> tuple[Float[Array, "batch length *streams embed"], PyTree]:
-    """Run all layers, one piece after the other, over the stages of a mesh.
+    """Run layers as a pipeline over the mesh axis `stage`.
 
-    Returns the stream, and statistics `[layers, microbatches, ...]`.
+    Returns the residual stream, and statistics `[layers, microbatches, ...]`.
 
     **Arguments:**
 
-    - `stage`: runs a piece of the stack: `stage(weights, by_layer, by_row, x, microbatch)`, the first two with the
-        piece's layers in front, the others those of the microbatch with this number.
-    - `weights`, `by_layer`: arrays with all layers in front, so many that they fill all pieces.
-    - `by_row`: arrays cut by `cut_rows`.
-    - `contiguous`: whether the layers of weights are stored split over `stage`.
-    - `gathered`: weights as they come, with all that `fsdp` and such split in one place.
-    - `policy`: of `jax.checkpoint` around `stage`; None for no checkpoint.
+    - `stage`: function that runs a piece of the stack, `stage(weights, by_layer, by_row, x, microbatch)`. It receives
+        the layers of the piece in `weights` and `by_layer`, and the inputs of the microbatch in `by_row` and `x`.
+    - `weights`, `by_layer`: arrays `[layers, ...]`. The number of layers is a multiple of `stages * repeats`.
+    - `by_row`: arrays `[microbatches, sequences, ...]`, split by `cut_rows`.
+    - `x`: residual stream.
+    - `contiguous`: whether `stage` splits the stored weights along their axis of layers.
+    - `gathered`: function that constrains weights to be gathered along `fsdp` and similar mesh axes.
+    - `policy`: policy of the `jax.checkpoint` around `stage`. None: no `jax.checkpoint`.
     """
     stages = layout.sizes[AXIS]
     pipeline.check_fits(x.shape[0], stages)
-    border = _Border.of(layout, x, pipeline.microbatches)
+    transfer = _BatchTransfer.create(layout, x, pipeline.microbatches)
 
-    def cut(leaf: Array) -> Array:
+    def split_layers(leaf: Array) -> Array:
         pieces = pipeline.repeats * stages
         return leaf.reshape(pipeline.repeats, stages, leaf.shape[0] // pieces, *leaf.shape[1:])
 
-    def on_stage(weights, by_layer, by_row, x):
-        along_stage = _own_pieces(weights, pipeline.repeats, stages) if contiguous else _first(weights)
+    def run_stage(weights, by_layer, by_row, x):
+        pieces = _exchange_pieces(weights, pipeline.repeats, stages) if contiguous else _drop_stage_axis(weights)
         by_row, queue = jax.tree.map(lambda leaf: leaf[0], (by_row, x))
         schedule = _Schedule(stage, pipeline, stages, gathered, policy)
-        y, stats = schedule.run(along_stage, _first(by_layer), by_row, queue)
+        y, stats = schedule.run(pieces, _drop_stage_axis(by_layer), by_row, queue)
         return y[None], jax.tree.map(lambda leaf: leaf[:, None], stats)
 
-    along_stage, split = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
+    first_axis = PartitionSpec(AXIS)
+    second_axis = PartitionSpec(None, AXIS)
     run = jax.shard_map(
-        on_stage,
+        run_stage,
         mesh=layout.mesh_here,
         axis_names={AXIS},
-        in_specs=(along_stage if contiguous else split, split, along_stage, along_stage),
-        out_specs=(along_stage, split),
-        check_vma=False,  # layers add values that differ among stages to zeros that do not
+        in_specs=(first_axis if contiguous else second_axis, second_axis, first_axis, first_axis),
+        out_specs=(first_axis, second_axis),
+        check_vma=False,  # layers add values that vary over `stage` to zeros that do not
     )
-    # a copy for each stage: gradients of shared arrays would be summed inside, where XLA on CPU can't in 16 bits
+    # Each stage gets a copy. The gradient of a shared array would be summed over the stages inside the `shard_map`,
+    # and XLA on CPU cannot do this for 16-bit values.
     by_row = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (stages, *leaf.shape)), by_row)
-    weights, by_layer = weights if contiguous else jax.tree.map(cut, weights), jax.tree.map(cut, by_layer)
-    y, stats = run(weights, by_layer, by_row, border.enter(x))
-    return border.leave(y), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), stats)
+    weights = weights if contiguous else jax.tree.map(split_layers, weights)
+    by_layer = jax.tree.map(split_layers, by_layer)
+    y, stats = run(weights, by_layer, by_row, transfer.to_stages(x))
+    return transfer.from_stages(y), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), stats)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """Iterations of one stage, inside of `jax.shard_map`."""
+    """Iterations of a stage, inside `jax.shard_map`. For the fields, see `run_pipeline`."""
 
     stage: Stage
     pipeline: Pipeline
@@ -109,182 +117,206 @@ class _Schedule:
     policy: Callable[..., bool] | None
 
     def run(self, weights: PyTree, by_layer: PyTree, by_row: PyTree, queue: Array) -> tuple[Array, PyTree]:
-        """Return the last stage's output for all microbatches; `queue` is the first stage's input.
+        """Return the output of the last stage for all microbatches; `queue` is the input of the first stage.
 
-        Weights and `by_layer` are `[repeats, layers, ...]`, statistics `[repeats, layers, microbatches, ...]`.
+        `weights` and `by_layer` are `[repeats, layers, ...]`, statistics are `[repeats, layers, microbatches, ...]`.
         """
-        setup, me = self.pipeline, lax.axis_index(AXIS)
-        last, lag, items, count = self.stages - 1, setup.lag, setup.items, setup.microbatches
-        # the last stage's results come back to the first one only if there is something left to do
-        steps = [(s, s + 1) for s in range(last)] + [(last, 0)] * (setup.repeats > 1)
+        pipeline = self.pipeline
+        stage_index = lax.axis_index(AXIS)
+        last = self.stages - 1
+        lag, items, microbatches = pipeline.lag, pipeline.items, pipeline.microbatches
+        # Results of the last stage return to the first one only if there are further repeats.
+        steps = [(stage, stage + 1) for stage in range(last)] + [(last, 0)] * (pipeline.repeats > 1)
         work = self._work if self.policy is None else jax.checkpoint(self._work, policy=self.policy, prevent_cse=False)
 
         def iterate(pieces, by_layer, by_row, carry, i):
-            """Run iterations; `pieces` are weights and the repeat of the first of them."""
-            (weights, first), (queue, received, before) = pieces, carry
-            item = jnp.maximum(i - lag * me, 0)
-            repeat = jnp.minimum(item // count, setup.repeats - 1)
-            x = checkpoint_name(jnp.where(me == 0, queue[i % count], received), STAGE_INPUT)
-            y, stats = work(weights, jnp.maximum(repeat - first, 0), by_layer, by_row, x, repeat, item % count)
-            arrived = lax.ppermute(before if setup.delay else y, AXIS, steps)
-            # the last stage stores its own outputs, the first one those that have come back
+            """Run iteration i. `pieces`: weights, and the repeat of the first piece in them."""
+            (weights, first_repeat), (queue, received, previous_y) = pieces, carry
+            item = jnp.maximum(i - lag * stage_index, 0)
+            repeat = jnp.minimum(item // microbatches, pipeline.repeats - 1)
+            x = checkpoint_name(jnp.where(stage_index == 0, queue[i % microbatches], received), STAGE_INPUT)
+            piece = jnp.maximum(repeat - first_repeat, 0)
+            y, stats = work(weights, piece, by_layer, by_row, x, repeat, item % microbatches)
+            arrived = lax.ppermute(previous_y if pipeline.delay else y, AXIS, steps)
+            # The last stage stores its output. The first stage stores the output that the last stage has sent back.
             done = i - lag * last
-            number = jnp.where(me == last, done, done - (lag - 1))
-            keeps = (number >= 0) & ((me == last) | ((me == 0) & (setup.repeats > 1)))
-            stored = jnp.where(keeps, jnp.where(me == last, y, arrived), queue[number % count])
-            queue = lax.dynamic_update_index_in_dim(queue, stored, number % count, 0)
-            return (queue, arrived, y if setup.delay else before), stats
+            item_to_store = jnp.where(stage_index == last, done, done - (lag - 1))
+            is_storing_stage = (stage_index == last) | ((stage_index == 0) & (pipeline.repeats > 1))
+            is_stored = (item_to_store >= 0) & is_storing_stage
+            new = jnp.where(stage_index == last, y, arrived)
+            index = item_to_store % microbatches
+            queue = lax.dynamic_update_index_in_dim(queue, jnp.where(is_stored, new, queue[index]), index, 0)
+            return (queue, arrived, y if pipeline.delay else previous_y), stats
 
-        def loop(pieces, by_layer, by_row, carry, begin, length):
-            numbers = begin + jnp.arange(length, dtype=jnp.int32)
-            return lax.scan(functools.partial(iterate, pieces, by_layer, by_row), carry, numbers)
+        def loop(pieces, by_layer, by_row, carry, start, length):
+            iterations = start + jnp.arange(length, dtype=jnp.int32)
+            return lax.scan(functools.partial(iterate, pieces, by_layer, by_row), carry, iterations)
 
-        # before anything has arrived a stage reads a microbatch, too: with zeros some gradients are not finite
-        carry = queue, queue[0], queue[0] if setup.delay else None
-        if setup.gather == "repeat":
-            carry, stats = self._by_repeat(loop, weights, by_layer, by_row, carry)
+        # Until its first input has arrived, a stage computes with a microbatch: some gradients at zero are not finite.
+        carry = queue, queue[0], queue[0] if pipeline.delay else None
+        if pipeline.gather == "repeat":
+            carry, stats = self._run_by_repeat(loop, weights, by_layer, by_row, carry)
         else:
-            weights = self.gathered(weights) if setup.gather == "once" else weights
-            carry, stats = loop((weights, 0), by_layer, by_row, carry, 0, items + setup.bubbles(self.stages))
-        return carry[0], jax.tree.map(lambda leaf: self._of_items(leaf, lag * me), stats)
+            weights = self.gathered(weights) if pipeline.gather == "once" else weights
+            carry, stats = loop((weights, 0), by_layer, by_row, carry, 0, items + pipeline.bubbles(self.stages))
+        return carry[0], jax.tree.map(lambda leaf: self._without_bubbles(leaf, lag * stage_index), stats)
 
-    def _by_repeat(
+    def _run_by_repeat(
         self, loop: Callable[..., Any], weights: PyTree, by_layer: PyTree, by_row: PyTree, carry: Any
     ) -> tuple[Any, PyTree]:
-        """Run the iterations of one repeat after the other; two pieces of weights are gathered before each.
+        """Run the iterations repeat by repeat, and gather two pieces of weights before each repeat.
 
-        The later stages are in the repeat before for a while. Pieces are gathered again for the gradient.
+        Two pieces are necessary because later stages are still in the previous repeat for some iterations. In the
+        backward pass, the pieces are gathered again.
         """
-        setup = self.pipeline
+        pipeline = self.pipeline
 
-        def part(weights, by_layer, by_row, carry, repeat, length):
+        def run_repeat(weights, by_layer, by_row, carry, repeat, length):
             first = jnp.maximum(repeat - 1, 0)
-            both = jnp.stack([first, jnp.minimum(first + 1, setup.repeats - 1)])
-            pieces = self.gathered(jax.tree.map(lambda leaf: leaf[both], weights))
-            return loop((pieces, first), by_layer, by_row, carry, repeat * setup.microbatches, length)
+            indices = jnp.stack([first, jnp.minimum(first + 1, pipeline.repeats - 1)])
+            pieces = self.gathered(jax.tree.map(lambda leaf: leaf[indices], weights))
+            return loop((pieces, first), by_layer, by_row, carry, repeat * pipeline.microbatches, length)
 
         if self.policy is not None:
-            policy, inputs = self.policy, jax.checkpoint_policies.save_only_these_names(STAGE_INPUT)
-            part_policy = lambda *args, **params: inputs(*args, **params) or policy(*args, **params)  # noqa: E731
-            part = jax.checkpoint(part, policy=part_policy, prevent_cse=False, static_argnums=5)
+            policy = self.policy
+            saves_input = jax.checkpoint_policies.save_only_these_names(STAGE_INPUT)
+
+            def repeat_policy(*args, **params) -> bool:
+                return saves_input(*args, **params) or policy(*args, **params)
+
+            run_repeat = jax.checkpoint(run_repeat, policy=repeat_policy, prevent_cse=False, static_argnums=5)
 
         def step(carry, repeat):
-            return part(weights, by_layer, by_row, carry, repeat, setup.microbatches)
+            return run_repeat(weights, by_layer, by_row, carry, repeat, pipeline.microbatches)
 
-        repeats = jnp.arange(setup.repeats, dtype=jnp.int32)
+        repeats = jnp.arange(pipeline.repeats, dtype=jnp.int32)
         carry, stats = lax.scan(step, carry, repeats)
-        end = jnp.asarray(setup.repeats, jnp.int32)
-        carry, rest = part(weights, by_layer, by_row, carry, end, setup.bubbles(self.stages))
-        return carry, jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), stats, rest)
+        end = jnp.asarray(pipeline.repeats, jnp.int32)
+        carry, last_stats = run_repeat(weights, by_layer, by_row, carry, end, pipeline.bubbles(self.stages))
+        return carry, jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), stats, last_stats)
 
     def _work(
-        self, weights: PyTree, index: Array, by_layer: PyTree, by_row: PyTree, x: Array, repeat: Array, number: Array
+        self,
+        weights: PyTree,
+        piece: Array,
+        by_layer: PyTree,
+        by_row: PyTree,
+        x: Array,
+        repeat: Array,
+        microbatch: Array,
     ) -> tuple[Array, PyTree]:
-        """Run one item; its inputs are sliced here, so that none of them is saved for the gradient."""
-        piece, layers, rows = _at(weights, index), _at(by_layer, repeat), _at(by_row, number)
-        return self.stage(piece, layers, rows, x, number)
+        """Run an item. Inputs are sliced inside this function, so that `jax.checkpoint` does not save the slices."""
+        return self.stage(_at(weights, piece), _at(by_layer, repeat), _at(by_row, microbatch), x, microbatch)
 
-    def _of_items(self, leaf: Array, begin: Array) -> Array:
+    def _without_bubbles(self, leaf: Array, start: Array) -> Array:
         """Reorder `[iterations, layers, ...]` to `[repeats, layers, microbatches, ...]`, without bubbles."""
-        valid = lax.dynamic_slice_in_dim(leaf, begin, self.pipeline.items)
+        valid = lax.dynamic_slice_in_dim(leaf, start, self.pipeline.items)
         return jnp.moveaxis(valid.reshape(self.pipeline.repeats, -1, *leaf.shape[1:]), 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Border:
-    """Conversion of a batch to `[stages, microbatches, ...]` on the stages, and back.
+class _BatchTransfer:
+    """Transfer of a batch to the stages, as `[stages, microbatches, ...]`, and back.
 
     **Arguments:**
 
-    - `count`: microbatches.
-    - `outside`, `inside`: how the batch is split there, and a microbatch here.
-    - `shared`: whether stages have rows of their own outside, and these pass the border by one collective.
+    - `microbatches`: number of microbatches.
+    - `batch_spec`: `PartitionSpec` of the batch outside of the pipeline.
+    - `microbatch_spec`: `PartitionSpec` of a microbatch on a stage.
+    - `uses_collectives`: whether `stage` splits the batch outside of the pipeline and all other axes are split in the
+        same way on both sides, so that a single collective can transfer the batch.
     """
 
     layout: Layout
-    count: int
-    outside: PartitionSpec
-    inside: PartitionSpec
-    shared: bool
+    microbatches: int
+    batch_spec: PartitionSpec
+    microbatch_spec: PartitionSpec
+    uses_collectives: bool
 
     @classmethod
-    def of(cls, layout: Layout, x: Array, count: int) -> "_Border":
-        words = "batch length embed" if x.ndim == 3 else "batch length streams embed"
-        outside = layout.activation_spec(words, x.shape)
-        inside = layout.without_stage().activation_spec(words, (x.shape[0] // count, *x.shape[1:]))
-        shared = names_of(outside[0]) == (*names_of(inside[0]), AXIS) and inside[1:] == outside[1:]
-        return cls(layout, count, outside, inside, shared)
+    def create(cls, layout: Layout, x: Array, microbatches: int) -> "_BatchTransfer":
+        axis_names = "batch length embed" if x.ndim == 3 else "batch length streams embed"
+        batch_spec = layout.activation_spec(axis_names, x.shape)
+        microbatch_shape = (x.shape[0] // microbatches, *x.shape[1:])
+        microbatch_spec = layout.without_stage().activation_spec(axis_names, microbatch_shape)
+        uses_collectives = (
+            names_of(batch_spec[0]) == (*names_of(microbatch_spec[0]), AXIS) and microbatch_spec[1:] == batch_spec[1:]
+        )
+        return cls(layout, microbatches, batch_spec, microbatch_spec, uses_collectives)
 
-    def enter(self, x: Array) -> Array:
+    def to_stages(self, x: Array) -> Array:
         """Return all microbatches on every stage."""
-        if not self.shared:
-            x = jnp.broadcast_to(cut_rows(x, self.count)[None], self._shape(x))
-            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self._spec))
+        if not self.uses_collectives:
+            x = jnp.broadcast_to(cut_rows(x, self.microbatches)[None], self._stages_shape(x))
+            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self._stages_spec))
 
-        def spread(x):
-            return cut_rows(lax.all_gather(x, AXIS, tiled=True), self.count)[None]
+        def gather(x):
+            return cut_rows(lax.all_gather(x, AXIS, tiled=True), self.microbatches)[None]
 
-        return self._mapped(spread, self.outside, self._spec)(x)
+        return self._shard_map(gather, self.batch_spec, self._stages_spec)(x)
 
-    def leave(self, x: Array) -> Array:
-        """Return the last stage's microbatches as a batch."""
-        if not self.shared:
+    def from_stages(self, x: Array) -> Array:
+        """Return the microbatches of the last stage as a batch."""
+        if not self.uses_collectives:
             x = join_rows(x[-1])
-            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self.outside))
+            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self.batch_spec))
 
         last = len(x) - 1
 
-        def share(x):
-            mine = jnp.where(lax.axis_index(AXIS) == last, x[0], 0)
-            return lax.psum_scatter(join_rows(mine), AXIS, tiled=True)
+        def scatter(x):
+            masked = jnp.where(lax.axis_index(AXIS) == last, x[0], 0)
+            return lax.psum_scatter(join_rows(masked), AXIS, tiled=True)
 
-        return self._mapped(share, self._spec, self.outside)(x)
+        return self._shard_map(scatter, self._stages_spec, self.batch_spec)(x)
 
-    def _mapped(self, run: Callable[[Array], Array], before: PartitionSpec, after: PartitionSpec) -> Callable:
-        """Map a function over all mesh axes; with `stage` alone XLA would not split the other dimensions of
-        collectives.
-        """
+    def _shard_map(
+        self, function: Callable[[Array], Array], in_specs: PartitionSpec, out_specs: PartitionSpec
+    ) -> Callable:
+        """Map a function over all mesh axes. Over `stage` only, XLA would not split the other axes in collectives."""
         return jax.shard_map(
-            run,
+            function,
             mesh=self.layout.mesh_here,
             axis_names=self.layout.axes_here,
-            in_specs=before,
-            out_specs=after,
+            in_specs=in_specs,
+            out_specs=out_specs,
         )
 
-    def _shape(self, x: Array) -> tuple[int, ...]:
-        return self.layout.sizes[AXIS], self.count, x.shape[0] // self.count, *x.shape[1:]
+    def _stages_shape(self, x: Array) -> tuple[int, ...]:
+        return self.layout.sizes[AXIS], self.microbatches, x.shape[0] // self.microbatches, *x.shape[1:]
 
     @property
-    def _spec(self) -> PartitionSpec:
-        return PartitionSpec(AXIS, None, *self.inside)
+    def _stages_spec(self) -> PartitionSpec:
+        return PartitionSpec(AXIS, None, *self.microbatch_spec)
 
 
-def _own_pieces(weights: PyTree, repeats: int, stages: int) -> PyTree:
-    """Return the pieces that a stage runs, `[repeats, layers, ...]`, from its part of the stored layers.
+def _exchange_pieces(weights: PyTree, repeats: int, stages: int) -> PyTree:
+    """Return the pieces that a stage runs, `[repeats, layers, ...]`, from the layers that it stores.
 
-    Stage s has pieces `s * repeats, …` and runs pieces `s, s + stages, …`. In round t each stage sends one and gets
-    one: as `repeats * s` has the same remainder for stages at a distance of `stages / gcd`, these take turns.
+    Stage s stores the pieces `repeats * s, repeats * s + 1, …` and runs the pieces `s, s + stages, …`. In each of
+    `repeats` rounds, every stage sends a piece and receives a piece. `repeats * s mod stages` is equal for stages at a
+    distance of `stages / gcd(repeats, stages)`, so these stages send their pieces in a different order.
     """
-    cut = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), weights)
+    stored = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), weights)
     if repeats == 1:
-        return cut
-    me, distance = lax.axis_index(AXIS), stages // math.gcd(repeats, stages)
-    arrived, order = [], [[0] * repeats for _ in range(stages)]
-    for turn in range(repeats):
-        sent = [(turn + source // distance) % repeats for source in range(stages)]
+        return stored
+    stage_index = lax.axis_index(AXIS)
+    distance = stages // math.gcd(repeats, stages)
+    received = []
+    arrival_rounds = [[0] * repeats for _ in range(stages)]  # of each stage's pieces, in order
+    for round_index in range(repeats):
+        sent = [(round_index + source // distance) % repeats for source in range(stages)]
         pieces = [source * repeats + number for source, number in enumerate(sent)]
         for piece in pieces:
-            order[piece % stages][piece // stages] = turn
-        ways = [(source, piece % stages) for source, piece in enumerate(pieces)]
-        outgoing = _at(cut, jnp.asarray(sent, jnp.int32)[me])
-        arrived.append(jax.tree.map(lambda leaf, ways=ways: lax.ppermute(leaf, AXIS, ways), outgoing))
-    turns = jnp.asarray(order, jnp.int32)[me]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves)[turns], *arrived)
+            arrival_rounds[piece % stages][piece // stages] = round_index
+        pairs = [(source, piece % stages) for source, piece in enumerate(pieces)]
+        outgoing = _at(stored, jnp.asarray(sent, jnp.int32)[stage_index])
+        received.append(jax.tree.map(lambda leaf, pairs=pairs: lax.ppermute(leaf, AXIS, pairs), outgoing))
+    order = jnp.asarray(arrival_rounds, jnp.int32)[stage_index]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves)[order], *received)
 
 
-def _first(tree: PyTree) -> PyTree:
-    """Return a stage's part of arrays `[repeats, stages, ...]`."""
+def _drop_stage_axis(tree: PyTree) -> PyTree:
+    """Return a stage's shard of arrays `[repeats, stages, ...]` without the axis `stages`, whose size is 1."""
     return jax.tree.map(lambda leaf: leaf[:, 0], tree)
 
 

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline over the mesh axis `stage`."""
+"""Configuration of pipeline parallelism over the mesh axis `stage`."""
 
 import dataclasses
 from typing import Literal
@@ -12,16 +12,20 @@ GatherName = Literal["iteration", "repeat", "once"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig(CheckedFields):
-    """Settings of a pipeline over `Layout.stage` devices; without `microbatches` there is none.
+    """Settings of pipeline parallelism over `Layout.stage` devices.
 
     **Arguments:**
 
-    - `microbatches`: parts of the batch; at least as many as stages, with `delay` twice as many.
-    - `repeats`: how often a microbatch passes all stages: more repeats have a smaller share of bubbles and send more.
-        Weights are stored so that none moves for one repeat; with more, each moves to its stage once in a step.
-    - `delay`: results are sent while the next ones are computed, and read an iteration later; twice the bubbles.
-    - `gather`: when a stage gathers the weights that `fsdp` and such split: in each `"iteration"`, what least memory
-        needs; once in each `"repeat"`, two pieces being held; or `"once"` for all pieces.
+    - `microbatches`: number of microbatches of a batch, at least the number of stages; with `delay`, at least twice the
+        number of stages. None: no pipeline.
+    - `repeats`: number of times that a microbatch passes all stages (circular schedule). More repeats reduce the
+        fraction of bubbles and increase communication. With 1, weights are stored on the devices of their stage; with
+        more, each weight is sent to its stage once per step.
+    - `delay`: send the outputs of a stage while the next outputs are computed, so that the next stage reads them an
+        iteration later. This doubles the bubbles.
+    - `gather`: when a stage gathers weights that `fsdp` and other mesh axes split. `"iteration"`: in every iteration,
+        which needs the least memory. `"repeat"`: once per repeat, which stores the gathered weights of two pieces.
+        `"once"`: once for all pieces.
     """
 
     checked_name = "Pipeline."
@@ -31,43 +35,54 @@ class PipelineConfig(CheckedFields):
     gather: GatherName = "iteration"
 
     def schedule(self) -> "Pipeline | None":
-        """Return the schedule of the pipeline; None for none."""
+        """Return the schedule of the pipeline. None: no pipeline."""
         return None if self.microbatches is None else Pipeline(**vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline(PipelineConfig):
-    """Schedule of a model's layers as a pipeline over `Layout.stage` devices, with the settings of `PipelineConfig`.
+    """Schedule of pipeline parallelism over `Layout.stage` devices, with the settings of `PipelineConfig`.
 
-    Layers are cut into `stages * repeats` pieces of so many layers; piece c is run by stage `c mod stages`. What does
-    not fill all pieces runs after them, as without a pipeline. Microbatch m has rows m, m + microbatches, ….
+    Layers are split into `stages * repeats` pieces of equal size; stage `c mod stages` runs piece c. Remaining layers
+    run after the pipeline, without it. Microbatch m has the sequences m, m + microbatches, … of the batch.
     """
 
     microbatches: PositiveInt = dataclasses.field()
 
     @property
     def lag(self) -> int:
-        """Iterations between two stages' work on a microbatch."""
+        """Number of iterations between the work of consecutive stages on a microbatch."""
         return 2 if self.delay else 1
 
     @property
     def items(self) -> int:
-        """Microbatches on which each stage works, with repeats."""
+        """Number of work items of each stage: microbatches times repeats."""
         return self.repeats * self.microbatches
 
     def bubbles(self, stages: int) -> int:
-        """Return the number of iterations in which a stage has nothing to do."""
+        """Return the number of iterations in which a stage is idle."""
         return self.lag * (stages - 1)
 
     def bubble_share(self, stages: int) -> float:
-        """Return the fraction of the iterations in which a stage has nothing to do."""
+        """Return the fraction of the iterations in which a stage is idle."""
         return self.bubbles(stages) / (self.items + self.bubbles(stages))
 
-    def check_fits(self, rows: int, stages: int) -> None:
-        """Raise ConfigError for a batch or a mesh that does not fit this pipeline."""
-        least, count = self.lag * stages, self.microbatches
-        rule = "with delay=True twice " if self.delay else ""
-        text = f"Pipeline.microbatches={count} must be at least {least}, {rule}Layout.stage={stages}"
-        check(count >= least, f"{text}: else stages wait for what comes back. Give more of them or fewer stages.")
-        rule = f"must be a multiple of Pipeline.microbatches={count}"
-        check(rows % count == 0, f"A batch of {rows} rows {rule}. Choose another size or number of microbatches.")
+    def check_fits(self, batch_size: int, stages: int) -> None:
+        """Raise ConfigError if the pipeline does not fit the batch size or the number of stages."""
+        count = self.microbatches
+        check(
+            self.delay or count >= stages,
+            f"Pipeline.microbatches={count} must be at least Layout.stage={stages}, because the first stage would wait "
+            "for the last one. Use more microbatches or fewer stages.",
+        )
+        check(
+            not self.delay or count >= 2 * stages,
+            f"Pipeline.microbatches={count} must be at least {2 * stages}, twice Layout.stage={stages}, with "
+            "Pipeline.delay=True, because the first stage would wait for the last one. Use more microbatches or fewer "
+            "stages.",
+        )
+        check(
+            batch_size % count == 0,
+            f"A batch of {batch_size} sequences must be a multiple of Pipeline.microbatches={count}. Choose another "
+            "batch size or number of microbatches.",
+        )

@@ -1,4 +1,4 @@
-"""The pipeline: its schedule, and the law that it equals the scan in values, gradients and statistics."""
+"""Pipeline parallelism: its schedule, and its equality with the scan in values, gradients and statistics."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ ORDERS = [*SHAPES, (4, 8, 3, False), (4, 8, 6, True), (8, 9, 2, False), (2, 5, 1
 
 @pytest.mark.parametrize("stages, count, repeats, delay", ORDERS)
 def test_each_microbatch_passes_all_pieces_in_order(stages, count, repeats, delay):
-    """A simulation with lists: what a stage reads was made before, and with `delay` an iteration earlier still."""
+    """A simulation: the inputs of a stage were computed before, with `delay` at least two iterations before."""
     lag = 2 if delay else 1
     setup = ed.Pipeline(microbatches=count, repeats=repeats, delay=delay)
     total = repeats * count + lag * (stages - 1)
@@ -63,7 +63,7 @@ def test_each_microbatch_passes_all_pieces_in_order(stages, count, repeats, dela
     assert setup.bubble_share(stages) == pytest.approx(1 - work / (total * stages))
 
 
-def test_the_share_of_bubbles():
+def test_bubble_share():
     assert ed.Pipeline(microbatches=4).bubble_share(4) == 3 / 7
     assert ed.Pipeline(microbatches=8, repeats=2).bubble_share(4) == 3 / 19
     assert ed.Pipeline(microbatches=8, repeats=2, delay=True).bubble_share(4) == 6 / 22
@@ -74,8 +74,8 @@ def test_the_share_of_bubbles():
 @pytest.mark.parametrize(
     "stages, count, repeats, delay, contiguous", [*((*order, True) for order in ORDERS), (2, 4, 2, False, False)]
 )
-def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguous):
-    """Each stage writes a digit of its layer's number: in the end rows say in which order they passed which layers."""
+def test_the_pipeline_follows_the_schedule(stages, count, repeats, delay, contiguous):
+    """Each layer appends a digit to the values of its input, so that the output shows the order of the layers."""
     layout = ed.Layout.create(stage=stages, data=8 // stages)
     layers, rows = stages * repeats, 8 * count
     setup = ed.Pipeline(microbatches=count, repeats=repeats, delay=delay)
@@ -102,7 +102,7 @@ def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguo
 @pytest.mark.parametrize("gather", ["iteration", "repeat", "once"])
 @pytest.mark.parametrize("stages, count, repeats, delay", SHAPES)
 def test_gradients_equal_those_of_a_scan(stages, count, repeats, delay, gather):
-    """Of layers that have no gradient for zeros: none are read in bubbles."""
+    """The layers have no finite gradient at zero, so bubbles must not compute with zeros."""
     layout = ed.Layout.create(stage=stages, fsdp=8 // stages).with_batch_over_stage()
     setup = ed.Pipeline(microbatches=count, repeats=repeats, delay=delay, gather=gather)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -305,7 +305,7 @@ def test_wrong_settings_are_refused():
         return model.replace(pipeline=ed.Pipeline(**options)).place(layout)(tokens)
 
     model = filled(decoder(*(DENSE,) * 4))
-    with refused(ed.ConfigError, "6 rows", "Pipeline.microbatches=4"):
+    with refused(ed.ConfigError, "6 sequences", "Pipeline.microbatches=4"):
         run(model, microbatches=4)
     with refused(ed.ConfigError, "Pipeline.microbatches=1", "Layout.stage=2"):
         run(model, microbatches=1)

@@ -1,4 +1,4 @@
-"""Weights that a mesh leaves whole: counted, tolerated up to a share, and named."""
+"""Replicated weights: their fraction, the tolerance, and the error that names them."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from tests.errors import refused
 from tests.models import rich_decoder
 
 
-def test_norms_are_replicated_and_nothing_else():
+def test_only_norms_are_replicated():
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = ed.abstract(ed.get_config("llama3-8b"), layout=layout)
     found = replicated_weights(model, layout)
@@ -22,9 +22,9 @@ def test_norms_are_replicated_and_nothing_else():
     weights = {name: leaf.size for name, leaf in named_leaves(model).items()}
     norms = sum(size for name, size in weights.items() if "norm" in name)
     assert ed.replicated_fraction(model, layout) == pytest.approx(norms / sum(weights.values()), rel=1e-9)
-    fair = sum(leaf.size for leaf in jax.tree.leaves(model)) * 4 / 8
-    held = sum(map(device_bytes, jax.tree.leaves(model)))
-    assert held - fair == pytest.approx(norms * 4 * 7 / 8)  # all that is held beyond a fair part
+    minimum = sum(leaf.size for leaf in jax.tree.leaves(model)) * 4 / 8
+    stored = sum(map(device_bytes, jax.tree.leaves(model)))
+    assert stored - minimum == pytest.approx(norms * 4 * 7 / 8)  # bytes of the replicas
 
 
 @pytest.mark.parametrize("sizes", [dict(data=8), dict(stage=2, data=4), dict()])
@@ -35,7 +35,7 @@ def test_meshes_that_split_no_weights_replicate_none(sizes):
     check_replicated(model, layout, 0.0)
 
 
-def test_a_table_decides_which_axes_split_weights():
+def test_sharding_rules_determine_which_axes_split_weights():
     table = WEIGHTS | {"embed": ("data",)}
     layout = ed.Layout.create(data=4, tensor=2, weights=table)
     assert splitting_axes(layout) == ("data", "tensor")
@@ -50,11 +50,11 @@ def test_a_table_decides_which_axes_split_weights():
 
 @pytest.mark.parametrize("name", ["tiny", "gpt3-52k"])
 @pytest.mark.parametrize("sizes", [dict(fsdp=4, data=2), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, data=4)])
-def test_small_models_pass_whatever_their_share(name, sizes):
+def test_small_models_are_not_checked(name, sizes):
     layout = ed.Layout.create(**sizes)
     check_replicated(ed.abstract(ed.get_config(name), layout=layout), layout, TrainConfig().replicated_tolerance)
 
 
-def test_a_share_below_zero_is_refused():
+def test_a_negative_tolerance_is_refused():
     with refused(ed.ConfigError, "replicated_tolerance=-1"):
         dataclasses.replace(TrainConfig(), replicated_tolerance=-1.0)

@@ -767,7 +767,7 @@ def test_mistakes_are_refused_by_flag_with_an_exit_code(folder, tmp_path, option
 
 
 def test_a_mesh_that_replicates_too_many_weights_is_refused(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("eqx_decoders.sharding.replication.FEW", 0)
+    monkeypatch.setattr("eqx_decoders.sharding.replication.MIN_WEIGHTS", 0)
     given = OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path / "run"}
     _, err = call("train", *flags(given | {"--mesh.fsdp": 2, "--replicated-tolerance": 0.0}), devices=2, code=2)
     assert_names(err, "--replicated-tolerance=0.0", "--mesh.fsdp=2", "norm")
