@@ -128,8 +128,8 @@ else:
 class CompositeWeight(Protocol):
     """Module that represents a weight by several arrays, where an annotation says `Array`."""
 
-    def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """Return the axis names of each field, in order. `words`: the axis names of the full weight."""
+    def part_axes(self, axis_names: Axes) -> dict[str, Axes]:
+        """Return the axis names of each field, in order. `axis_names`: the axis names of the full weight."""
         ...
 
 
@@ -173,13 +173,13 @@ def replaced(tree: PyTree, parts: Mapping[str, Any]) -> PyTree:
     )
 
 
-def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
+def product_axes(axis_names: Axes) -> tuple[Axes, Axes] | None:
     """Return the axes that a weight matrix contracts and the axes that it produces, without `layers` and `experts`.
 
     `layers embed heads head_dim` contracts `embed` and produces `heads head_dim`; `heads head_dim embed` contracts
     `heads head_dim`. Returns None for weights that are not matrices of blocks: biases, norms, tables and output heads.
     """
-    inner = tuple(name for name in words if name != "layers")
+    inner = tuple(name for name in axis_names if name != "layers")
     inner = inner[1:] if inner[:1] == ("experts",) else inner
     stream_axes = {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
     is_excluded = (

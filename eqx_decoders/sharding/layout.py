@@ -127,8 +127,8 @@ class Layout:
         **Arguments:**
 
         - `devices`: devices of the mesh. None: all devices.
-        - `abstract`: create an `AbstractMesh`, which provides shapes and shardings without the devices. Its number of
-            devices is determined by the sizes.
+        - `abstract`: create an `AbstractMesh`, which provides shapes and shardings without the devices. If no size is
+            -1, its number of devices is the product of the sizes.
         - `explicit`: create mesh axes of type Explicit, so that the types of arrays include their shardings
             (`jax.typeof(x).sharding`) and JAX checks the shardings in operations. The library runs the same programs as
             on a mesh with Auto axes (see `automatically`).
