@@ -38,7 +38,7 @@ class Backend:
     - `parallel_programs`: programs that do not depend on each other may run at the same time.
     - `shares_cores`: all devices use the same cores.
     - `loss_tile_bytes`: size of the logits of a tile in the fused loss.
-    - `short_attention`: for shorter sequences, attention computes all scores at once.
+    - `short_attention`: if there are fewer queries or keys than this, attention computes all scores at once.
     - `attention_kernels`: names of the platform's attention kernels for longer sequences, in order of preference.
     - `attention_blocks`: query and key tile sizes of the `chunked` attention kernel.
     - `unrolled_attention`: maximum float32 sequence length for which the `chunked` kernel does not loop over key tiles.
