@@ -396,12 +396,12 @@ def _layer_paths(config: DecoderConfig) -> Iterator[tuple[str, int]]:
         yield "mtp.depth", layer
         yield "mtp.depth.block", layer
     yield from (("shared", layer) for layer in sorted({use["owner"] for use in _uses(config).values()}))
-    yield from _layer_paths_in("", find_repeats(config.blocks))
+    yield from _layer_paths_in("scanned_layers", find_repeats(config.blocks))
     for name in ENCODERS:
         encoder = None if config.media is None else getattr(config.media, name)
         if encoder is not None:
-            yield from _layer_paths_in(f"{name}.", encoder.parts)
-            yield from _layer_paths_in(f"{name}.stem.", getattr(encoder.stem, "parts", ()))
+            yield from _layer_paths_in(f"{name}.scanned_layers", encoder.parts)
+            yield from _layer_paths_in(f"{name}.stem.repeated_planes", getattr(encoder.stem, "parts", ()))
 
 
 def _layer_paths_in(path: str, parts: Iterable[tuple[tuple[Any, ...], int]]) -> Iterator[tuple[str, int]]:
@@ -409,7 +409,7 @@ def _layer_paths_in(path: str, parts: Iterable[tuple[tuple[Any, ...], int]]) -> 
     for index, (unit, repeats) in enumerate(parts):
         for place in range(len(unit)):
             for repeat in range(repeats):
-                yield f"{path}scanned_layers.{index}.unit.{place}", begin + repeat * len(unit) + place
+                yield f"{path}.{index}.unit.{place}", begin + repeat * len(unit) + place
         begin += len(unit) * repeats
 
 
