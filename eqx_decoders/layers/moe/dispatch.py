@@ -1,9 +1,11 @@
-"""Dispatch of tokens to experts on other devices of a mesh, and back, by collectives.
+"""Expert parallelism: run experts that a mesh splits over devices, with collectives that move tokens to experts.
 
-On a mesh the experts are split over the devices of some axes. Two ways to bring tokens and experts together: all
-tokens of these devices are gathered, each device adds up the outputs of its experts, and the sums are added and
-scattered (MaxText's ring of experts); or each row travels to the one device that has its expert, and back (GShard,
-Lepikhin et al. 2020; without loss, as in MegaBlocks, Gale et al. 2022).
+Two exchanges bring tokens and experts together:
+
+- Gather: devices that share experts all-gather their tokens. Each device sums the outputs of its own experts, and a
+  reduce-scatter returns the total to the owners of the tokens (as MaxText's ring of experts).
+- All-to-all: each token travels to the devices that have its selected experts, and the outputs travel back (GShard,
+  Lepikhin et al. 2020; dropless, as in MegaBlocks, Gale et al. 2022).
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, PyTree
 
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.moe.sorted_rows import combine, dispatch, rows_at, scale_rows, sort_by_expert
+from eqx_decoders.layers.moe.sorted_rows import combine, dispatch, gather_rows, scale_rows, sort_by_expert
 from eqx_decoders.numerics.einsum import RingWeight
 from eqx_decoders.numerics.gradient_ring import GroupRing, group_ring
 from eqx_decoders.numerics.matmul import cast_in_loop
@@ -31,260 +33,310 @@ from eqx_decoders.sharding.axes import axes, names_of, path_name
 from eqx_decoders.sharding.layout import Layout
 
 
-# What a device makes of tokens with some experts, `sum of gate * expert(x)`, and one expert for each row without gates.
-# Experts are numbered from its first one; any other number is an expert of another device, or an empty row.
+# (experts, x, indices, gates) -> sum_k gates[k] * experts[indices[k]](x); with gates=None each token has exactly one
+# expert. Indices are relative to the first local expert; all other indices are experts of other devices or padding.
 LocalExperts = Callable[[Any, Array, Array, Array | None], Array]
-RESULTS = (("experts", "embed"), ("experts", "latent"))  # axes of biases of what experts give back
+OUTPUT_BIAS_AXES = (("experts", "embed"), ("experts", "latent"))
 
 
-# Tokens, the experts that each has chosen, and with what weights.
-Tokens = tuple[
+# Tokens, the indices of their selected experts, and the gates (weights) of these experts.
+RoutedTokens = tuple[
     Float[Array, "batch length embed"], Int32[Array, "batch length slots"], Float[Array, "batch length slots"]
 ]
 
 
 def run_on_mesh(
-    experts: LocalExperts, weights: PyTree, parts: Sequence[Tokens], execution: Execution, *, scale_inputs: bool = False
+    experts: LocalExperts,
+    weights: PyTree,
+    parts: Sequence[RoutedTokens],
+    execution: Execution,
+    *,
+    scale_inputs: bool = False,
 ) -> list[Float[Array, "batch length embed"]]:
-    """Run experts on every device of the mesh, for the tokens and with the experts that the device has.
+    """Run experts with expert parallelism inside a `shard_map`; return one output for each part of the batch.
 
-    Weights come as the layout splits them. A device gathers what it lacks, in the dtype of `x`, but for the experts and
-    the hidden features of others. So it gets a part of a result, and parts are added up over the mesh axes that split
-    experts or hidden features. Where such an axis splits tokens too, these are gathered over it first, and sums are
-    scattered. With `Execution.expert_exchange="all_to_all"` rows travel over the experts' axes instead.
+    Weights arrive sharded as the layout says. Each device all-gathers them in the dtype of `x`, except along the mesh
+    axes that split experts or hidden features; so it computes a partial result, and partial results are summed over
+    these axes. If such an axis also splits tokens, tokens are all-gathered over it first and sums are
+    reduce-scattered; with `Execution.expert_exchange="all_to_all"`, tokens are sent over the expert axes instead.
 
-    No routing loses a token: there is room for the worst case. Where that is much, a device's tokens go in several
-    rounds (`Execution.exchange_bytes`). `scale_inputs`: gates multiply what goes into experts.
+    No token is dropped: buffers have room for the worst case. If this worst case needs more than
+    `Execution.exchange_bytes`, a device processes its tokens in several rounds.
 
-    With several parts of a batch, equal in size, one travels while the device works on another.
+    **Arguments:**
+
+    - `experts`: function that runs the local experts.
+    - `weights`: module with the weights of all experts.
+    - `parts`: parts of the batch, equal in size. Communication of one part overlaps with computation of another.
+    - `scale_inputs`: gates multiply the inputs of experts instead of their outputs.
     """
-    layout, words = execution.layout, axes(weights)
-    (x, chosen, _), *_ = parts
-    plan = _make_plan(execution, x.shape, chosen.shape[2], jax.tree.leaves(weights)[0].shape[0])
+    layout = execution.layout
+    weight_axes = axes(weights)
+    (x, indices, _), *_ = parts
+    plan = _make_plan(execution, x.shape, indices.shape[2], jax.tree.leaves(weights)[0].shape[0])
 
-    def spec(path: Any, leaf: Any) -> Any:
+    def weight_spec(path: Any, leaf: Any) -> Any:
         name = path_name(path)
         if is_quantized(leaf):
-            return leaf.specs(layout.weight_spec(words[f"{name}.values"], leaf.shape, f"{name} of experts"))
-        return layout.weight_spec(words[name], leaf.shape, f"{name} of experts")
+            return leaf.specs(layout.weight_spec(weight_axes[f"{name}.values"], leaf.shape, f"{name} of experts"))
+        return layout.weight_spec(weight_axes[name], leaf.shape, f"{name} of experts")
 
-    def ready(once: bool, path: Any, leaf: Any) -> Any:
+    def gather_weight(is_used_once: bool, path: Any, leaf: Any) -> Any:
         name = path_name(path)
         if is_quantized(leaf):
             gather = partial(_gather_weight, split_axes=plan.split_axes)
-            return leaf.gathered(layout.weight_spec(words[f"{name}.values"]), gather)
-        ring = plan.ring(layout, layout.weight_spec(words[name]), leaf.shape) if once and len(path) == 1 else None
+            return leaf.gathered(layout.weight_spec(weight_axes[f"{name}.values"]), gather)
+        ring = None
+        if is_used_once and len(path) == 1:
+            ring = plan.ring(layout, layout.weight_spec(weight_axes[name]), leaf.shape)
         if ring is not None:
             return RingWeight(cast_in_loop(leaf, x.dtype), ring)
-        leaf = _gather_weight(leaf, layout.weight_spec(words[name]), plan.split_axes, x.dtype)
-        # a bias of results counts once among those who add up their parts of a result
-        is_bias = len(path) == 1 and words[name] in RESULTS
-        return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and is_bias else leaf
+        leaf = _gather_weight(leaf, layout.weight_spec(weight_axes[name]), plan.split_axes, x.dtype)
+        # devices that split the hidden features sum their results: only the first one of them adds the output bias
+        is_output_bias = len(path) == 1 and weight_axes[name] in OUTPUT_BIAS_AXES
+        return jnp.where(plan.adds_output_bias(), leaf, 0.0) if plan.mlp_axes and is_output_bias else leaf
 
     def run(weights, parts):
-        flat = [tuple(each.reshape(-1, each.shape[-1]) for each in part) for part in parts]
-        (rows, slots, _), *_ = flat
-        count = plan.rounds(len(rows), slots.shape[1], rows.shape[1] * rows.dtype.itemsize, execution.exchange_bytes)
-        whole = partial(ready, count * len(parts) == 1)
-        mine = partial(experts, jax.tree_util.tree_map_with_path(whole, weights, is_leaf=is_quantized))
-        exchange = (_AllToAll if plan.all_to_all else _Gathered)(mine, plan, scale_inputs)
-        if count == 1:
-            return [out.reshape(part[0].shape) for out, part in zip(_run_in_turn(exchange, flat), parts, strict=True)]
+        flat = [tuple(array.reshape(-1, array.shape[-1]) for array in part) for part in parts]
+        (x, indices, _), *_ = flat
+        token_bytes = x.shape[1] * x.dtype.itemsize
+        num_rounds = plan.num_rounds(len(x), indices.shape[1], token_bytes, execution.exchange_bytes)
+        gather = partial(gather_weight, num_rounds * len(parts) == 1)
+        local_experts = partial(experts, jax.tree_util.tree_map_with_path(gather, weights, is_leaf=is_quantized))
+        exchange = (_AllToAllExchange if plan.all_to_all else _GatherExchange)(local_experts, plan, scale_inputs)
+        if num_rounds == 1:
+            outputs = _run_overlapped(exchange, flat)
+            return [output.reshape(part[0].shape) for output, part in zip(outputs, parts, strict=True)]
         remat = get_remat(execution.remat)
-        one = lambda tokens: _run_in_turn(exchange, [tokens])[0]  # noqa: E731
-        one = one if remat is None else jax.checkpoint(one, policy=remat.policy(), prevent_cse=False)
-        cut = [jax.tree.map(lambda each: each.reshape(count, -1, each.shape[1]), part) for part in flat]
-        return [lax.map(one, each).reshape(part[0].shape) for each, part in zip(cut, parts, strict=True)]
+        run_round = lambda tokens: _run_overlapped(exchange, [tokens])[0]  # noqa: E731
+        if remat is not None:
+            run_round = jax.checkpoint(run_round, policy=remat.policy(), prevent_cse=False)
+        rounds = [jax.tree.map(lambda array: array.reshape(num_rounds, -1, array.shape[1]), part) for part in flat]
+        return [
+            lax.map(run_round, part_rounds).reshape(part[0].shape)
+            for part_rounds, part in zip(rounds, parts, strict=True)
+        ]
 
-    specs = jax.tree_util.tree_map_with_path(spec, weights, is_leaf=is_quantized)
-    mapped = layout.shard_map(run, (specs, plan.tokens), plan.tokens)
+    specs = jax.tree_util.tree_map_with_path(weight_spec, weights, is_leaf=is_quantized)
+    mapped = layout.shard_map(run, (specs, plan.token_spec), plan.token_spec)
     return mapped(weights, list(parts))
 
 
-def _run_in_turn(exchange: "_Gathered | _AllToAll", parts: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
-    """Run the experts on a device's tokens, part by part.
+def _run_overlapped(
+    exchange: "_GatherExchange | _AllToAllExchange", parts: Sequence[tuple[Array, Array, Array]]
+) -> list[Array]:
+    """Run the experts on the parts of a device's tokens; return one output for each part.
 
-    A part's rows are on their way while the part before is worked on, and so are the outputs of the part before that:
-    `optimization_barrier` keeps XLA from sending all of them first and working on all of them then.
+    While part i is computed, part i + 1 is sent and the outputs of part i - 1 are returned. Without
+    `optimization_barrier` XLA would send all parts first and then compute all of them.
     """
-    waiting, outs = list(parts[1:]), []
-    sent, outputs = exchange.send(*parts[0]), None
+    waiting = list(parts[1:])
+    results = []
+    sent = exchange.send(*parts[0])
+    outputs = None
     while True:
-        later = None
+        next_sent = None
         if waiting:
-            # the next part's tokens leave when this one's are there, and work on these begins when those are ready
+            # send the next part only after this part has arrived, and compute this part only when the next is ready
             sent, tokens = lax.optimization_barrier((sent, waiting.pop(0)))
-            later = exchange.send(*tokens)
+            next_sent = exchange.send(*tokens)
         if outputs is not None:
             sent, outputs = lax.optimization_barrier((sent, outputs))
-            outs.append(exchange.receive(outputs))
-        outputs = exchange.work(sent)
-        if later is None:
-            return [*outs, exchange.receive(outputs)]
-        sent = later
+            results.append(exchange.receive(outputs))
+        outputs = exchange.compute(sent)
+        if next_sent is None:
+            return [*results, exchange.receive(outputs)]
+        sent = next_sent
 
 
 @dataclasses.dataclass(frozen=True)
 class _ExchangePlan:
-    """Placement of experts on a mesh; names are mesh axes.
+    """Placement of tokens and experts on a mesh. All axes are mesh axes.
 
     **Arguments:**
 
-    - `tokens`: axes that split `batch length`.
-    - `owners`, `hidden`: axes that split experts and their hidden features.
-    - `shared`: axes over which tokens are gathered and sums scattered.
-    - `summed`: axes over which partial results are added up, tokens being the same there.
-    - `all_to_all`: whether rows travel over `owners`.
-    - `ragged`: whether they travel as they are, or in pieces of one size.
-    - `experts`, `parts`: number of a device's experts, and of devices that have different ones.
-    - `sharing`: number of devices that gather their tokens together.
+    - `token_spec`: partition of the tokens' `batch length`.
+    - `expert_axes`, `mlp_axes`: axes that split the experts and their hidden features.
+    - `gather_axes`: axes over which tokens are all-gathered and sums reduce-scattered.
+    - `psum_axes`: axes over which partial results are summed; tokens are replicated along them.
+    - `all_to_all`: whether tokens are sent over `expert_axes` by all-to-all.
+    - `ragged`: whether the all-to-all is ragged; otherwise all devices exchange equal, padded sizes.
+    - `local_experts`: number of experts of each device.
+    - `expert_shards`: number of shards into which the experts are split.
+    - `gather_size`: number of devices along `gather_axes`.
     """
 
-    tokens: PartitionSpec
-    owners: tuple[str, ...]
-    hidden: tuple[str, ...]
-    shared: tuple[str, ...]
-    summed: tuple[str, ...]
+    token_spec: PartitionSpec
+    expert_axes: tuple[str, ...]
+    mlp_axes: tuple[str, ...]
+    gather_axes: tuple[str, ...]
+    psum_axes: tuple[str, ...]
     all_to_all: bool
     ragged: bool
-    experts: int
-    parts: int
-    sharing: int
+    local_experts: int
+    expert_shards: int
+    gather_size: int
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        return self.owners + self.hidden
+        """Axes along which weights are not gathered."""
+        return self.expert_axes + self.mlp_axes
 
-    def rounds(self, tokens: int, slots: int, row: int, most: int) -> int:
-        """Return the number of rounds for a device's tokens, of `row` bytes each: the least that divides them.
+    def num_rounds(self, tokens: int, experts_per_token: int, token_bytes: int, max_bytes: int) -> int:
+        """Return the number of rounds for the tokens of a device: the smallest suitable divisor of `tokens`.
 
-        In a round, what the device gathers or may get fits `most` bytes.
+        In a round, the tokens that a device gathers, or may receive in the worst case, fit into `max_bytes`.
         """
-        sharing = self.parts * min(slots, self.experts) if self.all_to_all else self.sharing
-        wanted = min(tokens, -(-tokens * sharing * row // most))
-        return next(count for count in range(max(1, wanted), tokens + 1) if tokens % count == 0) if tokens else 1
+        if tokens == 0:
+            return 1
+        copies = (
+            self.expert_shards * min(experts_per_token, self.local_experts) if self.all_to_all else self.gather_size
+        )
+        min_rounds = max(1, min(tokens, -(-tokens * copies * token_bytes // max_bytes)))
+        return next(count for count in range(min_rounds, tokens + 1) if tokens % count == 0)
 
-    def ring(self, layout: Layout, spec: PartitionSpec, part: tuple[int, ...]) -> GroupRing | None:
-        """Return the ring for the gradient of a weight that is multiplied once, given its parts; None if it has none.
+    def ring(self, layout: Layout, spec: PartitionSpec, shard_shape: tuple[int, ...]) -> GroupRing | None:
+        """Return the ring reduce-scatter for the gradient of a weight that is multiplied once; None if it has none.
 
-        Its devices have all experts, so that they multiply equally often, and tokens of their own.
+        All devices of a ring must run the same number of products, so experts must not be split over the mesh; and the
+        axes of the ring must split the tokens.
         """
-        missing, tokens = _missing(spec, self.split_axes), sum(map(names_of, self.tokens), ())
-        if self.owners or len(part) != 3 or len(missing) != 1:
+        missing = _missing_axes(spec, self.split_axes)
+        token_axes = sum(map(names_of, self.token_spec), ())
+        if self.expert_axes or len(shard_shape) != 3 or len(missing) != 1:
             return None
         ((dimension, names),) = missing.items()
-        return group_ring(layout, names, part, dimension) if dimension and set(names) <= set(tokens) else None
+        if dimension == 0 or not set(names) <= set(token_axes):
+            return None
+        return group_ring(layout, names, shard_shape, dimension)
 
-    def adds_bias(self) -> Array:
-        """Return whether this device is the one that adds the output bias, among those that share its experts."""
-        return lax.axis_index(self.hidden) == 0
+    def adds_output_bias(self) -> Array:
+        """Return whether this device adds the output bias: the first of the devices that split its hidden features."""
+        return lax.axis_index(self.mlp_axes) == 0
 
-    def gather(self, rows: Array) -> Array:
-        """Gather the rows of all devices that share experts."""
-        return lax.all_gather(rows, self.shared, tiled=True) if self.shared else rows
+    def gather(self, array: Array) -> Array:
+        """All-gather the tokens of the devices that share experts."""
+        return lax.all_gather(array, self.gather_axes, tiled=True) if self.gather_axes else array
 
-    def reduce(self, rows: Array) -> Array:
-        """Add up the partial sums of all devices; each gets the sums of its own tokens."""
-        rows = lax.psum_scatter(rows, self.shared, tiled=True) if self.shared else rows
-        return _psum(rows, self.summed) if self.summed else rows
+    def reduce(self, array: Array) -> Array:
+        """Sum the partial results of all devices; each device gets the sums of its own tokens."""
+        array = lax.psum_scatter(array, self.gather_axes, tiled=True) if self.gather_axes else array
+        return _psum(array, self.psum_axes) if self.psum_axes else array
 
 
-def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts: int) -> _ExchangePlan:
+def _make_plan(execution: Execution, shape: tuple[int, ...], experts_per_token: int, num_experts: int) -> _ExchangePlan:
     layout = execution.layout
-    tokens = layout.activation_spec("batch length", shape[:2])
-    splitting = sum(map(names_of, tokens), ())
-    owners, _, mlp = map(names_of, layout.weight_spec("experts embed mlp"))
-    (stays,) = map(names_of, layout.activation_spec("mlp"))
-    hidden = tuple(name for name in mlp if name in stays and name not in owners)
-    parts, ragged = math.prod(layout.sizes[name] for name in owners), layout.backend.ragged_exchange
-    routed = bool(owners) and set(owners) <= set(splitting) and sends_rows(execution, slots, parts)
-    shared = tuple(name for name in owners + hidden if name in splitting and not (routed and name in owners))
-    summed = tuple(name for name in owners + hidden if name not in splitting)
-    sharing = math.prod(layout.sizes[name] for name in shared)
-    return _ExchangePlan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts, sharing)
+    token_spec = layout.activation_spec("batch length", shape[:2])
+    token_axes = sum(map(names_of, token_spec), ())
+    expert_axes, _, stored_mlp_axes = map(names_of, layout.weight_spec("experts embed mlp"))
+    (activation_mlp_axes,) = map(names_of, layout.activation_spec("mlp"))
+    mlp_axes = tuple(name for name in stored_mlp_axes if name in activation_mlp_axes and name not in expert_axes)
+    expert_shards = math.prod(layout.sizes[name] for name in expert_axes)
+    all_to_all = (
+        bool(expert_axes)
+        and set(expert_axes) <= set(token_axes)
+        and sends_rows(execution, experts_per_token, expert_shards)
+    )
+    split_axes = expert_axes + mlp_axes
+    gather_axes = tuple(name for name in split_axes if name in token_axes and not (all_to_all and name in expert_axes))
+    return _ExchangePlan(
+        token_spec=token_spec,
+        expert_axes=expert_axes,
+        mlp_axes=mlp_axes,
+        gather_axes=gather_axes,
+        psum_axes=tuple(name for name in split_axes if name not in token_axes),
+        all_to_all=all_to_all,
+        ragged=layout.backend.ragged_exchange,
+        local_experts=num_experts // expert_shards,
+        expert_shards=expert_shards,
+        gather_size=math.prod(layout.sizes[name] for name in gather_axes),
+    )
 
 
-def sends_rows(execution: Execution, slots: int, parts: int) -> bool:
-    """Return whether rows travel instead of being gathered.
+def sends_rows(execution: Execution, experts_per_token: int, expert_shards: int) -> bool:
+    """Return whether tokens travel by all-to-all instead of being all-gathered.
 
-    A piece of one size has room for all tokens, so gathering these never moves more; rows as they are number `slots` a
-    token, against one for each of the other parts: they must be half of that at most, since a torus gathers at the full
-    rate of its links but not so when all send to all.
+    With `expert_exchange="auto"`, only a ragged all-to-all is considered: a padded one has room for all tokens in every
+    message and never moves less than an all-gather. A ragged one moves each token `experts_per_token` times, an
+    all-gather `expert_shards` times. The threshold is half of that, because a torus runs an all-gather at the full rate
+    of its links, but not an all-to-all.
     """
-    chosen, ragged = execution.expert_exchange, execution.layout.backend.ragged_exchange
-    return chosen == "all_to_all" or (chosen == "auto" and ragged and 2 * slots <= parts)
+    exchange = execution.expert_exchange
+    ragged = execution.layout.backend.ragged_exchange
+    return exchange == "all_to_all" or (exchange == "auto" and ragged and 2 * experts_per_token <= expert_shards)
 
 
 def _gather_weight(
     leaf: Array, spec: PartitionSpec, split_axes: tuple[str, ...], dtype: np.dtype | None = None
 ) -> Array:
-    """Gather a weight along all of its dimensions but the axes in `split_axes`; it is cast first, unless to None."""
-    for dimension, names in _missing(spec, split_axes).items():
+    """All-gather a weight along all mesh axes except `split_axes`; cast it to `dtype` first, unless that is None."""
+    for dimension, names in _missing_axes(spec, split_axes).items():
         leaf = leaf if dtype is None else cast_in_loop(leaf, dtype)
         leaf = lax.all_gather(leaf, names, axis=dimension, tiled=True)
     return leaf
 
 
-def _missing(spec: PartitionSpec, split_axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    """Return the dimensions of a weight along which a device lacks parts, and the mesh axes that have them."""
+def _missing_axes(spec: PartitionSpec, split_axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """Return the mesh axes over which a weight must be gathered, by dimension of the weight."""
     missing = [tuple(name for name in names if name not in split_axes) for names in map(names_of, spec)]
     return {dimension: names for dimension, names in enumerate(missing) if names}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _psum(x: Array, names: tuple[str, ...]) -> Array:
-    """Sum over mesh axes. The gradient is the same on all their devices: no need to add it up again."""
+    """Sum over mesh axes. The output's gradient is equal on all devices, so the backward pass needs no collective."""
     return lax.psum(x, names)
 
 
 _psum.defvjp(lambda x, names: (_psum(x, names), None), lambda names, _, gradient: (gradient * lax.psum(1, names),))
 
 
-class _Gathered(NamedTuple):
-    """Exchange by gathering: each device gets all tokens that share its experts, and adds up their outputs."""
+class _GatherExchange(NamedTuple):
+    """Exchange by all-gather: each device gets all tokens that share its experts, and sums its experts' outputs."""
 
     experts: Callable[..., Array]
     plan: _ExchangePlan
     scale_inputs: bool
 
-    def send(self, x: Array, chosen: Array, gates: Array) -> tuple[Array, ...]:
-        """Return tokens, the numbers of choices among this device's experts (one beyond for others), and gates."""
-        x, chosen, gates = (self.plan.gather(each) for each in (x, chosen, gates))
-        if self.plan.owners:
-            chosen = chosen - lax.axis_index(self.plan.owners).astype(chosen.dtype) * self.plan.experts
-            chosen = jnp.where((chosen >= 0) & (chosen < self.plan.experts), chosen, self.plan.experts)
-        return x, chosen, gates
+    def send(self, x: Array, indices: Array, gates: Array) -> tuple[Array, ...]:
+        """Return gathered tokens, local expert indices (`local_experts` for experts of other devices), and gates."""
+        x, indices, gates = (self.plan.gather(array) for array in (x, indices, gates))
+        if self.plan.expert_axes:
+            num_experts = self.plan.local_experts
+            indices = indices - lax.axis_index(self.plan.expert_axes).astype(indices.dtype) * num_experts
+            indices = jnp.where((indices >= 0) & (indices < num_experts), indices, num_experts)
+        return x, indices, gates
 
-    def work(self, sent: tuple[Array, ...]) -> tuple[Array, ...]:
+    def compute(self, sent: tuple[Array, ...]) -> tuple[Array, ...]:
         return (self.experts(*sent),)
 
     def receive(self, outputs: tuple[Array, ...]) -> Array:
         return self.plan.reduce(*outputs)
 
 
-class _AllToAll(NamedTuple):
-    """Exchange by all-to-all: rows go to the devices that have their experts, and outputs come back to be added."""
+class _AllToAllExchange(NamedTuple):
+    """Exchange by all-to-all: tokens go to the devices that have their experts; outputs come back and are combined."""
 
     experts: Callable[..., Array]
     plan: _ExchangePlan
     scale_inputs: bool
 
-    def send(self, x: Array, chosen: Array, gates: Array) -> tuple[Any, ...]:
-        """Return the arrived rows and their experts, weights, and the route back."""
+    def send(self, x: Array, indices: Array, gates: Array) -> tuple[Any, ...]:
+        """Return the received tokens and their local expert indices, the gates, and the route of the outputs."""
         plan = self.plan
-        x, chosen, gates = (plan.gather(each) for each in (x, chosen, gates))
-        route = (_ragged_route if plan.ragged else _padded_route)(chosen, plan)
+        x, indices, gates = (plan.gather(array) for array in (x, indices, gates))
+        route = (_ragged_route if plan.ragged else _padded_route)(indices, plan)
         rows = dispatch(x, route.destinations, route.sources)
         if self.scale_inputs:
             rows, gates = scale_rows(rows, gates, route.destinations, route.sources)
-        # below zero: a row that receives nothing holds 0, which must not be the number of an expert
-        owners = chosen.reshape(-1, 1) % plan.experts - plan.experts
-        arrived = route.send(rows_at(owners, route.sources)) + plan.experts
-        return route.send(rows), arrived, gates, route
+        # send negative indices: a row that receives nothing is 0, which must not become the index of an expert
+        shifted = indices.reshape(-1, 1) % plan.local_experts - plan.local_experts
+        received_indices = route.send(gather_rows(shifted, route.sources)) + plan.local_experts
+        return route.send(rows), received_indices, gates, route
 
-    def work(self, sent: tuple[Any, ...]) -> tuple[Any, ...]:
-        rows, arrived, gates, route = sent
-        return self.experts(rows, arrived, None), gates, route
+    def compute(self, sent: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, indices, gates, route = sent
+        return self.experts(rows, indices, None), gates, route
 
     def receive(self, outputs: tuple[Any, ...]) -> Array:
         out, gates, route = outputs
@@ -293,77 +345,91 @@ class _AllToAll(NamedTuple):
 
 
 class _Route(eqx.Module):
-    """Route of choices: their places before they travel, and the offsets of ragged pieces.
+    """Route of assignments by all-to-all; `receive` is the reverse of `send`, and each is the gradient of the other.
 
-    `send` and `receive` are each other's gradient. Without `offsets`, pieces of one size are swapped; else they are the
-    arguments of `_ragged` for both directions.
+    **Arguments:**
+
+    - `destinations`, `sources`: positions in the send buffer, as in `sorted_rows`.
+    - `offsets`: arguments of `_ragged_all_to_all` for the way out and the way back; None for equal, padded sizes.
+    - `axis_names`: mesh axes of the all-to-all.
+    - `receive_rows`: rows of the receive buffer.
     """
 
     destinations: Int32[Array, "tokens slots"]
     sources: Int32[Array, "places"]
     offsets: Any
-    owners: tuple[str, ...] = eqx.field(static=True)
-    room: int = eqx.field(static=True)
+    axis_names: tuple[str, ...] = eqx.field(static=True)
+    receive_rows: int = eqx.field(static=True)
 
     def send(self, rows: Array) -> Array:
         if self.offsets is None:
-            return lax.all_to_all(rows, self.owners, 0, 0, tiled=True)
-        return _ragged(self.owners, (self.sources.size, self.room), rows, *self.offsets)
+            return lax.all_to_all(rows, self.axis_names, 0, 0, tiled=True)
+        return _ragged_all_to_all(self.axis_names, (self.sources.size, self.receive_rows), rows, *self.offsets)
 
     def receive(self, rows: Array) -> Array:
         if self.offsets is None:
-            return lax.all_to_all(rows, self.owners, 0, 0, tiled=True)
-        return _ragged(self.owners, (self.room, self.sources.size), rows, *self.offsets[::-1])
+            return lax.all_to_all(rows, self.axis_names, 0, 0, tiled=True)
+        return _ragged_all_to_all(self.axis_names, (self.receive_rows, self.sources.size), rows, *self.offsets[::-1])
 
 
-def _padded_route(chosen: Int32[Array, "tokens slots"], plan: _ExchangePlan) -> _Route:
-    """Plan pieces of one size: each device sends as many rows as any could need; most of them are empty."""
-    room = len(chosen) * min(chosen.shape[1], plan.experts)
-    destinations, sources = sort_by_expert(chosen, plan.experts * plan.parts)
-    owner, counts = _count_by_part(chosen, plan)
+def _padded_route(indices: Int32[Array, "tokens slots"], plan: _ExchangePlan) -> _Route:
+    """Plan messages of equal size: each has room for the worst case, and most of its rows are empty."""
+    message_rows = len(indices) * min(indices.shape[1], plan.local_experts)
+    destinations, sources = sort_by_expert(indices, plan.local_experts * plan.expert_shards)
+    shard, counts = _count_by_shard(indices, plan)
     starts = jnp.cumsum(counts) - counts
-    inside = jnp.arange(room, dtype=jnp.int32)[None]
-    pieces = sources.at[starts[:, None] + inside].get(mode="fill", fill_value=chosen.size)
-    sources = jnp.where(inside < counts[:, None], pieces, chosen.size).reshape(-1)
-    destinations = jnp.where(owner < plan.parts, owner * room + destinations - rows_at(starts, owner), sources.size)
-    return _Route(destinations, sources, None, plan.owners, sources.size)
+    offset = jnp.arange(message_rows, dtype=jnp.int32)[None]
+    messages = sources.at[starts[:, None] + offset].get(mode="fill", fill_value=indices.size)
+    sources = jnp.where(offset < counts[:, None], messages, indices.size).reshape(-1)
+    rows = shard * message_rows + destinations - gather_rows(starts, shard)
+    destinations = jnp.where(shard < plan.expert_shards, rows, sources.size)
+    return _Route(destinations, sources, None, plan.expert_axes, sources.size)
 
 
-def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _ExchangePlan) -> _Route:
-    """Plan ragged pieces: each device sends the rows it has; there is room for all that could arrive."""
-    destinations, sources = sort_by_expert(chosen, plan.experts * plan.parts)
-    room = plan.parts * len(chosen) * min(chosen.shape[1], plan.experts)
-    sent = lax.all_gather(_count_by_part(chosen, plan)[1], plan.owners)  # from whom, to whom
-    me = lax.axis_index(plan.owners)
-    leaves, lands = jnp.cumsum(sent, axis=1) - sent, jnp.cumsum(sent, axis=0) - sent
-    outbound = leaves[me], sent[me], lands[me], sent[:, me]
-    inbound = lands[:, me], sent[:, me], leaves[:, me], sent[me]
-    return _Route(destinations, sources, (outbound, inbound), plan.owners, room)
+def _ragged_route(indices: Int32[Array, "tokens slots"], plan: _ExchangePlan) -> _Route:
+    """Plan ragged messages: each device sends only used rows; the receive buffer has room for the worst case."""
+    destinations, sources = sort_by_expert(indices, plan.local_experts * plan.expert_shards)
+    receive_rows = plan.expert_shards * len(indices) * min(indices.shape[1], plan.local_experts)
+    sizes = lax.all_gather(_count_by_shard(indices, plan)[1], plan.expert_axes)  # [sender, receiver]
+    device = lax.axis_index(plan.expert_axes)
+    send_offsets = jnp.cumsum(sizes, axis=1) - sizes
+    receive_offsets = jnp.cumsum(sizes, axis=0) - sizes
+    outbound = send_offsets[device], sizes[device], receive_offsets[device], sizes[:, device]
+    inbound = receive_offsets[:, device], sizes[:, device], send_offsets[:, device], sizes[device]
+    return _Route(destinations, sources, (outbound, inbound), plan.expert_axes, receive_rows)
 
 
-def _count_by_part(chosen: Array, plan: _ExchangePlan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:
-    """Return the part that has each chosen expert, one beyond the last for padding, and the number of its choices."""
-    owner = jnp.minimum(chosen // plan.experts, plan.parts)
-    mine = owner.reshape(-1, 1) == jnp.arange(plan.parts, dtype=owner.dtype)[None]
-    return owner, jnp.sum(mine, axis=0, dtype=jnp.int32)
+def _count_by_shard(indices: Array, plan: _ExchangePlan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:
+    """Return the shard of each selected expert (`expert_shards` for padding), and the assignments of each shard."""
+    shard = jnp.minimum(indices // plan.local_experts, plan.expert_shards)
+    is_shard = shard.reshape(-1, 1) == jnp.arange(plan.expert_shards, dtype=shard.dtype)[None]
+    return shard, jnp.sum(is_shard, axis=0, dtype=jnp.int32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ragged(
-    names: tuple[str, ...], sizes: tuple[int, int], rows: Array, outbound: tuple[Array, ...], inbound: tuple[Array, ...]
+def _ragged_all_to_all(
+    names: tuple[str, ...],
+    buffer_rows: tuple[int, int],
+    rows: Array,
+    outbound: tuple[Array, ...],
+    inbound: tuple[Array, ...],
 ) -> Array:
-    """Send `sizes[0]` rows to a buffer of `sizes[1]`; zeros where nothing arrives."""
-    buffer = jnp.zeros((sizes[1], *rows.shape[1:]), rows.dtype)
+    """Send rows to a buffer of zeros on each device.
+
+    `buffer_rows`: rows of the send and of the receive buffer. `outbound`: offsets and sizes for
+    `lax.ragged_all_to_all`; `inbound`: those of the reverse direction, which the backward pass uses.
+    """
+    buffer = jnp.zeros((buffer_rows[1], *rows.shape[1:]), rows.dtype)
     return lax.ragged_all_to_all(rows, buffer, *outbound, axis_name=names)
 
 
-def _ragged_forward(names, sizes, rows, outbound, inbound):
-    return _ragged(names, sizes, rows, outbound, inbound), (outbound, inbound)
+def _ragged_forward(names, buffer_rows, rows, outbound, inbound):
+    return _ragged_all_to_all(names, buffer_rows, rows, outbound, inbound), (outbound, inbound)
 
 
-def _ragged_backward(names, sizes, saved, gradient):
-    outbound, inbound = saved
-    return _ragged(names, sizes[::-1], gradient, inbound, outbound), None, None
+def _ragged_backward(names, buffer_rows, residuals, gradient):
+    outbound, inbound = residuals
+    return _ragged_all_to_all(names, buffer_rows[::-1], gradient, inbound, outbound), None, None
 
 
-_ragged.defvjp(_ragged_forward, _ragged_backward)
+_ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)

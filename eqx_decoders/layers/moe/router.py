@@ -1,7 +1,7 @@
-"""Routers: the choice of experts for each token, their weights, and statistics of the choice.
+"""Routers select the top k experts of each token, weight them by their scores, and return routing statistics.
 
-All are `top-k(choice)` with weights from scores; families differ in the score, the order of the two steps and a few
-corrections, each of which is an option here. Everything is computed in float32.
+Model families differ in the score function, in whether scores are computed before or after the selection, and in a few
+corrections; each is an option here. Everything is computed in float32. In the shapes, `slots` is k.
 """
 
 import dataclasses
@@ -26,40 +26,41 @@ BalanceForm = Literal["switch", "megatron"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig(CheckedFields):
-    """Configuration of a router: `logits = kernel^T x (+ bias)`; the best k experts, weighed by their scores.
+    """Configuration of a router: `logits = kernel^T x (+ bias)`; the top k experts, weighted by their scores.
 
     Ties go to the lower index. Mixtral, GPT-OSS: `order="select_first"` (GPT-OSS with `bias`). Qwen3:
-    `order="score_first"`, with `renormalize`. DeepSeek-V2: `order="score_first"` and groups by `"max"`; V3: also
-    `score="sigmoid"`, `renormalize`, `selection_bias` and groups by `"top2_sum"`. Llama 4: `score="sigmoid"`,
+    `order="score_first"`, with `renormalize`. DeepSeek-V2: `order="score_first"` and expert groups by `"max"`; V3: also
+    `score="sigmoid"`, `renormalize`, `selection_bias` and expert groups by `"top2_sum"`. Llama 4: `score="sigmoid"`,
     `input_scaling`. Gemma 4: `order="score_first"`, `renormalize`, `per_expert_scale`, `input_norm`.
 
     **Arguments:**
 
-    - `score`: what makes logits weights; `"sqrt_softplus"` is `sqrt(log(1 + exp(logit)))` (DeepSeek-V4).
-    - `order`: `"select_first"` scores the k chosen logits only (a softmax is then over these k); `"score_first"` scores
-        all experts and chooses by their scores.
-    - `sparse_mixer`: the weight of each chosen expert is its share of a softmax over those experts that no earlier
-        choice took and whose logits are near its own, `(own - logit) / max(|logit|, own) <= 2 sparse_mixer`
-        (SparseMixer, Liu et al. 2023; Phi-3.5-MoE). Training differentiates these weights: there is neither jitter nor
-        another estimate of the gradient. None: weights as `order` says.
-    - `renormalize`: weights are divided by their sum over the chosen; `1e-20` is added to it unless scores are a
+    - `score`: score function of the logits; `"sqrt_softplus"` is `sqrt(log(1 + exp(logit)))` (DeepSeek-V4).
+    - `order`: `"select_first"` selects by logits and scores the k selected logits only (a softmax is over these k);
+        `"score_first"` scores all experts and selects by their scores.
+    - `sparse_mixer`: the weight of each selected expert is its softmax probability among the experts that were not
+        selected before it and whose logits are close to its own, `(own - logit) / max(|logit|, own) <= 2 sparse_mixer`
+        (SparseMixer, Liu et al. 2023; Phi-3.5-MoE). Gradients are those of these weights: neither jitter nor the
+        paper's gradient estimator is implemented. None: weights as `order` says.
+    - `renormalize`: divides the weights by their sum over the selected experts, plus `1e-20` unless scores are a
         softmax.
-    - `bias`: logits have a bias that is trained by gradient.
-    - `selection_bias`: a bias joins the scores for the choice alone and never enters a weight. No gradient moves it,
-        but `update_router_bias` does (Wang et al. 2024). Keep such a model's weights in float32: its steps are small.
-    - `num_groups`, `groups_per_token`: experts are chosen from the best groups of neighbors; one group: from all.
-    - `group_score`: a group is as good as its best expert, `"max"`, and experts of other groups have score 0; or as
-        its best two together, `"top2_sum"`, and other groups are out of question.
+    - `bias`: adds a bias to the logits, trained by gradient.
+    - `selection_bias`: adds a bias to the scores for the selection only, not for the weights. It has no gradient;
+        `update_router_bias` updates it (Wang et al. 2024). Keep it in float32, because its updates are small.
+    - `num_groups`, `groups_per_token`: divides the experts into `num_groups` groups of consecutive experts; a token
+        selects experts from its best `groups_per_token` groups only.
+    - `group_score`: score of an expert group: `"max"` of its experts' scores, or `"top2_sum"`, the sum of its best two.
+        In the selection, experts of other groups have score 0 with `"max"`, and are excluded with `"top2_sum"`.
     - `scaling_factor`: multiplies the weights.
-    - `hashed_tokens`: experts are not chosen by scores, but are those of the token's id in a table of so many ids that
-        nothing moves (hash layers, Roller et al. 2021; DeepSeek-V4). Scores are the weights. None: the best k.
-    - `per_expert_scale`: weights are multiplied by a learned number of their expert.
+    - `hashed_tokens`: vocabulary size of a fixed table from token id to experts that replaces the selection (hash
+        layers, Roller et al. 2021; DeepSeek-V4). Weights are the scores of these experts. None: top k.
+    - `per_expert_scale`: multiplies the weight of each expert by a learned scalar.
     - `input_norm`: the router reads `norm(x) / sqrt(embed)`; None: x.
-    - `input_scaling`: weights multiply the inputs of the experts; outputs are added up as they are.
-    - `random`: with a key, experts are drawn at random, without repetition; to measure balanced loads.
-    - `balance_loss`, `balance_form`: weight of `load_balance_loss` in the training loss, and its form.
-    - `z_loss`: weight of `router_z_loss` in the training loss.
-    - `bias_update_rate`: by how much a training step moves each selection bias.
+    - `input_scaling`: weights multiply the inputs of the experts, and outputs are summed without weights.
+    - `random`: with a key, selects k different experts at random; for benchmarks with balanced load.
+    - `balance_loss`, `balance_form`: coefficient of `load_balance_loss` in the training loss, and its form.
+    - `z_loss`: coefficient of `router_z_loss` in the training loss.
+    - `bias_update_rate`: change of each selection bias per training step.
     """
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
@@ -88,38 +89,58 @@ class RouterConfig(CheckedFields):
             self.groups_per_token <= self.num_groups,
             f"RouterConfig.groups_per_token={self.groups_per_token} must be at most num_groups={self.num_groups}.",
         )
-        first = self.order == "select_first"
-        rule = "needs order='score_first': it is about the scores of all experts."
-        check(not (first and self.selection_bias), f"RouterConfig.selection_bias={self.selection_bias} {rule}")
-        check(not (first and self.num_groups > 1), f"RouterConfig.num_groups={self.num_groups} {rule}")
+        scores_all = self.order == "score_first"
         check(
-            not (first and self.renormalize and self.score == "softmax"),
-            f"RouterConfig.renormalize={self.renormalize} changes nothing where order='select_first': a softmax over "
-            "the chosen sums to 1. Leave it out.",
+            scores_all or not self.selection_bias,
+            f"RouterConfig.selection_bias={self.selection_bias} needs order='score_first': it is added to the scores "
+            "of all experts.",
         )
-        chosen = self.selection_bias or self.random or self.num_groups > 1 or self.sparse_mixer is not None
-        rule = "excludes selection_bias, random, sparse_mixer and groups: nothing is chosen"
-        check(self.hashed_tokens is None or not chosen, f"RouterConfig.hashed_tokens={self.hashed_tokens} {rule}.")
-        shares = first and self.score == "softmax"
-        rule = "needs score='softmax' and order='select_first': it chooses by logits"
-        check(self.sparse_mixer is None or shares, f"RouterConfig.sparse_mixer={self.sparse_mixer} {rule}.")
+        check(
+            scores_all or self.num_groups == 1,
+            f"RouterConfig.num_groups={self.num_groups} needs order='score_first': expert groups are compared by the "
+            "scores of all experts.",
+        )
+        check(
+            scores_all or not self.renormalize or self.score != "softmax",
+            f"RouterConfig.renormalize={self.renormalize} has no effect with order='select_first' and score='softmax': "
+            "a softmax over the selected experts sums to 1. Leave it out.",
+        )
+        has_selection_option = (
+            self.selection_bias or self.random or self.num_groups > 1 or self.sparse_mixer is not None
+        )
+        check(
+            self.hashed_tokens is None or not has_selection_option,
+            f"RouterConfig.hashed_tokens={self.hashed_tokens} excludes selection_bias, random, sparse_mixer and "
+            "num_groups: a table selects the experts. Leave these out.",
+        )
+        check(
+            self.sparse_mixer is None or (not scores_all and self.score == "softmax"),
+            f"RouterConfig.sparse_mixer={self.sparse_mixer} needs score='softmax' and order='select_first': it selects "
+            "experts by their logits.",
+        )
         check(
             self.selection_bias or self.bias_update_rate == 0,
             f"RouterConfig.bias_update_rate={self.bias_update_rate} needs selection_bias=True.",
         )
 
     def check_experts(self, num_experts: int, num_experts_per_token: int) -> None:
-        """Raise ConfigError where so many experts can't be grouped like this."""
-        groups, allowed = self.num_groups, self.groups_per_token
-        if groups == 1:
+        """Raise ConfigError if the expert groups do not fit these numbers of experts."""
+        if self.num_groups == 1:
             return
-        where, size = f"ExpertsConfig.num_experts={num_experts}", num_experts // groups
-        check(num_experts % groups == 0, f"{where} must be a multiple of RouterConfig.num_groups={groups}.")
-        check(self.group_score == "max" or size > 1, f"{where}: group_score='top2_sum' needs two experts a group.")
         check(
-            allowed * size >= num_experts_per_token,
-            f"{where}: groups_per_token={allowed} groups of {size} hold fewer than num_experts_per_token="
-            f"{num_experts_per_token} experts.",
+            num_experts % self.num_groups == 0,
+            f"ExpertsConfig.num_experts={num_experts} must be a multiple of RouterConfig.num_groups={self.num_groups}.",
+        )
+        group_size = num_experts // self.num_groups
+        check(
+            self.group_score == "max" or group_size > 1,
+            f"ExpertsConfig.num_experts={num_experts} must be at least two per expert group for "
+            f"RouterConfig.group_score='top2_sum', with num_groups={self.num_groups}.",
+        )
+        check(
+            self.groups_per_token * group_size >= num_experts_per_token,
+            f"ExpertsConfig.num_experts={num_experts}: groups_per_token={self.groups_per_token} groups of {group_size} "
+            f"experts have fewer than num_experts_per_token={num_experts_per_token} experts. Raise groups_per_token.",
         )
 
     def build(self, embed_dim: int, num_experts: int, num_experts_per_token: int, *, key: PRNGKeyArray) -> "Router":
@@ -128,9 +149,7 @@ class RouterConfig(CheckedFields):
             kernel=fan_in(key, (embed_dim, num_experts), jnp.float32, embed_dim),
             bias=zeros if self.bias else None,
             selection_bias=zeros if self.selection_bias else None,
-            table=_spread_tokens(self.hashed_tokens, num_experts, num_experts_per_token)
-            if self.hashed_tokens
-            else None,
+            table=_hash_table(self.hashed_tokens, num_experts, num_experts_per_token) if self.hashed_tokens else None,
             per_expert_scale=jnp.ones((num_experts,)) if self.per_expert_scale else None,
             input_norm=None if self.input_norm is None else self.input_norm.build(embed_dim),
             num_experts_per_token=num_experts_per_token,
@@ -139,19 +158,20 @@ class RouterConfig(CheckedFields):
 
 
 class RoutingStats(eqx.Module):
-    """Statistics of routing: sums, so that layers' microbatches can be added up; padding isn't counted.
+    """Routing statistics as sums over tokens or sequences, so that those of microbatches can be added.
 
-    Every field has a leading `layers` axis once stacked. The functions that read them divide them.
+    Padding is not counted. Stacked over layers, each field has a leading `layers` axis. Divide by `tokens` or
+    `sequences` for means, as `load_balance_loss` and `router_z_loss` do.
 
     **Arguments:**
 
-    - `tokens`, `sequences`: tokens that were routed, and rows that have any.
-    - `counts`: tokens sent to each expert, dropped ones included.
-    - `dropped`: number of dropped choices; 0 but for the capacity form.
-    - `probabilities`: over tokens, of each expert's share of a token's scores.
-    - `switch`, `megatron`: over sequences, of either form of the balance loss.
-    - `z`: over tokens, of the squared log-sum-exp of the logits.
-    - `entropy`: over tokens, of the entropy of those shares, in nats.
+    - `tokens`, `sequences`: number of routed tokens, and of sequences that have any.
+    - `counts`: number of tokens sent to each expert, with dropped ones.
+    - `dropped`: number of dropped assignments; 0 unless `Execution.experts` is "capacity".
+    - `probabilities`: sum over tokens of each expert's normalized score.
+    - `switch`, `megatron`: sums over sequences of the two forms of `load_balance_loss`.
+    - `z`: sum over tokens of the squared log-sum-exp of the logits.
+    - `entropy`: sum over tokens of the entropy of the normalized scores, in nats.
     """
 
     tokens: Float32[Array, "*layers"]
@@ -166,26 +186,26 @@ class RoutingStats(eqx.Module):
 
 
 def load_balance_loss(stats: RoutingStats, form: BalanceForm = "switch") -> Float32[Array, "*layers"]:
-    """Compute `E sum_e f_e p_e`, the mean over sequences: 1 for a balanced load, E where one expert does everything.
+    """Return `E sum_e f_e p_e`, averaged over sequences: 1 for a balanced load, E if one expert gets all tokens.
 
-    f_e is the share of a sequence's choices that fell on expert e, p_e the mean of its share of the scores; gradients
-    flow through p alone (Fedus et al. 2021, per sequence as in MaxText). In the form `"megatron"` f_e counts the best k
-    scores instead, without biases or groups (Megatron-LM, DeepSeek-V3). The two differ only where choices do.
+    f_e is the fraction of a sequence's assignments to expert e, p_e the mean of its normalized score; gradients flow
+    through p only (Fedus et al. 2021, per sequence as in MaxText). In the form `"megatron"` f_e counts the top k scores
+    without selection bias and expert groups (Megatron-LM, DeepSeek-V3), which may differ from the selected experts.
 
-    MaxText takes a softmax of sigmoid scores for p in the first form, which is nearly flat; here scores are divided by
-    their sum in both.
+    For p with sigmoid scores, MaxText's "switch" form takes a softmax of the scores, which is nearly uniform; here
+    both forms divide the scores by their sum.
     """
     check_word("load_balance_loss form", form, get_args(BalanceForm))
     return (stats.switch if form == "switch" else stats.megatron) / jnp.maximum(stats.sequences, 1.0)
 
 
 def router_z_loss(stats: RoutingStats) -> Float32[Array, "*layers"]:
-    """Compute `log(sum_e exp(logit_e))²`, the mean over tokens: it holds logits small (Zoph et al. 2022)."""
+    """Return the mean over tokens of `log(sum_e exp(logit_e))²`, which keeps logits small (Zoph et al. 2022)."""
     return stats.z / jnp.maximum(stats.tokens, 1.0)
 
 
 class Router(eqx.Module):
-    """Router to the best k experts of each token."""
+    """Router that selects the top k experts of each token."""
 
     kernel: Float[Array, "embed experts"]
     bias: Float[Array, "experts"] | None
@@ -204,83 +224,87 @@ class Router(eqx.Module):
         key: PRNGKeyArray | None = None,
         replayed: Integer[Array, "batch length choices"] | None = None,
     ) -> tuple[Int32[Array, "batch length slots"], Float[Array, "batch length slots"], RoutingStats]:
-        """Return the k experts of each token, best first, their weights, and statistics.
+        """Return the indices of the k experts of each token (best first), their weights, and statistics.
 
-        Padding (tokens at position -1) goes nowhere: to the expert after the last one, with weight 0.
+        Padding (tokens at position -1) has the index `num_experts`, which is no expert, and weight 0.
 
         **Arguments:**
 
-        - `replayed`: experts that another program has chosen for these tokens, in place of the best ones; -1 for tokens
-            of which it is not known. Weights are of this router's own scores of them, and so are gradients.
+        - `key`: randomness for `RouterConfig.random`.
+        - `replayed`: experts recorded by another program for these tokens, which replace the selection; -1 for tokens
+            without a record. Their weights and gradients are computed from this router's own scores.
         """
         logits = self._logits(x, ctx)
         scores = _score(logits, self.config.score)
-        indices, allowed = self._choose(logits, scores, key) if self.table is None else self._look_up(scores, ctx)
+        indices, allowed = self._select(logits, scores, key) if self.table is None else self._look_up(scores, ctx)
         if replayed is not None:
             indices, allowed = self._replay(replayed, indices, allowed)
         weights = self._combine_weights(logits, jnp.where(allowed, scores, 0.0), indices)
-        real = ctx.positions >= 0
-        stats = self._stats(logits.astype(jnp.float32), scores.astype(jnp.float32), indices, real)
-        indices = jnp.where(real[..., None], indices, logits.shape[-1])
-        return indices, jnp.where(real[..., None], weights, 0.0), stats
+        is_token = ctx.positions >= 0
+        stats = self._stats(logits.astype(jnp.float32), scores.astype(jnp.float32), indices, is_token)
+        indices = jnp.where(is_token[..., None], indices, logits.shape[-1])
+        return indices, jnp.where(is_token[..., None], weights, 0.0), stats
 
     def _logits(self, x: Array, ctx: ForwardContext) -> Float[Array, "batch length experts"]:
-        wide = x.astype(np.promote_types(x.dtype, np.float32))
+        x = x.astype(np.promote_types(x.dtype, np.float32))
         if self.input_norm is not None:
-            wide = self.input_norm(wide) * x.shape[-1] ** -0.5
-        # few columns, and they decide: not rounded on any platform
+            x = self.input_norm(x) * x.shape[-1] ** -0.5
+        # full precision on every platform: the product is small, and rounding would change the selection
         with jax.default_matmul_precision("highest"):
-            logits = ctx.einsum("batch length embed, embed experts -> batch length experts", wide, self.kernel)
+            logits = ctx.einsum("batch length embed, embed experts -> batch length experts", x, self.kernel)
         return add_bias(logits, self.bias)
 
-    def _choose(
+    def _select(
         self, logits: Array, scores: Array, key: PRNGKeyArray | None
     ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
-        """Return the chosen experts, and the experts that were allowed."""
+        """Return the selected experts, and which experts could be selected (those of the best expert groups)."""
         config = self.config
-        choice = logits if config.order == "select_first" else scores
+        ranking = logits if config.order == "select_first" else scores
         if self.selection_bias is not None:
-            choice = add_bias(choice, self.selection_bias)
+            ranking = add_bias(ranking, self.selection_bias)
         if config.random and key is not None:
-            choice = jax.random.uniform(key, choice.shape)
-        choice = jax.lax.stop_gradient(choice)
-        allowed = self._best_groups(choice)
-        choice = jnp.where(allowed, choice, 0.0 if config.group_score == "max" else -jnp.inf)
-        return _top_k(choice, self.num_experts_per_token)[1], allowed
+            ranking = jax.random.uniform(key, ranking.shape)
+        ranking = jax.lax.stop_gradient(ranking)
+        allowed = self._in_best_groups(ranking)
+        ranking = jnp.where(allowed, ranking, 0.0 if config.group_score == "max" else -jnp.inf)
+        return _top_k(ranking, self.num_experts_per_token)[1], allowed
 
     def _look_up(
         self, scores: Array, ctx: ForwardContext
     ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
-        """Return the experts of each token's id, and that all are allowed."""
-        rule = "RouterConfig.hashed_tokens finds experts by token ids: not with model(embeds=…)"
-        check(ctx.tokens is not None and self.table is not None, f"{rule}.")
+        """Return the experts of each token id; all experts are allowed."""
+        check(
+            ctx.tokens is not None and self.table is not None,
+            f"RouterConfig.hashed_tokens={self.config.hashed_tokens} selects experts by token ids: call the model with "
+            "token ids, not with model(embeds=...).",
+        )
         assert ctx.tokens is not None and self.table is not None
         return jnp.take(self.table, ctx.tokens, axis=0, mode="clip"), jnp.ones(scores.shape, bool)
 
     def _replay(
         self, replayed: Array, indices: Array, allowed: Array
     ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
-        """Return the replayed experts where there are any; those of other groups than the own ones are allowed, too."""
-        chosen = replayed[..., : self.num_experts_per_token].astype(jnp.int32)
-        chosen = jnp.where(chosen[..., :1] >= 0, chosen, indices)
-        others = jnp.any(chosen != indices, axis=-1, keepdims=True)
-        return chosen, allowed | others
+        """Return recorded experts where there are any; if they differ from `indices`, all experts are allowed."""
+        replayed = replayed[..., : self.num_experts_per_token].astype(jnp.int32)
+        replayed = jnp.where(replayed[..., :1] >= 0, replayed, indices)
+        differs = jnp.any(replayed != indices, axis=-1, keepdims=True)
+        return replayed, allowed | differs
 
-    def _best_groups(self, choice: Array) -> Bool[Array, "batch length experts"]:
-        """Return which experts are in the groups that a token may use."""
+    def _in_best_groups(self, ranking: Array) -> Bool[Array, "batch length experts"]:
+        """Return which experts are in the best expert groups of a token."""
         config = self.config
         if config.groups_per_token == config.num_groups:
-            return jnp.ones(choice.shape, bool)
-        groups = choice.reshape(*choice.shape[:2], config.num_groups, -1)
+            return jnp.ones(ranking.shape, bool)
+        groups = ranking.reshape(*ranking.shape[:2], config.num_groups, -1)
         best, _ = _top_k(groups, 1 if config.group_score == "max" else 2)
         _, best_groups = _top_k(jnp.sum(best, axis=-1), config.groups_per_token)
-        inside = jnp.any(_one_hot(best_groups, config.num_groups), axis=-2)
-        return jnp.repeat(inside, groups.shape[-1], axis=-1)
+        is_best_group = jnp.any(_one_hot(best_groups, config.num_groups), axis=-2)
+        return jnp.repeat(is_best_group, groups.shape[-1], axis=-1)
 
     def _combine_weights(self, logits: Array, scores: Array, indices: Array) -> Float[Array, "batch length slots"]:
         config = self.config
         if config.sparse_mixer is not None:
-            weights = _sequential_shares(logits, indices, 2.0 * config.sparse_mixer)
+            weights = _sparse_mixer_weights(logits, indices, 2.0 * config.sparse_mixer)
         elif config.order == "select_first":
             weights = _score(_take(logits, indices), config.score)
         else:
@@ -293,36 +317,44 @@ class Router(eqx.Module):
             weights = weights * _take(self.per_expert_scale.astype(weights.dtype).reshape(1, 1, -1), indices)
         return weights
 
-    def _stats(self, logits: Array, scores: Array, indices: Array, real: Array) -> RoutingStats:
-        """Sum statistics over all tokens but padding; sequences are rows."""
-        experts, chosen = logits.shape[-1], indices.shape[-1]
-        weight = real.astype(jnp.float32)
-        tokens = jnp.sum(weight, axis=1)
-        shares = scores if self.config.score == "softmax" else scores / (jnp.sum(scores, -1, keepdims=True) + 1e-20)
-        per_row = jnp.sum(shares * weight[..., None], axis=1)
-        counts = _count_choices(indices, real, experts)
-        plain = counts if self._is_plain else _count_choices(_top_k(scores, chosen)[1], real, experts)
+    def _stats(self, logits: Array, scores: Array, indices: Array, is_token: Array) -> RoutingStats:
+        """Return the sums of all statistics over tokens; `is_token` is False for padding."""
+        num_experts = logits.shape[-1]
+        experts_per_token = indices.shape[-1]
+        mask = is_token.astype(jnp.float32)
+        tokens = jnp.sum(mask, axis=1)
+        if self.config.score == "softmax":
+            probabilities = scores
+        else:
+            probabilities = scores / (jnp.sum(scores, -1, keepdims=True) + 1e-20)
+        sums = jnp.sum(probabilities * mask[..., None], axis=1)
+        counts = _count_assignments(indices, is_token, num_experts)
+        if self._selects_top_scores:
+            top_score_counts = counts
+        else:
+            top_score_counts = _count_assignments(_top_k(scores, experts_per_token)[1], is_token, num_experts)
 
         def balance(counts):
-            # E * sum of (counts / (tokens k)) * (per_row / tokens)
-            return jnp.sum(experts * jnp.sum(counts * per_row, axis=-1) / (chosen * jnp.maximum(tokens, 1.0) ** 2))
+            # sum over sequences of E * sum over experts of (counts / (tokens k)) * (sums / tokens)
+            products = num_experts * jnp.sum(counts * sums, axis=-1)
+            return jnp.sum(products / (experts_per_token * jnp.maximum(tokens, 1.0) ** 2))
 
-        entropy = jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(shares)), axis=-1)
+        entropy = jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(probabilities)), axis=-1)
         return RoutingStats(
             tokens=jnp.sum(tokens),
             sequences=jnp.sum((tokens > 0).astype(jnp.float32)),
             counts=jnp.sum(counts, axis=0),
             dropped=jnp.zeros((), jnp.float32),
-            probabilities=jnp.sum(per_row, axis=0),
+            probabilities=jnp.sum(sums, axis=0),
             switch=balance(counts),
-            megatron=balance(plain),
-            z=jnp.sum(weight * jax.nn.logsumexp(logits, axis=-1) ** 2),
-            entropy=jnp.sum(weight * entropy),
+            megatron=balance(top_score_counts),
+            z=jnp.sum(mask * jax.nn.logsumexp(logits, axis=-1) ** 2),
+            entropy=jnp.sum(mask * entropy),
         )
 
     @property
-    def _is_plain(self) -> bool:
-        """True if the choice is the best k scores."""
+    def _selects_top_scores(self) -> bool:
+        """Whether the selected experts are always those with the top k scores."""
         config = self.config
         return not (
             config.hashed_tokens
@@ -332,9 +364,10 @@ class Router(eqx.Module):
         )
 
 
-def _spread_tokens(tokens: int, experts: int, chosen: int) -> Int32[Array, "vocab slots"]:
-    """Return as many different experts for each id, all of them equally often."""
-    return jnp.arange(tokens * chosen, dtype=jnp.int32).reshape(tokens, chosen) % experts
+def _hash_table(vocab_size: int, num_experts: int, experts_per_token: int) -> Int32[Array, "vocab slots"]:
+    """Return a table of different experts for each token id, in which all experts are equally frequent."""
+    indices = jnp.arange(vocab_size * experts_per_token, dtype=jnp.int32)
+    return indices.reshape(vocab_size, experts_per_token) % num_experts
 
 
 def _score(logits: Array, score: str) -> Array:
@@ -342,49 +375,54 @@ def _score(logits: Array, score: str) -> Array:
         return jax.nn.softmax(logits, axis=-1)
     if score == "sigmoid":
         return jax.nn.sigmoid(logits)
-    # the root has no gradient at 0, where softplus underflows
+    # the square root has no finite gradient at 0, to which softplus underflows
     return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), jnp.finfo(logits.dtype).tiny))
 
 
-def _sequential_shares(logits: Array, indices: Array, tolerance: float) -> Float[Array, "batch length slots"]:
-    """Return each choice's share of a softmax over experts that are left and no further from it than `tolerance`."""
-    left, shares = jnp.ones(logits.shape, bool), []
-    for chosen in jnp.moveaxis(_one_hot(indices, logits.shape[-1]), -2, 0):
-        own = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1, keepdims=True)
-        # where both are 0 there is no number, and nothing is far
+def _sparse_mixer_weights(logits: Array, indices: Array, tolerance: float) -> Float[Array, "batch length slots"]:
+    """Return the weights of selected experts as in `RouterConfig.sparse_mixer`; `tolerance` is twice its value."""
+    remaining = jnp.ones(logits.shape, bool)
+    weights = []
+    for selected in jnp.moveaxis(_one_hot(indices, logits.shape[-1]), -2, 0):
+        own = jnp.sum(jnp.where(selected, logits, 0.0), axis=-1, keepdims=True)
+        # if both logits are 0 the quotient is NaN, and the comparison is False
         is_far = (own - logits) / jnp.maximum(jnp.abs(logits), own) > tolerance
-        share = jax.nn.softmax(jnp.where(left & ~is_far, logits, -jnp.inf), axis=-1)
-        shares.append(jnp.sum(jnp.where(chosen, share, 0.0), axis=-1))
-        left &= ~chosen
-    return jnp.stack(shares, axis=-1)
+        probabilities = jax.nn.softmax(jnp.where(remaining & ~is_far, logits, -jnp.inf), axis=-1)
+        weights.append(jnp.sum(jnp.where(selected, probabilities, 0.0), axis=-1))
+        remaining &= ~selected
+    return jnp.stack(weights, axis=-1)
 
 
-def _top_k(values: Float[Array, "*dims candidates"], count: int) -> tuple[Array, Int32[Array, "*dims slots"]]:
-    """Return the best values and their indices, as `lax.top_k` does; the lower index of equals.
+def _top_k(values: Float[Array, "*dims candidates"], k: int) -> tuple[Array, Int32[Array, "*dims slots"]]:
+    """Return the k largest values and their indices, like `lax.top_k`; ties go to the lower index.
 
-    For a partitioned `lax.top_k` XLA gathers the values of all tokens on every device; rounds of argmax stay where
-    they are.
+    For a partitioned `lax.top_k`, XLA gathers the values of all tokens on every device; repeated argmax does not
+    communicate.
     """
-    results, index = [], jnp.arange(values.shape[-1], dtype=jnp.int32)
-    taken = jnp.zeros(values.shape, bool)
-    for _ in range(count):
-        best = jnp.argmax(jnp.where(taken, -jnp.inf, values), axis=-1, keepdims=True).astype(jnp.int32)
-        is_best = index.reshape((1,) * (values.ndim - 1) + (-1,)) == best
-        results.append((jnp.sum(jnp.where(is_best, values, 0.0), axis=-1), best[..., 0]))
-        taken |= is_best
-    return jnp.stack([value for value, _ in results], axis=-1), jnp.stack([place for _, place in results], axis=-1)
+    positions = jnp.arange(values.shape[-1], dtype=jnp.int32).reshape((1,) * (values.ndim - 1) + (-1,))
+    is_taken = jnp.zeros(values.shape, bool)
+    top_values = []
+    top_indices = []
+    for _ in range(k):
+        best = jnp.argmax(jnp.where(is_taken, -jnp.inf, values), axis=-1, keepdims=True).astype(jnp.int32)
+        is_best = positions == best
+        top_values.append(jnp.sum(jnp.where(is_best, values, 0.0), axis=-1))
+        top_indices.append(best[..., 0])
+        is_taken |= is_best
+    return jnp.stack(top_values, axis=-1), jnp.stack(top_indices, axis=-1)
 
 
 def _one_hot(indices: Array, size: int) -> Bool[Array, "batch length slots experts"]:
-    """Return a one-hot mask of indices; all False for an index beyond `size`."""
+    """Return a one-hot mask of indices; all False for an index of `size` or more."""
     return indices[..., None] == jnp.arange(size, dtype=indices.dtype).reshape(1, 1, 1, -1)
 
 
 def _take(values: Array, indices: Array) -> Float[Array, "batch length slots"]:
-    """Return `values` of the chosen experts, as a sum over all of them: its gradient is one too, and no scatter."""
+    """Return `values` at the indices, as a sum over a one-hot mask, because the gradient of a gather is a scatter."""
     return jnp.sum(jnp.where(_one_hot(indices, values.shape[-1]), values[..., None, :], 0.0), axis=-1)
 
 
-def _count_choices(indices: Array, real: Array, experts: int) -> Float32[Array, "batch experts"]:
-    """Count a row's choices of each expert."""
-    return jnp.sum(_one_hot(indices, experts) & real[..., None, None], axis=(1, 2), dtype=jnp.int32).astype(jnp.float32)
+def _count_assignments(indices: Array, is_token: Array, num_experts: int) -> Float32[Array, "batch experts"]:
+    """Count the assignments of each sequence to each expert."""
+    is_assigned = _one_hot(indices, num_experts) & is_token[..., None, None]
+    return jnp.sum(is_assigned, axis=(1, 2), dtype=jnp.int32).astype(jnp.float32)

@@ -1,4 +1,13 @@
-"""Rows of tokens sorted by expert, within a device: they go to their places and come back by gathers alone."""
+"""Sort the tokens of a device by expert, and return expert outputs to their tokens, with gathers only.
+
+An assignment is a pair `(t, k)`: token `t` and its k-th selected expert. With `slots` experts per token, its flat index
+is `t * slots + k`. Two index arrays connect assignments with the rows of the sorted buffer (`places` in the shapes):
+
+- `destinations[t, k]`: row of the sorted buffer that holds assignment `(t, k)`.
+- `sources[row]`: flat index of the assignment in this row.
+
+An index one past the end means that an assignment has no row, or that a row is empty; gathers read zeros there.
+"""
 
 import functools
 
@@ -11,42 +20,48 @@ from jaxtyping import Array, Float, Int32
 from eqx_decoders.remat import save
 
 
-# `destinations` has the place of each of a token's slots, `sources` the slot at each place, counted token by token.
-# Either may point beyond its end: there is a row of zeros. XLA would make the gradient of a gather a scatter, which is
-# slow everywhere; here each is the other's gradient.
+# JAX differentiates a gather into a scatter, which is slow on every platform. The custom gradients of this module
+# gather with the inverse index instead.
 
 
 def sort_by_expert(
-    chosen: Int32[Array, "tokens slots"], experts: int, spare: int = 0
+    indices: Int32[Array, "tokens slots"], num_experts: int, padding: int = 0
 ) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "places"]]:
-    """Sort choices by expert, then token: return the place of each choice, and the choice at each place.
+    """Sort assignments by expert, then by token; return `(destinations, sources)`.
 
-    A token chooses an expert at most once; choices of `experts` or more are of none of them. There are places for
-    `tokens * min(slots, experts)` choices and `spare` more, which stay empty. Where there is none: one beyond the
-    last place, one beyond the last choice.
+    The sorted buffer has `tokens * min(slots, num_experts) + padding` rows. That is enough for every routing, because a
+    token selects an expert at most once; the last `padding` rows are always empty.
+
+    **Arguments:**
+
+    - `indices`: experts selected for each token; `num_experts` and larger values have no row.
+    - `num_experts`: number of experts to sort by.
+    - `padding`: number of empty rows at the end.
     """
-    flat = chosen.reshape(-1)
-    size = len(chosen) * min(chosen.shape[1], experts)
+    flat = indices.reshape(-1)
+    size = len(indices) * min(indices.shape[1], num_experts)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    destinations = jnp.where(flat < experts, jnp.argsort(order).astype(jnp.int32), size + spare)
-    sources = jnp.where(flat[order] < experts, order, flat.size)[:size]
-    destinations, sources = destinations.reshape(chosen.shape), jnp.pad(sources, (0, spare), constant_values=flat.size)
+    destinations = jnp.where(flat < num_experts, jnp.argsort(order).astype(jnp.int32), size + padding)
+    sources = jnp.where(flat[order] < num_experts, order, flat.size)[:size]
+    destinations = destinations.reshape(indices.shape)
+    sources = jnp.pad(sources, (0, padding), constant_values=flat.size)
     return save(destinations, "moe_routing_maps"), save(sources, "moe_routing_maps")
 
 
-def assign_places(
-    indices: Int32[Array, "length slots"], *, experts: int, room: int
+def assign_with_capacity(
+    indices: Int32[Array, "length slots"], *, num_experts: int, capacity: int
 ) -> tuple[Int32[Array, "length slots"], Int32[Array, "places"]]:
-    """Assign `experts * room` places, first come, first served: return the place of each choice, and the reverse.
+    """Assign `capacity` rows to each expert, in the order of assignments; return `(destinations, sources)`.
 
-    Where there is none: one beyond the last place, one beyond the last choice.
+    The buffer has `num_experts * capacity` rows. Assignments beyond the capacity of their expert have no row.
     """
-    chosen = indices.reshape(-1)
-    mine = (chosen[:, None] == jnp.arange(experts, dtype=chosen.dtype)[None]).astype(jnp.int32)
-    before = jnp.sum(mine * jnp.cumsum(mine, axis=0), axis=1, dtype=jnp.int32) - 1
-    destinations = jnp.where((chosen < experts) & (before < room), chosen * room + before, experts * room)
-    empty = jnp.full((experts * room,), chosen.size, jnp.int32)
-    sources = empty.at[destinations].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
+    flat = indices.reshape(-1)
+    is_expert = (flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None]).astype(jnp.int32)
+    rank = jnp.sum(is_expert * jnp.cumsum(is_expert, axis=0), axis=1, dtype=jnp.int32) - 1
+    size = num_experts * capacity
+    destinations = jnp.where((flat < num_experts) & (rank < capacity), flat * capacity + rank, size)
+    empty = jnp.full((size,), flat.size, jnp.int32)
+    sources = empty.at[destinations].set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop")
     return destinations.reshape(indices.shape), sources
 
 
@@ -54,13 +69,14 @@ def assign_places(
 def dispatch(
     x: Float[Array, "tokens embed"], destinations: Int32[Array, "tokens slots"], sources: Int32[Array, "places"]
 ) -> Float[Array, "places embed"]:
-    """Copy each token to each of its places."""
-    return rows_at(x, sources // destinations.shape[1])
+    """Copy each token to the buffer rows of its assignments; empty rows are zeros."""
+    return gather_rows(x, sources // destinations.shape[1])
 
 
 def _dispatch_backward(destinations, gradient):
-    wide = np.promote_types(gradient.dtype, np.float32)
-    return functools.reduce(jnp.add, _slots(gradient, destinations, wide)).astype(gradient.dtype), None, None
+    sum_dtype = np.promote_types(gradient.dtype, np.float32)
+    terms = _gather_assignments(gradient, destinations, sum_dtype)
+    return functools.reduce(jnp.add, terms).astype(gradient.dtype), None, None
 
 
 dispatch.defvjp(lambda x, destinations, sources: (dispatch(x, destinations, sources), destinations), _dispatch_backward)
@@ -73,21 +89,21 @@ def combine(
     destinations: Int32[Array, "tokens slots"],
     sources: Int32[Array, "places"],
 ) -> Float[Array, "tokens embed"]:
-    """Compute for each token the weighted sum over its places, in the dtype of the weights."""
-    pieces = _slots(y, destinations, weights.dtype)
-    return functools.reduce(jnp.add, (piece * weights[:, slot, None] for slot, piece in enumerate(pieces)))
+    """Return for each token the weighted sum of the buffer rows of its assignments, in the dtype of `weights`."""
+    outputs = _gather_assignments(y, destinations, weights.dtype)
+    return functools.reduce(jnp.add, (output * weights[:, k, None] for k, output in enumerate(outputs)))
 
 
 def _combine_forward(y, weights, destinations, sources):
     return combine(y, weights, destinations, sources), (y, weights, destinations, sources)
 
 
-def _combine_backward(saved, gradient):
-    y, weights, destinations, sources = saved
-    to_y = rows_at(gradient, sources // destinations.shape[1]) * rows_at(weights.reshape(-1, 1), sources)
-    pieces = _slots(y, destinations, weights.dtype)
-    to_weights = jnp.stack([jnp.sum(gradient * piece, axis=1) for piece in pieces], axis=1)
-    return to_y.astype(y.dtype), to_weights, None, None
+def _combine_backward(residuals, gradient):
+    y, weights, destinations, sources = residuals
+    y_gradient = gather_rows(gradient, sources // destinations.shape[1]) * gather_rows(weights.reshape(-1, 1), sources)
+    outputs = _gather_assignments(y, destinations, weights.dtype)
+    weights_gradient = jnp.stack([jnp.sum(gradient * output, axis=1) for output in outputs], axis=1)
+    return y_gradient.astype(y.dtype), weights_gradient, None, None
 
 
 combine.defvjp(_combine_forward, _combine_backward)
@@ -99,16 +115,22 @@ def scale_rows(
     destinations: Int32[Array, "tokens slots"],
     sources: Int32[Array, "places"],
 ) -> tuple[Float[Array, "places embed"], Float[Array, "tokens slots"]]:
-    """Multiply rows by their weights; return them, and weights of one instead."""
+    """Multiply the rows of the sorted buffer by the weights of their assignments.
+
+    Returns the scaled rows, and the weights that `combine` needs for them: 1, or 0 for an assignment without a row.
+    """
     row_weights = dispatch(weights.reshape(-1, 1), destinations.reshape(-1, 1), sources)
     return rows * row_weights.astype(rows.dtype), (destinations < len(sources)).astype(weights.dtype)
 
 
-def _slots(x: Array, destinations: Array, dtype: DTypeLike) -> list[Array]:
-    """Read the rows at each token's first, second, … place. XLA fuses each with its use, but no sum of all."""
-    return [rows_at(x, destinations[:, slot]).astype(dtype) for slot in range(destinations.shape[1])]
+def _gather_assignments(x: Array, destinations: Array, dtype: DTypeLike) -> list[Array]:
+    """Return one array `[tokens, embed]` for each k: the buffer rows of all tokens' k-th assignments.
+
+    A list, because XLA fuses separate gathers with their uses, but does not fuse a sum over one large gather.
+    """
+    return [gather_rows(x, destinations[:, k]).astype(dtype) for k in range(destinations.shape[1])]
 
 
-def rows_at(x: Array, index: Array) -> Array:
-    """Return rows of `x`; zeros for an index beyond the last one."""
+def gather_rows(x: Array, index: Array) -> Array:
+    """Return the rows of `x` at `index`; zeros where the index is past the end."""
     return x.at[index].get(mode="fill", fill_value=0)

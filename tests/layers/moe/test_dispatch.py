@@ -18,7 +18,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe import experts as module
-from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
+from eqx_decoders.layers.moe.chunked_sum import sum_chunks
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.moe.sorted_rows import sort_by_expert
@@ -311,11 +311,11 @@ def test_rows_are_multiplied_by_kernels_on_gpus(name, monkeypatch):
     assert chosen.called
 
 
-# --- pieces ---
+# --- chunks ---
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_sum_of_pieces_and_its_gradient(number):
+def test_sums_chunks_and_differentiates_the_sum(number):
     def piece(index, inputs, indices):
         scale, x = inputs
         return jnp.sin(scale * x + jnp.asarray(index, jnp.float32)) + indices
@@ -323,7 +323,7 @@ def test_a_sum_of_pieces_and_its_gradient(number):
     inputs, indices = (jnp.float32(0.7), jnp.arange(4.0)), jnp.arange(4.0)
 
     def fast(inputs):
-        return jnp.sum(jnp.cos(indices) * sum_of_pieces(piece, jnp.int32(number), inputs, indices))
+        return jnp.sum(jnp.cos(indices) * sum_chunks(piece, jnp.int32(number), inputs, indices))
 
     def plain(inputs):
         return jnp.sum(jnp.cos(indices) * sum((piece(i, inputs, indices) for i in range(number)), jnp.zeros(4)))

@@ -141,8 +141,8 @@ def test_few_tokens_on_tpu_go_through_all_experts(name, monkeypatch):
     layer, (x, positions) = drawn(dataclasses.replace(config, capacity_factor=None)), tokens(shape)
     want = run(layer, jnp.asarray(x), jnp.asarray(positions), "dense")
     monkeypatch.setattr(ed.Layout, "platform", "tpu")
-    few = Mock(side_effect=Experts._few)
-    monkeypatch.setattr(Experts, "_few", lambda *args: few(*args))
+    few = Mock(side_effect=Experts._all_experts)
+    monkeypatch.setattr(Experts, "_all_experts", lambda *args: few(*args))
     found = eqx.filter_jit(lambda *inputs: run.__wrapped__(*inputs, "auto"))(layer, x, jnp.asarray(positions))
     assert_close(found, want, units=256)
     assert few.called
