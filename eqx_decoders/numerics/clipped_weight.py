@@ -1,4 +1,4 @@
-"""Weights whose products are clipped on both sides (Gemma 4's encoders)."""
+"""Weights whose inputs and outputs are clipped (Gemma 4's encoders)."""
 
 from typing import Any, TypeVar
 
@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class ClippedWeight(AbstractWeight):
-    """Weight whose product is clipped on both sides: `clip(clip(x) w)` (Gemma 4's encoders).
+    """Weight whose input and output are clipped: `clip(clip(x) w)` (Gemma 4's encoders).
 
-    Gradients pass to what lies within its bounds, ends included. None reaches the bounds, which are measured and not
-    trained.
+    Gradients pass where the value lies within the bounds, bounds included. The bounds have no gradient: they are
+    measured, not trained.
 
     **Arguments:**
 
-    - `weight`: an array, or a weight of another kind.
-    - `input_min`, `input_max`: bounds of x, one number for each layer; infinite ones clip nothing.
-    - `output_min`, `output_max`: bounds of the product.
+    - `weight`: an array, or another kind of weight.
+    - `input_min`, `input_max`: bounds of x, scalars per layer; infinite bounds do not clip.
+    - `output_min`, `output_max`: bounds of the output.
     """
 
     weight: Float[AnyArray, "..."] | Any
@@ -46,32 +46,34 @@ class ClippedWeight(AbstractWeight):
         """Dtype of the weight."""
         return as_weight(self.weight).dtype
 
-    def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """Return the axes of the five arrays, given the axes of the weight."""
-        return {"weight": words, "input_min": (), "input_max": (), "output_min": (), "output_max": ()}
+    def part_axes(self, weight_axes: Axes) -> dict[str, Axes]:
+        """Return the axes of the five arrays, by field."""
+        return {"weight": weight_axes, "input_min": (), "input_max": (), "output_min": (), "output_max": ()}
 
     def array(self, *contracted: int) -> Float[Array, "..."]:
-        """Raise ConfigError: no array stands for what a `ClippedWeight` computes."""
-        raise ConfigError("ClippedWeight clips what it multiplies: no array stands for it. Multiply by einsum.")
+        """Raise ConfigError: clipping is not linear, so no array is equivalent to a `ClippedWeight`."""
+        raise ConfigError("ClippedWeight cannot be converted to an array, because it clips activations. Use einsum.")
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
-        """Multiply the clipped activation by the weight, and clip the product."""
+        """Multiply the clipped activation by the weight, and clip the output."""
         x = _clip_between(x, self.input_min, self.input_max)
         return _clip_between(contract(plan, x, self.weight, options), self.output_min, self.output_max)
 
 
 def with_clipping(tree: T) -> T:
-    """Return a tree of modules with each matrix in a `ClippedWeight` whose bounds clip nothing."""
-    leaves, nodes = named_leaves(tree), {}
-    for path, words in axes(tree).items():
-        if product_axes(words) is not None:
-            stack = leaves[path].shape[: words.count("layers")]
-            low, high = jnp.full(stack, -jnp.inf), jnp.full(stack, jnp.inf)
+    """Return a tree of modules with each matrix in a `ClippedWeight` with infinite bounds."""
+    leaves = named_leaves(tree)
+    nodes = {}
+    for path, weight_axes in axes(tree).items():
+        if product_axes(weight_axes) is not None:
+            layers = leaves[path].shape[: weight_axes.count("layers")]
+            low = jnp.full(layers, -jnp.inf)
+            high = jnp.full(layers, jnp.inf)
             nodes[path] = ClippedWeight(leaves[path], input_min=low, input_max=high, output_min=low, output_max=high)
     return replaced(tree, nodes)
 
 
 def _clip_between(x: Array, low: Array, high: Array) -> Array:
-    """Clip `x` between two numbers; with `jnp.clip` alone half of a gradient would be lost at the ends."""
+    """Clip `x` to `[low, high]`. At the bounds the full gradient passes; `jnp.clip` would pass half of it."""
     low, high = lax.stop_gradient((low.astype(x.dtype), high.astype(x.dtype)))
     return jnp.where((x >= low) & (x <= high), x, jnp.clip(x, low, high))

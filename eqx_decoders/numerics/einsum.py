@@ -1,8 +1,9 @@
-"""Products of activations and weights, through which every weight goes, and what every kind of weight can do.
+"""`einsum` and `grouped_products` of activations and weights, and `AbstractWeight`, the interface of weights.
 
-A weight is a plain array or an `AbstractWeight`. A plain one is cast at its use, so that only the copy of one layer
-exists in the compute dtype at a time. Its product has two forms with equal results: the plain one, and a flattened one
-that XLA's CPU backend runs two to eight times faster.
+A weight is a plain array or an `AbstractWeight`, and every product of a model with a weight goes through this module. A
+plain array is cast when it is used, so that only one layer exists in the compute dtype at a time. Its product has two
+implementations with equal results: `jnp.einsum`, and a flattened matrix product, which is two to eight times faster on
+XLA's CPU backend.
 """
 
 from abc import abstractmethod
@@ -25,19 +26,19 @@ from eqx_decoders.sharding.layout import Layout
 
 
 class ProductOptions(NamedTuple):
-    """Options of a product: the dtype of its result, whether to flatten it, and the devices that multiply."""
+    """Options of a product: dtype of the result, whether to flatten it to a matrix product, and the layout (mesh)."""
 
     dtype: np.dtype
     flatten: bool = False
     layout: Layout | None = None
 
     def gathers(self, plan: ProductPlan, weight_size: int, x: Array) -> bool:
-        """Return whether a weight is gathered for its product: on a mesh, if it is no larger than the activation."""
-        return self.layout is not None and all(word in AXES for word in plan.right) and weight_size <= x.size
+        """Return whether to all-gather a weight for its product: on a mesh, if it is not larger than the activation."""
+        return self.layout is not None and all(axis in AXES for axis in plan.right) and weight_size <= x.size
 
 
 class LowRankPair(NamedTuple):
-    """Low-rank update of a weight: `scale lora_a lora_b`, and the factors of the columns of their sum; None for 1."""
+    """Low-rank update `scale * lora_a @ lora_b` of a weight, and a factor for each column of the sum (None: 1)."""
 
     scale: float
     lora_a: Any
@@ -46,9 +47,9 @@ class LowRankPair(NamedTuple):
 
 
 class AbstractWeight(eqx.Module):
-    """Weight that stands in place of an array: held in several arrays, or multiplied in a way of its own."""
+    """Weight that replaces an array: stored as several arrays (quantized, LoRA), or with a custom product."""
 
-    # whether the product with all experts at once takes no more steps than one with an array
+    # whether a product with all experts at once needs no further steps, as with a plain array
     plain_product: ClassVar[bool] = False
 
     @property
@@ -59,24 +60,24 @@ class AbstractWeight(eqx.Module):
     @property
     @abstractmethod
     def dtype(self) -> np.dtype | None:
-        """Dtype of the weight as an array; None if its numbers have none of their own."""
+        """Dtype of the weight as an array; None if it has none, like a quantized weight."""
 
     @abstractmethod
-    def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """Return the axes of each of its fields, in order, given the axes of the weight."""
+    def part_axes(self, weight_axes: Axes) -> dict[str, Axes]:
+        """Return the axes of each field, in the order of the fields, given the axes of the weight."""
 
     @abstractmethod
     def array(self, *contracted: int) -> Float[Array, "..."]:
-        """Return the weight as one array, with the numbers of products that contract these dimensions."""
+        """Return the weight as one array, with the values that a product has that contracts these dimensions."""
 
     @abstractmethod
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
-        """Multiply an activation by the weight, as `einsum` does; shapes have been checked."""
+        """Return the product of an activation and the weight, as `einsum` does. Shapes are checked already."""
 
     @classmethod
     def contract_groups(cls, x: Array, weights: "Sequence[Any]", counts: Array, form: GroupedForm) -> tuple[Array, ...]:
-        """Multiply sorted rows by several weights of this kind, as `grouped_products` does."""
-        raise ConfigError(f"{cls.__name__} has no product by groups: experts can't have such weights.")
+        """Multiply sorted rows by several weights of this class, as `grouped_products` does."""
+        raise ConfigError(f"{cls.__name__} does not support grouped products: do not use it for weights of experts.")
 
     def base_and_pair(self) -> tuple[Any, LowRankPair | None]:
         """Return the weight without its low-rank pair, and the pair."""
@@ -84,7 +85,7 @@ class AbstractWeight(eqx.Module):
 
 
 class AbstractArrayWeight(AbstractWeight):
-    """Weight that is one array, `values`, however it is multiplied."""
+    """Weight that is stored as one array, `values`."""
 
     values: Float[AnyArray, "..."]
 
@@ -100,27 +101,28 @@ class AbstractArrayWeight(AbstractWeight):
 
 
 class ArrayWeight(AbstractArrayWeight):
-    """Plain array as an `AbstractWeight`; models hold the array itself."""
+    """Adapter from a plain array to `AbstractWeight`. Models contain the array itself."""
 
     plain_product: ClassVar[bool] = True
 
-    def part_axes(self, words: Axes) -> dict[str, Axes]:
+    def part_axes(self, weight_axes: Axes) -> dict[str, Axes]:
         """Return the axes of the array."""
-        return {"values": words}
+        return {"values": weight_axes}
 
     def array(self, *contracted: int) -> Float[Array, "..."]:
         """Return the array."""
         return self.values
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
-        """Multiply an activation by the array, cast to its dtype."""
+        """Multiply an activation by the array, cast to the dtype of the activation."""
         if options.flatten and plan.contracted is not None:
-            flat, matrix, shape = plan.flattened(x, self.values)
-            return product(flat, matrix, transposed=plan.transposed, out_dtype=options.dtype).reshape(shape)
-        weight, layout = cast_in_loop(self.values, x.dtype), options.layout
+            rows, matrix, shape = plan.flattened(x, self.values)
+            return product(rows, matrix, transposed=plan.transposed, out_dtype=options.dtype).reshape(shape)
+        weight = cast_in_loop(self.values, x.dtype)
+        layout = options.layout
         if layout is not None and layout.backend.doubles_one_row and plan.has_one_row(x):
-            twice = jnp.concatenate([x, x])
-            return jnp.einsum(plan.letters, twice, weight, preferred_element_type=options.dtype)[:1]
+            two_rows = jnp.concatenate([x, x])
+            return jnp.einsum(plan.letters, two_rows, weight, preferred_element_type=options.dtype)[:1]
         if layout is not None and options.gathers(plan, weight.size, x):
             ring = gradient_ring(plan, layout, x, weight)
             if ring is not None:
@@ -132,33 +134,34 @@ class ArrayWeight(AbstractArrayWeight):
     def contract_groups(
         cls, x: Array, weights: "Sequence[ArrayWeight]", counts: Array, form: GroupedForm
     ) -> tuple[Array, ...]:
-        """Multiply sorted rows by several arrays at once."""
+        """Multiply sorted rows by several arrays."""
         return grouped_arrays(x, tuple(weight.values for weight in weights), counts, form)
 
 
 class RingWeight(AbstractArrayWeight):
-    """Part of experts on a device of a `shard_map`: gathered for products, and its gradient added up in a ring."""
+    """Shard of expert weights inside a `shard_map`: gathered for products; its gradient is a ring reduce-scatter."""
 
     ring: GroupRing = eqx.field(static=True)
 
-    def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """Return the axes of the part."""
-        return {"values": words}
+    def part_axes(self, weight_axes: Axes) -> dict[str, Axes]:
+        """Return the axes of the array."""
+        return {"values": weight_axes}
 
     def array(self, *contracted: int) -> Float[Array, "..."]:
         """Gather the array."""
         return self.ring.gather(self.values)
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
-        """Multiply an activation by the array."""
+        """Multiply an activation by the gathered array."""
         return ArrayWeight(self.array()).contract(plan, x, options)
 
     @classmethod
     def contract_groups(
         cls, x: Array, weights: "Sequence[RingWeight]", counts: Array, form: GroupedForm
     ) -> tuple[Array, ...]:
-        """Multiply sorted rows by several arrays at once."""
-        return ring_groups(tuple(w.ring for w in weights), form, x, tuple(w.values for w in weights), counts)
+        """Multiply sorted rows by several gathered arrays."""
+        rings = tuple(weight.ring for weight in weights)
+        return ring_groups(rings, form, x, tuple(weight.values for weight in weights), counts)
 
 
 def as_weight(weight: Float[AnyArray, "..."] | AbstractWeight) -> AbstractWeight:
@@ -167,10 +170,10 @@ def as_weight(weight: Float[AnyArray, "..."] | AbstractWeight) -> AbstractWeight
 
 
 def contract(plan: ProductPlan, x: Array, weight: Array | AbstractWeight, options: ProductOptions) -> Array:
-    """Multiply an activation by a weight, as `einsum` does, by a parsed pattern."""
-    some = as_weight(weight)
-    plan.check_shapes(x.shape, some.shape)
-    return some.contract(plan, x, options)
+    """Multiply an activation by a weight like `einsum`, with a parsed pattern."""
+    abstract_weight = as_weight(weight)
+    plan.check_shapes(x.shape, abstract_weight.shape)
+    return abstract_weight.contract(plan, x, options)
 
 
 def einsum(
@@ -184,17 +187,19 @@ def einsum(
 ) -> Float[Array, "..."]:
     """Multiply an activation by a weight, as in `"batch length embed, embed mlp -> batch length mlp"`.
 
-    The weight is cast to the dtype of `x`; sums are accumulated in f32 (at least) and returned as `out_dtype`, by
-    default the dtype of `x`. Gradients have the dtypes of `x` and of `weight`. `...` stands for more dimensions of `x`.
+    The weight is cast to the dtype of `x`. Sums are accumulated in float32 (at least) and returned in `out_dtype`. The
+    gradients have the dtypes of `x` and of `weight`. Raises ConfigError for a malformed pattern, and for shapes that do
+    not fit it.
 
-    `flatten` chooses the form that is fast on CPU: activations as `[rows, contracted]`, the weight as `[contracted,
-    out]`, so that the gradients contract one dimension too. It merges dimensions, which costs communication where these
-    are sharded over several axes; on TPU and GPU leave it off. Patterns that are not of this form run plainly.
+    **Arguments:**
 
-    `layout` says which devices multiply. On a mesh a weight that is no larger than the activation is gathered; by a
-    larger one XLA may multiply where its parts are.
-
-    Raises ConfigError for a malformed pattern, or for shapes that do not fit it.
+    - `pattern`: axes of x, of the weight and of the result; `...` stands for any number of axes of `x`.
+    - `flatten`: multiplies matrices, `[rows, contracted]` by `[contracted, out]`, which is fast on CPUs, and so are the
+        gradients. It merges dimensions, which needs communication if they are sharded over several mesh axes: do not
+        use it on TPU and GPU. No effect on patterns that are not a matrix product.
+    - `out_dtype`: dtype of the result; None: that of `x`.
+    - `layout`: mesh of the product. On a mesh, a weight that is not larger than the activation is all-gathered; for a
+        larger weight the partitioning is left to XLA.
     """
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     return contract(product_plan(pattern), x, weight, ProductOptions(dtype, flatten, layout))
@@ -207,23 +212,27 @@ def grouped_products(
     *,
     form: GroupedForm,
 ) -> tuple[Float[Array, "rows outer"], ...]:
-    """Compute `x[r] @ weight[g]` for every row r of every group g, with each of some weights `groups inner outer`.
+    """Return `x[row] @ weight[group of row]` for each weight, as `jax.lax.ragged_dot` does.
 
-    Rows are sorted by group; `counts` has the number of rows of each. Rows beyond their sum may hold anything, and
-    results and gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32
-    (at least).
+    Weights are cast to the dtype of `x`; sums are accumulated in float32 (at least).
 
-    `form` is what `choose_form` chose; its last `form.block` rows must belong to no group.
+    **Arguments:**
+
+    - `x`: rows sorted by group. The last `form.block` rows must not belong to a group. Rows that belong to no group may
+        have any values, and so may their results and gradients.
+    - `weights`: weights `groups inner outer`.
+    - `counts`: number of rows of each group (`group_sizes` of `ragged_dot`).
+    - `form`: implementation, from `choose_form`.
     """
     bases, pairs = zip(*(as_weight(weight).base_and_pair() for weight in weights), strict=True)
     bases = [as_weight(base) for base in bases]
-    kinds = dict.fromkeys(map(type, bases))  # weights of one kind are multiplied together
+    classes = dict.fromkeys(map(type, bases))  # weights of the same class are multiplied together
     outs = {
-        kind: iter(kind.contract_groups(x, [base for base in bases if type(base) is kind], counts, form))
-        for kind in kinds
+        cls: iter(cls.contract_groups(x, [base for base in bases if type(base) is cls], counts, form))
+        for cls in classes
     }
 
-    def plus_pair(out: Array, pair: LowRankPair | None) -> Array:
+    def add_pair(out: Array, pair: LowRankPair | None) -> Array:
         if pair is None:
             return out
         (low,) = grouped_products(x, (pair.lora_a,), counts, form=form)
@@ -232,7 +241,7 @@ def grouped_products(
             return out
         return (out * jnp.repeat(pair.factor, counts, axis=0, total_repeat_length=len(out))).astype(out.dtype)
 
-    return tuple(plus_pair(next(outs[type(base)]), pair) for base, pair in zip(bases, pairs, strict=True))
+    return tuple(add_pair(next(outs[type(base)]), pair) for base, pair in zip(bases, pairs, strict=True))
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:
@@ -241,5 +250,5 @@ def add_bias(x: Array, bias: Array | None) -> Array:
 
 
 def scale(x: Array, factor: float) -> Array:
-    """Return `x * factor`, or `x` itself where that is 1."""
+    """Return `x * factor`, or `x` itself if the factor is 1."""
     return x if factor == 1.0 else x * factor

@@ -12,25 +12,28 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.errors import check_integer, check_number, check_word
 
 
-# Standard deviation of a standard normal cut off at two.
+# Standard deviation of a standard normal distribution truncated to [-2, 2].
 _TRUNCATED_STDDEV = 0.87962566103423978
-_SHAPES_ALONE = contextvars.ContextVar("shapes_alone", default=False)
+_ONLY_SHAPES = contextvars.ContextVar("only_shapes", default=False)
 
 
 @contextlib.contextmanager
 def shapes_alone() -> Iterator[None]:
-    """Let weights be zeros within this context, where only their shapes are read: tracing draws takes most of that."""
-    token = _SHAPES_ALONE.set(True)
+    """Initialize weights with zeros inside this context manager.
+
+    For `jax.eval_shape` and similar: most of its time would be spent on tracing random number generation.
+    """
+    token = _ONLY_SHAPES.set(True)
     try:
         yield
     finally:
-        _SHAPES_ALONE.reset(token)
+        _ONLY_SHAPES.reset(token)
 
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, stddev: float) -> Float[Array, "..."]:
-    """Draw normal numbers of standard deviation `stddev`, in f32, and cast them."""
+    """Sample a normal distribution with standard deviation `stddev` in float32, and cast to `dtype`."""
     check_number("normal stddev", stddev, least=0.0)
-    if _SHAPES_ALONE.get():
+    if _ONLY_SHAPES.get():
         return jnp.zeros(shape, dtype)
     return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
@@ -38,14 +41,15 @@ def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, stddev: 
 def fan_in(
     key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, fan: int, distribution: str = "truncated"
 ) -> Float[Array, "..."]:
-    """Draw numbers of variance `1 / fan` in f32, and cast them; `fan` is the size of the contracted axes.
+    """Sample values of variance `1 / fan` in float32, and cast to `dtype`; `fan` is the size of the contracted axes.
 
-    `distribution` is `"normal"`, or `"truncated"`: a normal cut at two standard deviations, widened to this variance.
+    `distribution` is `"normal"`, or `"truncated"`: a normal distribution truncated to two standard deviations, rescaled
+    to this variance.
     """
     check_integer("fan_in fan", fan)
     check_word("fan_in distribution", distribution, ("truncated", "normal"))
     stddev = fan**-0.5
-    if distribution == "normal" or _SHAPES_ALONE.get():
+    if distribution == "normal" or _ONLY_SHAPES.get():
         return normal(key, shape, dtype, stddev)
-    draws = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-    return (stddev / _TRUNCATED_STDDEV * draws).astype(dtype)
+    samples = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+    return (stddev / _TRUNCATED_STDDEV * samples).astype(dtype)

@@ -1,16 +1,17 @@
-"""Matrix products in 8 bits for training: weights, activations and gradients are rounded where they are multiplied.
+"""Low-precision training: matrix products whose operands are dynamically quantized to int8 or FP8.
 
-For `y = x w` each row of `x` and each column of `w` has a scale, its largest absolute value over the largest number of
-the format (dynamic: nothing is calibrated or stored), and with `X`, `W` the rounded numbers and `a`, `b` their
-scales `y = a (X W) b`. The gradient is the gradient of the product of the rounded numbers, as if rounding were the
-identity (straight-through, Bengio et al. 2013); it is rounded, too, and takes the other operand's scale with it:
+For `y = x w`, each row of `x` and each column of `w` has a scale: its largest absolute value divided by the largest
+value of the format. Scales are dynamic; nothing is calibrated or stored. With quantized values `X`, `W` and scales
+`a`, `b`, the product is `y = a (X W) b`. Gradients treat rounding as the identity (straight-through estimator, Bengio
+et al. 2013). The output gradient `g` is multiplied by the scale of the other operand and quantized, too, to `G` with
+scale `c`:
 
-    to x:  g' = g b, rounded by rows     c (G W^T)
-    to w:  g' = a g, rounded by columns  (X^T G) c
+    gradient of x:  g b is quantized by rows,     c (G W^T)
+    gradient of w:  a g is quantized by columns,  (X^T G) c
 
-Such scales stand outside of all sums, so the sums are of 8-bit numbers (AQT; qwix; Micikevicius et al. 2022 for FP8).
-Model, optimizer and checkpoints are unaware of it: at the begin of a forward pass `round_weights` puts the named
-weights into a `Rounded` (`rounded_weight.py`).
+No scale is inside of a sum, so all sums are over products of 8-bit values (AQT; qwix; Micikevicius et al. 2022 for
+FP8). Model, optimizer and checkpoints contain ordinary weights: at the start of a forward pass, `round_weights` wraps
+the selected weights in `Rounded` (`rounded_weight.py`).
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ RoundingName = Literal["nearest", "stochastic"]
 
 
 class Format(NamedTuple):
-    """Format of 8-bit numbers: the dtype that stores them, and the largest number."""
+    """Quantization format: dtype of the values, and their largest absolute value."""
 
     dtype: Any
     largest: float
@@ -59,18 +60,19 @@ FORMATS: dict[str, Formats] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowPrecisionConfig(CheckedFields):
-    """Settings of products in 8 bits, and their formats; without `mode` there are none.
+    """Settings of low-precision training; without `mode` it is off.
 
     **Arguments:**
 
-    - `mode`: `"int8"`, whole numbers up to 127; `"w4a8"`, weights up to 7 and all else up to 127; `"fp8"`, weights and
-        activations with 4 bits of exponent and 3 of mantissa (e4m3), gradients with 5 and 2 (e5m2).
-    - `weights`: patterns of the weights' paths (`*` stands for anything). Only matrices inside of blocks are taken:
-        no tables, heads, routers, norms, biases, low-rank pairs, and nothing that makes decays or one number per head.
-    - `weight_gradient`: `"same"`: gradients of weights are such products, too; `"float"`: they are products of
-        activations and gradients without rounding, a third of all products, for which whole activations are saved.
-    - `gradient_rounding`: `"nearest"`, or `"stochastic"`: up with a probability by which the mean is exact, where a
-        pass has a key, as `Trainer` then gives; for whole numbers.
+    - `mode`: `"int8"`, integers up to 127; `"w4a8"`, weights up to 7, activations and gradients up to 127; `"fp8"`,
+        E4M3 weights and activations, E5M2 gradients.
+    - `weights`: patterns of weight paths (`*` matches anything). Only matrices inside of blocks are quantized: no
+        embedding tables, heads, routers, norms, biases, low-rank pairs, and no projections to decays or to one value
+        per head.
+    - `weight_gradient`: `"same"`: products for gradients of weights are quantized, too; `"float"`: they are not, which
+        is a third of all products, and unquantized activations are saved for them.
+    - `gradient_rounding`: `"nearest"`, or `"stochastic"` rounding (unbiased), for integer modes. It needs a key in the
+        forward pass, which `Trainer` passes; without a key values are rounded to nearest.
     """
 
     checked_name = "LowPrecision."
@@ -82,25 +84,28 @@ class LowPrecisionConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "weights", tuple(self.weights))
-        check(len(self.weights) > 0, "LowPrecision.weights=() must name a weight, such as 'scanned_layers.*'.")
+        check(
+            len(self.weights) > 0, "LowPrecision.weights=() must have at least one pattern, such as 'scanned_layers.*'."
+        )
         check(
             self.mode != "fp8" or not self.draws,
-            "LowPrecision.gradient_rounding='stochastic' is for whole numbers: fp8 rounds to nearest. Leave it out.",
+            "LowPrecision.gradient_rounding='stochastic' is not supported with mode='fp8', which rounds to nearest. "
+            "Leave it out.",
         )
 
     @property
     def draws(self) -> bool:
-        """True if rounding draws random numbers."""
+        """Whether rounding uses random numbers."""
         return self.gradient_rounding == "stochastic"
 
     def products(self) -> "LowPrecision | None":
-        """Return the configuration of the products; None for none."""
+        """Return the configuration of the products; None if `mode` is None."""
         return None if self.mode is None else LowPrecision(**vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowPrecision(LowPrecisionConfig):
-    """Configuration of 8-bit training: the products, and their formats, with the settings of `LowPrecisionConfig`."""
+    """Configuration of low-precision training; the fields are those of `LowPrecisionConfig`, with a mode."""
 
     mode: ModeName = "int8"
 
@@ -111,73 +116,77 @@ class LowPrecision(LowPrecisionConfig):
 
     @property
     def format(self) -> str:
-        """Format of its products: `"int8"` or `"fp8"`."""
+        """Format of the products: `"int8"` or `"fp8"`."""
         return "fp8" if self.mode == "fp8" else "int8"
 
-    def chosen(self, words: Mapping[str, Axes]) -> list[str]:
-        """Return the paths of the weights that the patterns match.
+    def chosen(self, weight_axes: Mapping[str, Axes]) -> list[str]:
+        """Return the paths of the weights that the patterns match, given the axes of all weights by path.
 
-        Raises ConfigError for a pattern that matches no weight of 8-bit products.
+        Raises ConfigError for a pattern that matches no weight that can be quantized.
         """
-        chosen: dict[str, None] = {}
+        selected: dict[str, None] = {}
         for pattern in self.weights:
-            matched = matching(words, (pattern,), "LowPrecision.weights")
-            fitting = [path for path in words if path in matched and fits(path, words[path])]
+            matched = matching(weight_axes, (pattern,), "LowPrecision.weights")
+            fitting = [path for path in weight_axes if path in matched and fits(path, weight_axes[path])]
             check(
                 bool(fitting),
-                f"LowPrecision.weights={pattern!r} matches {min(matched)}, which is no matrix of a block that is "
-                "multiplied in 8 bits: tables, heads, routers, norms, biases and low-rank pairs aren't, nor is what "
-                "makes decays or one number per head. Write another pattern.",
+                f"LowPrecision.weights={pattern!r} matches {min(matched)}, which is not a matrix of a block that can "
+                "be quantized: tables, heads, routers, norms, biases, low-rank pairs, and projections to decays or to "
+                "one value per head cannot. Use another pattern.",
             )
-            chosen |= dict.fromkeys(fitting)
-        return list(chosen)
+            selected |= dict.fromkeys(fitting)
+        return list(selected)
 
 
-def fits(path: str, words: Axes) -> bool:
-    split = product_axes(words)
-    inside = path.startswith(("scanned_layers.", "mtp."))
-    if split is None or not inside:
+def fits(path: str, axes: Axes) -> bool:
+    """Return whether a weight is a matrix of a block that can be quantized."""
+    split = product_axes(axes)
+    is_in_block = path.startswith(("scanned_layers.", "mtp."))
+    if split is None or not is_in_block:
         return False
-    # what makes decays, or one number per expert or head, is little work, and is computed in f32
-    little = split[1] in (("experts",), ("heads",), ("key_heads",)) or {"rank", "gate_rank", "scan_inputs"} & set(words)
-    return not little and not any(word.startswith("teacher") for word in words)
+    # projections to decays, or to one value per expert or head, are a small part of the work and stay in float32
+    _, output_axes = split
+    is_small = output_axes in (("experts",), ("heads",), ("key_heads",))
+    is_small = is_small or bool({"rank", "gate_rank", "scan_inputs"} & set(axes))
+    return not is_small and not any(axis.startswith("teacher") for axis in axes)
 
 
 def quantize_array(
-    x: Float[Array, "..."], over: tuple[int, ...], form: Format, seed: Array | None = None
+    x: Float[Array, "..."], axes: tuple[int, ...], form: Format, seed: Array | None = None
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Round `x / scale` to a format; return it and the scale, whose dimensions `over` have size 1.
+    """Quantize `x`; return the values `x / scale` in the format, and the scale, which has size 1 along `axes`.
 
-    Zeros have a scale, too. What is not finite makes its scale so, and with it all that is multiplied by it.
+    With a seed, integers are rounded stochastically. A value that is not finite makes its scale not finite, and so all
+    results that use this scale.
     """
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
-    largest = jnp.max(jnp.abs(wide), axis=over, keepdims=True, initial=0.0)
-    # so large that neither the scale nor its inverse leaves the range of normal numbers
+    x = x.astype(np.promote_types(x.dtype, np.float32))
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
+    # the lower bound, also for zeros, keeps the scale and its inverse in the range of normal floats
     scale = jnp.maximum(largest, form.largest * 2.0**-100) / form.largest
-    ratio = wide * (1.0 / scale)
+    values = x * (1.0 / scale)
     if jnp.issubdtype(form.dtype, jnp.integer):
-        ratio = jnp.round(ratio) if seed is None else jnp.floor(ratio + _uniform(seed, ratio.shape).astype(wide.dtype))
-    return jnp.clip(ratio, -form.largest, form.largest).astype(form.dtype), scale
+        values = jnp.round(values) if seed is None else jnp.floor(values + _uniform(seed, values.shape).astype(x.dtype))
+    return jnp.clip(values, -form.largest, form.largest).astype(form.dtype), scale
 
 
 def _uniform(seed: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Draw numbers in [0, 1) from a seed and their index: the hash `lowbias32` (Wellons 2018).
+    """Return uniform random values in [0, 1): the hash `lowbias32` (Wellons 2018) of the seed and the flat index.
 
-    Where a mesh splits an array each device makes its own ones, and they cost a tenth of numbers of `jax.random`.
+    It is ten times faster than `jax.random`, and on a mesh each device computes the values of its shard only.
     """
-    place = jnp.zeros(shape, jnp.uint32)
+    index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        place = place * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
-    bits = _mixed(place ^ _mixed(seed.astype(jnp.uint32)))
+        index = index * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    bits = _lowbias32(index ^ _lowbias32(seed.astype(jnp.uint32)))
     return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
 
 
-def _mixed(bits: Array) -> Array:
+def _lowbias32(bits: Array) -> Array:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
     return bits ^ (bits >> np.uint32(16))
 
 
 def seeds_of(seed: Array | None) -> tuple[Array | None, Array | None]:
-    """Return one seed for the gradient of the input and one for the gradient of the weight."""
+    """Return two different seeds: for the gradient of the input, and for the gradient of the weight."""
     return (None, None) if seed is None else (seed, seed + 2.0**24)

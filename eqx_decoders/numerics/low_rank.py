@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 class _Letters(NamedTuple):
-    """Letters of a weight's dimensions, and of the two factors with Z for the rank; `stack` of them count matrices."""
+    """Einsum letters of a weight (`base`), of its rows and columns; Z is the rank.
+
+    The first `stack` dimensions are batch dimensions (layers, experts), which rows and columns include.
+    """
 
     base: str
     stack: int
@@ -30,27 +33,29 @@ class _Letters(NamedTuple):
 
     @property
     def factors(self) -> tuple[str, str]:
-        """Letters of both factors."""
+        """Letters of `lora_a` and `lora_b`."""
         return f"{self.rows}Z", f"{self.columns[: self.stack]}Z{self.columns[self.stack :]}"
 
 
 class LowRank(AbstractWeight):
     """Weight with a low-rank update, `base + scale * lora_a lora_b`; the base is frozen (LoRA, Hu et al. 2021).
 
-    It is never merged for a product: `x base + scale (x lora_a) lora_b`. No gradient reaches `base`.
+    Products do not merge the update: `x base + scale (x lora_a) lora_b`. `base` has no gradient.
 
-    With magnitudes (DoRA, Liu et al. 2024) each column of the sum is scaled to a length of its own, `factor` times what
-    it is: `(|start| + lora_magnitude) / |sum|`. The length of the sum is a number there: no gradient flows through it.
+    With magnitudes (DoRA, Liu et al. 2024), each column of the sum is multiplied by
+    `factor = (|start| + lora_magnitude) / |sum|`, where `|start|` is the column's norm before training. Gradients do
+    not flow through the norms.
 
     **Arguments:**
 
-    - `base`: the weight, say `embed heads head_dim`, of any kind; it may be quantized (QLoRA, Dettmers et al. 2023).
-    - `lora_a`: the axes that the weight contracts, then `rank`: `embed rank`.
-    - `lora_b`: `rank`, then the weight's output axes: `rank heads head_dim`.
-    - `scale`: multiplies the product of the two.
-    - `lora_magnitude`: by how much the lengths of columns are to differ from those at the start: `heads head_dim`.
-    - `start_a`, `start_b`: the pair at the start, which was taken out of the base (PiSSA, Meng et al. 2024), or None.
-    - `factor`: the factors of columns, computed before (`settled`), in place of `lora_magnitude`.
+    - `base`: the weight, for example `embed heads head_dim`; an array or any `AbstractWeight`, such as a quantized one
+        (QLoRA, Dettmers et al. 2023).
+    - `lora_a`: the contracted axes of the weight, then `rank`: `embed rank`.
+    - `lora_b`: `rank`, then the output axes of the weight: `rank heads head_dim`.
+    - `scale`: multiplies `lora_a lora_b`.
+    - `lora_magnitude`: column norms minus their values before training, `heads head_dim`; None without DoRA.
+    - `start_a`, `start_b`: initial pair, if it was subtracted from the base (PiSSA, Meng et al. 2024); otherwise None.
+    - `factor`: precomputed column factors, which replace `lora_magnitude` (see `settled`).
     """
 
     base: Float[AnyArray, "..."] | AbstractWeight = eqx.field(metadata=FROZEN)
@@ -69,23 +74,28 @@ class LowRank(AbstractWeight):
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the base, or of the pair if the base has none of its own."""
+        """Dtype of the base, or of the pair if the base has none."""
         dtype = as_weight(self.base).dtype
         return self.lora_a.dtype if dtype is None else dtype
 
-    def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """Return the axes of all arrays, given the axes of the weight."""
-        pair = pair_axes(words)
-        columns = tuple(word for word in pair["lora_b"] if word != "rank")
+    def part_axes(self, weight_axes: Axes) -> dict[str, Axes]:
+        """Return the axes of all arrays, by field."""
+        pair = pair_axes(weight_axes)
+        columns = tuple(axis for axis in pair["lora_b"] if axis != "rank")
         start = {"start_a": pair["lora_a"], "start_b": pair["lora_b"]}
-        return {"base": words} | pair | {"lora_magnitude": columns} | start | {"factor": columns}
+        return {"base": weight_axes} | pair | {"lora_magnitude": columns} | start | {"factor": columns}
 
     def array(self, *contracted: int) -> Float[Array, "..."]:
-        """Merge base and pair into one array, computed in f32; its axes must be in the order of `part_axes`."""
+        """Merge base and pair into one array, computed in float32.
+
+        The axes of the weight must be the contracted axes and then the output axes, as `pair_axes` assumes.
+        """
         base = as_weight(self.base).array(*contracted)
-        base, letters = base.astype(np.promote_types(base.dtype, np.float32)), self._letters
-        pair = self.lora_a.astype(base.dtype), self.lora_b.astype(base.dtype)
-        merged = base + self.scale * _einsum(letters.factors, letters.base, *pair)
+        base = base.astype(np.promote_types(base.dtype, np.float32))
+        letters = self._letters
+        lora_a = self.lora_a.astype(base.dtype)
+        lora_b = self.lora_b.astype(base.dtype)
+        merged = base + self.scale * _einsum(letters.factors, letters.base, lora_a, lora_b)
         factor = self.column_factor()
         if factor is not None:
             merged = _einsum((letters.base, letters.columns), letters.base, merged, factor)
@@ -93,52 +103,55 @@ class LowRank(AbstractWeight):
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
         """Multiply an activation by the base and by the pair, and add both products."""
-        (base, pair), (into, out_of) = self.base_and_pair(), pair_plans(plan)
+        base, pair = self.base_and_pair()
+        plan_a, plan_b = pair_plans(plan)
         y = contract(plan, x, base, options)
-        low = contract(into, x, pair.lora_a, options._replace(dtype=x.dtype))
-        y = y + contract(out_of, pair.scale * low, pair.lora_b, options)
+        low_rank = contract(plan_a, x, pair.lora_a, options._replace(dtype=x.dtype))
+        y = y + contract(plan_b, pair.scale * low_rank, pair.lora_b, options)
         if pair.factor is None:
             return y
-        # in f32 (at least): a factor near 1 would be 1 in 16 bits
+        # in float32 (at least): a factor near 1 would be rounded to 1 in 16 bits
         return (y * plan.spread_outputs(pair.factor, x.ndim)).astype(y.dtype)
 
     def base_and_pair(self) -> tuple[Array | AbstractWeight, LowRankPair]:
-        """Return the base, which no gradient reaches, and the pair."""
+        """Return the base, without a gradient, and the low-rank pair."""
         return lax.stop_gradient(self.base), LowRankPair(self.scale, self.lora_a, self.lora_b, self.column_factor())
 
     def column_factor(self) -> Float[Array, "..."] | None:
-        """Return the factor of each column of the sum, in f32 (at least); None without magnitudes."""
+        """Return the factor of each column of the sum, in float32 (at least); None without magnitudes."""
         if self.lora_magnitude is None:
             return self.factor
-        first, length = self.lengths()
-        return (first + self.lora_magnitude.astype(first.dtype)) / jnp.maximum(length, jnp.finfo(length.dtype).tiny)
+        initial_norm, norm = self.lengths()
+        magnitude = initial_norm + self.lora_magnitude.astype(initial_norm.dtype)
+        return magnitude / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)
 
     def lengths(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """Return the lengths of columns at the start and now, in f32 (at least), without gradients."""
+        """Return the norms of columns before training and now, in float32 (at least), without gradients."""
         letters = self._letters
         base = as_weight(self.base).array(*range(letters.stack, len(letters.rows)))
         base = lax.stop_gradient(base.astype(np.promote_types(base.dtype, np.float32)))
-        added = partial(_added_squares, letters, base, self.scale)
-        own = _einsum((letters.base, letters.base), letters.columns, base, base)
-        start = own if self.start_a is None or self.start_b is None else own + added(self.start_a, self.start_b)
-        # a second factor of zeros adds exactly 0, so that a new pair changes nothing
-        squares = start, own + added(self.lora_a, self.lora_b)
-        first, length = (jnp.sqrt(jnp.maximum(square, 0.0)) for square in squares)
-        return first, length
+        change = partial(_change_of_squared_norms, letters, base, self.scale)
+        base_squares = _einsum((letters.base, letters.base), letters.columns, base, base)
+        initial_squares = base_squares
+        if self.start_a is not None and self.start_b is not None:
+            initial_squares = base_squares + change(self.start_a, self.start_b)
+        # if `lora_b` is zero the change is exactly 0, so that a new pair does not change the model
+        squares = base_squares + change(self.lora_a, self.lora_b)
+        return jnp.sqrt(jnp.maximum(initial_squares, 0.0)), jnp.sqrt(jnp.maximum(squares, 0.0))
 
     @property
     def rank_axis(self) -> int:
-        """Dimension of `lora_b` that is the rank."""
+        """Index of the rank dimension of `lora_b`."""
         return self._letters.stack
 
     def settled(self) -> "LowRank":
-        """Return the weight with the factors of its columns in place of their magnitudes."""
+        """Return the weight with column factors computed from its magnitudes."""
         if self.lora_magnitude is None:
             return self
         return LowRank(self.base, self.lora_a, self.lora_b, self.scale, factor=self.column_factor())
 
     def first(self) -> Float[AnyArray, "..."] | AbstractWeight:
-        """Return the weight before any training, of the same arrays: the base, with the pair taken out of it."""
+        """Return the weight before training, from the same arrays: the base plus the initial pair, if there is one."""
         if self.start_a is None or self.start_b is None:
             return self.base
         return LowRank(self.base, self.start_a, self.start_b, self.scale)
@@ -146,7 +159,8 @@ class LowRank(AbstractWeight):
     @property
     def _letters(self) -> _Letters:
         base = string.ascii_letters[: len(self.shape)]
-        stack, split = self.lora_a.ndim + self.lora_b.ndim - len(base) - 2, self.lora_a.ndim - 1
+        stack = self.lora_a.ndim + self.lora_b.ndim - len(base) - 2
+        split = self.lora_a.ndim - 1
         return _Letters(base, stack, base[:split], base[:stack] + base[split:])
 
 
@@ -154,54 +168,60 @@ def _einsum(operands: tuple[str, str], out: str, *arrays: Array) -> Array:
     return jnp.einsum(f"{','.join(operands)}->{out}", *arrays, precision=lax.Precision.HIGHEST)
 
 
-def _added_squares(letters: _Letters, base: Array, scale: float, a: Array, b: Array) -> Array:
-    """Return by how much `scale a b` changes the squared lengths of the base's columns, without their sum:
+def _change_of_squared_norms(letters: _Letters, base: Array, scale: float, a: Array, b: Array) -> Array:
+    """Return `2 scale <base, a b> + scale^2 |a b|^2`: the change of the base's squared column norms by `scale a b`.
 
-    `2 scale <base, a b> + scale^2 |a b|^2`, from `a^T base` and `a^T a`.
+    Computed from `a^T base` and `a^T a`, without an array of the size of the weight.
     """
     a, b = (lax.stop_gradient(factor.astype(base.dtype)) for factor in (a, b))
-    of_a, of_b = letters.factors
-    across = _einsum((of_a, letters.base), of_b, a, base)
+    a_letters, b_letters = letters.factors
+    a_base = _einsum((a_letters, letters.base), b_letters, a, base)
     stack = letters.base[: letters.stack]
-    gram = _einsum((of_a, f"{letters.rows}Y"), f"{stack}ZY", a, a)
-    both = 2.0 * scale * across + scale**2 * _einsum((f"{stack}ZY", of_b.replace("Z", "Y")), of_b, gram, b)
-    return _einsum((of_b, of_b), letters.columns, b, both)
+    gram = _einsum((a_letters, f"{letters.rows}Y"), f"{stack}ZY", a, a)
+    gram_b = _einsum((f"{stack}ZY", b_letters.replace("Z", "Y")), b_letters, gram, b)
+    return _einsum((b_letters, b_letters), letters.columns, b, 2.0 * scale * a_base + scale**2 * gram_b)
 
 
-def pair_axes(words: Axes) -> dict[str, Axes]:
-    """Return the axes of the two factors of a weight's low-rank pair, given the axes of the weight."""
-    split = product_axes(words)
+def pair_axes(weight_axes: Axes) -> dict[str, Axes]:
+    """Return the axes of `lora_a` and `lora_b`, given the axes of the weight. Raises ConfigError if it is no matrix."""
+    split = product_axes(weight_axes)
     if split is None:
-        raise ConfigError(f"A weight with the axes {' '.join(words)!r} is no matrix: it takes no low-rank update.")
+        raise ConfigError(
+            f"A weight with the axes {' '.join(weight_axes)!r} is not a matrix and cannot have a low-rank update. "
+            "Select other weights."
+        )
     contracted, outputs = split
-    each = words[: words[:1] == ("experts",)]  # every expert has a pair of its own
-    return {"lora_a": (*each, *contracted, "rank"), "lora_b": (*each, "rank", *outputs)}
+    experts = weight_axes[: weight_axes[:1] == ("experts",)]  # every expert has a separate pair
+    return {"lora_a": (*experts, *contracted, "rank"), "lora_b": (*experts, "rank", *outputs)}
 
 
 @lru_cache(maxsize=512)
 def pair_plans(plan: ProductPlan, between: Axes = ("rank",)) -> tuple[ProductPlan, ProductPlan]:
-    """Split the product of a weight in two, for its low-rank pair: to `rank`, and from `rank` to the outputs.
+    """Return the products of `lora_a` and `lora_b` for the product of a weight: x to rank, and rank to the outputs.
 
-    `between`: all axes between the two factors, which end the first and begin the second one.
+    `between`: the axes between the two factors; they are the last axes of the first factor and the first of the second.
     """
-    rows = [word for word in plan.left if word in plan.out]
-    batch = [word for word in plan.right if word in plan.left and word in plan.out]
-    contracted = [word for word in plan.right if word not in plan.out]
-    columns = [word for word in plan.right if word not in plan.left]
-    low = " ".join([*rows, *between])
+    rows = [axis for axis in plan.left if axis in plan.out]
+    batch = [axis for axis in plan.right if axis in plan.left and axis in plan.out]
+    contracted = [axis for axis in plan.right if axis not in plan.out]
+    columns = [axis for axis in plan.right if axis not in plan.left]
+    low_rank = " ".join([*rows, *between])
     return (
-        product_plan(f"{' '.join(plan.left)}, {' '.join([*batch, *contracted, *between])} -> {low}"),
-        product_plan(f"{low}, {' '.join([*batch, *between, *columns])} -> {' '.join(plan.out)}"),
+        product_plan(f"{' '.join(plan.left)}, {' '.join([*batch, *contracted, *between])} -> {low_rank}"),
+        product_plan(f"{low_rank}, {' '.join([*batch, *between, *columns])} -> {' '.join(plan.out)}"),
     )
 
 
 def low_rank_weights(tree: PyTree) -> dict[str, LowRank]:
-    """Return the weights of a tree that have a low-rank pair, by dotted path."""
+    """Return the `LowRank` weights of a tree, by dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, LowRank))
     return {path_name(path): node for path, node in leaves if isinstance(node, LowRank)}
 
 
 def settled(tree: T) -> T:
-    """Return a tree with the factors of columns in place of magnitudes, for products with parts of its weights."""
+    """Return a tree whose DoRA weights have precomputed column factors.
+
+    Needed before weights are sharded in a `shard_map`: column norms cannot be computed from a shard.
+    """
     nodes = {path: node.settled() for path, node in low_rank_weights(tree).items() if node.lora_magnitude is not None}
     return replaced(tree, nodes) if nodes else tree

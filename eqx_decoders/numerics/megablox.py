@@ -1,13 +1,12 @@
-"""Grouped products by JAX's Pallas kernel for TPUs (megablox; Gale et al., 2022), forward and backward.
+"""Grouped products with JAX's Pallas kernel for TPUs (megablox; Gale et al. 2022), forward and backward.
 
-XLA has a kernel of its own for `jax.lax.ragged_dot`, but takes it by default on v4 and v5p alone; elsewhere it
-multiplies all rows by all weights (libtpu 0.0.52). 16,384 rows of 2,048 features, 64 weights of 2,048 x 1,024,
-bfloat16, operations in units of what is needed:
+XLA has a kernel for `jax.lax.ragged_dot`, but by default only on TPU v4 and v5p; on v5e, v6e and v7x it multiplies all
+rows by all weights (libtpu 0.0.52). So v4 and v5p use `ragged_dot`, and v5e, v6e and v7x use this kernel. For 16,384
+rows of 2,048 features and 64 weights of 2,048 x 1,024 in bfloat16, relative to the necessary operations:
 
-    ragged_dot, v4 and v5p: 1, 0.37 GB read and written;  v5e, v6e, v7x: 64
-    megablox, anywhere:     1, 0.50 GB
-
-So these have the kernel, and v4 and v5p `ragged_dot`.
+    ragged_dot on v4 and v5p:      1x operations, 0.37 GB read and written
+    ragged_dot on v5e, v6e, v7x:   64x operations
+    megablox on all:               1x operations, 0.50 GB read and written
 """
 
 import contextlib
@@ -23,16 +22,16 @@ from eqx_decoders.sharding.chips import LANES
 
 
 megablox = LazyModule("jax.experimental.pallas.ops.tpu.megablox.gmm")  # slow to import
-DENSE_BY_XLA = ("TPU v5 lite", "TPU v6 lite", "TPU7x")
+_KINDS_WITHOUT_RAGGED_DOT_KERNEL = ("TPU v5 lite", "TPU v6 lite", "TPU7x")
 
 
-def fits(kind: str, dtype: DTypeLike) -> bool:
-    """Return whether devices of a kind want this kernel, and it can multiply numbers of this dtype."""
-    return kind in DENSE_BY_XLA and multiplies(dtype)
+def fits(device_kind: str, dtype: DTypeLike) -> bool:
+    """Return whether to use this kernel on a kind of device (`jax.Device.device_kind`), for a dtype."""
+    return device_kind in _KINDS_WITHOUT_RAGGED_DOT_KERNEL and supports(dtype)
 
 
-def multiplies(dtype: DTypeLike) -> bool:
-    """Return whether this kernel multiplies numbers of a dtype."""
+def supports(dtype: DTypeLike) -> bool:
+    """Return whether this kernel supports a dtype."""
     return dtype in (jnp.bfloat16, jnp.float32)
 
 
@@ -43,7 +42,7 @@ def kernel_product(
     weight: Float[Array, "groups inner outer"],
     counts: Int[Array, "groups"],
 ) -> Float[Array, "rows outer"]:
-    """Compute `x[r] @ weight[g]` for the rows of each group; results for rows beyond the groups may be anything."""
+    """Return `x[r] @ weight[g]` for the rows r of each group g; results of rows beyond the groups are undefined."""
     return _product(x, weight, counts, interpret)
 
 
@@ -51,10 +50,10 @@ def _forward(interpret, x, weight, counts):
     return _product(x, weight, counts, interpret), (x, weight, counts)
 
 
-def _backward(interpret, residuals, out_bar):
+def _backward(interpret, residuals, gradient):
     x, weight, counts = residuals
-    to_x = _product(out_bar, weight, counts, interpret, transposed=True)
-    return to_x, kernel_columns(interpret, x, out_bar, counts, weight.dtype), None
+    x_gradient = _product(gradient, weight, counts, interpret, transposed=True)
+    return x_gradient, kernel_columns(interpret, x, gradient, counts, weight.dtype), None
 
 
 kernel_product.defvjp(_forward, _backward)
@@ -63,7 +62,7 @@ kernel_product.defvjp(_forward, _backward)
 def kernel_columns(
     interpret: bool, x: Float[Array, "rows inner"], g: Float[Array, "rows outer"], counts: Int[Array, "groups"], dtype
 ) -> Float[Array, "groups inner outer"]:
-    """Compute `x^T g` over the rows of each group."""
+    """Return `x^T g` over the rows of each group."""
     tiling, pad = _tiling(x, (len(counts), x.shape[1], g.shape[1]), jnp.dtype(dtype).itemsize)
     with _settings(x):
         return megablox.tgmm(pad(x).T, pad(g), counts, dtype, tiling, interpret=interpret)
@@ -79,9 +78,10 @@ def _product(x: Array, weight: Array, counts: Array, interpret: bool, transposed
 
 @contextlib.contextmanager
 def _settings(x: Array):
-    """Override what a user has set for all of JAX.
+    """Override global settings of JAX that the kernel does not support.
 
-    Products of 16-bit numbers are exact, and TPUs refuse "highest" for them. The kernel adds truth values to numbers.
+    TPUs reject precision "highest" for 16-bit floats, whose products are exact anyway. The kernel adds booleans to
+    numbers, which strict dtype promotion rejects.
     """
     precision = "default" if x.dtype.itemsize < 4 else getattr(jax.config, "jax_default_matmul_precision", None)
     with jax.default_matmul_precision(precision), jax.numpy_dtype_promotion("standard"):
@@ -89,21 +89,25 @@ def _settings(x: Array):
 
 
 def _tiling(x: Array, sizes: tuple[int, int, int], bytes_out: int):
-    """Return rows, inner and outer features of a tile, within v5e's 16 MiB of vector memory; and padding of rows."""
-    rows, (groups, inner, outer) = x.shape[0], sizes
-    most = 2048 // max(x.dtype.itemsize, bytes_out)
-    mean = rows // groups
-    tile = 512 if mean >= 1024 else 256 if mean >= 256 else LANES
+    """Return the tile sizes (rows, inner, outer), and a function that pads rows to a multiple of the tile.
+
+    Tiles fit into the 16 MiB of vector memory of v5e. `sizes`: groups, inner and outer features.
+    """
+    rows = x.shape[0]
+    groups, inner, outer = sizes
+    max_features = 2048 // max(x.dtype.itemsize, bytes_out)
+    mean_rows = rows // groups
+    tile_rows = 512 if mean_rows >= 1024 else 256 if mean_rows >= 256 else LANES
 
     def pad(x: Array) -> Array:
-        return jnp.pad(x, ((0, -rows % tile), (0, 0)))
+        return jnp.pad(x, ((0, -rows % tile_rows), (0, 0)))
 
-    return (tile, _even(inner, most), _even(outer, most)), pad
+    return (tile_rows, _tile_size(inner, max_features), _tile_size(outer, max_features)), pad
 
 
-def _even(size: int, most: int) -> int:
-    """Return the size of the fewest equal tiles of at most `most` features."""
-    if size <= most:
+def _tile_size(size: int, max_size: int) -> int:
+    """Return the size of the smallest number of equal tiles with at most `max_size` features each."""
+    if size <= max_size:
         return size
-    parts = -(-size // most)
-    return -(-size // (parts * LANES)) * LANES
+    tiles = -(-size // max_size)
+    return -(-size // (tiles * LANES)) * LANES

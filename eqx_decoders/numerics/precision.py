@@ -1,4 +1,4 @@
-"""Dtypes of a model: of its stored weights and of its activations; copies of arrays in another one."""
+"""Dtypes of a model's stored weights and activations, and casts of placed arrays."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes of a model: weights are stored in `params` and cast to `compute`, the dtype of activations, at their use.
+    """Mixed-precision policy: weights are stored in `params` and cast to `compute`, the dtype of activations.
 
-    Any spelling of a floating dtype is taken (`jnp.bfloat16`, `"bfloat16"`); others raise ConfigError.
+    Dtypes may be given as `jnp.bfloat16` or `"bfloat16"`. Raises ConfigError for a dtype that is not floating-point.
     """
 
     params: DTypeLike = jnp.float32
@@ -35,17 +35,17 @@ def _floating(field: str, value: DTypeLike) -> np.dtype:
     try:
         dtype = np.dtype(value)
     except TypeError as error:
-        raise ConfigError(f"{field}={value!r} is not a dtype. Known: {', '.join(_FLOATS)}.") from error
+        raise ConfigError(f"{field}={value!r} is not a dtype. Use one of {', '.join(_FLOATS)}.") from error
     check_word(field, dtype.name, _FLOATS)
     return dtype
 
 
 def cast(leaf: Array, dtype: Any, sharding: Any = None) -> Array:
-    """Return a copy of an array in another dtype, and with another sharding if one is given."""
+    """Return a copy of an array in `dtype`, with its own sharding unless `sharding` is given."""
     return _cast_program(jnp.dtype(dtype), leaf.sharding if sharding is None else sharding)(leaf)
 
 
 @functools.lru_cache(64)
 def _cast_program(dtype: np.dtype, sharding: Any) -> Any:
-    """Return a program for arrays of other dtypes, which later calls find again."""
+    """Return a jitted cast, cached so that later calls do not compile again."""
     return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)

@@ -70,7 +70,8 @@ def test_values_and_gradients_are_those_of_a_loop(counts, form):
 @pytest.mark.parametrize("form", FORMS[2:])
 def test_several_tiles_with_remainders(form, monkeypatch):
     """Groups that begin within a tile of rows, and features of which the last tile has fewer."""
-    monkeypatch.setattr(megablox, "_even", functools.partial(lambda even, size, most: even(size, 128), megablox._even))
+    tile_size = megablox._tile_size
+    monkeypatch.setattr(megablox, "_tile_size", lambda size, max_size: tile_size(size, 128))
     counts, rows = (100, 0, 1, 130), 300
     x, weight, g = (draws(*shape, seed=i) for i, shape in enumerate([(rows, 200), (4, 200, 136), (rows, 136)]))
     x[231:] = np.nan
@@ -91,10 +92,10 @@ def test_programs_of_a_gpu_may_run_in_any_order():
     """None writes what belongs to another, and those without rows write nothing."""
     counts, rows = jnp.asarray((9, 0, 25, 3)), 40
     x, weight = jnp.asarray(draws(rows, INNER)), jnp.asarray(draws(4, INNER, OUTER, seed=1))
-    split = grouped_matmul._split_blocks(jnp.append(counts, rows - jnp.sum(counts)), 16, rows)
-    blocks = jnp.stack([split.group, split.begin, split.size], axis=1)
-    plan = GroupedPlan(x.dtype, x.dtype, block=16, interpret=True)
-    one, other = (grouped_rows(plan, ((x, weight),), each) for each in (blocks, blocks[::-1]))
+    split = grouped_matmul._split_into_tiles(jnp.append(counts, rows - jnp.sum(counts)), 16, rows)
+    tiles = jnp.stack([split.group, split.start, split.size], axis=1)
+    plan = GroupedPlan(x.dtype, x.dtype, tile_rows=16, interpret=True)
+    one, other = (grouped_rows(plan, ((x, weight),), order) for order in (tiles, tiles[::-1]))
     assert_array_equal(one, other)
     assert np.any(one[:37], axis=1).all() and not np.any(one[37:])
 

@@ -23,7 +23,7 @@ def test_who_wants_it(kind, dtype, wanted):
 
 def test_tiles_hold_all_features():
     for size in (5, 128, 1000, 1024, 1408, 2048, 7168):
-        tile = megablox._even(size, 1024)
+        tile = megablox._tile_size(size, 1024)
         assert tile == size if size <= 1024 else tile % 128 == 0 and tile <= 1024
         assert -(-size // tile) == -(-size // 1024)
 

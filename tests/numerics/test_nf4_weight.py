@@ -110,7 +110,7 @@ def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     counts, x = jnp.asarray((9, 0, 4, 3)), draw(1, (24, 16))
     node = quantized(draw(2, (4, 16, 6)), NF4, (8, 1), 1, 1)
     pair = LowRank(base=node, lora_a=draw(3, (4, 16, 2)), lora_b=draw(4, (4, 2, 6)), scale=0.5)
-    assert_close(node.widened_at(2, jnp.float32), node.array()[2], units=1)
+    assert_close(node.dequantized_at(2, jnp.float32), node.array()[2], units=1)
 
     @jax.jit
     def run(*weights):

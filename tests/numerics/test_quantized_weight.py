@@ -200,13 +200,13 @@ def test_products_match_the_array(kind):
 @pytest.mark.parametrize("mode", [*BLOCKS, "zeros"])
 def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     """The loop of a CPU: few rows of the weight at a time, whole groups of them."""
-    monkeypatch.setattr(quantized_weight, "_WIDENED", 60)
+    monkeypatch.setattr(quantized_weight, "_CHUNK_ELEMENTS", 60)
     kind = "int4" if mode == "zeros" else mode
     node = quantized(draw(0, (24, 10)), QUANTIZATIONS[kind], BLOCKS[kind], 1, 1)
     if mode == "zeros":
         node = QuantizedWeight(node.values, node.scales, jnp.ones(node.scales.shape, jnp.int8), *SHAPES_OF(node))
     steps = {"int8": 6, "int4": 4, "fp8": 12, "fp8_block": 24, "zeros": 4}  # five rows do not divide 24
-    assert quantized_weight._step(node) == steps[mode]
+    assert quantized_weight._chunk_rows(node) == steps[mode]
     x = draw(1, (3, 24))
     got = jax.jit(lambda x, node: matrix_product(np.dtype("float32"), x, node))(x, node)
     assert_close(got, x @ node.dequantized(), units=8)
