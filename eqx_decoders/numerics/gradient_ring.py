@@ -1,16 +1,18 @@
-"""Gradients of weights added up in rings of devices: sums travel while their next terms are multiplied.
+"""Ring reduce-scatter of weight gradients, overlapped with the products that compute them.
 
-On a mesh that splits a weight `W` and the tokens along the same axes, the gradient of `x W` is a sum over devices of
-which each keeps its own piece: a reduce-scatter. For n devices it has to send (n - 1) / n of the array. libtpu has no
-such operation for these arrays: it sums all of them everywhere, or sends them round in rings of its own, which is twice
-as many bytes. Here a device adds its term of a piece to the sum that has arrived and sends it on; after n - 1 steps
-each device holds its piece. Two rings, one in each direction, have one half of every piece each (Wang et al., "Overlap
-communication with dependent computation via decomposition", ASPLOS 2023).
+On a mesh that splits a weight `W` and the tokens along the same axes (FSDP), the gradient of `x W` is summed over
+devices, and each device keeps one shard: a reduce-scatter. With n devices it must send (n - 1) / n of the array. libtpu
+does not use a reduce-scatter for these arrays: it runs an all-reduce, or other rings, which send twice as many bytes.
+Here a device receives the partial sum of a shard, adds its own term, and sends the sum to the next device; after n - 1
+steps each device has the sum of its shard. Terms are computed while sums are sent. Two rings in opposite directions
+process one half of each shard each (Wang et al., "Overlap communication with dependent computation via decomposition",
+ASPLOS 2023).
 
-Many devices are rings of rings: rows of devices add up terms that are wide enough to be multiplied at full speed, then
-columns of devices the pieces of their sums, and planes those of very many. It is as many bytes, in fewer steps, and
-rings that lie along the axes of a torus do not share its links. These sums have no product of their own: where they are
-many, terms are cut in four, and the first two travel while the next two are multiplied.
+With many devices, a single ring would have too many steps, and terms too narrow for fast products. So rings are
+hierarchical: devices of a first level sum terms that are wide enough, and rings of a second (and third) level sum the
+pieces of their results. That sends as many bytes in fewer steps, and rings along different axes of a torus do not share
+links. The further levels have no products to overlap with; if they take long, terms are cut into four parts, and the
+sums of the first two are sent while the next two are multiplied.
 """
 
 import math
@@ -33,30 +35,30 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.links import ring_load, ring_pairs, send
 
 
-# Rows of a TPU's registers for numbers of 16 bits.
+# Rows of a TPU register tile of a 16-bit dtype.
 ROWS = 16
 
-# Columns of a term where no more are needed, see `term_width`.
+# Maximum of the minimum number of columns of a term, see `term_width`.
 TERM_WIDTH = 512
 
-# Additions to a sum. In 16 bits each rounds it: an error of 0.3 % for 7 of them and 0.7 % for 63 (RMS, terms drawn
-# independently), where XLA's own sums on a CPU have 0.2 %.
-MOST_ADDITIONS = 31
+# Maximum number of additions in a sum. Each one rounds a 16-bit sum: the RMS error for independent terms is 0.3 % for 7
+# additions and 0.7 % for 63; that of XLA's sums on a CPU is 0.2 %.
+MAX_ADDITIONS = 31
 
-# Devices of a first level: no more than half of the additions.
-MOST_TERMS = 16
+# Maximum number of devices of a first level.
+MAX_TERMS = 16
 
 
 class GradientRing(NamedTuple):
-    """The ring of a product: how operands and gradient are split.
+    """Ring reduce-scatter for the weight gradient of a product: how operands and gradient are split.
 
-    - `axes`: the mesh axes of the ring.
-    - `levels`: devices of a ring whose terms are products, of one of their sums, and so on.
-    - `dimension`: the dimension of the weight of which each device keeps a piece.
-    - `cut`: the dimension of the weight that is cut into `parts`, of which each direction has every other one.
-    - `turned`: whether terms have `dimension` in front: their pieces are too narrow for the last one.
-    - `others`: mesh axes that split the tokens, too.
-    - `x`, `out`, `gathered`, `weight`: the partitions of the activation, of the result, of the weight in products and
+    - `axes`: mesh axes of the ring.
+    - `levels`: number of devices of a ring of each level; the first level sums products.
+    - `dimension`: dimension of the weight that is sharded over the ring.
+    - `cut`: dimension of the weight that is cut into `parts`, which alternate between the two directions.
+    - `turned`: whether terms are computed with `dimension` first, because pieces are too narrow as last dimension.
+    - `others`: further mesh axes that split the tokens.
+    - `x`, `out`, `gathered`, `weight`: partitions of the activation, of the result, of the weight in the product, and
         of its gradient.
     """
 
@@ -74,7 +76,7 @@ class GradientRing(NamedTuple):
 
 
 def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) -> GradientRing | None:
-    """Return the ring of a product's gradient; None where its devices have none, or a plain sum serves as well."""
+    """Return the ring for the weight gradient of a product; None if the default reduction is used."""
     places = layout.gather_places(plan.right, weight.shape) if layout.backend.gradient_rings else None
     if places is None:
         return None
@@ -84,10 +86,10 @@ def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) ->
 
 
 class GroupRing(NamedTuple):
-    """The ring of a grouped product `rows inner, groups inner outer -> rows outer`, inside of a `shard_map`.
+    """Ring reduce-scatter for a grouped product `rows inner, groups inner outer -> rows outer` inside a `shard_map`.
 
     - `axes`, `levels`, `parts`: as in `GradientRing`.
-    - `dimension`: 1 or 2, the dimension of the weight of which each device has a part.
+    - `dimension`: dimension of the weight that is sharded over the ring, 1 or 2.
     """
 
     axes: tuple[str, ...]
@@ -96,12 +98,12 @@ class GroupRing(NamedTuple):
     parts: int
 
     def gather(self, part: Array) -> Array:
-        """Gather the parts of all devices."""
+        """All-gather the shards of the weight."""
         return lax.all_gather(part, self.axes, axis=self.dimension, tiled=True)
 
 
 def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dimension: int) -> GroupRing | None:
-    """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
+    """Return the ring along mesh axes for a weight with shards of shape `part`; None if a ring is not used."""
     columns, across = part[dimension] * math.prod(layout.sizes[name] for name in axes), part[3 - dimension]
     if not layout.backend.gradient_rings or "data" in axes or across % 2:
         return None
@@ -110,17 +112,18 @@ def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dim
     return GroupRing(axes, levels, dimension, parts) if fits else None
 
 
-def most_terms(columns: int, across: int, layout: Layout) -> int:
-    """Return of how many terms the first level of a ring is at most: they may be a quarter too narrow."""
-    return min(4 * columns // (3 * term_width(layout.device.device_kind, across)), MOST_TERMS)
+def max_terms(columns: int, across: int, layout: Layout) -> int:
+    """Return the maximum number of devices of the first level; terms may be narrower than `term_width` by a quarter."""
+    return min(4 * columns // (3 * term_width(layout.device.device_kind, across)), MAX_TERMS)
 
 
 def term_width(device_kind: str, across: int) -> int:
-    """Return the columns of a term, whose product with `across` others is not to wait for its operands.
+    """Return the minimum number of columns of a term for which its product is not limited by memory bandwidth.
 
-    It does `2 n width across` operations with `2 n (width + across)` bytes: for each byte at least 0.9 of what the chip
-    does (v5p: 166, v6e: 560), rounded up to whole registers; `TERM_WIDTH` if it would be more, or the chip isn't known.
-    With all of it some matrices would have half as many terms for a register's width.
+    A product of `width` and `across` columns has `2 n width across` operations and reads `2 n (width + across)` bytes.
+    The required ratio is 0.9 of the chip's operations per byte (v5p: 166, v6e: 560); with 1.0 some matrices would have
+    half as many terms for the width of one register. The width is rounded up to complete registers, and is at most
+    `TERM_WIDTH`, also for unknown chips.
     """
     chip = chip_of(device_kind)
     ratio = math.inf if chip is None else 0.9 * chip.bf16 / chip.memory_bandwidth
@@ -128,20 +131,20 @@ def term_width(device_kind: str, across: int) -> int:
     return min(TERM_WIDTH, LANES * math.ceil(least / LANES))
 
 
-def ring_levels(size: int, most: int, load: Callable[[int, int], int], products: bool = True) -> tuple[int, ...]:
-    """Return devices of two levels of rings, or of three: the first one has `most` at most.
+def ring_levels(size: int, max_first: int, load: Callable[[int, int], int], products: bool = True) -> tuple[int, ...]:
+    """Return the number of devices of each of two or three levels; their product is `size`.
 
-    They are the first by this order:
+    The first level has at most `max_first` devices. Levels are compared by these criteria, in this order:
 
-    - no more than `MOST_ADDITIONS`;
-    - the least time that is waited for sums, in quarters of that of the whole array by a link of its own. The first
-      level goes on beside `products`, if it has some, which take about as long as its sums take by links of their own.
-      `load(devices, distance)` of its messages share a link; those of levels that travel together are not added.
-    - with products the most devices in the first level, then the fewest levels, then additions;
-    - without products the fewest levels, then additions, then the most devices in the first level.
+    - at most `MAX_ADDITIONS` additions;
+    - shortest communication time that is not overlapped, in steps of a quarter of the time for sending the array over
+      one link. The first level overlaps with `products`, if there are any, which take about as long as its messages if
+      these do not share links. `load(devices, distance)` is the number of messages of a level that share a link.
+    - with products: most devices in the first level, then fewest levels, then fewest additions;
+    - without products: fewest levels, then fewest additions, then most devices in the first level.
     """
 
-    def waiting(levels: tuple[int, ...]) -> float:
+    def exposed_time(levels: tuple[int, ...]) -> float:
         distances = [math.prod(levels[index + 1 :]) for index in range(len(levels))]
         loads = map(load, levels, distances)
         shares = [(count - 1) * distance / size for count, distance in zip(levels, distances, strict=True)]
@@ -149,46 +152,56 @@ def ring_levels(size: int, most: int, load: Callable[[int, int], int], products:
         return total - shares[0] if products else total
 
     def order(levels: tuple[int, ...]) -> tuple[Any, ...]:
-        count, narrow = additions(levels), -levels[0]
-        rest = (narrow, len(levels), count) if products else (len(levels), count, narrow)
-        return count > MOST_ADDITIONS, round(4 * waiting(levels)), *rest
+        num_additions = additions(levels)
+        criteria = num_additions > MAX_ADDITIONS, round(4 * exposed_time(levels))
+        if products:
+            return *criteria, -levels[0], len(levels), num_additions
+        return *criteria, len(levels), num_additions, -levels[0]
 
-    def cuts(number: int) -> list[int]:
+    def divisors(number: int) -> list[int]:
         return [count for count in range(1, number + 1) if number % count == 0]
 
-    pairs = [(first, size // first) for first in cuts(size) if first <= max(1, most)]
-    triples = [(first, rest // last, last) for first, rest in pairs for last in cuts(rest) if 1 < last < rest]
+    pairs = [(first, size // first) for first in divisors(size) if first <= max(1, max_first)]
+    triples = [
+        (first, second // third, third) for first, second in pairs for third in divisors(second) if 1 < third < second
+    ]
     return min([*pairs, *triples], key=order)
 
 
 def additions(levels: tuple[int, ...]) -> int:
-    """Return of how many additions a sum is."""
+    """Return the number of additions in one sum."""
     return sum(levels) - len(levels)
 
 
 def levels_and_parts(
     layout: Layout, axes: tuple[str, ...], columns: int, across: int, cut: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the levels of a ring along mesh axes, and the parts of its terms, which have `across` other columns.
+    """Return the levels of a ring along mesh axes, and the number of parts of its terms.
 
-    The first level has no more devices than terms are wide enough. There are 4 parts where the other levels have a
-    tenth of the bytes or more and no more steps than the first, beside which they travel, and quarters of terms are
-    wide enough, too; otherwise 2. `cut` is the size of the dimension that is cut into them.
+    There are 4 parts if the messages of the further levels can overlap with the first level and are worth it (at least
+    a tenth of the bytes, and not more steps than the first level), and if a quarter of a term is wide enough; otherwise
+    2 parts.
+
+    **Arguments:**
+
+    - `columns`, `across`: size of the sharded dimension, and product of the other dimensions.
+    - `cut`: size of the dimension that is cut into parts.
     """
     size = math.prod(layout.sizes[name] for name in axes)
-    first, *others = levels = ring_levels(size, most_terms(columns, across // 2, layout), _load_of(layout, axes))
-    hidden = 1 < max(others) <= first and 10 * (size // first - 1) >= size - 1
-    wide = across // 4 >= TERM_WIDTH and first <= most_terms(columns, across // 4, layout)
-    return levels, 4 if hidden and wide and cut % 4 == 0 else 2
+    levels = ring_levels(size, max_terms(columns, across // 2, layout), _load_function(layout, axes))
+    first, *others = levels
+    overlaps = 1 < max(others) <= first and 10 * (size // first - 1) >= size - 1
+    is_wide_enough = across // 4 >= TERM_WIDTH and first <= max_terms(columns, across // 4, layout)
+    return levels, 4 if overlaps and is_wide_enough and cut % 4 == 0 else 2
 
 
-def _load_of(layout: Layout, axes: tuple[str, ...]) -> Callable[[int, int], int]:
+def _load_function(layout: Layout, axes: tuple[str, ...]) -> Callable[[int, int], int]:
     return partial(ring_load, layout.mesh, axes)
 
 
-def suits_ring(levels: tuple[int, ...], size: int, least: int) -> bool:
-    """Return whether a weight's gradient is added up in rings: its pieces have so many columns, and are not many."""
-    return additions(levels) <= MOST_ADDITIONS and size >= least * math.prod(levels)
+def suits_ring(levels: tuple[int, ...], size: int, min_columns: int) -> bool:
+    """Return whether to use a ring: at least `min_columns` per device, and at most `MAX_ADDITIONS` additions."""
+    return additions(levels) <= MAX_ADDITIONS and size >= min_columns * math.prod(levels)
 
 
 def find_ring(
@@ -199,7 +212,10 @@ def find_ring(
     x: tuple[int, ...],
     weight: tuple[int, ...],
 ) -> GradientRing | None:
-    """Return the ring along the one dimension that is split in `stored` and not in `whole`; None if there is none."""
+    """Return the ring along the single dimension that is split in `stored` but not in `whole`; None if there is none.
+
+    `whole` and `stored` are partitions of the weight, in the product and of the gradient; `x` and `weight` are shapes.
+    """
     left, right, out = plan.left, plan.right, plan.out
     if not all(word in AXES for word in (*left, *right, *out)):
         return None
@@ -222,7 +238,7 @@ def find_ring(
     rows = tuple(name for names in shared.values() for name in names)
     same = all(split[word] == (ins | outs)[word] for word in right)
     axes = owned[changed[0]]
-    # `data` may join slices by a slow network, for which a ring would wait at each step
+    # `data` may connect slices by a slow network, for which a ring would wait in each step
     if not same or "data" in axes or not set(axes) <= set(rows) <= layout.axes_here:
         return None
 
@@ -246,7 +262,7 @@ def ring_product(
     x: Float[Array, "..."],
     weight: Float[Array, "..."],
 ) -> Float[Array, "..."]:
-    """Multiply an activation by a weight that is gathered; the weight's gradient is added up in a ring."""
+    """Multiply an activation by a gathered weight; the gradient of the weight is a ring reduce-scatter."""
     return jnp.einsum(plan.letters, x, _gathered(layout, ring, weight), preferred_element_type=dtype)
 
 
@@ -270,7 +286,7 @@ ring_product.defvjp(_forward, _backward)
 
 
 def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, x: Array, gradient: Array) -> Array:
-    """Return this device's piece of the weight's gradient, from its tokens and those of all others."""
+    """Return this device's shard of the weight gradient, summed over the tokens of all devices."""
     letters, result = plan.letters.split("->")
     left, right = letters.split(",")
     word, cut_word = plan.right[ring.dimension], plan.right[ring.cut]
@@ -301,7 +317,7 @@ def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, 
 def ring_groups(
     rings: tuple[GroupRing, ...], form: GroupedForm, x: Array, parts: tuple[Array, ...], counts: Int[Array, "groups"]
 ) -> tuple[Array, ...]:
-    """Multiply sorted rows by several weights of which each device has a part (`grouped_products`)."""
+    """Multiply sorted rows by several sharded weights, as `grouped_products`; `parts` are this device's shards."""
     return _groups_forward(rings, form, x, parts, counts)[0]
 
 
@@ -328,8 +344,8 @@ ring_groups.defvjp(_groups_forward, _groups_backward)
 def _scattered_groups(
     ring: GroupRing, form: GroupedForm, dtype: np.dtype, x: Array, gradient: Array, counts: Array
 ) -> Array:
-    """Return this device's part of the gradient of a weight, from its rows and those of all others."""
-    outer = ring.dimension == 2  # the results' columns are split, not those of x
+    """Return this device's shard of the gradient of a weight, summed over the rows of all devices."""
+    outer = ring.dimension == 2  # the columns of the result are sharded, not those of x
     split, other = (gradient, x) if outer else (x, gradient)
     width, others = split.shape[1] // ring.levels[0], jnp.split(other, ring.parts, 1)
 
@@ -343,12 +359,12 @@ def _scattered_groups(
 
 
 def separate(product: Array) -> Array:
-    """Keep XLA from adding the sum that arrives in the product itself, which would then wait for it."""
+    """Keep XLA from fusing the addition of the received sum into the product, which would then wait for that sum."""
     return lax.optimization_barrier(product)
 
 
 class _Level(NamedTuple):
-    """Two sums of a ring of devices, one in each direction: `term(index, half)`, devices and their distance."""
+    """Two concurrent rings in opposite directions: their terms `term(index, half)`, number and distance of devices."""
 
     term: Callable[[Int[Array, ""], int], Array]
     size: int
@@ -363,13 +379,13 @@ def ring_scatter(
     dimension: int,
     parts: int = 2,
 ) -> list[Array]:
-    """Sum over devices; return this device's piece along a dimension, in parts, inside of a `shard_map`.
+    """Reduce-scatter inside a `shard_map`: return the parts of this device's shard along a dimension.
 
-    `term(index, part)` makes this device's term of a part of a piece, of which there are as many as devices of the
-    first level. The pieces are cut further on the next ones, while the terms of the next two parts are made. Sums
-    travel in `dtype`, and are rounded to it after each addition.
+    `term(index, part)` computes this device's term for a part of piece `index`; the first level has one piece for each
+    of its devices, and further levels cut these pieces. Further levels run while the first level computes the next two
+    parts. Sums are sent in `dtype`, and rounded to it after each addition.
     """
-    sums: dict[int, tuple[Array, Array]] = {}  # of each two parts
+    sums: dict[int, tuple[Array, Array]] = {}  # by pair of parts
     for step in range(parts // 2 + len(levels) - 1):
         running = {}
         for level, size in enumerate(levels):
@@ -383,13 +399,13 @@ def ring_scatter(
 
 
 def _cutter(halves: tuple[Array, Array], parts: int, dimension: int) -> Callable[[Int[Array, ""], int], Array]:
-    """Return the function from index and half to a piece of two halves."""
+    """Return the function `(index, half)` -> piece `index` of a half."""
     width = halves[0].shape[dimension] // parts
     return lambda index, half: lax.dynamic_slice_in_dim(halves[half], index * width, width, dimension)
 
 
 def _run_rings(levels: Sequence[_Level], axes: tuple[str, ...], dtype: np.dtype) -> list[tuple[Array, Array]]:
-    """Run levels of `ring_scatter` beside each other."""
+    """Run several levels of `ring_scatter` concurrently."""
     count, here = lax.axis_size(axes), lax.axis_index(axes)
 
     def terms(level: _Level, step: Array | int) -> tuple[Array, Array]:
@@ -420,14 +436,14 @@ def _run_rings(levels: Sequence[_Level], axes: tuple[str, ...], dtype: np.dtype)
 
 
 def ring_sum(layout: Layout, x: Array, axes: tuple[str, ...], dimension: int) -> Array:
-    """Sum an array over devices; return this device's piece along a dimension, as `lax.psum_scatter` does.
+    """Sum an array over devices and return this device's shard along a dimension, like `lax.psum_scatter`.
 
-    More than `MOST_ADDITIONS` are made in float32.
+    With more than `MAX_ADDITIONS` additions, sums are float32.
     """
     across, size = (dimension + 1) % x.ndim, lax.axis_size(axes)
-    levels = ring_levels(size, size, _load_of(layout, axes), products=False)
-    many = additions(levels) > MOST_ADDITIONS
-    dtype = np.promote_types(x.dtype, np.float32) if many else x.dtype
+    levels = ring_levels(size, size, _load_function(layout, axes), products=False)
+    needs_float32 = additions(levels) > MAX_ADDITIONS
+    dtype = np.promote_types(x.dtype, np.float32) if needs_float32 else x.dtype
     one, other = jnp.split(x, [x.shape[across] // 2], across)
     term = _cutter((one, other), levels[0], dimension)
     return jnp.concatenate(ring_scatter(term, axes, levels, dtype, dimension), across).astype(x.dtype)

@@ -182,9 +182,9 @@ def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
     ring = gradient_ring(product_plan(IN), layout, *few[:2])
     assert ring is not None and ring.levels == (1, 8)
     assert gradient_ring(product_plan(IN), layout, *few[2:]) is None
-    monkeypatch.setattr(rings, "MOST_ADDITIONS", 3)
+    monkeypatch.setattr(rings, "MAX_ADDITIONS", 3)
     assert gradient_ring(plan, layout, *shapes[:2]).levels == (2, 2, 2)
-    monkeypatch.setattr(rings, "MOST_ADDITIONS", 2)
+    monkeypatch.setattr(rings, "MAX_ADDITIONS", 2)
     assert gradient_ring(plan, layout, *shapes[:2]) is None
 
 
@@ -307,7 +307,7 @@ def test_layouts_without_devices_have_rings(monkeypatch):
 
 def test_a_first_level_has_a_bound(monkeypatch):
     monkeypatch.setattr(rings, "term_width", lambda kind, across: 1)
-    monkeypatch.setattr(rings, "MOST_TERMS", 3)
+    monkeypatch.setattr(rings, "MAX_TERMS", 3)
     assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)
 
 

@@ -416,8 +416,11 @@ def _ragged_all_to_all(
 ) -> Array:
     """Send rows to a buffer of zeros on each device.
 
-    `buffer_rows`: rows of the send and of the receive buffer. `outbound`: offsets and sizes for
-    `lax.ragged_all_to_all`; `inbound`: those of the reverse direction, which the backward pass uses.
+    **Arguments:**
+
+    - `buffer_rows`: rows of the send and of the receive buffer.
+    - `outbound`: offsets and sizes for `lax.ragged_all_to_all`.
+    - `inbound`: offsets and sizes of the reverse direction, for the backward pass.
     """
     buffer = jnp.zeros((buffer_rows[1], *rows.shape[1:]), rows.dtype)
     return lax.ragged_all_to_all(rows, buffer, *outbound, axis_name=names)

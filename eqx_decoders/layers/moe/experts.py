@@ -1,4 +1,4 @@
-"""Mixture of experts: gated MLPs of which a router selects a few for each token (Shazeer et al. 2017).
+"""Mixture of experts: a router selects a few of many gated MLPs for each token (Shazeer et al. 2017).
 
 `Execution.experts` selects one of three implementations of the same function: "dense" runs all experts on all tokens;
 "dropless" sorts tokens by expert and drops none; "capacity" gives each expert a fixed number of tokens and drops the

@@ -40,8 +40,8 @@ class RouterConfig(CheckedFields):
         `"score_first"` scores all experts and selects by their scores.
     - `sparse_mixer`: the weight of each selected expert is its softmax probability among the experts that were not
         selected before it and whose logits are close to its own, `(own - logit) / max(|logit|, own) <= 2 sparse_mixer`
-        (SparseMixer, Liu et al. 2023; Phi-3.5-MoE). Gradients are those of these weights: neither jitter nor the
-        paper's gradient estimator is implemented. None: weights as `order` says.
+        (SparseMixer, Liu et al. 2023; Phi-3.5-MoE). Gradients are computed from these weights: neither jitter nor
+        the paper's gradient estimator is implemented. None: weights as `order` says.
     - `renormalize`: divides the weights by their sum over the selected experts, plus `1e-20` unless scores are a
         softmax.
     - `bias`: adds a bias to the logits, trained by gradient.
@@ -158,7 +158,7 @@ class RouterConfig(CheckedFields):
 
 
 class RoutingStats(eqx.Module):
-    """Routing statistics as sums over tokens or sequences, so that those of microbatches can be added.
+    """Routing statistics as sums over tokens or sequences, so that statistics of microbatches can be added.
 
     Padding is not counted. Stacked over layers, each field has a leading `layers` axis. Divide by `tokens` or
     `sequences` for means, as `load_balance_loss` and `router_z_loss` do.
