@@ -46,7 +46,7 @@ def products_and_gradients(x, weights, counts, outward, form):
 
 @pytest.mark.parametrize("form", [*FORMS, GroupedForm("blocks", 64)])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_values_and_gradients_are_those_of_a_loop(counts, form):
+def test_values_and_gradients_match_a_loop_over_groups(counts, form):
     """Of two weights at once; what stands beyond the groups, NaN too, reaches neither weights nor other rows."""
     total, rows = sum(counts), 40 + form.block
     x, first, second = draws(rows, INNER), draws(4, INNER, OUTER, seed=1), draws(4, INNER, 2 * OUTER, seed=2)
@@ -88,7 +88,7 @@ def test_several_tiles_with_remainders(form, monkeypatch):
 
 
 @pytest.mark.slow
-def test_programs_of_a_gpu_may_run_in_any_order():
+def test_gpu_programs_can_run_in_any_order():
     """None writes what belongs to another, and those without rows write nothing."""
     counts, rows = jnp.asarray((9, 0, 25, 3)), 40
     x, weight = jnp.asarray(draws(rows, INNER)), jnp.asarray(draws(4, INNER, OUTER, seed=1))
@@ -124,7 +124,7 @@ def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
 
 @pytest.mark.slow(fast=("ragged_dot,0,False",))
 @pytest.mark.parametrize("form", FORMS)
-def test_a_weight_in_parts_is_that_of_its_merged_one(form):
+def test_low_rank_weight_equals_merged_weight(form):
     counts, x = jnp.asarray((3, 1, 2, 2)), jnp.asarray(draws(8 + form.block, INNER))
     pair = LowRank(
         base=jnp.asarray(draws(4, INNER, OUTER, seed=1)),
@@ -156,14 +156,14 @@ def test_a_weight_in_parts_is_that_of_its_merged_one(form):
      ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "bfloat16", 1, GroupedForm("blocks", 160)),
      ("gpu", "AMD Instinct MI300X", "gfx942", "bfloat16", 1, GroupedForm("blocks", 160))],
 )  # fmt: skip
-def test_the_form_is_that_of_the_devices(platform, kind, capability, dtype, largest, wanted):
+def test_chooses_implementation_by_device(platform, kind, capability, dtype, largest, wanted):
     """The kernel for GPUs counts places in 32 bits, and is for generations that it is compiled for."""
     device = types.SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
     sizes = dict(rows=8192, groups=64, largest=largest)
     assert choose_form(backend_of(platform), device, jnp.dtype(dtype), **sizes) == wanted
 
 
-def test_blocks_grow_with_the_mean_group_and_are_bounded():
+def test_tile_rows_grow_with_the_mean_group_up_to_256():
     assert block_rows(8192, 64) == 160
     assert block_rows(4, 64) == 8
     assert block_rows(4096, 8) == 216  # three of them hold 512 rows and a quarter

@@ -127,7 +127,7 @@ def test_values_and_gradients_match_numpy(kind):
 ERRORS = {"int8": (0.0105, 0.0105, 0.0105), "w4a8": (0.135, 0.135, 0.0105), "fp8": (0.04, 0.06, 0.06)}
 
 
-def test_what_rounding_costs():
+def test_rounding_error_is_bounded():
     x, w, g = draw(0, (64, 256)), draw(1, (256, 128)), draw(2, (64, 128))
 
     @jax.jit
@@ -146,7 +146,7 @@ def test_what_rounding_costs():
 
 
 @pytest.mark.slow
-def test_nothing_and_what_is_not_finite():
+def test_zeros_and_non_finite_values():
     """Zeros are zeros; an infinity or NaN makes its row and all gradients that it reaches not finite."""
     config = LowPrecision()
 
@@ -170,7 +170,7 @@ def test_nothing_and_what_is_not_finite():
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_is_right_in_the_mean_and_only_for_gradients():
+def test_stochastic_rounding_is_unbiased_and_only_for_gradients():
     config = LowPrecision(gradient_rounding="stochastic")
     x, w, g = draw(0, (32, 16)), draw(1, (16, 8)), draw(2, (32, 8))
 
@@ -193,7 +193,7 @@ def test_stochastic_rounding_is_right_in_the_mean_and_only_for_gradients():
 
 
 @pytest.mark.slow
-def test_the_two_gradients_of_a_product_are_rounded_by_different_draws():
+def test_both_gradients_of_a_product_use_different_random_values():
     """Else their errors would go together."""
     form, x = LowPrecision().formats.gradient, draw(0, (4, 64))
     one, two = (quantize_array(x, (1,), form, seed)[0] for seed in seeds_of(jnp.float32(3)))
@@ -221,7 +221,7 @@ def test_under_vmap():
 
 
 @pytest.mark.parametrize("mode", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
-def test_grouped_products_round_as_products_of_each_group(mode):
+def test_grouped_products_equal_products_of_each_group(mode):
     """In all forms; but columns of gradients have one scale for all groups."""
     counts, rows = (9, 0, 4, 3), 24
     x, w, g = draw(0, (rows, 16)), draw(1, (4, 16, 6)), draw(2, (rows, 6))
@@ -287,7 +287,7 @@ def test_each_alone_changes_nothing(model):
 
 
 @pytest.mark.slow
-def test_documents_and_one_token_after_the_other(model):
+def test_packed_documents_and_decoding(model):
     """Every token's row has a scale of its own: what else is in the batch changes none."""
     check_pieces(model, (3, 1))
 
@@ -331,7 +331,7 @@ def _nodes(tree):
     ],
     ids=["head", "table", "norm", "no match"],
 )
-def test_weights_that_are_no_matrices_of_blocks_are_refused(model, weights, names):
+def test_refuses_weights_that_are_not_matrices_of_blocks(model, weights, names):
     with refused(ConfigError, *names):
         LowPrecision(weights=weights).chosen(axes(model))
 
@@ -374,7 +374,7 @@ def experts_decoder(**changes):
 
 
 @pytest.mark.slow
-def test_all_forms_of_experts_round_alike():
+def test_all_implementations_of_experts_round_equally():
     """Rows have scales of their own. Gradients of weights have those of all rows of a product, which differ."""
     model, (tokens, segments) = filled(experts_decoder(), low_precision=FLOAT_GRADIENT), packed(2)
     dense = run(model.replace(experts="dense"), tokens, segments)
@@ -441,7 +441,7 @@ def test_gradients_of_microbatches_add_up(model):
 
 
 @pytest.mark.slow
-def test_a_step_with_stochastic_rounding_draws_anew(model):
+def test_each_step_uses_new_random_values_for_stochastic_rounding(model):
     rounding = LowPrecision(gradient_rounding="stochastic")
     first, nearest = steps(model.replace(low_precision=rounding)), steps(model)
     assert first.loss == nearest.loss and first.grad_norm != nearest.grad_norm
@@ -456,6 +456,6 @@ def test_a_step_with_stochastic_rounding_draws_anew(model):
     assert round_weights(model, rounding, below="scanned_layers").scanned_layers[0].unit[0].mlp.up.seed is None
 
 
-def test_chips_have_the_rate_of_some_format():
+def test_chips_with_8_bit_formats_are_faster_in_8_bits():
     for chip in CHIPS:
         assert set(chip.formats) <= {"int8", "fp8"} and bool(chip.formats) == (chip.eight_bit > 1.5 * chip.bf16)

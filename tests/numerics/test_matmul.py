@@ -54,7 +54,7 @@ def value_and_gradients(pattern, flatten, x, weight):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_flattened_is_plain(pattern):
+def test_flattened_product_equals_einsum(pattern):
     dtypes = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")][: 3 if pattern == MLP else 2]
     cases = [operands(pattern, *pair) for pair in dtypes]
 
@@ -91,7 +91,7 @@ def test_one_row_is_doubled_on_gpus_and_changes_nothing(pattern, rows, monkeypat
 @pytest.mark.parametrize("half_width, amx", [(False, False), (True, False), (True, True)], ids=["plain", "half", "amx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_few_rows_and_many_are_numpy(half_width, amx, dtype, transposed, monkeypatch):
+def test_few_and_many_rows_match_numpy(half_width, amx, dtype, transposed, monkeypatch):
     """One row, seven, and as many as are no longer few; odd sizes; values and both gradients, on any version of jax."""
     monkeypatch.setattr(matmul, "_HALF_WIDTH", half_width)
     monkeypatch.setattr(matmul, "_has_amx", lambda: amx)
@@ -118,7 +118,7 @@ def test_few_rows_and_many_are_numpy(half_width, amx, dtype, transposed, monkeyp
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="there XLA multiplies 16-bit numbers as float32 anyway")
-def test_no_loop_is_led_by_a_cast_of_its_weights():
+def test_casts_of_weights_are_not_hoisted_out_of_loops():
     """One row times 16-bit weights, again and again: no float32 copy of them is kept."""
     weight, x = draw(0, (256, 256), "bfloat16"), draw(1, (1, 256), "bfloat16")
 
@@ -130,7 +130,7 @@ def test_no_loop_is_led_by_a_cast_of_its_weights():
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_plain_is_numpy(flatten):
+def test_einsum_matches_numpy(flatten):
     x, weight = operands("b l h k, h k d -> b l d", "float32", "float32")
     expected = np.einsum("blhk,hkd->bld", np.asarray(x, np.float64), np.asarray(weight, np.float64))
     assert_close(einsum("b l h k, h k d -> b l d", x, weight, flatten=flatten), expected.astype(np.float32), units=16)
@@ -222,7 +222,7 @@ def test_under_vmap_and_on_a_mesh(dtype):
 
 @pytest.mark.slow(fast=("float32",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_and_one_token(dtype):
+def test_no_token_and_one_token(dtype):
     weight = jnp.ones((8, 12))
     assert einsum(MLP, jnp.ones((0, 5, 8), dtype), weight, flatten=True).shape == (0, 5, 12)
     assert einsum(MLP, jnp.ones((1, 1, 8), dtype), weight, flatten=True).tolist() == [[[8.0] * 12]]

@@ -17,11 +17,11 @@ from tests.programs import tpu_devices
     [("TPU v5", "bfloat16", False), ("TPU v6 lite", "bfloat16", True), ("TPU v5 lite", "float32", True),
      ("TPU7x", "float16", False), ("cpu", "float32", False)],
 )  # fmt: skip
-def test_who_wants_it(kind, dtype, wanted):
+def test_devices_that_use_megablox(kind, dtype, wanted):
     assert megablox.fits(kind, jnp.dtype(dtype)) == wanted
 
 
-def test_tiles_hold_all_features():
+def test_tiles_cover_all_features():
     for size in (5, 128, 1000, 1024, 1408, 2048, 7168):
         tile = megablox._tile_size(size, 1024)
         assert tile == size if size <= 1024 else tile % 128 == 0 and tile <= 1024

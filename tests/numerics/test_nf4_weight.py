@@ -175,7 +175,7 @@ def test_checkpoints_have_the_bits(model, tmp_path):
     assert isinstance(restored.scanned_layers[0].unit[0].mixer.out, NF4Weight)
 
 
-def test_there_is_no_form_for_it_in_exports(tmp_path):
+def test_nf4_cannot_be_exported_to_hugging_face(tmp_path):
     model = ed.quantize(ed.abstract(ed.get_config("tiny")), "nf4", group_size=16)
     with refused(ConversionError, "nf4", "16 x 1", "dequantize"):
         ed.save_hf(model, tmp_path / "model")

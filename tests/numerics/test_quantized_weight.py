@@ -198,7 +198,7 @@ def test_products_match_the_array(kind):
 
 @pytest.mark.slow(fast=("int8",))
 @pytest.mark.parametrize("mode", [*BLOCKS, "zeros"])
-def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
+def test_long_products_are_computed_chunk_by_chunk(mode, monkeypatch):
     """The loop of a CPU: few rows of the weight at a time, whole groups of them."""
     monkeypatch.setattr(quantized_weight, "_CHUNK_ELEMENTS", 60)
     kind = "int4" if mode == "zeros" else mode
@@ -317,7 +317,7 @@ def test_a_quantized_model_writes(models):
 
 
 @pytest.mark.slow
-def test_which_weights_are_chosen(models):
+def test_which_weights_are_quantized(models):
     model = models["deepseek3_groups"]
     chosen = set(quantized_weights(ed.quantize(ed.abstract(model.config), "int8")))
     names = {"query_down", "query_up", "kv_down", "kv_up", "out", "gate", "up", "down"}
@@ -351,7 +351,7 @@ def test_wrong_modes_and_groups_are_refused(modes, options, names, models):
         ed.quantize(models["llama_rope"], modes, **options)
 
 
-def test_groups_are_as_large_as_fits():
+def test_uses_the_largest_group_size_that_divides_the_rows():
     """As in SmolLM2, whose 576 columns are no multiple of 128."""
     mlp = MLPConfig(mlp_dim=128)
     blocks = tuple(ed.BlockConfig(mixer=None, mlp=mlp, pre_mlp_norm=RMSNormConfig()) for _ in range(2))
@@ -365,7 +365,7 @@ def test_groups_are_as_large_as_fits():
     assert group_sizes(ed.quantize(model, "int8")) == {}
 
 
-def test_nothing_is_rounded_twice(models):
+def test_quantized_weights_are_not_quantized_again(models):
     model = ed.quantize(ed.abstract(models["llama_rope"].config), {"*.mlp.*": "int8"})
     with refused(ConfigError, "mlp", "dequantize"):
         ed.quantize(model, {"*.out": "int8"})
@@ -438,7 +438,7 @@ def test_the_bases_of_pairs_are_quantized(models):
     assert len(quantized_weights(model)) == 7
 
 
-def test_one_leaf_for_a_weight(models):
+def test_whole_weights_has_one_leaf_for_a_quantized_weight(models):
     model = ed.quantize(models["llama_rope"], {"*.out": "int8"})
     words, leaves = whole_weights(model)
     assert words == axes(models["llama_rope"]) and list(leaves) == list(named_leaves(models["llama_rope"]))

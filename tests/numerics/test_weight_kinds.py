@@ -47,7 +47,7 @@ def test_kinds_are_nested(flatten):
 
 
 @pytest.mark.slow
-def test_a_kind_says_what_it_stands_for():
+def test_weights_have_an_equivalent_array():
     for name, weight in kinds(3).items():
         one = as_weight(weight)
         assert one.shape == (3, 16, 6) == one.array(1).shape, name

@@ -168,7 +168,7 @@ def rings(monkeypatch):
 
 
 @pytest.mark.slow
-def test_gradients_added_up_in_rings_match_one_device(rings):
+def test_ring_reduce_scatter_gradients_equal_one_device(rings):
     layout, (x, positions) = ed.Layout.create(fsdp=4, tensor=2), tokens(8, 6)
     check_equal(program(ed.Execution(layout=layout)), layer(RICH), x, positions, layout)
     chosen = [ring for (of_each, *_), _ in rings.call_args_list for ring in of_each]
@@ -182,7 +182,7 @@ def test_gradients_added_up_in_rings_match_one_device(rings):
     "mesh, some",
     [(dict(fsdp=4, expert=2), {}), (dict(fsdp=8), dict(exchange_bytes=192))],
 )
-def test_devices_that_multiply_unequally_often_have_no_ring(rings, mesh, some):
+def test_no_ring_if_devices_run_different_numbers_of_products(rings, mesh, some):
     """Split experts take as many pieces as they have rows; rounds would each send a gradient. Nothing is compiled."""
     layout, diff = ed.Layout.create(**mesh), (layer(RICH), tokens(8, 6)[0])
     eqx.filter_eval_shape(program(ed.Execution(layout=layout, **some)), diff, tokens(8, 6)[1])
@@ -205,7 +205,7 @@ def test_every_mesh_equals_one_device(config, mesh, exchange):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_half_precision_on_a_mesh_is_that_of_one_device(exchange):
+def test_half_precision_on_a_mesh_equals_one_device(exchange):
     layout, (x, positions) = ed.Layout.create(expert=2, fsdp=2, tensor=2), tokens(8, 6)
     x = x.astype(jnp.bfloat16)
     want = program(ed.Execution())((layer(SCALED), x), positions)[1]
@@ -216,7 +216,7 @@ def test_half_precision_on_a_mesh_is_that_of_one_device(exchange):
 @pytest.mark.slow(fast=("gather-rich",))
 @pytest.mark.parametrize("config", [RICH, SCALED], ids=["rich", "scaled"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_half_precision_comes_out_as_it_went_in(config, exchange):
+def test_outputs_and_gradients_keep_the_dtypes_of_inputs_and_weights(config, exchange):
     """Tokens in bf16 and weights in f32: so are the output and the gradients. Nothing is compiled."""
     layout, (x, positions) = ed.Layout.create(expert=4, tensor=2), tokens(8, 6)
     run = program(ed.Execution(layout=layout, expert_exchange=exchange))
@@ -264,7 +264,7 @@ def test_any_experts_on_any_mesh_equal_one_device(
     check_equal(run, layer(config, pairs), *tokens(rows, length), layout)
 
 
-def test_places_are_enough_for_the_worst_case_and_no_more():
+def test_sorted_buffer_fits_the_worst_case_exactly():
     """Of five choices three at most can be of three experts."""
     chosen = jnp.asarray([[4, 0, 2, 1, 3], [1, 0, 2, 4, 3], [7, 7, 7, 7, 7]])
     places, sources = sort_by_expert(chosen.astype(jnp.int32), 3, 2)
@@ -288,7 +288,7 @@ def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offse
 
 
 @pytest.mark.slow
-def test_rows_travel_as_they_are_on_tpu(monkeypatch):
+def test_uses_ragged_all_to_all_on_tpu(monkeypatch):
     """The program for TPU, with its products and its choice of an exchange, on CPU."""
     monkeypatch.setattr(ed.Layout, "platform", "tpu")
     exchange = Mock(side_effect=ragged_by_gathering)
@@ -301,7 +301,7 @@ def test_rows_travel_as_they_are_on_tpu(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pieces", "travel"])
-def test_rows_are_multiplied_by_kernels_on_gpus(name, monkeypatch):
+def test_uses_triton_kernels_on_gpus(name, monkeypatch):
     """Interpreted on CPU, on a mesh: rows without an expert stay out of results, gradients and biases."""
     chosen = Mock(return_value=TRITON)
     monkeypatch.setattr(module, "choose_form", chosen)
@@ -332,7 +332,7 @@ def test_sums_chunks_and_differentiates_the_sum(number):
 
 
 @pytest.mark.slow
-def test_rows_exist_round_by_round_and_piece_by_piece():
+def test_buffers_are_limited_to_one_round_and_one_chunk():
     """Of 24 tokens, three choices each, 48 may be of a device's two experts of eight; it takes 24 at a time."""
     (config, *_), (x, positions) = CASES["pieces"], tokens(8, 6)
     gradient = jax.grad(lambda x: call((layer(config), x), positions, execution("pieces"))[0])
@@ -355,7 +355,7 @@ def shapes(name: str, kind: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-def test_the_ring_gathers_tokens_and_scatters_sums():
+def test_gather_exchange_gathers_tokens_and_scatters_sums():
     """Twelve tokens of each of the two devices between which the experts are split."""
     gathered, scattered = shapes("ring", "all-gather"), shapes("ring", "reduce-scatter")
     assert (24, EMBED) in gathered and (12, EMBED) in scattered and not shapes("ring", "all-to-all")
@@ -367,7 +367,7 @@ def test_the_ring_gathers_tokens_and_scatters_sums():
     assert not any({EMBED, MLP} <= set(shape) for shape in gathered)
 
 
-def test_rows_travel_and_weights_stay():
+def test_all_to_all_sends_tokens_and_does_not_gather_weights():
     swapped = shapes("travel", "all-to-all")
     assert (2, EMBED) in swapped  # room for all tokens of a device in a round
     assert not any({EMBED, MLP} <= set(shape) for shape in shapes("travel", "all-gather"))
@@ -376,14 +376,14 @@ def test_rows_travel_and_weights_stay():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_no_device_chooses_for_all_tokens(name):
+def test_routing_does_not_gather_the_logits_of_all_tokens(name):
     """XLA gathers what a partitioned `lax.top_k` reads: logits of all tokens and experts, here 8 x 6 x 8."""
     assert (8, 6, 8) not in shapes(name, "all-gather")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_every_device_sorts_its_own_tokens(name):
+def test_devices_sort_only_tokens_that_they_share_experts_with(name):
     """No token of a device that does not share experts with it."""
     most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, pieces=48 * 3)[name]
     sizes = [shape[0] for shape in shapes(name, "sort")]

@@ -121,7 +121,7 @@ def run(layer, x, positions, form):
 
 @pytest.mark.slow(fast=("gpt_oss",))
 @pytest.mark.parametrize("name", CASES)
-def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
+def test_all_implementations_match_numpy_and_have_equal_gradients(name):
     config, shape = CASES[name]
     layer, (x, positions) = drawn(config), tokens(shape)
     results = {form: run(layer, jnp.asarray(x), jnp.asarray(positions), form) for form in FORMS}
@@ -135,7 +135,7 @@ def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
 
 @pytest.mark.slow(fast=("gpt_oss",))
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4, all of three"])
-def test_few_tokens_on_tpu_go_through_all_experts(name, monkeypatch):
+def test_runs_all_experts_on_few_tokens_on_tpu(name, monkeypatch):
     """The form that a decoding step has there, on CPU: without copies of tokens and of what experts make of them."""
     config, shape = CASES[name]
     layer, (x, positions) = drawn(dataclasses.replace(config, capacity_factor=None)), tokens(shape)
@@ -150,7 +150,7 @@ def test_few_tokens_on_tpu_go_through_all_experts(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["dropless", "capacity"])
-def test_all_tokens_to_one_expert_and_none_to_the_others(form):
+def test_all_tokens_select_the_same_expert(form):
     layer, (x, positions) = drawn(dataclasses.replace(PLAIN, num_experts_per_token=1)), tokens((2, 7))
     kernel = jnp.zeros_like(layer.router.kernel)
     layer = dataclasses.replace(layer, router=dataclasses.replace(layer.router, kernel=kernel))
@@ -182,7 +182,7 @@ def test_gradients_are_finite_differences_in_double_precision():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["dropless", "capacity"])
-def test_half_precision_stays_near_single(form):
+def test_half_precision_tokens_match_single_precision(form):
     layer, (x, positions) = drawn(CASES["gpt_oss"][0]), tokens((3, 5))
     x = jnp.asarray(x, jnp.bfloat16)
     out, stats, gradient = run(layer, x, jnp.asarray(positions), form)
@@ -206,14 +206,14 @@ def test_half_precision_stays_near_single(form):
         (16, 2, 8, 2.0, 8),
     ],
 )
-def test_an_expert_takes_as_many_tokens_as_the_formula_says(length, chosen, experts, factor, room):
+def test_capacity_formula(length, chosen, experts, factor, room):
     config = dataclasses.replace(PLAIN, num_experts=experts, num_experts_per_token=chosen, capacity_factor=factor)
     assert config.capacity(length) == room
 
 
 @pytest.mark.slow(fast=("0.5-llama4, all of three", "0.1-gpt_oss"))
 @pytest.mark.parametrize(("factor", "name"), [(1.0, "deepseek"), (0.5, "llama4, all of three"), (0.1, "gpt_oss")])
-def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
+def test_drops_tokens_after_capacity_is_reached(factor, name):
     """Each row on its own; no weight makes up for what is dropped, and the rest has its gradients."""
     config, (rows, _) = dataclasses.replace(CASES[name][0], capacity_factor=factor), CASES[name][1]
     layer, (x, positions) = drawn(config), tokens((rows, 9))
@@ -226,7 +226,7 @@ def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
     assert np.any(gradient[0].down) == (config.capacity(9) > 0) == (factor > 0.1)
 
 
-def test_within_a_token_the_better_expert_finds_room_first():
+def test_better_expert_of_a_token_takes_precedence():
     """One place each, and the second token wants first what the first token took second."""
     config = ExpertsConfig(num_experts=3, num_experts_per_token=2, mlp_dim=4, capacity_factor=0.5)
     assert config.capacity(3) == 1
@@ -242,7 +242,7 @@ def test_within_a_token_the_better_expert_finds_room_first():
     assert not np.any(out[0, 2])
 
 
-def test_a_capacity_needs_its_factor():
+def test_capacity_needs_capacity_factor():
     layer, (x, positions) = drawn(dataclasses.replace(PLAIN, capacity_factor=None)), tokens((1, 2))
     with refused(ed.ConfigError, "Execution.experts='capacity'", "capacity_factor"):
         run(layer, jnp.asarray(x), jnp.asarray(positions), "capacity")
@@ -261,7 +261,7 @@ def test_every_weight_has_the_variance_of_one_expert():
     assert not np.array_equal(layer.gate[0], layer.gate[1])
 
 
-def test_experts_are_so_many_matrices():
+def test_experts_are_batched_matrices_for_muon_and_lora():
     """For muon and for low-rank pairs; biases are none, and the router is one."""
     words = axes(drawn(dataclasses.replace(PLAIN, bias=True)))
     assert words["gate"] == words["up"] == ("experts", "embed", "mlp")
@@ -275,7 +275,7 @@ def test_experts_are_so_many_matrices():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["dense", "dropless"])
-def test_low_rank_pairs_of_experts_are_their_merged_weights(form):
+def test_low_rank_pairs_of_experts_equal_merged_weights(form):
     layer, (x, positions) = drawn(PLAIN), tokens((2, 4))
     draws = np.random.default_rng(4)
 
@@ -433,7 +433,7 @@ def test_gradients_are_finite_differences_often(config, form, seed):
 
 @pytest.mark.slow(fast=("7-1",))
 @pytest.mark.parametrize(("experts", "chosen"), [(1, 1), (3, 3), (7, 1)])
-def test_one_token_finds_its_experts(experts, chosen):
+def test_routes_a_single_token(experts, chosen):
     """As in decoding: with more experts than tokens, and with all of them."""
     config = ExpertsConfig(num_experts=experts, num_experts_per_token=chosen, mlp_dim=3)
     layer, (x, _) = drawn(config, 5), some_padding((1, 1), 5)
@@ -443,7 +443,7 @@ def test_one_token_finds_its_experts(experts, chosen):
 
 
 @pytest.mark.slow
-def test_half_precision_weights_and_tokens_stay_near_single():
+def test_half_precision_weights_and_tokens_match_single_precision():
     """Weights in bf16 as well: the loss of digits is that of rounding them once."""
     layer, (x, positions) = drawn(FULL, 7), some_padding((2, 9), 7)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (layer, jnp.asarray(x)))

@@ -80,7 +80,7 @@ def test_sparse_mixer_of_equal_logits():
     assert np.all(np.isfinite(gradient))
 
 
-def test_experts_of_token_ids():
+def test_hashed_tokens_select_experts_by_token_id():
     """Weights are the scores of the experts in the table, which no gradient moves and every expert is in."""
     config = RouterConfig(score="sqrt_softplus", order="score_first", renormalize=True, hashed_tokens=16)
     router, x = config.build(EMBED, EXPERTS, CHOSEN, key=jax.random.key(0)), tokens_of()
@@ -103,7 +103,7 @@ def test_experts_of_token_ids():
 
 @pytest.mark.slow(fast=("deepseek_v2_lite", "phi3.5", "gemma4", "of everything"))
 @pytest.mark.parametrize("name", VARIANTS)
-def test_routing_is_that_of_a_loop(name):
+def test_routing_matches_numpy(name):
     """Choice, order of the choice, weights and statistics; padding goes nowhere and is not counted."""
     router, x = router_of(**VARIANTS[name]), tokens_of()
     indices, weights, stats = route(router, x)
@@ -142,7 +142,7 @@ def test_routing_is_that_of_a_loop(name):
 
 @pytest.mark.slow(fast=("phi3.5",))
 @pytest.mark.parametrize("name", ["of everything", "deepseek_v2", "phi3.5"])
-def test_replayed_experts_have_the_weights_of_the_own_scores(name):
+def test_replayed_experts_are_weighted_by_the_routers_scores(name):
     """The own choice changes nothing; another one has the plain formula's weights and gradients."""
     router, x = router_of(**VARIANTS[name]), tokens_of()
     wanted = replay(router, x, jnp.full((*POSITIONS.shape, CHOSEN), -1, jnp.int16))
@@ -202,7 +202,7 @@ def test_ties_between_groups_and_biased_scores_go_to_the_lower_index():
     assert route(unbiased, tokens_of())[0][0].tolist() == [[0, 1, 2]] * 5
 
 
-def test_an_excluded_expert_that_is_needed_has_no_weight():
+def test_experts_of_excluded_groups_have_weight_zero():
     """DeepSeek-V2 gives other groups the score 0. Where kept scores underflow to 0 as well, one of those is chosen."""
     router = router_of(order="score_first", num_groups=2, groups_per_token=1)
     logits = jnp.asarray([190.0, 0.0, 0.0, 0.0, 200.0, 0.0, 0.0, 0.0])
@@ -213,7 +213,7 @@ def test_an_excluded_expert_that_is_needed_has_no_weight():
 
 
 @pytest.mark.slow
-def test_a_selection_bias_chooses_but_does_not_weigh():
+def test_selection_bias_changes_selection_but_not_weights():
     """And no gradient reaches it, by way of weights or losses; nor is it trained."""
     router, x = router_of(**VARIANTS["kimi_k2"]), tokens_of()
     forced = dataclasses.replace(router, selection_bias=jnp.full((EXPERTS,), -9.0).at[jnp.asarray([1, 4, 6])].set(9.0))
@@ -290,14 +290,14 @@ def test_gradients_of_extreme_logits_are_finite(score):
     assert np.all(np.isfinite(jax.jit(jax.grad(loss))(1e4 * router.kernel)))
 
 
-def test_half_precision_tokens_are_routed_in_single():
+def test_routes_half_precision_tokens_in_single_precision():
     router, x = router_of(**VARIANTS["deepseek_v3"]), jnp.asarray(tokens_of(), jnp.bfloat16)
     for got, want in zip(route(router, x)[:2], route(router, x.astype(jnp.float32))[:2], strict=True):
         assert_array_equal(got, want)
 
 
 @pytest.mark.slow
-def test_random_routing_draws_different_experts_with_a_key_and_only_then():
+def test_random_routing_needs_a_key():
     plain, router, x = router_of(), router_of(random=True), np.tile(tokens_of()[:1, :1], (1, 400, 1))
     places = np.arange(400)[None]
     assert_array_equal(route(router, x, places)[0], route(plain, x, places)[0])
@@ -334,12 +334,12 @@ def test_the_balance_loss_is_1_if_balanced_and_e_if_collapsed(form):
     assert_allclose(got, want, atol=1e-6)
 
 
-def test_nothing_routed_is_no_loss():
+def test_losses_without_tokens_are_zero():
     _, _, stats = route(router_of(), tokens_of(), np.full_like(POSITIONS, -1))
     assert float(stats.tokens) == float(load_balance_loss(stats)) == float(router_z_loss(stats)) == 0.0
 
 
-def test_statistics_of_parts_add_up():
+def test_statistics_of_microbatches_add_up():
     router, x = router_of(**VARIANTS["deepseek_v3"]), tokens_of()
     whole = route(router, x)[2]
     parts = [route(router, x[rows], POSITIONS[rows])[2] for rows in (slice(0, 1), slice(1, 3))]
