@@ -68,7 +68,7 @@ class AbstractWeight(eqx.Module):
 
     @abstractmethod
     def array(self, *contracted: int) -> Float[Array, "..."]:
-        """Return the weight as one array, with the values that a product has that contracts these dimensions."""
+        """Return the weight as one array, with the values that a product over the `contracted` dimensions uses."""
 
     @abstractmethod
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
@@ -121,6 +121,7 @@ class ArrayWeight(AbstractArrayWeight):
         weight = cast_in_loop(self.values, x.dtype)
         layout = options.layout
         if layout is not None and layout.backend.doubles_one_row and plan.has_one_row(x):
+            # for a single row, XLA:GPU would write all products to memory before it sums them
             two_rows = jnp.concatenate([x, x])
             return jnp.einsum(plan.letters, two_rows, weight, preferred_element_type=options.dtype)[:1]
         if layout is not None and options.gathers(plan, weight.size, x):
