@@ -14,15 +14,15 @@ from eqx_decoders.errors import CheckedFields, PositiveFloat
 class Alibi(CheckedFields):
     """Linear biases: `scale * slope_h * (key position - query position)` is added to the scores of head h.
 
-    Of H = 2^n heads, slopes are `2^(-max_exponent h / H)`, h from 1 to H; other numbers of heads have those of the
-    next smaller power of two, and then every other one of the next larger.
+    With H = 2^n heads the slopes are `2^(-max_exponent h / H)` for h = 1, ..., H. Any other number of heads has the
+    slopes of the next smaller power of two, followed by every second slope of the next larger power of two.
 
     **Arguments:**
 
-    - `max_exponent`: of the smallest slope, for powers of two.
+    - `max_exponent`: the smallest slope is `2^-max_exponent` if the number of heads is a power of two.
     - `scale`: multiplies all slopes (Falcon: the scale of its queries).
-    - `rounded`: whether positions, slopes and their products are rounded to bfloat16 (Falcon): keys that are near one
-        another then have the same bias.
+    - `rounded`: whether positions, slopes and their products are rounded to bfloat16 (Falcon). Neighboring keys then
+        have the same bias.
     """
 
     max_exponent: PositiveFloat = 8.0
@@ -32,20 +32,26 @@ class Alibi(CheckedFields):
     def slopes(self, heads: int) -> Float32[Array, "heads"]:
         """Return the slope of each head, without the scale."""
         power = 2 ** (heads.bit_length() - 1)
-        first, others = np.arange(1, power + 1), np.arange(1, 2 * (heads - power), 2)
-        exponents = np.concatenate([first / power, others / (2 * power)])
+        regular = np.arange(1, power + 1) / power
+        interpolated = np.arange(1, 2 * (heads - power), 2) / (2 * power)
+        exponents = np.concatenate([regular, interpolated])
         return jnp.asarray(2.0 ** (-self.max_exponent * exponents), jnp.float32)
 
     def bias(
-        self, slopes: Float[Array, "*heads"], of_query: Int[Array, "*queries"], of_key: Int[Array, "*keys"]
+        self,
+        slopes: Float[Array, "*heads"],
+        query_positions: Int[Array, "*queries"],
+        key_positions: Int[Array, "*keys"],
     ) -> Float32[Array, "..."]:
-        """Compute the biases, where slopes and the positions of queries and keys stand on axes of their own."""
+        """Compute the biases. The shapes of slopes and of both positions must broadcast."""
         if not self.rounded:
-            return self.scale * slopes * (of_key - of_query).astype(jnp.float32)
-        slopes, of_key, of_query = (_rounded(x.astype(jnp.float32)) for x in (slopes, of_key, of_query))
-        return self.scale * (_rounded(slopes * of_key) - _rounded(slopes * of_query))
+            return self.scale * slopes * (key_positions - query_positions).astype(jnp.float32)
+        slopes, key_positions, query_positions = (
+            _round_to_bfloat16(x.astype(jnp.float32)) for x in (slopes, key_positions, query_positions)
+        )
+        return self.scale * (_round_to_bfloat16(slopes * key_positions) - _round_to_bfloat16(slopes * query_positions))
 
 
-def _rounded(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Round to bfloat16; XLA may leave out casts there and back."""
+def _round_to_bfloat16(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Round to bfloat16 precision. XLA may remove a cast to bfloat16 and back, so this is no pair of casts."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

@@ -1,4 +1,4 @@
-"""Attention to near tokens on both sides, by content and by distance (Dai et al. 2019; Gemma 3n's and 4's audio)."""
+"""Local bidirectional attention with relative positions (Dai et al. 2019), as in Gemma 3n's and 4's audio."""
 
 import dataclasses
 import math
@@ -17,30 +17,30 @@ from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
-_LONGEST = 10_000.0  # timescale of the sinusoids
+_MAX_TIMESCALE = 10_000.0  # of the sinusoids
 SHIFTED_KEY_SCALE = math.log2(1 + math.e)
 _MASKED = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalAttentionConfig(MixerConfig):
-    """Configuration of `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j near i.
+    """Configuration of `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)` over the keys j close to i.
 
         q = softplus(scale) query x / (ln 2 sqrt(head_dim)),  k = key_scale key x
         r_d = relative_key sinusoids(d + s)
 
     With `distances="plain"` (Gemma 3n) a token sees itself, the `left - 1` tokens before it and the `right` after it,
-    and s is 0. With `"shifted"` (Gemma 4) it sees the `left - 2` tokens before it and the `right - 1` after it, and
-    `s = (chunk + left - 1 + right) // 2 - (left - 1)`; a distance with `d + s` below 0 has no r.
+    and s is 0. With `"shifted"` (Gemma 4) it sees itself, the `left - 2` tokens before it and the `right - 1` after it,
+    and `s = (chunk + left - 1 + right) // 2 - (left - 1)`; r_d is 0 if `d + s` is negative.
 
     **Arguments:**
 
-    - `num_heads`, `head_dim`: heads, and features of each.
-    - `chunk`: queries that are computed at once, with the keys that any of them sees.
-    - `left`, `right`: how far is near; a shifted `right` of 0 sees as far as one of 1.
-    - `soft_cap`: the bound of scores.
+    - `num_heads`, `head_dim`: number of heads, and features per head.
+    - `chunk`: number of queries that are processed together, with all keys that any of them sees.
+    - `left`, `right`: reach to earlier and to later tokens. With `"shifted"`, `right=0` reaches as far as 1.
+    - `soft_cap`: scores become `cap * tanh(scores / cap)`.
     - `distances`: `"shifted"` or `"plain"`.
-    - `key_scale`: factor of keys.
+    - `key_scale`: multiplies keys.
     """
 
     num_heads: PositiveInt
@@ -58,39 +58,40 @@ class LocalAttentionConfig(MixerConfig):
         return self.left - 1 if self.distances == "plain" else self.left - 2
 
     @property
-    def behind(self) -> int:
+    def after(self) -> int:
         """Number of later tokens that a token sees."""
         return self.right if self.distances == "plain" else max(self.right - 1, 0)
 
     @property
     def shift(self) -> int:
-        """Number that is added to a distance."""
+        """The offset s that is added to distances."""
         return 0 if self.distances == "plain" else (self.chunk + self.left - 1 + self.right) // 2 - (self.left - 1)
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of scores, of contents and distances, and of their products with values."""
-        return self.num_heads * self.head_dim * 3 * min(length, self.before + 1 + self.behind)
+        """Count multiplications per token of content scores, of position scores and of the weighted sum of values."""
+        return self.num_heads * self.head_dim * 3 * min(length, self.before + 1 + self.after)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LocalAttention":
-        keys, heads = jax.random.split(key, 5), (self.num_heads, self.head_dim)
-        query, key, value, relative = (
-            fan_in(each, (embed_dim, *heads), jnp.float32, embed_dim, "normal") for each in keys[:4]
+        keys = jax.random.split(key, 5)
+        head_shape = (self.num_heads, self.head_dim)
+        query, key, value, relative_key = (
+            fan_in(kernel_key, (embed_dim, *head_shape), jnp.float32, embed_dim, "normal") for kernel_key in keys[:4]
         )
         return LocalAttention(
             query=query,
             key=key,
             value=value,
-            relative_key=relative,
+            relative_key=relative_key,
             scale=jnp.zeros((self.head_dim,)),
-            out=fan_in(keys[4], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
+            out=fan_in(keys[4], (*head_shape, embed_dim), jnp.float32, self.num_heads * self.head_dim, "normal"),
             config=self,
         )
 
 
 class LocalAttention(eqx.Module):
-    """Attention `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j near i.
+    """Local bidirectional attention with relative positions, see `LocalAttentionConfig`.
 
-    The tokens of a document must follow one another: distances are counted along the row.
+    The tokens of a document must be contiguous: distances are differences of indices in the sequence.
     """
 
     query: Float[Array, "embed heads head_dim"]
@@ -104,19 +105,20 @@ class LocalAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        """Return the layer's output; at padding it is meaningless."""
-        config, pattern = self.config, "batch length embed, embed heads head_dim -> batch length heads head_dim"
-        names = {"query": "query_proj", "key": "key_proj", "value": "value_proj"}
+        """Return the layer's output. The output of padding tokens is undefined."""
+        config = self.config
+        pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
+        kernels = {"query_proj": self.query, "key_proj": self.key, "value_proj": self.value}
         query, key, value = (
-            save(ctx.constrain(ctx.einsum(pattern, x, getattr(self, part)), "batch length heads head_dim"), name)
-            for part, name in names.items()
+            save(ctx.constrain(ctx.einsum(pattern, x, kernel), "batch length heads head_dim"), name)
+            for name, kernel in kernels.items()
         )
         factor = jax.nn.softplus(self.scale.astype(jnp.float32)) / (math.log(2) * math.sqrt(config.head_dim))
         mixed = attend_locally(
             query.astype(jnp.float32) * factor[None, None, None],
             key.astype(jnp.float32) * config.key_scale,
             value.astype(jnp.float32),
-            self._relative(x.dtype, ctx),
+            self._relative_keys(x.dtype, ctx),
             visible_keys(config, ctx),
             config,
         )
@@ -125,34 +127,34 @@ class LocalAttention(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "out_proj")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a block, see `BranchLayer`."""
         return BranchResult(self(x, ctx))
 
-    def _relative(self, dtype: jnp.dtype, ctx: ForwardContext) -> Float32[Array, "places heads head_dim"]:
-        """Compute `r` of each visible distance, the farthest before first; zeros where there is none."""
+    def _relative_keys(self, dtype: jnp.dtype, ctx: ForwardContext) -> Float32[Array, "places heads head_dim"]:
+        """Compute `r_d` of each visible distance, from `d = before` down to `d = -after`."""
         config = self.config
-        distances = config.shift + jnp.arange(config.before, -config.behind - 1, -1)
+        distances = config.shift + jnp.arange(config.before, -config.after - 1, -1)
         size = self.relative_key.shape[0]
-        signal = sinusoids(jnp.abs(distances), size, _LONGEST)
-        # the sine of a distance to a later token is below 0
+        signal = sinusoids(jnp.abs(distances), size, _MAX_TIMESCALE)
+        # the first half are sines, which are odd functions: negate them for negative distances
         signal = jnp.where((distances < 0)[:, None] & (jnp.arange(size) < size // 2)[None], -signal, signal)
         signal = signal.astype(dtype)
         relative = ctx.einsum(
             "places signal, signal heads head_dim -> places heads head_dim", signal, self.relative_key
         )
-        real = (distances >= 0) | (config.distances == "plain")
-        return jnp.where(real[:, None, None], relative.astype(jnp.float32), 0.0)
+        exists = (distances >= 0) | (config.distances == "plain")
+        return jnp.where(exists[:, None, None], relative.astype(jnp.float32), 0.0)
 
 
 def visible_keys(config: LocalAttentionConfig, ctx: ForwardContext) -> Bool[Array, "batch chunks queries keys"]:
-    """Return which keys of its chunk each query sees: near ones of its own document, without padding."""
+    """Return which keys of its chunk each query sees: keys of the same document within reach."""
     segments = jnp.ones_like(ctx.positions) if ctx.segment_ids is None else ctx.segment_ids
-    documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0 is also what fills the last chunk
+    documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0: padding, also of the last chunk
     query = in_chunks(documents, config.chunk, 0, 0)
-    key = in_chunks(documents, config.chunk, config.before, config.behind).swapaxes(2, 3)
-    distance = jnp.arange(key.shape[3])[None] - jnp.arange(config.chunk)[:, None]
-    near = (distance >= 0) & (distance <= config.before + config.behind)
-    return (query == key) & near[None, None]
+    key = in_chunks(documents, config.chunk, config.before, config.after).swapaxes(2, 3)
+    offset = jnp.arange(key.shape[3])[None] - jnp.arange(config.chunk)[:, None]  # from the query's first visible key
+    within_reach = (offset >= 0) & (offset <= config.before + config.after)
+    return (query == key) & within_reach[None, None]
 
 
 def attend_locally(
@@ -163,31 +165,43 @@ def attend_locally(
     visible: Bool[Array, "batch chunks queries keys"],
     config: LocalAttentionConfig,
 ) -> Float32[Array, "batch length heads head_dim"]:
-    """Attend to the visible keys: return the values, weighted by the softmax of scores."""
+    """Compute the attention to visible keys.
+
+    **Arguments:**
+
+    - `query`, `key`, `value`: scaled queries, keys and values.
+    - `relative`: relative keys `r_d`, from `d = before` down to `d = -after`.
+    - `visible`: as returned by `visible_keys`.
+    """
     length = query.shape[1]
     query = in_chunks(query, config.chunk, 0, 0)
-    key, value = (in_chunks(each, config.chunk, config.before, config.behind) for each in (key, value))
+    key, value = (in_chunks(x, config.chunk, config.before, config.after) for x in (key, value))
     scores = jnp.einsum("bcqhd,bckhd->bchqk", query, key)
-    scores = scores + _by_key(jnp.einsum("bcqhd,phd->bchqp", query, relative), key.shape[2])
+    scores = scores + _distances_to_keys(jnp.einsum("bcqhd,phd->bchqp", query, relative), key.shape[2])
     scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
     scores = jnp.where(visible[:, :, None], scores, _MASKED)
     mixed = jnp.einsum("bchqk,bckhd->bcqhd", jax.nn.softmax(scores, axis=-1), value)
     return mixed.reshape(mixed.shape[0], -1, *mixed.shape[3:])[:, :length]
 
 
-def in_chunks(x: Array, size: int, before: int, behind: int) -> Array:
-    """Split into `[batch, chunks, size + before + behind, ...]`: each chunk with its neighbors, or zeros."""
-    count = -(-x.shape[1] // size)
-    width, unpadded = before + size + behind, ((0, 0),) * (x.ndim - 2)
-    pieces = -(-width // size)  # a chunk and what is around it, in pieces of a chunk's length
-    x = jnp.pad(x, ((0, 0), (before, (count + pieces) * size - x.shape[1] - before), *unpadded))
-    shifted = (x[:, index * size : (index + count) * size] for index in range(pieces))
-    parts = [each.reshape(x.shape[0], count, size, *x.shape[2:]) for each in shifted]
+def in_chunks(x: Array, size: int, before: int, after: int) -> Array:
+    """Split `[batch, length, ...]` into overlapping chunks, `[batch, chunks, before + size + after, ...]`.
+
+    Each chunk of `size` tokens includes the `before` tokens before it and the `after` tokens after it; zeros beyond the
+    ends of the sequence.
+    """
+    num_chunks = -(-x.shape[1] // size)
+    width = before + size + after
+    num_parts = -(-width // size)  # a chunk with its neighbors is assembled from parts of `size` tokens
+    unpadded = ((0, 0),) * (x.ndim - 2)
+    x = jnp.pad(x, ((0, 0), (before, (num_chunks + num_parts) * size - x.shape[1] - before), *unpadded))
+    shifted = (x[:, index * size : (index + num_chunks) * size] for index in range(num_parts))
+    parts = [part.reshape(x.shape[0], num_chunks, size, *x.shape[2:]) for part in shifted]
     return jnp.concatenate(parts, axis=2)[:, :, :width]
 
 
-def _by_key(scores: Array, keys: int) -> Array:
-    """Shift `[..., queries, distances]` to `[..., queries, keys]`: query i's first distance is key i."""
+def _distances_to_keys(scores: Array, keys: int) -> Array:
+    """Shift `[..., queries, distances]` to `[..., queries, keys]`: distance n of query i becomes key i + n."""
     *outer, queries, distances = scores.shape
     scores = jnp.pad(scores, ((0, 0),) * (scores.ndim - 1) + ((0, keys + 1 - distances),))
     return scores.reshape(*outer, -1)[..., : queries * keys].reshape(*outer, queries, keys)

@@ -1,13 +1,17 @@
-"""Attention on a mesh: each device attends with its own queries and heads to the keys of all devices.
+"""Attention on a mesh, with context parallelism: each device attends with its queries and heads to all keys.
 
-Queries stay split over batch, length and heads. A device gathers keys and values along the length, and computes the
-blocks that its queries may see: positions say which, so rows may stand in any order. Gradients of keys and values are
-added and scattered over the devices among which they were gathered. Or queries, keys and values are exchanged, so
-that a device has all of a row and fewer heads (DeepSpeed-Ulysses; Jacobs et al., 2023), and results are exchanged
-back. Or keys and values travel in a ring (`ring`). Or both: neighboring devices exchange heads, and keys travel
-among such groups (Fang & Zhao, 2024).
+Queries are sharded over batch, length and heads. `Execution.context_form` selects how a device gets the keys and values
+of other devices along the length:
 
-The slots of a cache stay where they are: each device attends to its own, with the queries of all, and results are
+- `"gather"`: all-gather of keys and values. A device computes the tiles that its queries may see according to their
+  positions, so tokens may be in any order. The gradients of keys and values are reduce-scattered.
+- `"all_to_all"`: queries, keys and values are exchanged by all-to-all, so that a device has complete sequences with
+  fewer heads; the results are exchanged back (DeepSpeed-Ulysses; Jacobs et al., 2023).
+- `"ring"`: ring attention, see `ring.py`.
+- `"ring_all_to_all"`: all-to-all within groups of neighboring devices, and a ring across the groups (Fang & Zhao,
+  2024).
+
+The slots of a cache are not moved: each device attends to its slots with the queries of all devices, and results are
 merged by their log-sum-exp (flash decoding across devices; Dao et al., 2023).
 """
 
@@ -43,265 +47,311 @@ def attend_on_mesh(
     key_axis: Literal["length", "slots"] = "length",
     contiguous: bool = False,
 ) -> Result:
-    """Attend by the kernel and on the mesh of `execution`, which also says in the options what computes it.
+    """Compute attention with the kernel and on the mesh of `execution`.
 
-    `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered;
-    only these have scales. `contiguous` promises what `ForwardContext.contiguous` says: else keys go round whole rings,
-    however small the window.
+    **Arguments:**
+
+    - `inputs`: arrays of the call, sharded over the mesh. Only the slots of a cache may have scales.
+    - `options`: static options; platform and compute capability are filled in here.
+    - `execution`: mesh, kernel, and form of context parallelism.
+    - `key_axis`: `"length"` if keys are sharded like the tokens of a call; `"slots"` if they are sharded like the slots
+        of a cache, which are not gathered.
+    - `contiguous`: see `ForwardContext.contiguous`. Without it, keys travel around the complete ring however small the
+        window of the mask is.
     """
-    layout, kernel = execution.layout, execution.attention
-    device = dict(platform=layout.platform, compute_capability=compute_capability(layout.device))
-    options = dataclasses.replace(options, **device, local=True)
+    layout = execution.layout
+    kernel = execution.attention
+    options = dataclasses.replace(
+        options,
+        platform=layout.platform,
+        compute_capability=compute_capability(layout.device),
+        local=True,
+    )
     if layout.single:
         return run_kernel(inputs, options, kernel)
-    plan, kv_length = _make_plan(execution, inputs.query.shape, inputs.key.shape, key_axis), inputs.key.shape[1]
+    kv_length = inputs.key.shape[1]
+    plan = _make_plan(execution, inputs.query.shape, inputs.key.shape, key_axis)
     if plan.merges and isinstance(inputs.selected, Selection) and inputs.selected.group is None:
-        inputs = inputs._replace(selected=inputs.selected.mask(kv_length))  # bits of keys by their number in all slots
-    in_order = options.aligned and plan.uses_ring and not plan.zigzag_order
-    bounded = in_order and contiguous and inputs.positions.query_spans is None
-    whole = plan.exchanges or not plan.shared
-    of_pieces = dataclasses.replace(options, aligned=in_order, dense_positions=False, needs_lse=True)
-    of_rows = dataclasses.replace(
+        # packed bits are indexed by all slots, and cannot be sharded over slots
+        inputs = inputs._replace(selected=inputs.selected.mask(kv_length))
+    aligned_in_ring = options.aligned and plan.uses_ring and not plan.zigzag_order
+    bounded = aligned_in_ring and contiguous and inputs.positions.query_spans is None
+    has_full_sequences = plan.exchanges or not plan.key_axes
+    ring_options = dataclasses.replace(options, aligned=aligned_in_ring, dense_positions=False, needs_lse=True)
+    kernel_options = dataclasses.replace(
         options,
-        aligned=options.aligned and whole,
-        dense_positions=options.dense_positions and whole,
+        aligned=options.aligned and has_full_sequences,
+        dense_positions=options.dense_positions and has_full_sequences,
         needs_lse=options.needs_lse or plan.merges,
     )
 
-    def run(inputs: AttentionInputs) -> Result:
-        inputs = plan.exchanged_inputs(inputs)
+    def attend_on_device(inputs: AttentionInputs) -> Result:
+        inputs = plan.exchange_inputs(inputs)
         if plan.uses_ring:
-            pieces = _pieces_seen(plan.pieces, options.mask, kv_length // plan.pieces, bounded)
-            results = attend_in_ring(plan.ring(pieces, kernel, of_pieces), inputs)
+            shards = _count_visible_shards(plan.num_shards, options.mask, kv_length // plan.num_shards, bounded)
+            results = attend_in_ring(plan.ring(shards, kernel, ring_options), inputs)
         else:
-            results = run_kernel(inputs, of_rows, kernel)
+            results = run_kernel(inputs, kernel_options, kernel)
         if plan.merges:
-            return _merge_over(plan.shared, *results)
-        return jax.tree.map(plan.own_results, results)
+            return _merge_over(plan.key_axes, *results)
+        return jax.tree.map(plan.exchange_results, results)
 
-    query_spec, inputs = PartitionSpec(plan.rows, plan.length, plan.heads), inputs.with_slopes(options)
-    return layout.shard_map(run, (plan.specs(inputs),), (query_spec, query_spec))(inputs)
+    query_spec = PartitionSpec(plan.batch_axes, plan.length_axes, plan.head_axes)
+    inputs = inputs.with_slopes(options)
+    return layout.shard_map(attend_on_device, (plan.specs(inputs),), (query_spec, query_spec))(inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ContextPlan:
-    """Placement of attention on a mesh; names are mesh axes.
+    """Placement of attention on a mesh.
 
     **Arguments:**
 
-    - `rows`, `length`, `heads`: axes that split queries.
-    - `kv_heads`: axes that split the heads of keys and values: the first ones of `heads`.
-    - `shared`: axes that split the length of keys, which a device needs whole unless results are merged.
-    - `parts`: number of devices along `shared`.
-    - `own_heads`, `groups`: query heads of a device, and query heads that share a key head.
-    - `exchanging`: number of neighboring devices that exchange tokens for heads; 1: none.
-    - `uses_ring`: whether keys travel in a ring; else a device has all of the row.
-    - `merges`: whether each device attends to its own keys alone, and results are merged.
-    - `zigzag_order`: whether tokens stand in zigzag order.
+    - `batch_axes`, `length_axes`, `head_axes`: mesh axes over which queries are sharded.
+    - `kv_head_axes`: mesh axes over which key heads are sharded; a prefix of `head_axes`.
+    - `key_axes`: mesh axes over which the length of keys (or the slots of a cache) is sharded.
+    - `key_devices`: number of devices along `key_axes`.
+    - `local_heads`: query heads per device.
+    - `queries_per_kv`: query heads per key head.
+    - `exchange_size`: number of neighboring devices in an all-to-all group; 1: no all-to-all.
+    - `uses_ring`: whether keys travel in a ring; otherwise a device has all keys (unless `merges`).
+    - `merges`: whether each device attends only to its own keys, and results are merged.
+    - `zigzag_order`: whether tokens are in zigzag order.
     """
 
-    rows: tuple[str, ...]
-    length: tuple[str, ...]
-    heads: tuple[str, ...]
-    kv_heads: tuple[str, ...]
-    shared: tuple[str, ...]
-    parts: int
-    own_heads: int
-    groups: int
-    exchanging: int
+    batch_axes: tuple[str, ...]
+    length_axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
+    kv_head_axes: tuple[str, ...]
+    key_axes: tuple[str, ...]
+    key_devices: int
+    local_heads: int
+    queries_per_kv: int
+    exchange_size: int
     uses_ring: bool
     merges: bool
     zigzag_order: bool
 
     @property
     def exchanges(self) -> bool:
-        """True if a device gets more tokens of fewer heads."""
-        return self.exchanging > 1
+        """Whether devices exchange heads for tokens by all-to-all."""
+        return self.exchange_size > 1
 
     @property
-    def pieces(self) -> int:
-        """Number of pieces of a row's keys, of which a device has one at a time."""
-        return self.parts // self.exchanging if self.uses_ring else 1
+    def num_shards(self) -> int:
+        """Number of shards into which a sequence's keys are split after the all-to-all."""
+        return self.key_devices // self.exchange_size if self.uses_ring else 1
 
-    def ring(self, pieces: int, kernel: str, options: AttentionOptions) -> Ring:
+    def ring(self, visible_shards: int, kernel: str, options: AttentionOptions) -> Ring:
         """Return the ring in which keys travel."""
-        sizes = dict(devices=self.parts, group=self.exchanging, pieces=pieces)
-        return Ring(axes=self.shared, kernel=kernel, options=options, **sizes)
+        return Ring(
+            axes=self.key_axes,
+            num_devices=self.key_devices,
+            group_size=self.exchange_size,
+            visible_shards=visible_shards,
+            kernel=kernel,
+            options=options,
+        )
 
     def specs(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return the `PartitionSpec` of each array, in `jax.shard_map`."""
-        rows, length, heads = self.rows, self.length, self.heads
-        slots = self.shared if self.merges else ()
-        queries: Any = PartitionSpec(rows, length, heads)
-        keys: Any = PartitionSpec(rows, self.shared, self.kv_heads)
-        of_query: Any = PartitionSpec(rows, () if self.exchanges else length)
-        of_key: Any = PartitionSpec(rows, slots)
-        selected, scales = inputs.selected, inputs.scales
+        """Return the `PartitionSpec` of each array, for `jax.shard_map`."""
+        batch = self.batch_axes
+        slots = self.key_axes if self.merges else ()
+        query_spec: Any = PartitionSpec(batch, self.length_axes, self.head_axes)
+        key_spec: Any = PartitionSpec(batch, self.key_axes, self.kv_head_axes)
+        query_position_spec: Any = PartitionSpec(batch, () if self.exchanges else self.length_axes)
+        key_position_spec: Any = PartitionSpec(batch, slots)
+        selected = inputs.selected
         bits = selected.words if isinstance(selected, Selection) else selected
-        chosen: Any = PartitionSpec(rows, heads if bits is not None and bits.shape[1] > 1 else (), length, slots)
+        selected_heads = self.head_axes if bits is not None and bits.shape[1] > 1 else ()
+        selected_spec: Any = PartitionSpec(batch, selected_heads, self.length_axes, slots)
         if isinstance(selected, Selection):
-            of_group: Any = None if selected.group is None else of_key
-            chosen = selected._replace(words=PartitionSpec(rows, *chosen[1:3]), group=of_group)
-        by_head = scales is not None and scales.key.shape[2] == inputs.key.shape[2]
-        whole: Any = PartitionSpec()
-        of_scales: Any = PartitionSpec(rows, self.shared, self.kv_heads if by_head else ())
-        positions = AttentionPositions(of_query, of_key, of_query, of_key, of_query)
-        return AttentionInputs(queries, keys, keys, positions, chosen, of_scales, whole)
+            group_spec: Any = None if selected.group is None else key_position_spec
+            words_spec: Any = PartitionSpec(batch, selected_heads, self.length_axes)
+            selected_spec = selected._replace(words=words_spec, group=group_spec)
+        scales = inputs.scales
+        scales_per_head = scales is not None and scales.key.shape[2] == inputs.key.shape[2]
+        scale_spec: Any = PartitionSpec(batch, self.key_axes, self.kv_head_axes if scales_per_head else ())
+        replicated: Any = PartitionSpec()
+        positions = AttentionPositions(
+            query_positions=query_position_spec,
+            key_positions=key_position_spec,
+            query_segments=query_position_spec,
+            key_segments=key_position_spec,
+            query_spans=query_position_spec,
+        )
+        return AttentionInputs(query_spec, key_spec, key_spec, positions, selected_spec, scale_spec, replicated)
 
-    def exchanged_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Gather or exchange a device's arrays: return all that it attends with."""
+    # --- the following methods run on each device, inside `jax.shard_map` ---
+
+    def exchange_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Gather or exchange a device's arrays; return the arrays with which the device attends."""
         query, key, value, positions, selected, scales, slopes = inputs
-        heads = key.shape[2]
-        scales = jax.tree.map(lambda x: self.needed_keys(x) if x.shape[2] == heads else x, scales)
-        query, key, value = self.needed_queries(query), self.needed_keys(key), self.needed_keys(value)
-        key, value = (self.in_order(x) for x in (key, value))
+        kv_heads = key.shape[2]
+        scales = jax.tree.map(lambda x: self.exchange_keys(x) if x.shape[2] == kv_heads else x, scales)
+        query = self._all_to_all(query, 2, 1) if self.exchanges else query
+        key = self.exchange_keys(key)
+        value = self.exchange_keys(value)
+        key, value = (self.undo_zigzag(x) for x in (key, value))
         if selected is not None:
-            selected = map_queries_and_heads(self.needed_selection, selected)
+            selected = map_queries_and_heads(self.exchange_selection, selected)
             if self.zigzag_order or self.uses_ring:
                 size = positions.key_positions.shape[1]
-                selected = map_keys(lambda x, axis: self.in_order(x, axis, self.pieces), selected, size)
-        of_keys = positions.key_positions, positions.key_segments
-        key_positions, key_segments = jax.tree.map(lambda x: self.in_order(x, 1, self.pieces), of_keys)
-        of_queries: Any = positions.query_positions, positions.query_segments, positions.query_spans
+                selected = map_keys(lambda x, axis: self.undo_zigzag(x, axis, self.num_shards), selected, size)
+        key_positions, key_segments = jax.tree.map(
+            lambda x: self.undo_zigzag(x, 1, self.num_shards), (positions.key_positions, positions.key_segments)
+        )
+        query_arrays: Any = positions.query_positions, positions.query_segments, positions.query_spans
         if self.uses_ring:
-            of_queries = jax.tree.map(self.own_positions, of_queries)
-        query_positions, segments, spans = of_queries
-        positions = AttentionPositions(query_positions, key_positions, segments, key_segments, spans)
-        slopes = None if slopes is None else self.own_slopes(slopes)
+            query_arrays = jax.tree.map(self.slice_queries, query_arrays)
+        query_positions, query_segments, query_spans = query_arrays
+        positions = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
+        slopes = None if slopes is None else self.slice_slopes(slopes)
         return AttentionInputs(query, key, value, positions, selected, scales, slopes)
 
-    def own_slopes(self, slopes: Array) -> Array:
-        """Return the slopes of the heads that a device has after the exchange, of those of all heads."""
-        count = self.own_heads // self.exchanging
-        first = lax.axis_index(self.heads) * self.own_heads if self.heads else 0
-        first += lax.axis_index(self.shared) % self.exchanging * count if self.exchanges else 0
+    def slice_slopes(self, slopes: Array) -> Array:
+        """Return the slopes of the heads that a device has after the exchange, out of those of all heads."""
+        count = self.local_heads // self.exchange_size
+        first = lax.axis_index(self.head_axes) * self.local_heads if self.head_axes else 0
+        first += lax.axis_index(self.key_axes) % self.exchange_size * count if self.exchanges else 0
         return lax.dynamic_slice_in_dim(slopes, first, count)
 
-    def needed_queries(self, query: Array) -> Array:
-        return self._exchange(query, 2, 1) if self.exchanges else query
+    def exchange_results(self, result: Array) -> Array:
+        """Undo the exchange of queries for a result: return the device's tokens with all its heads."""
+        return self._all_to_all(result, 1, 2) if self.exchanges else result
 
-    def own_results(self, result: Array) -> Array:
-        return self._exchange(result, 1, 2) if self.exchanges else result
-
-    def needed_keys(self, key: Array) -> Array:
-        """Return keys or values of all tokens that a device needs, for the heads that its query heads use."""
-        others = self.heads[len(self.kv_heads) :]  # over these every device has the same heads
-        if others:
-            key = used_heads(key, others, self.own_heads, self.groups)
+    def exchange_keys(self, key: Array) -> Array:
+        """Gather or exchange keys, values or scales, and keep the key heads that the device's query heads use."""
+        replicating_axes = self.head_axes[len(self.kv_head_axes) :]  # devices along these have the same key heads
+        if replicating_axes:
+            key = used_heads(key, replicating_axes, self.local_heads, self.queries_per_kv)
         if self.exchanges:
-            return self._exchange(key, 2, 1)
-        gathers = self.shared and not self.uses_ring and not self.merges
-        return lax.all_gather(key, self.shared, axis=1, tiled=True) if gathers else key
+            return self._all_to_all(key, 2, 1)
+        gathers = self.key_axes and not self.uses_ring and not self.merges
+        return lax.all_gather(key, self.key_axes, axis=1, tiled=True) if gathers else key
 
-    def needed_selection(self, selected: Array) -> Array:
-        """Return the selection of all keys for the queries that a device has after the exchange."""
+    def exchange_selection(self, selected: Array) -> Array:
+        """Return the selection for the queries and heads that a device has after the exchange."""
         if not self.exchanges:
             return selected
         if selected.shape[1] > 1:
-            return self._exchange(selected, 1, 2)
-        return lax.all_gather(selected, self.shared, axis=2, tiled=True, axis_index_groups=self._exchanging)
+            return self._all_to_all(selected, 1, 2)
+        return lax.all_gather(selected, self.key_axes, axis=2, tiled=True, axis_index_groups=self._exchange_groups)
 
-    def own_positions(self, x: Array) -> Array:
-        """Return the positions of a device's queries, given the positions of its whole group."""
+    def slice_queries(self, x: Array) -> Array:
+        """Return the positions (or segments, spans) of a device's queries after the exchange, out of all positions."""
         if not self.exchanges:
             return x
-        size = x.shape[1] // self.pieces
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.shared) // self.exchanging * size, size, 1)
+        size = x.shape[1] // self.num_shards
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.key_axes) // self.exchange_size * size, size, 1)
 
-    def in_order(self, x: Array, axis: int = 1, pieces: int = 1) -> Array:
-        """Reorder keys from zigzag to their order in the piece: the blocks that a query sees are then neighbors."""
-        parts = self.parts // self.pieces
-        if not self.zigzag_order or parts == 1:
+    def undo_zigzag(self, x: Array, axis: int = 1, num_shards: int = 1) -> Array:
+        """Reorder keys within each shard from zigzag to original order, so that visible tiles are adjacent.
+
+        `num_shards`: number of shards along `axis` of `x`.
+        """
+        devices = self.key_devices // self.num_shards  # per shard
+        if not self.zigzag_order or devices == 1:
             return x
-        order = np.argsort(zigzag(2 * parts, parts)) + 2 * parts * np.arange(pieces)[:, None]
+        order = np.argsort(zigzag(2 * devices, devices)) + 2 * devices * np.arange(num_shards)[:, None]
         chunks = jnp.split(x, order.size, axis)
         return jnp.concatenate([chunks[index] for index in order.reshape(-1)], axis)
 
-    def _exchange(self, x: Array, split: int, joined: int) -> Array:
-        """Exchange all of one axis for a part of another among the devices of a group (all-to-all)."""
-        groups = self._exchanging
-        return lax.all_to_all(x, self.shared, split, joined, tiled=True, axis_index_groups=groups)
+    def _all_to_all(self, x: Array, split_axis: int, concat_axis: int) -> Array:
+        groups = self._exchange_groups
+        return lax.all_to_all(x, self.key_axes, split_axis, concat_axis, tiled=True, axis_index_groups=groups)
 
     @property
-    def _exchanging(self) -> list[list[int]] | None:
-        """Groups of devices that exchange with one another; None: all."""
-        if self.exchanging == self.parts:
+    def _exchange_groups(self) -> list[list[int]] | None:
+        """Device groups of the all-to-all; None: one group of all devices along `key_axes`."""
+        if self.exchange_size == self.key_devices:
             return None
-        return np.arange(self.parts).reshape(-1, self.exchanging).tolist()
+        return np.arange(self.key_devices).reshape(-1, self.exchange_size).tolist()
 
 
-def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, ...], key_axis: str) -> _ContextPlan:
+def _make_plan(
+    execution: Execution, query_shape: tuple[int, ...], key_shape: tuple[int, ...], key_axis: str
+) -> _ContextPlan:
     layout = execution.layout
-    rows, length, heads = map(names_of, layout.activation_spec("batch length heads head_dim", queries)[:3])
-    kv_heads = heads
-    while keys[2] % _size(layout, kv_heads) != 0:
-        kv_heads = kv_heads[:-1]
-    shared = names_of(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", keys)[1])
-    shared = tuple(name for name in shared if name not in heads)
-    parts, own_heads, groups = _size(layout, shared), queries[2] // _size(layout, heads), queries[2] // keys[2]
-    merges = key_axis == "slots" and bool(shared)
+    query_spec = layout.activation_spec("batch length heads head_dim", query_shape)
+    batch_axes, length_axes, head_axes = map(names_of, query_spec[:3])
+    kv_head_axes = head_axes
+    while key_shape[2] % _count_devices(layout, kv_head_axes) != 0:
+        kv_head_axes = kv_head_axes[:-1]
+    key_axes = names_of(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", key_shape)[1])
+    key_axes = tuple(name for name in key_axes if name not in head_axes)
+    key_devices = _count_devices(layout, key_axes)
+    local_heads = query_shape[2] // _count_devices(layout, head_axes)
+    queries_per_kv = query_shape[2] // key_shape[2]
+    merges = key_axis == "slots" and bool(key_axes)
     if merges:
-        length = tuple(name for name in length if name not in shared)
-    alike = bool(shared) and shared == length
-    needed = own_heads // math.gcd(own_heads, groups)  # heads of keys that a device's query heads use
-    exchanging = math.gcd(needed, parts) if alike and "all_to_all" in execution.context_form else 1
-    uses_ring = alike and "ring" in execution.context_form and exchanging < parts
-    if execution.context_form == "all_to_all" and exchanging < parts:
-        exchanging = 1
+        length_axes = tuple(name for name in length_axes if name not in key_axes)
+    sharded_alike = bool(key_axes) and key_axes == length_axes
+    local_kv_heads = local_heads // math.gcd(local_heads, queries_per_kv)  # key heads that a device's query heads use
+    form = execution.context_form
+    exchange_size = math.gcd(local_kv_heads, key_devices) if sharded_alike and "all_to_all" in form else 1
+    uses_ring = sharded_alike and "ring" in form and exchange_size < key_devices
+    if form == "all_to_all" and exchange_size < key_devices:
+        exchange_size = 1
+    zigzag_order = execution.context_order == "zigzag" and bool(key_axes) and not merges
     return _ContextPlan(
-        # named, too, are mesh axes of one device: over what no name splits gradients are summed
-        rows=(*rows, *(name for name, size in layout.mesh.shape.items() if size == 1)),
-        length=length,
-        heads=heads,
-        kv_heads=kv_heads,
-        shared=shared,
-        parts=parts,
-        own_heads=own_heads,
-        groups=groups,
-        exchanging=exchanging,
+        # include mesh axes of size 1: shard_map sums gradients over all axes that no spec mentions
+        batch_axes=(*batch_axes, *(name for name, size in layout.mesh.shape.items() if size == 1)),
+        length_axes=length_axes,
+        head_axes=head_axes,
+        kv_head_axes=kv_head_axes,
+        key_axes=key_axes,
+        key_devices=key_devices,
+        local_heads=local_heads,
+        queries_per_kv=queries_per_kv,
+        exchange_size=exchange_size,
         uses_ring=uses_ring,
         merges=merges,
-        zigzag_order=execution.context_order == "zigzag" and bool(shared) and not merges and keys[1] % (2 * parts) == 0,
+        zigzag_order=zigzag_order and key_shape[1] % (2 * key_devices) == 0,
     )
 
 
-def _pieces_seen(pieces: int, mask: Mask, size: int, bounded: bool) -> int:
-    """Count the pieces of `size` tokens that a query may see: its own and some before it.
+def _count_visible_shards(num_shards: int, mask: Mask, shard_length: int, bounded: bool) -> int:
+    """Count the shards that a query may see: its own and the shards before it within the window of the mask.
 
-    With `bounded`, a token that stands n places before another of its document is n positions before it: padding in
-    between would make it fewer.
+    `bounded`: whether index distances equal position distances within a document, so that the window bounds the number
+    of shards. Padding within a document would break this.
     """
-    back = lookback(mask)
-    return pieces if back is None or not bounded else min(pieces, 1 + -(-(back - 1) // size))
+    window = lookback(mask)
+    return num_shards if window is None or not bounded else min(num_shards, 1 + -(-(window - 1) // shard_length))
 
 
-def _merge_over(names: tuple[str, ...], out: Array, lse: Array) -> Result:
-    """Merge, as `registry.merge` does, the results that devices along some mesh axes have for the same queries."""
-    top = lax.pmax(lax.stop_gradient(lse), names)
+def _merge_over(axes: tuple[str, ...], out: Array, lse: Array) -> Result:
+    """Merge the results of the devices along mesh axes for the same queries and different keys, as `registry.merge`."""
+    top = lax.pmax(lax.stop_gradient(lse), axes)
     weight = jnp.exp(lse - top)
-    total, sums = lax.psum((weight, out.astype(jnp.float32) * weight[..., None]), names)
+    total, sums = lax.psum((weight, out.astype(jnp.float32) * weight[..., None]), axes)
     return (sums / total[..., None]).astype(out.dtype), top + jnp.log(total)
 
 
-def _size(layout: Layout, names: tuple[str, ...]) -> int:
-    """Count the devices along some mesh axes."""
-    return math.prod(layout.sizes[name] for name in names)
+def _count_devices(layout: Layout, axes: tuple[str, ...]) -> int:
+    return math.prod(layout.sizes[name] for name in axes)
 
 
-# --- the order of tokens ---
+# --- order of tokens ---
 
 
 def context_parts(layout: Layout) -> int:
-    """Count the devices that have different tokens of a row, in attention."""
-    return _size(layout, names_of(layout.activation_spec("batch length heads")[1]))
+    """Return the degree of context parallelism: the number of devices over which a sequence is sharded in attention."""
+    return _count_devices(layout, names_of(layout.activation_spec("batch length heads")[1]))
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:
-    """Return the token at each place of a row, in the order that balances the work of `parts` devices.
+    """Return the permutation of token indices that balances causal attention over `parts` devices.
 
-    Device i has chunks i and 2 parts - 1 - i of 2 parts: under a causal mask all have as many keys to look at.
+    A sequence is split into `2 * parts` chunks, and device i has the chunks i and `2 * parts - 1 - i`. With a causal
+    mask the queries of each device then see the same number of keys. Raises ConfigError unless the length is a multiple
+    of `2 * parts`.
     """
-    rule = f"a length of {length} must be a multiple of {2 * parts}, twice the devices that split it"
-    check(length % (2 * parts) == 0, f"context_order='zigzag': {rule}.")
+    check(
+        length % (2 * parts) == 0,
+        f"context_order='zigzag': a length of {length} must be a multiple of {2 * parts}, twice the number of devices "
+        "over which a sequence is sharded.",
+    )
     pairs = np.stack([np.arange(parts), 2 * parts - 1 - np.arange(parts)], axis=1)
     return np.arange(length).reshape(2 * parts, -1)[pairs.reshape(-1)].reshape(-1)

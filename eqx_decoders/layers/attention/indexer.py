@@ -2,12 +2,12 @@
 
     score_ts = sum_h w_th relu(q_th . k_s),    w_t = (W_w x_t) num_heads^-1/2 head_dim^-1/2
 
-One key k per token is shared by all heads. A query takes the best `top_k` of the keys that it sees; the earlier ones
-of equals. Where there are no more keys than that, attention is dense. Later layers may use the choice of an earlier
-one (IndexCache, 2026).
+All heads share one key k per token. A query attends to the `top_k` visible keys with the largest scores; among equal
+scores the earlier keys are selected. With at most `top_k` keys, attention is dense. Later layers may reuse the
+selection of an earlier layer (IndexCache, 2026).
 
-The indexer reads detached inputs, and its selection has no gradient: it learns from a loss of its own alone, the
-divergence KL(p || softmax(score)) from the distribution p of the attention it serves, the mean over its heads.
+The indexer's inputs are detached (`stop_gradient`) and its selection has no gradient. It is trained only by a separate
+loss, the divergence KL(p || softmax(score)), where p is the attention distribution of the layer, averaged over heads.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt, check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
-from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
+from eqx_decoders.layers.attention.topk import SelectedKeys, map_queries, top_k_mask
 from eqx_decoders.layers.mask import Mask, visible
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -33,20 +33,22 @@ from eqx_decoders.numerics.initializers import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerConfig(CheckedFields):
-    """Configuration of an indexer, which chooses `top_k` keys for each query of a latent attention.
+    """Configuration of an indexer, which selects `top_k` keys for each query of multi-head latent attention.
 
     **Arguments:**
 
-    - `num_heads`, `head_dim`: its heads, and the features of their queries and of the key that they share.
-    - `top_k`: keys that a query attends to.
+    - `num_heads`: indexer heads.
+    - `head_dim`: features of the indexer's queries and of its single key per token.
+    - `top_k`: number of keys that a query attends to.
     - `norm`: normalization of the keys.
-    - `loss_weight`: weight of its loss, the mean over tokens and over layers, in the training loss.
-    - `warmup`: leave attention dense and learn from all visible keys, not from the chosen ones alone. MaxText applies
-        its selection in this stage too, so that the indexer is taught by its own errors; the paper does not.
-    - `pairing`: which features are rotated together, whatever the attention's: `"half"`, or `"interleaved"` (GLM-5).
-    - `shares_as`: name by which later layers use its choice (`shared_from`); None for none.
-    - `shared_from`: uses the choice of an earlier layer, the latest whose `shares_as` is this word (GLM-5). The layer
-        has no indexer of its own, and all other fields are that one's. None: it chooses.
+    - `loss_weight`: weight of the indexer's loss (mean over tokens and layers) in the training loss.
+    - `warmup`: dense warm-up stage: attention stays dense, and the loss covers all visible keys instead of the selected
+        ones. Unlike in MaxText, the selection is not applied in this stage, as in the paper.
+    - `pairing`: pairing of features in the indexer's rope, independent of the attention's rope: `"half"`, or
+        `"interleaved"` (GLM-5).
+    - `shares_as`: name under which later layers can reuse this selection with `shared_from`; None: it is not shared.
+    - `shared_from`: reuse the selection of the latest earlier layer whose `shares_as` is this name (GLM-5). The layer
+        then has no indexer, and all other fields must equal those of the sharing layer. None: the layer has an indexer.
     """
 
     num_heads: PositiveInt = 64
@@ -61,35 +63,38 @@ class IndexerConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        rule = f"IndexerConfig.shares_as={self.shares_as!r} needs shared_from=None, not {self.shared_from!r}"
-        check(self.shares_as is None or self.shared_from is None, f"{rule}: the choice is another layer's.")
+        check(
+            self.shares_as is None or self.shared_from is None,
+            f"IndexerConfig.shares_as={self.shares_as!r} needs shared_from=None, not {self.shared_from!r}: a layer "
+            "that reuses a selection cannot share it again.",
+        )
 
     @property
     def alone(self) -> "IndexerConfig":
-        """The same indexer without names, which those that share a choice have in common."""
+        """This configuration without `shares_as` and `shared_from`; equal for all layers that share a selection."""
         return dataclasses.replace(self, shares_as=None, shared_from=None)
 
     def token_products(self, keys: int) -> int:
-        """Count multiplications per token of its scores over so many keys."""
+        """Count multiplications per token for scoring `keys` keys; 0 if the selection of another layer is reused."""
         return 0 if self.shared_from is not None else self.num_heads * self.head_dim * keys
 
     def build(self, embed_dim: int, q_rank: int, *, key: PRNGKeyArray) -> "Indexer":
-        keys, heads, head_dim = jax.random.split(key, 3), self.num_heads, self.head_dim
+        query_key, key_key, weight_key = jax.random.split(key, 3)
         return Indexer(
-            query=fan_in(keys[0], (q_rank, heads, head_dim), jnp.float32, q_rank, "normal"),
-            key=fan_in(keys[1], (embed_dim, head_dim), jnp.float32, embed_dim, "normal"),
-            key_norm=self.norm.build(head_dim),
-            head_weight=fan_in(keys[2], (embed_dim, heads), jnp.float32, embed_dim, "normal"),
+            query=fan_in(query_key, (q_rank, self.num_heads, self.head_dim), jnp.float32, q_rank, "normal"),
+            key=fan_in(key_key, (embed_dim, self.head_dim), jnp.float32, embed_dim, "normal"),
+            key_norm=self.norm.build(self.head_dim),
+            head_weight=fan_in(weight_key, (embed_dim, self.num_heads), jnp.float32, embed_dim, "normal"),
             config=self,
         )
 
 
 class IndexerStats(eqx.Module):
-    """Statistics of an indexer: sums over tokens, with a leading `layers` axis once stacked.
+    """Statistics of an indexer: sums over tokens. Stacked statistics of several layers have a leading `layers` axis.
 
     **Arguments:**
 
-    - `loss`: the divergence of the indexer's distribution from the attention's, in nats.
+    - `loss`: KL divergence of the indexer's distribution from the attention distribution, in nats.
     - `tokens`: number of tokens.
     """
 
@@ -97,23 +102,23 @@ class IndexerStats(eqx.Module):
     tokens: Float32[Array, "*layers"]
 
 
-class Index(NamedTuple):
-    """Queries, keys and weights of an indexer for the tokens of a call."""
+class IndexerOutput(NamedTuple):
+    """Queries, head weights and keys of an indexer for the tokens of a call."""
 
     query: Float[Array, "batch length heads head_dim"]
     weight: Float32[Array, "batch length heads"]
     key: Float[Array, "batch length 1 head_dim"]
 
 
-class Teacher(NamedTuple):
-    """Scaled queries and keys of the attention that the indexer imitates."""
+class TeacherAttention(NamedTuple):
+    """Scaled queries and keys of the attention layer whose distribution the indexer learns."""
 
     query: Float[Array, "batch length heads qk_dim"]
     key: Float[Array, "batch length heads qk_dim"]
 
 
 class Indexer(eqx.Module):
-    """Indexer `score_ts = sum_h w_th relu(q_th . k_s)`, and the keys with the best scores."""
+    """Indexer that selects the keys with the largest scores `score_ts = sum_h w_th relu(q_th . k_s)`."""
 
     query: Float[Array, "q_rank heads head_dim"]
     key: Float[Array, "embed head_dim"]
@@ -124,127 +129,143 @@ class Indexer(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch length embed"],
-        low: Float[Array, "batch length q_rank"],
+        query_latent: Float[Array, "batch length q_rank"],
         rope: Rope,
         rope_dim: int,
         ctx: ForwardContext,
-    ) -> Index:
-        """Compute queries from the latent of queries, and the key and the weights of heads from the stream.
+    ) -> IndexerOutput:
+        """Compute queries from the attention's query latent, and keys and head weights from `x`.
 
-        The first `rope_dim` features are rotated.
+        Rope rotates the first `rope_dim` features of queries and keys.
         """
-        x, low = jax.lax.stop_gradient((x, low))
+        x, query_latent = jax.lax.stop_gradient((x, query_latent))
         rope = dataclasses.replace(rope, pairing=self.config.pairing)
 
-        def rotated(y: Array) -> Array:
-            first, rest = jnp.split(y, [rope_dim], axis=-1)
-            return jnp.concatenate([rotate(first, ctx.positions, rope, ctx.segment_ids), rest], axis=-1)
+        def rotate_first(y: Array) -> Array:
+            rotated, unrotated = jnp.split(y, [rope_dim], axis=-1)
+            return jnp.concatenate([rotate(rotated, ctx.positions, rope, ctx.segment_ids), unrotated], axis=-1)
 
         pattern = "batch length q_rank, q_rank heads head_dim -> batch length heads head_dim"
-        query = rotated(ctx.einsum(pattern, low, self.query))
+        query = rotate_first(ctx.einsum(pattern, query_latent, self.query))
         key = self.key_norm(ctx.einsum("batch length embed, embed head_dim -> batch length head_dim", x, self.key))
-        wide = x.astype(np.promote_types(x.dtype, np.float32))
-        with jax.default_matmul_precision("highest"):  # few columns, and they decide
-            weight = ctx.einsum("batch length embed, embed heads -> batch length heads", wide, self.head_weight)
+        upcast_x = x.astype(np.promote_types(x.dtype, np.float32))
+        with jax.default_matmul_precision("highest"):  # rounding could change the selection, and there are few columns
+            weight = ctx.einsum("batch length embed, embed heads -> batch length heads", upcast_x, self.head_weight)
         scale = (self.config.num_heads * self.config.head_dim) ** -0.5
-        return Index(
+        return IndexerOutput(
             query=ctx.constrain(query, "batch length heads head_dim"),
             weight=weight.astype(jnp.float32) * scale,
-            key=ctx.constrain(rotated(key[:, :, None]), "batch length slots head_dim"),
+            key=ctx.constrain(rotate_first(key[:, :, None]), "batch length slots head_dim"),
         )
 
-    def choose(
-        self, index: Index, mask: Mask, ctx: ForwardContext, teacher: Teacher | None = None
+    def select(
+        self, indexed: IndexerOutput, mask: Mask, ctx: ForwardContext, teacher: TeacherAttention | None = None
     ) -> tuple[Selection | None, IndexerStats | None]:
-        """Select the tokens of a call that each of them attends to (None: all visible), and compute a teacher's loss.
+        """Select keys for each token of a call without a cache, and compute the loss if there is a teacher.
 
-        It takes some queries at a time, and once more in the backward pass: the scores of single heads never exist at
-        once.
+        Queries are processed in tiles, and the scores are recomputed in the backward pass, so that the scores of all
+        heads and queries never exist at once.
+
+        **Returns:**
+
+        The selection (None: all visible keys) and the statistics (None without a teacher).
         """
-        length, config = ctx.positions.shape[1], self.config
-        selects, learns = length > config.top_k and not config.warmup, teacher is not None
-        if not selects and not learns:
+        config = self.config
+        length = ctx.positions.shape[1]
+        selects = length > config.top_k and not config.warmup
+        if not selects and teacher is None:
             return None, None
-        of_keys = (index.key[:, :, 0], ctx.positions, ctx.segment_ids, None if teacher is None else teacher.key)
-        of_queries = (index.query, index.weight, ctx.positions, ctx.segment_ids)
-        of_queries = (*of_queries, None if teacher is None else teacher.query)
+        teacher_query, teacher_key = (None, None) if teacher is None else teacher
+        key_arrays = (indexed.key[:, :, 0], ctx.positions, ctx.segment_ids, teacher_key)
+        query_arrays = (indexed.query, indexed.weight, ctx.positions, ctx.segment_ids, teacher_query)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
-        def block(of_queries, of_keys):
-            query, weight, query_positions, segments, teaching = of_queries
-            key, key_positions, key_segments, taught = of_keys
-            seen = visible(mask, query_positions, key_positions, segments, key_segments)
+        def select_tile(query_arrays, key_arrays):
+            query, weight, query_positions, query_segments, teacher_query = query_arrays
+            key, key_positions, key_segments, teacher_key = key_arrays
+            seen = visible(mask, query_positions, key_positions, query_segments, key_segments)
             scores = jnp.where(seen, index_scores(query, weight, key), -jnp.inf)
-            chosen = top_k_mask(scores, config.top_k) & seen if selects else seen
+            selected = top_k_mask(scores, config.top_k) & seen if selects else seen
             loss = None
-            if teaching is not None:
-                loss = jnp.sum(_divergence(jax.lax.stop_gradient((teaching, taught)), scores, chosen))
-            return (pack_lanes(chosen) if selects else None), loss
+            if teacher_query is not None:
+                teacher = TeacherAttention(*jax.lax.stop_gradient((teacher_query, teacher_key)))
+                loss = jnp.sum(_divergence(teacher, scores, selected))
+            return (pack_lanes(selected) if selects else None), loss
 
         heads = max(config.num_heads, 0 if teacher is None else teacher.query.shape[2])
-        chosen, losses = map_queries(lambda queries: block(queries, of_keys), of_queries, length, heads)
-        if chosen is not None:
-            words = jnp.moveaxis(chosen, 0, 1)
-            chosen = Selection(words.reshape(words.shape[0], 1, -1, words.shape[3])[:, :, :length])
+        words, losses = map_queries(lambda queries: select_tile(queries, key_arrays), query_arrays, length, heads)
+        selected = None
+        if words is not None:
+            words = jnp.moveaxis(words, 0, 1)
+            selected = Selection(words.reshape(words.shape[0], 1, -1, words.shape[3])[:, :, :length])
         if losses is None:
-            return chosen, None
+            return selected, None
         tokens = jnp.sum((ctx.positions >= 0).astype(jnp.float32))
-        return chosen, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
+        return selected, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
 
-    def choose_cached(
+    def select_cached(
         self,
-        index: Index,
+        indexed: IndexerOutput,
         past_key: Num[Array, "batch 1 slots head_dim"],
         past_scale: Float[Array, "batch 1 slots"] | None,
         past_positions: Int[Array, "batch slots"],
         mask: Mask,
         ctx: ForwardContext,
-    ) -> KeyChoice:
-        """Select the tokens of a call and of a cache that are attended to.
+    ) -> SelectedKeys:
+        """Select the tokens of a call and of a cache for each query.
 
-        The selection is of slots where these are fewer than the cache has, for all queries together; else a mask.
+        `past_key`, `past_scale`, `past_positions`: the cached keys of the indexer, their scales and their positions.
+        The result has indices of cache slots if all queries together select fewer slots than the cache has, else masks.
         """
-        length, slots, top_k = ctx.positions.shape[1], past_positions.shape[1], self.config.top_k
+        length = ctx.positions.shape[1]
+        slots = past_positions.shape[1]
+        top_k = self.config.top_k
         if slots + length <= top_k or self.config.warmup:
-            return KeyChoice()
-        earlier = index_scores(index.query, index.weight, past_key[:, 0].astype(index.query.dtype))
-        if past_scale is not None:  # it is positive: relu(s x) = s relu(x)
-            earlier *= past_scale.astype(jnp.float32)
-        present = index_scores(index.query, index.weight, index.key[:, :, 0])
-        parts = [(earlier, past_positions), (present, ctx.positions)]
+            return SelectedKeys()
+        cached_scores = index_scores(indexed.query, indexed.weight, past_key[:, 0].astype(indexed.query.dtype))
+        if past_scale is not None:  # scales are positive: relu(s x) = s relu(x)
+            cached_scores *= past_scale.astype(jnp.float32)
+        new_scores = index_scores(indexed.query, indexed.weight, indexed.key[:, :, 0])
+        parts = [(cached_scores, past_positions), (new_scores, ctx.positions)]
         scores = jnp.concatenate(
             [jnp.where(visible(mask, ctx.positions, key_positions), part, -jnp.inf) for part, key_positions in parts],
             axis=-1,
         )
         if length * top_k < slots:
-            best = jax.lax.top_k(scores, top_k)[1]
-            of_call = best[..., None] == slots + jnp.arange(length, dtype=best.dtype).reshape(1, 1, 1, -1)
-            return KeyChoice(present=jnp.any(of_call, axis=2)[:, None], slots=best)
-        chosen = top_k_mask(scores, top_k)[:, None]
-        return KeyChoice(present=chosen[..., slots:], past=chosen[..., :slots])
+            indices = jax.lax.top_k(scores, top_k)[1]
+            is_new = indices[..., None] == slots + jnp.arange(length, dtype=indices.dtype).reshape(1, 1, 1, -1)
+            return SelectedKeys(new=jnp.any(is_new, axis=2)[:, None], cached_slots=indices)
+        selected = top_k_mask(scores, top_k)[:, None]
+        return SelectedKeys(new=selected[..., slots:], cached=selected[..., :slots])
 
 
 def index_scores(
     query: Array, weight: Array, key: Float[Array, "batch keys head_dim"]
 ) -> Float32[Array, "batch length keys"]:
-    """Compute scores in f32. The sum over heads is no product: a TPU would round its factors to 16 bits."""
-    each = jnp.einsum("blhd,bsd->blhs", query, key, preferred_element_type=jnp.float32)
-    return jnp.sum(jax.nn.relu(each) * weight[..., None], axis=2)
+    """Compute the indexer's scores in float32.
+
+    The sum over heads is an elementwise product and a reduction: in a matrix product a TPU would round to bfloat16.
+    """
+    head_scores = jnp.einsum("blhd,bsd->blhs", query, key, preferred_element_type=jnp.float32)
+    return jnp.sum(jax.nn.relu(head_scores) * weight[..., None], axis=2)
 
 
 def _divergence(
-    taught: tuple[Array, Array], scores: Array, chosen: Bool[Array, "batch length keys"]
+    teacher: TeacherAttention, scores: Array, selected: Bool[Array, "batch length keys"]
 ) -> Float32[Array, "batch length"]:
-    """Compute `KL(p || softmax(score))` over the chosen keys, p being the attention's mean over heads; else 0."""
-    each = jnp.einsum("blhd,bshd->bhls", *taught, preferred_element_type=jnp.float32)
-    teacher = jnp.mean(jnp.exp(_log_softmax(each, chosen[:, None])), axis=1)
-    terms = -jax.scipy.special.entr(teacher) - teacher * jnp.where(chosen, _log_softmax(scores, chosen), 0.0)
-    return jnp.sum(jnp.where(chosen, terms, 0.0), axis=-1)
+    """Compute `KL(p || softmax(score))` over the selected keys; 0 for a query without keys.
+
+    p is the attention distribution of the teacher over the selected keys, averaged over heads.
+    """
+    teacher_scores = jnp.einsum("blhd,bshd->bhls", *teacher, preferred_element_type=jnp.float32)
+    target = jnp.mean(jnp.exp(_log_softmax(teacher_scores, selected[:, None])), axis=1)
+    terms = -jax.scipy.special.entr(target) - target * jnp.where(selected, _log_softmax(scores, selected), 0.0)
+    return jnp.sum(jnp.where(selected, terms, 0.0), axis=-1)
 
 
-def _log_softmax(scores: Array, chosen: Bool[Array, "..."]) -> Array:
-    """Compute the log-softmax over the chosen keys; -inf elsewhere."""
-    scores = jnp.where(chosen, scores, -jnp.inf)
+def _log_softmax(scores: Array, selected: Bool[Array, "..."]) -> Array:
+    """Compute the log-softmax over the selected keys; -inf for the other keys."""
+    scores = jnp.where(selected, scores, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=EMPTY))
     total = jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)
     return scores - top - jnp.log(jnp.where(total > 0, total, 1.0))

@@ -1,4 +1,4 @@
-"""Attention in both directions with a learned number for each distance, which all layers of an encoder share."""
+"""Bidirectional attention with learned relative position biases, which all layers of an encoder share."""
 
 import dataclasses
 
@@ -16,23 +16,23 @@ from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
-DISTANCE_BIAS = "distance_bias"  # name of the table in `ForwardContext.shared`
+DISTANCE_BIAS = "distance_bias"  # name of the bias table in `ForwardContext.shared`
 _MASKED = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativeAttentionConfig(MixerConfig):
-    """Configuration of `out(softmax(q_i . k_j / sqrt(head_dim) + b[j - i]) v)`, with the keys j near i (Phi-4's audio).
+    """Configuration of `out(softmax(q_i . k_j / sqrt(head_dim) + b[j - i]) v)` over keys j close to i (Phi-4's audio).
 
-    A token sees those of its document that are fewer than `reach` tokens away. Distances from `distances` on count as
-    the largest that the table b has: `distances - 1` ahead, `distances` back.
+    A token sees the tokens of its document that are fewer than `reach` tokens away. The distance `j - i` is clipped to
+    the range of the bias table b, `-distances` to `distances - 1`.
 
     **Arguments:**
 
-    - `num_heads`, `head_dim`: heads, and features of each.
-    - `distances`: rows of the table in one direction.
-    - `symmetric`: whether distances ahead and back have the same rows.
-    - `reach`: how far is near.
+    - `num_heads`, `head_dim`: number of heads, and features per head.
+    - `distances`: rows of the bias table in one direction.
+    - `symmetric`: whether earlier and later tokens at the same distance have the same bias.
+    - `reach`: distance from which on tokens are not visible.
     """
 
     num_heads: PositiveInt
@@ -43,33 +43,36 @@ class RelativeAttentionConfig(MixerConfig):
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """Shape of the table of distances, `[distances, heads]`."""
+        """Shape of the bias table, `(rows, heads)`."""
         return self.distances + (1 if self.symmetric else self.distances), self.num_heads
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of scores, and of their products with values."""
+        """Count multiplications per token of the scores and of the weighted sum of values."""
         return self.num_heads * self.head_dim * 2 * min(length, 2 * self.reach - 1)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "RelativeAttention":
-        keys, heads = jax.random.split(key, 4), (self.num_heads, self.head_dim)
-        query, key, value = (fan_in(each, (embed_dim, *heads), jnp.float32, embed_dim, "normal") for each in keys[:3])
+        keys = jax.random.split(key, 4)
+        head_shape = (self.num_heads, self.head_dim)
+        query, key, value = (
+            fan_in(kernel_key, (embed_dim, *head_shape), jnp.float32, embed_dim, "normal") for kernel_key in keys[:3]
+        )
         return RelativeAttention(
             query=query,
             key=key,
             value=value,
-            out=fan_in(keys[3], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
-            query_bias=jnp.zeros(heads),
-            key_bias=jnp.zeros(heads),
-            value_bias=jnp.zeros(heads),
+            out=fan_in(keys[3], (*head_shape, embed_dim), jnp.float32, self.num_heads * self.head_dim, "normal"),
+            query_bias=jnp.zeros(head_shape),
+            key_bias=jnp.zeros(head_shape),
+            value_bias=jnp.zeros(head_shape),
             out_bias=jnp.zeros((embed_dim,)),
             config=self,
         )
 
 
 class RelativeAttention(eqx.Module):
-    """Attention `out(softmax(q_i . k_j / sqrt(head_dim) + b[j - i]) v)`; b stands in `ForwardContext.shared`.
+    """Bidirectional attention with relative position biases; the bias table is in `ForwardContext.shared`.
 
-    The tokens of a document must follow one another: distances are counted along the row.
+    The tokens of a document must be contiguous: distances are differences of indices in the sequence.
     """
 
     query: Float[Array, "embed heads head_dim"]
@@ -85,34 +88,37 @@ class RelativeAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        """Return the layer's output; at padding it is meaningless."""
-        pattern, names = "batch length embed, embed heads head_dim -> batch length heads head_dim", {}
-        for part in ("query", "key", "value"):
-            projected = add_bias(ctx.einsum(pattern, x, getattr(self, part)), getattr(self, f"{part}_bias"))
-            names[part] = save(ctx.constrain(projected, "batch length heads head_dim"), f"{part}_proj")
-        mixed = self._mixed(**names, ctx=ctx)
+        """Return the layer's output. The output of padding tokens is undefined."""
+        pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
+
+        def project(name: str) -> Array:
+            projected = add_bias(ctx.einsum(pattern, x, getattr(self, name)), getattr(self, f"{name}_bias"))
+            return save(ctx.constrain(projected, "batch length heads head_dim"), f"{name}_proj")
+
+        mixed = self._attend(project("query"), project("key"), project("value"), ctx)
         mixed = save(ctx.constrain(mixed.astype(x.dtype), "batch length heads head_dim"), "attention_out")
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", mixed, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a block, see `BranchLayer`."""
         return BranchResult(self(x, ctx))
 
-    def _mixed(self, query: Array, key: Array, value: Array, ctx: ForwardContext) -> Array:
-        """Attend in pieces of `reach` queries, each with the keys that any of them sees; in float32."""
-        config, length = self.config, query.shape[1]
+    def _attend(self, query: Array, key: Array, value: Array, ctx: ForwardContext) -> Array:
+        """Compute attention in float32, in chunks of `reach` queries with all keys that any of them sees."""
+        config = self.config
+        length = query.shape[1]
         size = min(config.reach, length)
-        around = 0 if length == size else size - 1
+        neighbors = 0 if length == size else size - 1  # keys on each side of a chunk
         segments = jnp.ones_like(ctx.positions) if ctx.segment_ids is None else ctx.segment_ids
-        documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0 is also what fills the last piece
-        queries, of_query = (in_chunks(each, size, 0, 0) for each in (query.astype(jnp.float32), documents))
-        keys, values, of_key = (
-            in_chunks(each, size, around, around)
-            for each in (key.astype(jnp.float32), value.astype(jnp.float32), documents)
+        documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0: padding, also of the last chunk
+        queries, query_documents = (in_chunks(x, size, 0, 0) for x in (query.astype(jnp.float32), documents))
+        keys, values, key_documents = (
+            in_chunks(x, size, neighbors, neighbors)
+            for x in (key.astype(jnp.float32), value.astype(jnp.float32), documents)
         )
-        distance = jnp.arange(keys.shape[2])[None] - around - jnp.arange(size)[:, None]
-        seen = (of_query == of_key.swapaxes(2, 3)) & (jnp.abs(distance) < config.reach)[None, None]
+        distance = jnp.arange(keys.shape[2])[None] - neighbors - jnp.arange(size)[:, None]
+        seen = (query_documents == key_documents.swapaxes(2, 3)) & (jnp.abs(distance) < config.reach)[None, None]
         scores = jnp.einsum("bcqhd,bckhd->bchqk", queries, keys) * config.head_dim**-0.5
         scores = scores + jnp.moveaxis(self._bias(distance, ctx), 2, 0)[None, None]
         weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, _MASKED), axis=-1)
@@ -120,7 +126,7 @@ class RelativeAttention(eqx.Module):
         return mixed.reshape(mixed.shape[0], -1, *mixed.shape[3:])[:, :length]
 
     def _bias(self, distance: Array, ctx: ForwardContext) -> Float[Array, "queries keys heads"]:
-        most = self.config.distances
-        row = jnp.clip(distance, -most, most - 1)
-        row = jnp.abs(row) if self.config.symmetric else row + most
+        max_distance = self.config.distances
+        row = jnp.clip(distance, -max_distance, max_distance - 1)
+        row = jnp.abs(row) if self.config.symmetric else row + max_distance
         return jnp.take(ctx.shared[DISTANCE_BIAS].astype(jnp.float32), row, axis=0, mode="clip")

@@ -1,10 +1,11 @@
-"""Ring attention: keys and values travel among devices, and each attends to the piece that it has (Liu et al., 2023).
+"""Ring attention (Liu et al., 2023): key/value shards travel around a ring of devices, which attend to one at a time.
 
-    out = sum_i out_i exp(lse_i - lse),    lse = logsumexp_i lse_i,    i: the pieces of a row's keys
+    out = sum_i out_i exp(lse_i - lse),    lse = logsumexp_i lse_i,    i: shards of the keys of a sequence
 
-A device never has more of a row's keys than its own piece and the arriving one. The backward pass sends keys and
-values round once more: with lse of all keys each piece has its gradients at once, and the gradients of keys and
-values travel with them, in f32, and home.
+A device never stores more keys of a sequence than its own shard, the current one and the arriving one. The backward
+pass sends keys and values around the ring a second time. As lse over all keys is known by then, a device computes the
+gradients of a shard at once. The gradients of keys and values travel with them, in float32, and finally return to the
+shard's device.
 """
 
 import dataclasses
@@ -26,49 +27,53 @@ from eqx_decoders.remat import save
 from eqx_decoders.sharding.links import send
 
 
-WRITTEN_OUT = 4  # rings of up to so many pieces are no loop: nothing then travels that nobody needs
+UNROLLED_SHARDS = 4  # unroll the loop over at most this many shards: XLA then removes sends of arrays that are not used
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Ring of devices that send keys and values to one another; neighbors may hold the same tokens of other heads.
+    """Ring of devices that send keys and values to one another.
+
+    Groups of neighboring devices may have the same tokens with different heads. Each group has one shard of the
+    sequence, and a device sends to the corresponding device of the next group.
 
     **Arguments:**
 
-    - `axes`: the mesh axes over which a row is split.
-    - `devices`: number of devices along these axes.
-    - `group`: number of devices with the same tokens.
-    - `pieces`: number of pieces of a row to which a device attends: its own, and the pieces before it.
-    - `kernel`: name of the kernel that attends to a piece.
-    - `options`: static options of each piece; `aligned` is about a device's queries and its own piece.
+    - `axes`: mesh axes over which a sequence is sharded.
+    - `num_devices`: number of devices along these axes.
+    - `group_size`: number of devices with the same tokens.
+    - `visible_shards`: number of shards to which a device attends: its own and the shards just before it.
+    - `kernel`: name of the kernel that attends to a shard.
+    - `options`: static options of the attention to one shard; `aligned` applies to a device's own shard.
     """
 
     axes: tuple[str, ...]
-    devices: int
-    group: int
-    pieces: int
+    num_devices: int
+    group_size: int
+    visible_shards: int
     kernel: str
     options: AttentionOptions
 
-    def pass_on(self, arrays: Any, pieces: int = 1) -> Any:
-        """Send arrays to the devices so many pieces on, which are later in the row."""
-        pairs = [(index, (index + pieces * self.group) % self.devices) for index in range(self.devices)]
+    def send_forward(self, arrays: Any, shards: int = 1) -> Any:
+        """Send arrays to the devices whose tokens are `shards` shards later in the sequence (modulo the ring)."""
+        pairs = [(index, (index + shards * self.group_size) % self.num_devices) for index in range(self.num_devices)]
         return jax.tree.map(lambda x: send(x, self.axes, pairs), arrays)
 
-    def piece(self, before: Any = 0) -> Array:
-        """Return the number of a device's own piece, or of one before it."""
-        return lax.rem(lax.axis_index(self.axes) // self.group - before + self.devices, self.devices // self.group)
+    def shard_index(self, distance: Any = 0) -> Array:
+        """Return the index of the shard that is `distance` shards before the device's own (modulo the ring)."""
+        own_index = lax.axis_index(self.axes) // self.group_size
+        return lax.rem(own_index - distance + self.num_devices, self.num_devices // self.group_size)
 
-    def piece_options(self, own: bool) -> AttentionOptions:
-        """Return the options for a device's own piece, or for another device's."""
+    def shard_options(self, own: bool) -> AttentionOptions:
+        """Return the options for a device's own shard, or for the shard of another device."""
         return dataclasses.replace(self.options, aligned=own and self.options.aligned)
 
 
 def attend_in_ring(ring: Ring, inputs: AttentionInputs) -> Result:
-    """Attend with a device's queries to a whole row, as `attend` defines it; to be called in `jax.shard_map`.
+    """Attend with a device's queries to the complete sequence, as `attend` defines it, inside `jax.shard_map`.
 
-    Key positions and segments in `inputs` are of the whole row, and so is the selection. Under remat, saving "context"
-    (out and lse) saves the whole forward pass.
+    Keys and values are the device's own shard. Key positions, key segments and the selection are those of the complete
+    sequence. Saving "context" (out and lse) under rematerialization saves the complete forward pass.
     """
     query, key, value, positions, selected, *_ = inputs
     results: Any = _attend(ring, query, key, value, positions, selected, inputs.slopes)
@@ -81,11 +86,11 @@ def _attend(
     query: Array,
     key: Array,
     value: Array,
-    row_positions: AttentionPositions,
+    positions: AttentionPositions,
     selected: Selected | None,
     slopes: Array | None,
 ):
-    return _forward(ring, query, key, value, row_positions, selected, slopes)
+    return _forward(ring, query, key, value, positions, selected, slopes)
 
 
 def _attend_fwd(ring: Ring, *inputs: Any):
@@ -102,75 +107,90 @@ def _attend_bwd(ring: Ring, residuals: tuple, bars: tuple):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(ring, query, key, value, row_positions, selected, slopes) -> Result:
-    def results(keys: tuple[Array, Array], before: Any, own: bool = False) -> Result:
-        positions, chosen = _of_piece(ring.piece(before), key.shape[1], row_positions, selected)
-        inputs = AttentionInputs(query, *keys, positions, chosen, slopes=slopes)
-        out, lse = run_kernel(inputs, ring.piece_options(own), ring.kernel)
+# In the functions below `keys` are the keys and values of one shard, and `distance` is the number of shards from that
+# shard to the device's own.
+
+
+def _forward(ring, query, key, value, positions, selected, slopes) -> Result:
+    def attend_to_shard(keys: tuple[Array, Array], distance: Any, own: bool = False) -> Result:
+        shard_positions, shard_selected = _slice_shard(ring.shard_index(distance), key.shape[1], positions, selected)
+        inputs = AttentionInputs(query, *keys, shard_positions, shard_selected, slopes=slopes)
+        out, lse = run_kernel(inputs, ring.shard_options(own), ring.kernel)
         return out.astype(jnp.float32), lse
 
-    def step(carry, before):
+    def step(carry, distance):
         keys, total = carry
-        following = ring.pass_on(keys)
-        total = _if_seen(ring, before, key, row_positions, lambda: merge([total, results(keys, before)]), total)
-        return (following, total), None
+        next_keys = ring.send_forward(keys)
+        total = _if_visible(
+            ring, distance, key, positions, lambda: merge([total, attend_to_shard(keys, distance)]), total
+        )
+        return (next_keys, total), None
 
-    total = results((key, value), 0, own=True)
-    if ring.pieces > 1:
-        total = _each_piece(ring, step, (ring.pass_on((key, value)), total))[1]
+    total = attend_to_shard((key, value), 0, own=True)
+    if ring.visible_shards > 1:
+        total = _scan_shards(ring, step, (ring.send_forward((key, value)), total))[1]
     return total[0].astype(query.dtype), total[1]
 
 
 def _backward(ring, inputs, cotangents) -> tuple[Array, Array, Array]:
-    query, key, value, row_positions, selected, slopes = inputs
+    query, key, value, positions, selected, slopes = inputs
 
-    def gradients(keys: tuple[Array, Array], before: Any, own: bool = False):
-        positions, chosen = _of_piece(ring.piece(before), key.shape[1], row_positions, selected)
-        inputs = AttentionInputs(query, *keys, positions, chosen, slopes=slopes)
-        return attend_gradients(inputs, ring.piece_options(own), cotangents, ring.kernel)
+    def gradients(keys: tuple[Array, Array], distance: Any, own: bool = False):
+        shard_positions, shard_selected = _slice_shard(ring.shard_index(distance), key.shape[1], positions, selected)
+        inputs = AttentionInputs(query, *keys, shard_positions, shard_selected, slopes=slopes)
+        return attend_gradients(inputs, ring.shard_options(own), cotangents, ring.kernel)
 
-    def add(keys: tuple[Array, Array], before: Any, sums: Any):
-        def more():
-            return jax.tree.map(jnp.add, sums, gradients(keys, before))
+    def add_gradients(keys: tuple[Array, Array], distance: Any, sums: Any):
+        def added():
+            return jax.tree.map(jnp.add, sums, gradients(keys, distance))
 
-        return _if_seen(ring, before, key, row_positions, more, sums)
+        return _if_visible(ring, distance, key, positions, added, sums)
 
-    def step(carry, before):
-        keys, (query_bar, *traveling) = carry
-        following = ring.pass_on(keys)  # gradients arrive where the keys are that they belong to
-        return (following, add(keys, before, (query_bar, *ring.pass_on(traveling)))), None
+    def step(carry, distance):
+        keys, (query_bar, *key_value_bars) = carry
+        next_keys = ring.send_forward(keys)
+        # `key_value_bars` come from the device that had `keys` in the previous step
+        sums = (query_bar, *ring.send_forward(key_value_bars))
+        return (next_keys, add_gradients(keys, distance, sums)), None
 
-    query_bar, *own_key_value = of_own_piece = gradients((key, value), 0, own=True)
-    if ring.pieces == 1:
-        return of_own_piece
-    keys = ring.pass_on((key, value))
-    following = ring.pass_on(keys) if ring.pieces > 2 else keys
-    sums = add(keys, 1, (query_bar, *map(jnp.zeros_like, own_key_value)))
-    query_bar, *traveling = _each_piece(ring, step, (following, sums), 2)[1]
-    key_bar, value_bar = map(jnp.add, own_key_value, ring.pass_on(traveling, 1 - ring.pieces))
+    query_bar, *own_key_value_bars = own_gradients = gradients((key, value), 0, own=True)
+    if ring.visible_shards == 1:
+        return own_gradients
+    keys = ring.send_forward((key, value))
+    next_keys = ring.send_forward(keys) if ring.visible_shards > 2 else keys
+    sums = add_gradients(keys, 1, (query_bar, *map(jnp.zeros_like, own_key_value_bars)))
+    query_bar, *key_value_bars = _scan_shards(ring, step, (next_keys, sums), 2)[1]
+    returned_bars = ring.send_forward(key_value_bars, 1 - ring.visible_shards)
+    key_bar, value_bar = map(jnp.add, own_key_value_bars, returned_bars)
     return query_bar, key_bar, value_bar
 
 
-def _each_piece(ring: Ring, step: Any, carry: Any, first: int = 1) -> Any:
-    """Fold `step(carry, before)` over the pieces before a device's own, from `first` on."""
-    before = jnp.arange(first, ring.pieces, dtype=jnp.int32)
-    return lax.scan(step, carry, before, unroll=ring.pieces <= WRITTEN_OUT)[0] if len(before) else carry
+def _scan_shards(ring: Ring, step: Any, carry: Any, first: int = 1) -> Any:
+    """Run `step(carry, distance)` for the distances from `first` to the last visible shard; return the last carry."""
+    distances = jnp.arange(first, ring.visible_shards, dtype=jnp.int32)
+    if len(distances) == 0:
+        return carry
+    return lax.scan(step, carry, distances, unroll=ring.visible_shards <= UNROLLED_SHARDS)[0]
 
 
-def _of_piece(
-    piece: Int[Array, ""], size: int, row_positions: AttentionPositions, selected: Selected | None
+def _slice_shard(
+    shard: Int[Array, ""], size: int, positions: AttentionPositions, selected: Selected | None
 ) -> tuple[AttentionPositions, Any]:
-    """Return the positions of queries and of the keys of a piece, and the selection among these keys."""
+    """Slice key positions, key segments and the selection of a complete sequence to the keys of one shard."""
 
-    def cut(x: Array | None, axis: int) -> Any:
-        return None if x is None else lax.dynamic_slice_in_dim(x, piece * size, size, axis)
+    def take(x: Array | None, axis: int) -> Any:
+        return None if x is None else lax.dynamic_slice_in_dim(x, shard * size, size, axis)
 
-    row = row_positions.key_positions
-    positions = row_positions._replace(key_positions=cut(row, 1), key_segments=cut(row_positions.key_segments, 1))
-    return positions, None if selected is None else map_keys(cut, selected, row.shape[1])
+    key_positions = positions.key_positions
+    shard_positions = positions._replace(
+        key_positions=take(key_positions, 1), key_segments=take(positions.key_segments, 1)
+    )
+    return shard_positions, None if selected is None else map_keys(take, selected, key_positions.shape[1])
 
 
-def _if_seen(ring: Ring, before: Any, key: Array, row_positions: AttentionPositions, more: Any, found: Any) -> Any:
-    """Return `more()`, or the given results where no query of a device sees a key of the piece."""
-    piece_positions, _ = _of_piece(ring.piece(before), key.shape[1], row_positions, None)
-    return lax.cond(may_see(ring.options.mask, piece_positions), more, lambda: found)
+def _if_visible(
+    ring: Ring, distance: Any, key: Array, positions: AttentionPositions, compute: Any, otherwise: Any
+) -> Any:
+    """Return `compute()`, or `otherwise` if no query of the device sees a key of the shard."""
+    shard_positions, _ = _slice_shard(ring.shard_index(distance), key.shape[1], positions, None)
+    return lax.cond(may_see(ring.options.mask, shard_positions), compute, lambda: otherwise)

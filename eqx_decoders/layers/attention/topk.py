@@ -1,4 +1,4 @@
-"""Choices of keys: top-k of rows of scores, and maps over some queries at a time."""
+"""Top-k selection of keys: the selection itself, exact top-k masks, and a map over tiles of queries."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,72 +10,86 @@ from jaxtyping import Array, Bool, Float32, Int, UInt32
 from eqx_decoders.layers.attention.kernels.selection import Selected, Selection
 
 
-TILE = 2**24  # scores of one row that exist at a time
+TILE = 2**24  # maximum number of scores per sequence that `map_queries` computes at a time
 
 
-class KeyChoice(NamedTuple):
-    """Keys of a call (`present`) and of a past that a layer chooses for each query; None: all that the mask allows.
+class SelectedKeys(NamedTuple):
+    """Keys that a layer selects for each query; None: all keys that the mask allows.
 
-    Those of a past are chosen by a mask over its slots (`past`), or by their numbers (`slots`), as in `Queries`.
+    **Arguments:**
+
+    - `new`: selection among the tokens of this call.
+    - `cached`: selection among the cache's slots, as a mask.
+    - `cached_slots`: selection among the cache's slots, as indices (see `Queries.slots`); replaces `cached`.
     """
 
-    present: Selected | None = None
-    past: Bool[Array, "batch selected_heads length slots"] | None = None
-    slots: Int[Array, "batch length chosen"] | None = None
+    new: Selected | None = None
+    cached: Bool[Array, "batch selected_heads length slots"] | None = None
+    cached_slots: Int[Array, "batch length chosen"] | None = None
 
-    def repeated(self, count: int) -> "KeyChoice":
-        """Return the choice of each selected head for so many heads."""
+    def repeated(self, count: int) -> "SelectedKeys":
+        """Repeat the selection of each head for `count` consecutive heads."""
         if count == 1:
             return self
-        present, past = self.present, self.past
-        if isinstance(present, Selection):
-            present = present._replace(words=jnp.repeat(present.words, count, axis=1))
-        elif present is not None:
-            present = jnp.repeat(present, count, axis=1)
-        return self._replace(present=present, past=None if past is None else jnp.repeat(past, count, axis=1))
+        new = self.new
+        cached = self.cached
+        if isinstance(new, Selection):
+            new = new._replace(words=jnp.repeat(new.words, count, axis=1))
+        elif new is not None:
+            new = jnp.repeat(new, count, axis=1)
+        return self._replace(new=new, cached=None if cached is None else jnp.repeat(cached, count, axis=1))
 
 
 def top_k_mask(scores: Float32[Array, "*rows keys"], count: int) -> Bool[Array, "*rows keys"]:
-    """Return which scores are among the best `count` of their row; the earlier ones of equals.
+    """Return a mask of the `count` largest scores of each row. Among equal scores the earlier ones are selected.
 
-    The last of them is found bit by bit, as the largest number that `count` scores reach: a TPU would sort a row in
-    many more passes, and what a mesh splits stays where it is.
+    A bitwise binary search finds the `count`-th largest score: on TPU, sorting a row takes many more passes. On a mesh
+    the search does not move scores between devices.
     """
     if count >= scores.shape[-1]:
         return jnp.ones(scores.shape, bool)
     ordered = _ordered_bits(jax.lax.stop_gradient(scores))
 
-    def narrow(i, last):
-        higher = last | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(jnp.sum(ordered >= higher, axis=-1, keepdims=True) >= count, higher, last)
+    def set_next_bit(i, threshold):
+        higher = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(jnp.sum(ordered >= higher, axis=-1, keepdims=True) >= count, higher, threshold)
 
-    last = jax.lax.fori_loop(0, 32, narrow, jnp.zeros((*scores.shape[:-1], 1), jnp.uint32))
-    above, equal = ordered > last, ordered == last
-    left = count - jnp.sum(above, axis=-1, keepdims=True)
-    return above | (equal & (jnp.cumsum(equal, axis=-1) <= left))
+    threshold = jax.lax.fori_loop(0, 32, set_next_bit, jnp.zeros((*scores.shape[:-1], 1), jnp.uint32))
+    above = ordered > threshold
+    equal = ordered == threshold
+    num_equal = count - jnp.sum(above, axis=-1, keepdims=True)
+    return above | (equal & (jnp.cumsum(equal, axis=-1) <= num_equal))
 
 
 def _ordered_bits(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Return integers in the order of the numbers, both zeros being one."""
+    """Map float32 values to integers in the same order; -0.0 and 0.0 map to the same integer."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def map_queries(function: Callable[[Any], Any], queries: Any, candidates: int, heads: int) -> Any:
-    """Map `function` over some of the queries at a time, so that at most TILE scores of `heads` heads exist at once.
+    """Map `function` over tiles of queries, so that a sequence has at most TILE scores at a time.
 
-    `queries` are arrays `batch length …`; each has a score for each candidate and head. The last group is padded with
-    positions -1. Results have a leading axis of groups.
+    **Arguments:**
+
+    - `queries`: tree of arrays `[batch, length, ...]`. The last tile is padded: integers (positions) with -1, floats
+        with 0.
+    - `candidates`, `heads`: a query has one score for each candidate and head.
+
+    **Returns:**
+
+    The results, stacked along a new first axis of tiles.
     """
     length = jax.tree.leaves(queries)[0].shape[1]
-    count = max(1, min(length, -(-length * candidates * heads // TILE)))
-    if count == 1:
+    num_tiles = max(1, min(length, -(-length * candidates * heads // TILE)))
+    if num_tiles == 1:
         return jax.tree.map(lambda x: x[None], function(queries))
-    size = -(-length // count)
+    tile_size = -(-length // num_tiles)
 
-    def cut(x: Array) -> Array:
-        nothing = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
-        x = jnp.pad(x, [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2), constant_values=nothing)
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    def split_into_tiles(x: Array) -> Array:
+        padding_value = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+        padding = [(0, 0), (0, -length % tile_size)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, padding, constant_values=padding_value)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, tile_size, *x.shape[2:]), 1, 0)
 
-    return jax.lax.map(function, jax.tree.map(cut, queries))
+    return jax.lax.map(function, jax.tree.map(split_into_tiles, queries))

@@ -62,7 +62,7 @@ def chosen_by_hand(layer, x):
 def test_blocks_match_the_loop():
     layer = drawn(lambda key: CONFIG.build(5, key=key))
     ctx = context(POSITIONS, SEGMENTS)
-    mask = eqx.filter_jit(lambda x: layer._choose_blocks(layer._index(x, ctx), None, ctx).present.mask(21))
+    mask = eqx.filter_jit(lambda x: layer._select_keys(layer._run_indexer(x, ctx), None, ctx).new.mask(21))
     seen = np.asarray(mask(jnp.asarray(X))) & (POSITIONS[:, :, None] >= POSITIONS[:, None])[:, None]
     seen &= ((SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (POSITIONS >= 0)[:, None] & (POSITIONS >= 0)[..., None])[
         :, None
@@ -116,7 +116,7 @@ def test_blocks_of_the_best_means_are_those_of_the_loop(local):
     want = pooled_by_hand(layer, wide(X), positions, local)
     for contiguous in (False, True):
         ctx = dataclasses.replace(context(positions, SEGMENTS), contiguous=contiguous)
-        mask = eqx.filter_jit(lambda x, ctx=ctx: layer._choose_blocks(layer._index(x, ctx), None, ctx).present.mask(21))
+        mask = eqx.filter_jit(lambda x, ctx=ctx: layer._select_keys(layer._run_indexer(x, ctx), None, ctx).new.mask(21))
         seen = np.asarray(mask(jnp.asarray(X))) & (positions[:, :, None] >= positions[:, None])[:, None]
         real = (positions >= 0)[:, None] & (positions >= 0)[..., None]
         seen &= ((SEGMENTS[:, :, None] == SEGMENTS[:, None]) & real)[:, None]
@@ -142,7 +142,7 @@ def test_blocks_without_keys_are_never_selected(kind, local):
     }[kind]
     count, draws = 9, np.random.default_rng(0)
     occupied = np.isin(np.arange(count), [4, 5, 8])[None]  # blocks that have a key
-    heads = selection.choices(2)
+    heads = selection.num_selections(2)
     query, key = (draws.normal(size=(1, 2, 2, 4)).astype(np.float32) for _ in range(2))
     past_positions = jnp.asarray([[12, 14, 16, -1, -1, -1]], jnp.int32)
     positions = jnp.asarray([[25, 26]], jnp.int32)  # of block 8
@@ -153,7 +153,7 @@ def test_blocks_without_keys_are_never_selected(kind, local):
     assert scores.shape == (1, heads, 2, count)
     assert_array_equal(np.asarray(scores) > -np.inf, np.broadcast_to(occupied[:, None, None], scores.shape))
     back = (positions // 3)[:, :, None] - jnp.arange(count, dtype=jnp.int32)[None, None]
-    chosen = np.asarray(selection._best(scores, back >= 0, back, positions))
+    chosen = np.asarray(selection._select_blocks(scores, back >= 0, back, positions))
     assert not (chosen & ~occupied[:, None, None]).any() and chosen[..., 4:6].all() and chosen[..., 8].all()
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention: which keys an indexer chooses, by a loop in NumPy; what it learns; and decoding over its choice."""
+"""Sparse attention: which keys an indexer selects, against a loop in NumPy; what it learns; and decoding."""
 
 import dataclasses
 
@@ -11,9 +11,9 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention import indexer as module, topk
-from eqx_decoders.layers.attention.indexer import Index, IndexerConfig
+from eqx_decoders.layers.attention.indexer import IndexerConfig, IndexerOutput
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.attention.topk import KeyChoice
+from eqx_decoders.layers.attention.topk import SelectedKeys
 from eqx_decoders.layers.cache.kv_cache import KVCache, KVShape
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -133,8 +133,8 @@ def test_a_layer_attends_to_what_an_earlier_one_chooses():
     taker = drawn(indexer=dataclasses.replace(INDEXER, shared_from="it"), rope=Rope(theta=7.0))
     assert taker.indexer is None and isinstance(taker.config.cache_shape(8), KVShape)
     ctx, other = context(POSITIONS, SEGMENTS), jnp.flip(jnp.asarray(X), axis=-1)
-    choice = giver.branch(other, ctx, None, None).lent
-    out, _ = apply(taker, jnp.asarray(X), dataclasses.replace(ctx, shared={"it": choice}))
+    selected = giver.branch(other, ctx, None, None).lent
+    out, _ = apply(taker, jnp.asarray(X), dataclasses.replace(ctx, shared={"it": selected}))
     chosen = chosen_by_hand(scores_by_hand(giver, wide(other), POSITIONS, SEGMENTS), 2)
     assert_close(out, shares_by_hand(taker, wide(X), POSITIONS, chosen)[1], units=128)
     with refused(ed.ConfigError, "IndexerConfig.shared_from='it'"):
@@ -266,30 +266,30 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
     layer = dataclasses.replace(INDEXER, top_k=top_k).build(WIDTH, 7, key=jax.random.key(0))
     total, count = slots + length, slots - 1
     draws = np.random.default_rng(2)
-    index = Index(
+    index = IndexerOutput(
         *(jnp.asarray(draws.normal(size=(2, total, *shape)), jnp.float32) for shape in ((5, 6), (5,), (1, 6)))
     )
     places = np.arange(count + length)[None].repeat(2, 0)
     order = np.append(np.arange(count), -1)  # the last slot is empty
     past = index.key[:, :slots].swapaxes(1, 2), None, jnp.asarray(order[None].repeat(2, 0), jnp.int32)
-    now = Index(*(x[:, slots:] for x in index))
+    now = IndexerOutput(*(x[:, slots:] for x in index))
     ctx = context(places[:, count:])
-    choice = layer.choose_cached(now, *past, Causal(), ctx)
+    selected = layer.select_cached(now, *past, Causal(), ctx)
     if form == "takes all":
-        assert choice == KeyChoice()
+        assert selected == SelectedKeys()
         return
     keys = jnp.concatenate([index.key[:, :count, 0], now.key[:, :, 0]], axis=1)
     scores = module.index_scores(now.query, now.weight, keys)
     seen = places[:, None] <= places[:, count:, None]
     want = chosen_by_hand(np.where(seen, wide(scores), -np.inf), top_k)
-    assert (choice.slots is not None) == (form == "gathers")
-    if choice.slots is None:
-        got = np.asarray(choice.past[:, 0, :, :count])
+    assert (selected.cached_slots is not None) == (form == "gathers")
+    if selected.cached_slots is None:
+        got = np.asarray(selected.cached[:, 0, :, :count])
     else:
-        assert choice.slots.shape == (2, length, min(top_k, slots))
-        got = np.any(np.asarray(choice.slots)[..., None] == np.arange(count), axis=2)
+        assert selected.cached_slots.shape == (2, length, min(top_k, slots))
+        got = np.any(np.asarray(selected.cached_slots)[..., None] == np.arange(count), axis=2)
     assert_array_equal(got, want[..., :count])
-    assert_array_equal(np.asarray(choice.present[:, 0]) & seen[..., count:], want[..., count:])
+    assert_array_equal(np.asarray(selected.new[:, 0]) & seen[..., count:], want[..., count:])
 
 
 @pytest.mark.slow

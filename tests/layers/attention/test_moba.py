@@ -60,26 +60,26 @@ def test_blocks_match_the_loop(tile, monkeypatch):
     segments = np.stack([[1] * 9 + [2] * 7 + [0], [1] * 17, [1] * 9 + [4] * 8])
     for config in (BlockSelection(size=3, top_k=2), BlockSelection(size=2, top_k=3), BlockSelection(size=5, top_k=1)):
         arrays = [jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments.astype(np.int32))]
-        found = np.asarray(jax.jit(config.choose)(*arrays).mask(17))
+        found = np.asarray(jax.jit(config.select)(*arrays).mask(17))
         causal = (positions[:, :, None] >= positions[:, None]) & (positions >= 0)[:, None] & (positions >= 0)[..., None]
         seen = found & (causal & (segments[:, :, None] == segments[:, None]))[:, None]
         assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
-    assert BlockSelection(size=3, top_k=7).choose(*arrays, contiguous=True) is None
-    assert BlockSelection(size=3, top_k=17).choose(*arrays) is None
+    assert BlockSelection(size=3, top_k=7).select(*arrays, contiguous=True) is None
+    assert BlockSelection(size=3, top_k=17).select(*arrays) is None
 
 
 @pytest.mark.slow(fast=("-10",))
 @pytest.mark.parametrize("documents", [-10, 4])
 def test_blocks_of_contiguous_documents_are_numbered_within_each(documents, monkeypatch):
     """The same choice in fewer words; more documents than are expected are compared as ever."""
-    monkeypatch.setattr(moba, "DOCUMENTS", documents)
+    monkeypatch.setattr(moba, "EXTRA_BLOCKS", documents)
     query, key = (jnp.asarray(x) for x in drawn(80, batch=2))
     positions = np.stack([[*range(40), *range(40)], [*range(7, 47), *range(30), *[-1] * 10]]).astype(np.int32)
     segments = np.stack([[1] * 40 + [2] * 40, [1] * 40 + [3] * 40])
     config, seen = BlockSelection(size=2, top_k=3), (positions[:, :, None] >= positions[:, None])
     seen &= (segments[:, :, None] == segments[:, None]) & (positions >= 0)[:, None]
     arrays = query, key, jnp.asarray(positions), jnp.asarray(segments)
-    few, many = (jax.jit(config.choose, static_argnums=4)(*arrays, each) for each in (True, False))
+    few, many = (jax.jit(config.select, static_argnums=4)(*arrays, each) for each in (True, False))
     assert few.words.shape[3] == 2 and many.words.shape[3] == 3
     assert_array_equal(*(np.asarray(each.mask(80)) & seen[:, None] for each in (few, many)))
 
@@ -90,7 +90,7 @@ def test_positions_with_gaps_are_in_more_blocks():
     query, key = drawn(6)
     positions = np.stack([np.arange(6), [0, 1, 2, 15, 16, 30], [0, 3, 6, 9, 12, 15]])
     config, segments = BlockSelection(size=3, top_k=3), np.ones((3, 6), np.int32)
-    found = config.choose(*(jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments))).mask(6)
+    found = config.select(*(jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments))).mask(6)
     seen = np.asarray(found) & (positions[:, :, None] >= positions[:, None])[:, None]
     assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
     assert not seen[2, :, -1].all()
@@ -128,7 +128,7 @@ def test_scores_of_rounded_keys_are_not_rounded():
 
     def chosen(dtype):
         mine, others = (query.astype(dtype), key.astype(dtype), positions), (keys.astype(dtype), past)
-        return BlockSelection(size=3, top_k=2).choose_cached(*mine, *others)
+        return BlockSelection(size=3, top_k=2).select_cached(*mine, *others)
 
     for rounded, exact in zip(jax.jit(chosen, static_argnums=0)(jnp.bfloat16), chosen(jnp.float32), strict=True):
         assert_array_equal(rounded, exact)

@@ -1,4 +1,4 @@
-"""What layers have in common that are an attention with something changed."""
+"""Base class for the configurations of attention variants, which wrap an `AttentionConfig`."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from eqx_decoders.layers.rope import Rope
 
 
 class AttentionVariant:
-    """What a configuration takes over from its field `attention`; it has its own fields and `build`."""
+    """Mixin that delegates to the field `attention` of a configuration. A subclass defines its fields and `build`."""
 
-    attention: Any  # which each declares as a field of its own
+    attention: Any  # subclasses declare it as a dataclass field
 
     @property
     def mask(self) -> Mask:
@@ -31,8 +31,12 @@ class AttentionVariant:
         """Count multiplications per token of the attention."""
         return self.attention.token_products(length)
 
-    def refuse(self, *fields: str, rule: str) -> None:
-        """Raise ConfigError if the attention has any of these options, which cannot stand here."""
+    def check_unsupported(self, *fields: str, reason: str) -> None:
+        """Raise ConfigError if any of these fields of `attention` is set; `reason` becomes part of the message."""
         for field in fields:
             value = getattr(self.attention, field)
-            check(not value, f"{type(self).__name__}.attention has {field}={value!r}: {rule}. Leave it out.")
+            check(
+                not value,
+                f"{type(self).__name__}.attention has {field}={value!r}, which is not supported: {reason}. "
+                f"Leave {field} out.",
+            )

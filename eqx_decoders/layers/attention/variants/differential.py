@@ -1,10 +1,11 @@
-"""Differential attention (Ye et al. 2024; DiffLlama): the results of two heads, of which the second is taken off.
+"""Differential attention (Ye et al. 2024; DiffLlama): the difference of the outputs of two attention heads.
 
     o = softmax(q_1 K_1^T) V - lambda softmax(q_2 K_2^T) V,
     lambda = exp(a_1 . b_1) - exp(a_2 . b_2) + lambda_0,    lambda_0 = 0.8 - 0.6 e^(-0.3 layer), the first layer being 0
 
-V is as wide as both keys together, which makes the two of them one ordinary key head of twice the features: a query is
-zero in those of the other half. So kernels, caches and meshes are those of attention, for a third more of products.
+V has as many features as K_1 and K_2 together. So [K_1 | K_2] and V are stored as one ordinary key/value head with
+twice the features, and the queries become [q_1 | 0] and [0 | q_2]. This reuses the kernels, caches and sharding of
+`Attention`, at the cost of a third more multiplications.
 """
 
 import dataclasses
@@ -29,11 +30,12 @@ from eqx_decoders.sharding.axes import COMPUTED
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DifferentialAttentionConfig(AttentionVariant, MixerConfig):
-    """Configuration of attention whose heads are differences of two: `(1 - lambda_0) norm(o)`, projected out.
+    """Configuration of differential attention: the head output `(1 - lambda_0) norm(o)` enters the output projection.
 
     **Arguments:**
 
-    - `attention`: the attention of single heads; half as many differential heads, and key heads, are made of them.
+    - `attention`: the underlying attention. Each differential head uses two of its query heads and two of its key
+        heads, so there are half as many differential heads.
     - `norm`: normalization of the difference.
     """
 
@@ -44,42 +46,55 @@ class DifferentialAttentionConfig(AttentionVariant, MixerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        count = self.attention.num_kv_heads
-        check(count % 2 == 0, f"DifferentialAttentionConfig.attention has num_kv_heads={count}: two make one, so even.")
-        none = ("fused_qkv", "shared_kv", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from")
-        none += ("value_dim", "value_norm", "selection", "alibi")
-        self.refuse(*none, rule="differential heads have none")
+        num_kv_heads = self.attention.num_kv_heads
+        check(
+            num_kv_heads % 2 == 0,
+            f"DifferentialAttentionConfig.attention has num_kv_heads={num_kv_heads}, which must be even: a "
+            "differential head uses two key heads.",
+        )
+        unsupported = ("fused_qkv", "shared_kv", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from")
+        unsupported += ("value_dim", "value_norm", "selection", "alibi")
+        self.check_unsupported(*unsupported, reason="differential attention does not implement it")
         over = "head" if self.attention.qk_norm is None else self.attention.qk_norm.over
         check(over == "head", f"DifferentialAttentionConfig.attention has qk_norm.over={over!r}, which must be 'head'.")
 
     def cache_shape(self, max_length: int) -> KVShape:
-        """Return the shape of the cache: two keys side by side, and values that are as wide."""
-        heads, dim = self.attention.num_kv_heads // 2, 2 * self.attention.head_dim
-        return kv_shape(self.mask, max_length, kv_heads=heads, head_dim=dim)
+        """Return the shape of the cache: `[K_1 | K_2]` and V of each differential head."""
+        kv_heads = self.attention.num_kv_heads // 2
+        return kv_shape(self.mask, max_length, kv_heads=kv_heads, head_dim=2 * self.attention.head_dim)
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of scores and of their products with values, both twice as wide."""
+        """Count multiplications per token of the scores and of the weighted sum of values, with doubled head_dim."""
         return 2 * self.attention.token_products(length)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray, layer: int | Int[Array, ""] = 0) -> "DifferentialAttention":
-        config, keys = self.attention, jax.random.split(key, 8)
-        inner, biased = (2, config.head_dim), config.qkv_bias
-        heads, kv_heads = config.num_heads // 2, config.num_kv_heads // 2
+        """Build the layer. `layer`: index of the layer in the decoder, which determines lambda_0."""
+        config = self.attention
+        keys = jax.random.split(key, 8)
+        heads = config.num_heads // 2
+        kv_heads = config.num_kv_heads // 2
         attention = config.build(embed_dim, key=key)
         fields = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
-        for name, count, own in zip(("query", "key", "value"), (heads, kv_heads, kv_heads), keys[:3], strict=True):
-            fields[name] = fan_in(own, (embed_dim, count, *inner), jnp.float32, embed_dim, "normal")
-            fields[f"{name}_bias"] = jnp.zeros((count, *inner)) if biased else None
-        out = (heads, 2 * config.head_dim, embed_dim)
-        fields["out"] = fan_in(keys[3], out, jnp.float32, config.num_heads * config.head_dim, "normal")
-        for name, own in zip(("first_query", "first_key", "second_query", "second_key"), keys[4:], strict=True):
-            fields[name] = 0.1 * jax.random.normal(own, (config.head_dim,))
-        number = jnp.asarray(layer, jnp.float32)[None]
-        return DifferentialAttention(**fields, layer_number=number, norm=self.norm.build(2 * config.head_dim))
+        counts = (heads, kv_heads, kv_heads)
+        for name, count, kernel_key in zip(("query", "key", "value"), counts, keys[:3], strict=True):
+            shape = (count, 2, config.head_dim)
+            fields[name] = fan_in(kernel_key, (embed_dim, *shape), jnp.float32, embed_dim, "normal")
+            fields[f"{name}_bias"] = jnp.zeros(shape) if config.qkv_bias else None
+        out_shape = (heads, 2 * config.head_dim, embed_dim)
+        fields["out"] = fan_in(keys[3], out_shape, jnp.float32, config.num_heads * config.head_dim, "normal")
+        vectors = ("first_query", "first_key", "second_query", "second_key")
+        for name, vector_key in zip(vectors, keys[4:], strict=True):
+            fields[name] = 0.1 * jax.random.normal(vector_key, (config.head_dim,))
+        layer_number = jnp.asarray(layer, jnp.float32)[None]
+        return DifferentialAttention(**fields, layer_number=layer_number, norm=self.norm.build(2 * config.head_dim))
 
 
 class DifferentialAttention(Attention):
-    """Attention whose heads are differences of two; `layer_number` counts from 0."""
+    """Differential attention.
+
+    The axis `halves` has the two heads of a differential head. `first_query`, `first_key`, `second_query` and
+    `second_key` are a_1, b_1, a_2 and b_2 of lambda; `layer_number` counts from 0.
+    """
 
     query: Float[Array, "embed heads halves head_dim"]  # pyright: ignore[reportIncompatibleVariableOverride]
     key: Float[Array, "embed kv_heads halves head_dim"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -98,33 +113,34 @@ class DifferentialAttention(Attention):
     def _attend_heads(self, x: Array, ctx: ForwardContext, past: AttentionPast | None) -> tuple[Array, Any]:
         out, entries = super()._attend_heads(x, ctx, past)
         out = out.reshape(*out.shape[:2], -1, 2, out.shape[-1]).astype(jnp.float32)
-        first = 0.8 - 0.6 * jnp.exp(-0.3 * self.layer_number.astype(jnp.float32))
-        factor = (self._exponential("first") - self._exponential("second") + first)[:, None, None, None]
-        difference = self.norm(out[:, :, :, 0] - factor * out[:, :, :, 1])
-        return (difference * (1.0 - first)[:, None, None, None]).astype(x.dtype), entries
+        lambda_0 = 0.8 - 0.6 * jnp.exp(-0.3 * self.layer_number.astype(jnp.float32))
+        lambda_ = (self._exponential("first") - self._exponential("second") + lambda_0)[:, None, None, None]
+        difference = self.norm(out[:, :, :, 0] - lambda_ * out[:, :, :, 1])
+        return (difference * (1.0 - lambda_0)[:, None, None, None]).astype(x.dtype), entries
 
     def _exponential(self, name: str) -> Float32[Array, ""]:
         query, key = (getattr(self, f"{name}_{part}").astype(jnp.float32) for part in ("query", "key"))
         return jnp.exp(jnp.sum(query * key))
 
     def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array, Array, Array]:
-        """Project to the queries, keys and values of single heads, the two of each one after the other."""
+        """Project to queries, keys and values; the two heads of a differential head are adjacent."""
 
-        def projected(name: str) -> Array:
+        def project(name: str) -> Array:
             pattern = "batch length embed, embed heads halves head_dim -> batch length heads halves head_dim"
-            both = add_bias(ctx.einsum(pattern, x, getattr(self, name)), getattr(self, f"{name}_bias"))
-            return both.reshape(*x.shape[:2], -1, self.config.head_dim)
+            pairs = add_bias(ctx.einsum(pattern, x, getattr(self, name)), getattr(self, f"{name}_bias"))
+            return pairs.reshape(*x.shape[:2], -1, self.config.head_dim)
 
-        return projected("query"), projected("key"), projected("value")
+        return project("query"), project("key"), project("value")
 
     def _normalize_and_rotate(
         self, query: Array, key: Array | None, value: Array | None, ctx: ForwardContext
     ) -> tuple[Array, NewKV]:
-        """Return queries that are zero in the features of the other half, and keys and values side by side."""
-        query, new = super()._normalize_and_rotate(query, key, value, ctx)
-        assert new is not None and new.value is not None
+        """Return the queries `[q_1 | 0]` and `[0 | q_2]`, the keys `[K_1 | K_2]` and the values V."""
+        query, new_kv = super()._normalize_and_rotate(query, key, value, ctx)
+        assert new_kv is not None and new_kv.value is not None
         batch, length, heads, dim = query.shape
-        own = jnp.eye(2, dtype=bool)[None, None, None, :, :, None]
-        query = jnp.where(own, query.reshape(batch, length, -1, 2, 1, dim), 0).reshape(batch, length, heads, 2 * dim)
-        key, value = (x.reshape(batch, length, -1, 2 * dim) for x in (new.key, new.value))
+        own_half = jnp.eye(2, dtype=bool)[None, None, None, :, :, None]
+        query = jnp.where(own_half, query.reshape(batch, length, -1, 2, 1, dim), 0)
+        query = query.reshape(batch, length, heads, 2 * dim)
+        key, value = (x.reshape(batch, length, -1, 2 * dim) for x in (new_kv.key, new_kv.value))
         return ctx.constrain(query, "batch length heads head_dim"), NewKV(key=key, value=value)

@@ -1,6 +1,7 @@
-"""Learned initialization: attention whose kernels are computed from a frozen teacher's (MaxText's LLAMA2LTI).
+"""Learned teacher initialization (LTI): attention kernels computed from a frozen teacher (MaxText's LLAMA2LTI).
 
-The student may have other heads than its teacher: it reads the teacher's kernels through small maps, and trains these.
+The student may have another number of heads and features per head than the teacher. Its kernels are the teacher's
+kernels multiplied by small matrices ("maps"), and only these maps are trained.
 """
 
 import dataclasses
@@ -26,15 +27,15 @@ from eqx_decoders.sharding.layout import Layout
 class LearnedInitConfig(AttentionVariant, MixerConfig):
     """Configuration of attention with kernels `K[b,u,v] = sum_xy C[b,x,y] A[x,u] B[y,v]` for query, key and value.
 
-    b is `embed`, x and y are heads and features of the teacher's kernel C, u and v of the student's. The output
-    projection is `K[u,v,b] = sum_xy C[x,y,b] A[x,u] B[v,y]`. With `general` one map `W[x,y,u,v]` stands for A and B.
-    C is never trained.
+    C is the teacher's frozen kernel. b is `embed`; x and y are heads and features of the teacher; u and v are heads and
+    features of the student. The output projection is `K[u,v,b] = sum_xy C[x,y,b] A[x,u] B[v,y]`. With `general` a
+    single map `W[x,y,u,v]` replaces the product of A and B.
 
     **Arguments:**
 
-    - `attention`: the student's attention, with biases, norms, sinks and gate; fused or shared projections are refused.
+    - `attention`: the student's attention. Fused and shared projections are not supported.
     - `teacher_heads`, `teacher_kv_heads`, `teacher_head_dim`: sizes of the teacher's kernels.
-    - `general`: whether one map acts on heads and features together.
+    - `general`: whether to use general maps instead of products of a map of heads and a map of features.
     """
 
     attention: AttentionConfig
@@ -45,8 +46,10 @@ class LearnedInitConfig(AttentionVariant, MixerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        rule = "the kernels of query, key and value are computed one by one"
-        self.refuse("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer", "value_dim", rule=rule)
+        self.check_unsupported(
+            *("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer", "value_dim"),
+            reason="learned initialization needs separate kernels for query, key and value",
+        )
 
     @property
     def num_heads(self) -> int:
@@ -55,27 +58,22 @@ class LearnedInitConfig(AttentionVariant, MixerConfig):
 
     @property
     def head_dim(self) -> int:
-        """Features of one of the student's heads."""
+        """Features per head of the student."""
         return self.attention.head_dim
 
-    @property
-    def features(self) -> tuple[int, int]:
-        """Features of one of the teacher's heads and of one of the student's."""
-        return self.teacher_head_dim, self.head_dim
-
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedInit":
-        """Build the layer; until it is given a teacher, the teacher's kernels are random ones of the usual variance."""
-        teacher_key, map_key, own_key = jax.random.split(key, 3)
+        """Build the layer with random teacher kernels of the usual variance, to be replaced by a teacher's kernels."""
+        teacher_key, map_key, attention_key = jax.random.split(key, 3)
         return LearnedInit(
             teacher=_new_teacher(self, embed_dim, teacher_key),
-            maps=_new_general(self, map_key) if self.general else _new_factored(self, map_key),
-            attention=eqx.tree_at(kernels_of, self.attention.build(embed_dim, key=own_key), (None,) * 4),
+            maps=_new_general_maps(self, map_key) if self.general else _new_factored_maps(self, map_key),
+            attention=eqx.tree_at(kernels_of, self.attention.build(embed_dim, key=attention_key), (None,) * 4),
             config=self,
         )
 
 
 class TeacherKernels(eqx.Module):
-    """Attention kernels of a teacher's layer."""
+    """Attention kernels of the teacher's layer."""
 
     query: Float[Array, "embed teacher_heads teacher_head_dim"]
     key: Float[Array, "embed teacher_kv_heads teacher_head_dim"]
@@ -84,7 +82,7 @@ class TeacherKernels(eqx.Module):
 
 
 class FactoredMaps(eqx.Module):
-    """Maps of heads, `A[x,u]`, and of features, `B[y,v]`, for each kernel; for `out` the latter is `B[v,y]`."""
+    """Maps of heads `A[x,u]` and of features `B[y,v]` for each kernel; `out_features` is transposed, `B[v,y]`."""
 
     query_heads: Float[Array, "teacher_heads heads"]
     query_features: Float[Array, "teacher_head_dim head_dim"]
@@ -106,7 +104,7 @@ class FactoredMaps(eqx.Module):
 
 
 class GeneralMaps(eqx.Module):
-    """Maps of heads and features together, `W[x,y,u,v]`, for each kernel."""
+    """Joint maps of heads and features, `W[x,y,u,v]`, for each kernel."""
 
     query: Float[Array, "teacher_heads teacher_head_dim heads head_dim"]
     key: Float[Array, "teacher_kv_heads teacher_head_dim kv_heads head_dim"]
@@ -124,33 +122,35 @@ class GeneralMaps(eqx.Module):
 
 
 class LearnedInit(eqx.Module):
-    """Attention whose kernels are computed from a teacher's at each call.
+    """Attention that computes its kernels from the teacher's kernels in each call.
 
-    The cost is small next to the tokens of a training step, but large next to the one token of a decoding step: compute
-    them once with `training.llama_lti.materialize` before decoding.
+    This costs little compared with the tokens of a training step, but much compared with the single token of a decoding
+    step. Compute the kernels once with `training.llama_lti.materialize` before decoding.
     """
 
     teacher: TeacherKernels = eqx.field(metadata=FROZEN)
     maps: FactoredMaps | GeneralMaps
-    attention: Attention  # without its four kernels
+    attention: Attention  # its query, key, value and out kernels are None
     config: LearnedInitConfig = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: Past | None = None
     ) -> tuple[Float[Array, "batch length embed"], Any]:
-        """Return the attention's output, and the new keys and values for a cache."""
+        """Return the attention's output, and the new keys and values to be written to the cache."""
         return self.materialized(ctx.execution.layout)(x, ctx, past)
 
     def branch(self, x: Array, ctx: ForwardContext, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a decoder block, see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
     def materialized(self, layout: Layout) -> Attention:
-        """Return the attention with its kernels, computed in float32. No gradient reaches the teacher's."""
-        new = self.maps.kernels(jax.lax.stop_gradient(self.teacher))
-        words = "embed heads head_dim", "embed kv_heads head_dim", "embed kv_heads head_dim", "heads head_dim embed"
-        split = tuple(layout.constrain_weight(kernel, axes) for kernel, axes in zip(new, words, strict=True))
-        return eqx.tree_at(kernels_of, self.attention, split, is_leaf=lambda leaf: leaf is None)
+        """Return the attention with kernels computed in float32. The teacher's kernels get no gradient."""
+        kernels = self.maps.kernels(jax.lax.stop_gradient(self.teacher))
+        axes = "embed heads head_dim", "embed kv_heads head_dim", "embed kv_heads head_dim", "heads head_dim embed"
+        sharded = tuple(
+            layout.constrain_weight(kernel, axis_names) for kernel, axis_names in zip(kernels, axes, strict=True)
+        )
+        return eqx.tree_at(kernels_of, self.attention, sharded, is_leaf=lambda leaf: leaf is None)
 
 
 def kernels_of(layer: Any) -> tuple[Any, ...]:
@@ -159,44 +159,58 @@ def kernels_of(layer: Any) -> tuple[Any, ...]:
 
 
 def _product(pattern: str, *arrays: Array) -> Array:
-    """Multiply in float32: a kernel is a weight, whatever the dtype of activations and the hardware's default."""
-    wide = (array.astype(jnp.float32) for array in arrays)
-    return jnp.einsum(pattern, *wide, precision=jax.lax.Precision.HIGHEST)
+    """Multiply in float32 with the highest precision: kernels are weights, so the compute dtype does not apply."""
+    upcast = (array.astype(jnp.float32) for array in arrays)
+    return jnp.einsum(pattern, *upcast, precision=jax.lax.Precision.HIGHEST)
 
 
 def _new_teacher(config: LearnedInitConfig, embed_dim: int, key: PRNGKeyArray) -> TeacherKernels:
-    heads, kv_heads, head_dim = config.teacher_heads, config.teacher_kv_heads, config.teacher_head_dim
+    heads = config.teacher_heads
+    kv_heads = config.teacher_kv_heads
+    head_dim = config.teacher_head_dim
     keys = jax.random.split(key, 4)
 
-    def into(key, count):
+    def new_kernel(key, count):
         return fan_in(key, (embed_dim, count, head_dim), jnp.float32, embed_dim, "normal")
 
     return TeacherKernels(
-        query=into(keys[0], heads),
-        key=into(keys[1], kv_heads),
-        value=into(keys[2], kv_heads),
+        query=new_kernel(keys[0], heads),
+        key=new_kernel(keys[1], kv_heads),
+        value=new_kernel(keys[2], kv_heads),
         out=fan_in(keys[3], (heads, head_dim, embed_dim), jnp.float32, heads * head_dim, "normal"),
     )
 
 
-# MaxText draws each map by the fan-in of its second last axis; in `out_features` and in the general maps that is not
-# what is contracted. Here the variance is 1 / (what is contracted): new kernels have their teacher's variance.
+# MaxText initializes each map by the fan-in of its second last axis, which is not the contracted axis for
+# `out_features` and for the general maps. Here the variance is always 1 / (size of the contracted axes), so that new
+# kernels have the variance of the teacher's kernels.
 
 
-def _new_factored(config: LearnedInitConfig, key: PRNGKeyArray) -> FactoredMaps:
-    student = config.attention
-    heads, kv_heads = (config.teacher_heads, student.num_heads), (config.teacher_kv_heads, student.num_kv_heads)
-    shapes = [shape for count in (heads, kv_heads, kv_heads, heads) for shape in (count, config.features)]
+def _head_counts(config: LearnedInitConfig) -> tuple[tuple[int, int], ...]:
+    """Return (teacher's, student's) number of heads for the query, key, value and output kernels."""
+    heads = (config.teacher_heads, config.attention.num_heads)
+    kv_heads = (config.teacher_kv_heads, config.attention.num_kv_heads)
+    return heads, kv_heads, kv_heads, heads
+
+
+def _new_factored_maps(config: LearnedInitConfig, key: PRNGKeyArray) -> FactoredMaps:
+    features = (config.teacher_head_dim, config.head_dim)
+    shapes = [shape for heads in _head_counts(config) for shape in (heads, features)]
     maps = [
         fan_in(key, shape, jnp.float32, shape[0]) for key, shape in zip(jax.random.split(key, 8), shapes, strict=True)
     ]
     return FactoredMaps(*maps[:-1], out_features=maps[-1].T)
 
 
-def _new_general(config: LearnedInitConfig, key: PRNGKeyArray) -> GeneralMaps:
-    student, (features, new_features) = config.attention, config.features
-    heads, kv_heads = (config.teacher_heads, student.num_heads), (config.teacher_kv_heads, student.num_kv_heads)
-    pairs = zip(jax.random.split(key, 4), (heads, kv_heads, kv_heads, heads), strict=True)
-    return GeneralMaps(
-        *(fan_in(key, (old, features, new, new_features), jnp.float32, old * features) for key, (old, new) in pairs)
-    )
+def _new_general_maps(config: LearnedInitConfig, key: PRNGKeyArray) -> GeneralMaps:
+    teacher_features = config.teacher_head_dim
+    maps = [
+        fan_in(
+            map_key,
+            (teacher_heads, teacher_features, heads, config.head_dim),
+            jnp.float32,
+            teacher_heads * teacher_features,
+        )
+        for map_key, (teacher_heads, heads) in zip(jax.random.split(key, 4), _head_counts(config), strict=True)
+    ]
+    return GeneralMaps(*maps)
