@@ -885,7 +885,7 @@ BAD = [
     (ExpertsConfig, SPARSE, dict(num_experts_per_token=9), "at most num_experts=8"),
     (ExpertsConfig, SPARSE, dict(mlp_dim=0), "at least 1"),
     (ExpertsConfig, SPARSE, dict(latent_dim=0), "at least 1"),
-    (ExpertsConfig, SPARSE | dict(limit=1.0), dict(gated=False), "excludes limit: they are about gates"),
+    (ExpertsConfig, SPARSE | dict(limit=1.0), dict(gated=False), "excludes limit: without a gate"),
     (ExpertsConfig, SPARSE, dict(limit=0.0), "above 0"),
     (ExpertsConfig, SPARSE, dict(capacity_factor=-1.0), "above 0"),
     (ExpertsConfig, SPARSE, dict(shared_gate=True), "needs an MLPConfig as shared"),

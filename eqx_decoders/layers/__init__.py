@@ -1,33 +1,37 @@
-"""The layers: each is a configuration with `build` and a module; rope, mask and kernels are functions without weights.
+"""Layers of decoder blocks. `SomethingConfig.build(embed_dim, key=key)` returns the Equinox module `Something`.
 
-Mix tokens
-    `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `HeadMixtureConfig`,
-    `DifferentialAttentionConfig`, `DynamicMaskConfig`,
+Attention mixers
+    `AttentionConfig` (with `QKNorm`, `BlockSelection`), `LatentAttentionConfig` (with `IndexerConfig`),
+    `HeadMixtureConfig`, `DifferentialAttentionConfig`, `DynamicMaskConfig`; `LearnedInitConfig`, attention initialized
+    from a teacher.
+
+Recurrent mixers
     `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`,
-    `RGLRUConfig`, `TimeMixConfig`, `MLSTMConfig`, `LightningAttentionConfig`; several of them side by side:
-    `ParallelMixersConfig` of `NamedMixer`s; in encoders of audio `LocalAttentionConfig`,
-    `RelativeAttentionConfig` and `LightConvolutionConfig`;
-    `LearnedInitConfig` learns attention's first weights.
+    `RGLRUConfig`, `TimeMixConfig`, `MLSTMConfig`, `LightningAttentionConfig`.
 
-Transform each token
+Several mixers in parallel
+    `ParallelMixersConfig` of `NamedMixer`s.
+
+Mixers of audio encoders
+    `LocalAttentionConfig`, `RelativeAttentionConfig`, `LightConvolutionConfig`.
+
+Feed-forward layers and experts
     `MLPConfig`, `LinearConfig`, `ChannelMixConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`,
     `load_balance_loss`, `router_z_loss`).
 
-Normalize
+Norms
     `RMSNormConfig`, `LayerNormConfig`.
 
-Embed
-    `LearnedPositions`, `SinusoidalPositions`, `EngramConfig` (`TokenClasses`), `PerLayerEmbeddingConfig`,
-    `PerLayerInputConfig`; `HeadTransformConfig` before the head.
+Embeddings
+    `LearnedPositions`, `SinusoidalPositions`, `EngramConfig` (with `TokenClasses`), `PerLayerEmbeddingConfig`,
+    `PerLayerInputConfig`; `HeadTransformConfig` before the output head.
 
-Choose masks and positions
+Masks and rotary embeddings
     `Causal`, `SlidingWindow`, `Chunked`, `Bidirectional`, `Spans` and `spans_of`; `Rope`, `LinearRope`, `Llama3Rope`,
     `YarnRope`, `DynamicRope`, `ProportionalRope`.
 
-Call the maths
-    `attend` by one of `KERNELS` (a `Kernel` each), `max_scores`; `delta_rule`, `linear_recurrence`.
-
-Each configuration builds the module of its name without `Config`: `AttentionConfig` an `Attention`.
+Functions without weights
+    `attend` with one of the `KERNELS`, `max_scores`; `delta_rule`, `linear_recurrence`.
 """
 
 from eqx_decoders.layers.attention.attention import (

@@ -1,4 +1,4 @@
-"""Interfaces of the layers of a block: their configurations, and what a block calls.
+"""Interfaces of the layers of a decoder block (mixers, MLPs, experts)."""
 
 A layer is a pair of classes: a frozen dataclass derived from `MixerConfig`, `ChannelConfig` or `ExtraConfig`, and the
 module that its `build` returns, which has a method `branch` (see `BranchLayer`).
@@ -96,14 +96,16 @@ class ExtraConfig(LayerConfig):
 
 
 class BranchResult(NamedTuple):
-    """Result of a layer in a block.
+    """Result of a layer in a decoder block.
 
     **Arguments:**
 
-    - `out`: features for the residual stream.
-    - `entries`: new entries for its cache, a tree like the cache itself; None for a layer without one.
+    - `out`: the layer's output, to be added to the residual stream.
+    - `entries`: new keys/values or new state, to be committed to the layer's cache; a tree with the structure of the
+        cache. None for a layer without a cache.
     - `stats`: values for fields of `BlockStats`, by name.
-    - `lent`: what later layers may use of it besides its entries; None for nothing.
+    - `lent`: anything else that the layer shares with later layers, such as an indexer's selection of keys; None for
+        nothing.
     """
 
     out: Array
@@ -113,7 +115,7 @@ class BranchResult(NamedTuple):
 
 
 class BranchInputs(NamedTuple):
-    """Arguments of `BranchLayer.branch`."""
+    """Arguments of `BranchLayer.branch`, as a tuple."""
 
     x: Array
     ctx: ForwardContext
@@ -123,21 +125,32 @@ class BranchInputs(NamedTuple):
 
 @runtime_checkable
 class BranchLayer(Protocol):
-    """Layer of a block."""
+    """Layer that can be used in a decoder block."""
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Compute the layer's result; `past` is what it reads from its cache, or None."""
+        """Run the layer.
+
+        **Arguments:**
+
+        - `x`: input of the layer, `[batch, length, embed]`, after the block's norm.
+        - `ctx`: positions, segments and options of the forward pass.
+        - `past`: the layer's cached keys and values or state; None without a cache.
+        - `key`: random key for dropout; None: no dropout.
+        """
         ...
 
 
 @runtime_checkable
 class StaggeredLayer(BranchLayer, Protocol):
-    """Layer whose communication a block can hide behind the other parts of a batch: `branch` in two steps."""
+    """Layer whose communication can be overlapped with computation for other parts of the batch.
+
+    `begin` and `finish` together compute what `branch` computes; see `blocks/batch_overlap.py`.
+    """
 
     def begin(self, inputs: BranchInputs) -> PyTree:
-        """Compute a part's arrays before anything is sent."""
+        """Compute everything for one part of the batch that needs no communication."""
         ...
 
     def finish(self, parts: Sequence[BranchInputs], prepared: Sequence[PyTree]) -> list[BranchResult]:
-        """Communicate, and compute the results of all parts."""
+        """Communicate, and compute the results of all parts. `prepared`: results of `begin` for each part."""
         ...

@@ -1,4 +1,4 @@
-"""Gated convolution of a conformer: over a row's tokens, each feature by itself (Gulati et al. 2020)."""
+"""Gated depthwise convolution of a Conformer along the sequence (Gulati et al. 2020)."""
 
 import dataclasses
 
@@ -20,15 +20,15 @@ from eqx_decoders.remat import save
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LightConvolutionConfig(ExtraConfig):
-    """Configuration of `out(act(norm(point(convolution(a * gate(b))))))`, a and b being `into x`; it is causal.
+    """Configuration of `out(act(norm(point(convolution(a * gate(b))))))` with `[a, b] = into x`; it is causal.
 
     **Arguments:**
 
-    - `taps`: tokens that the convolution sees, the last among them.
-    - `activation`, `gate`: of `ACTIVATIONS`.
+    - `taps`: kernel size of the convolution: the token itself and the `taps - 1` tokens before it.
+    - `activation`, `gate`: names in `ACTIVATIONS`.
     - `norm`: normalization of the convolution's output; None for none.
-    - `pointwise`: whether a matrix `point` stands behind the convolution (Phi-4).
-    - `bias`: whether matrices and the convolution have biases, and a and b one more each (Phi-4).
+    - `pointwise`: whether a pointwise convolution `point` follows the depthwise convolution (Phi-4).
+    - `bias`: whether all projections and the convolution have biases. a and b then have a second bias each (Phi-4).
     """
 
     taps: PositiveInt = 5
@@ -62,7 +62,7 @@ class LightConvolutionConfig(ExtraConfig):
 
 
 class LightConvolution(eqx.Module):
-    """Gated convolution `out(act(norm(point(convolution(a * gate(b))))))`, a and b being `into x`."""
+    """Gated convolution `out(act(norm(point(convolution(a * gate(b))))))` with `[a, b] = into x`."""
 
     into: Float[Array, "embed inputs channels"]
     taps: Float[Array, "channels taps"]
@@ -80,10 +80,10 @@ class LightConvolution(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext
     ) -> Float[Array, "batch length embed"]:
-        both = ctx.einsum("batch length embed, embed inputs channels -> batch length inputs channels", x, self.into)
-        both = save(add_bias(both, self.into_bias), "mlpwi")
-        gate = ACTIVATIONS[self.config.gate](add_bias(both[:, :, 1], self.gate_shift))
-        gated = ctx.constrain(add_bias(both[:, :, 0], self.value_shift) * gate, "batch length channels")
+        inputs = ctx.einsum("batch length embed, embed inputs channels -> batch length inputs channels", x, self.into)
+        inputs = save(add_bias(inputs, self.into_bias), "mlpwi")
+        gate = ACTIVATIONS[self.config.gate](add_bias(inputs[:, :, 1], self.gate_shift))
+        gated = ctx.constrain(add_bias(inputs[:, :, 0], self.value_shift) * gate, "batch length channels")
         positions, segments = ctx.positions, ctx.segment_ids
         y = convolve_on_mesh(gated, self.taps, self.taps_bias, None, positions, segments, execution=ctx.execution)
         if self.point is not None:
@@ -94,5 +94,5 @@ class LightConvolution(eqx.Module):
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a block, see `BranchLayer`."""
         return BranchResult(self(x, ctx))

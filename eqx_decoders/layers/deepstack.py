@@ -1,4 +1,4 @@
-"""Features of images that are added to the stream after a layer (DeepStack; Meng et al. 2024)."""
+"""Image features that are added to the residual stream after a layer (DeepStack; Meng et al. 2024)."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,21 +11,24 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.base import BranchResult, ExtraConfig
 
 
-DEEPSTACK = "deepstack"  # the name under which layers take them
+DEEPSTACK = "deepstack"  # name of the features in `ForwardContext.layer_inputs`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddedFeaturesConfig(ExtraConfig):
-    """Configuration of `x + features`: features of this layer for each token, or 0; a layer after the MLP."""
+    """Configuration of a layer after the MLP that adds `ForwardContext.layer_inputs[DEEPSTACK]` to the stream.
 
-    takes: ClassVar[tuple[str, ...]] = (DEEPSTACK,)
+    The features have the shape `[batch, length, embed]`. If they are absent nothing is added.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = (DEEPSTACK,)  # names of layer inputs that the layer reads
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "AddedFeatures":
         return AddedFeatures()
 
 
 class AddedFeatures(eqx.Module):
-    """Layer that adds given features to the stream: `x + features`."""
+    """Layer whose output, to be added to the residual stream, is the features of this layer for each token."""
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext
@@ -34,5 +37,5 @@ class AddedFeatures(eqx.Module):
         return jnp.zeros_like(x) if features is None else features.astype(x.dtype)
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a decoder block, see `BranchLayer`."""
         return BranchResult(self(x, ctx))

@@ -39,7 +39,7 @@ MLPActivationName = Annotated[str, OneOf((*ACTIVATIONS, "xielu"))]
 
 @runtime_checkable
 class Gating(Protocol):
-    """Fields of an MLP and of experts that say how gates and up projections are joined."""
+    """Fields of `MLPConfig` and `ExpertsConfig` that `join_gate` reads."""
 
     @property
     def activation_scale(self) -> float: ...
@@ -50,19 +50,25 @@ class Gating(Protocol):
 
 
 def join_gate(gating: Gating, act: Callable[[Array], Array], gate: Array | None, up: Array) -> Array:
-    """Compute `act(beta * gate) / beta * (up + up_offset)` of clipped projections, or `act(up)` without a gate."""
+    """Compute `act(beta * gate) / beta * (up + up_offset)`; without a gate `act(beta * up) / beta`.
+
+    beta is `activation_scale`. Gate and up projections are first clipped to `limit` as described in `MLPConfig`.
+    """
     beta, limit = gating.activation_scale, gating.limit
     if gate is not None and limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    active = up if gate is None else gate
-    active = act(active) if beta == 1.0 else act(active * beta) / beta
-    return active if gate is None else active * (up + gating.up_offset if gating.up_offset else up)
+    activated = up if gate is None else gate
+    activated = act(activated) if beta == 1.0 else act(activated * beta) / beta
+    return activated if gate is None else activated * (up + gating.up_offset if gating.up_offset else up)
 
 
 def check_gating(config: Gating, name: str, gated: bool) -> None:
-    """Raise ConfigError for fields that need a gate, and have none."""
-    idle = [field for field in ("up_offset", "limit") if getattr(config, field)]
-    check(gated or not idle, f"{name}.gated=False excludes {' and '.join(idle)}: they are about gates.")
+    """Raise ConfigError if fields are set that need a gate, but there is none. `name`: name of the configuration."""
+    gate_fields = [field for field in ("up_offset", "limit") if getattr(config, field)]
+    check(
+        gated or not gate_fields,
+        f"{name}.gated=False excludes {' and '.join(gate_fields)}: without a gate they have no effect. Leave them out.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,19 +78,20 @@ class MLPConfig(ChannelConfig, ExtraConfig):
     **Arguments:**
 
     - `mlp_dim`: hidden features.
-    - `activation`: one of `ACTIVATIONS`, of which `"gelu"` is exact and `"gelu_tanh"` its tanh approximation; or
-        `"xielu"`, which each layer learns for itself (`XIELU`; Apertus).
-    - `activation_scale`: the activation becomes `act(scale * x) / scale`: with `"silu"` Swish with this beta
+    - `activation`: name in `ACTIVATIONS` (`"gelu"` is exact, `"gelu_tanh"` is the tanh approximation), or `"xielu"`,
+        an activation with parameters that each layer learns (`XIELU`; Apertus).
+    - `activation_scale`: the activation becomes `act(scale * x) / scale`. With `"silu"` this is Swish with this beta
         (Ramachandran et al. 2017).
-    - `gated`: whether a second input projection is multiplied in.
+    - `gated`: whether there is a gate projection (GLU).
     - `up_offset`: added to the up projection (GPT-OSS).
-    - `limit`: gate projections are clipped above it, up projections beyond it on both sides; None for no limit.
+    - `limit`: gate projections are clipped to at most `limit`, up projections to `[-limit, limit]`; None: no clipping.
     - `bias`: whether all projections have a bias.
-    - `fused`: whether gate and up are one product.
+    - `fused`: whether gate and up are computed by one fused projection.
     - `inner_norm`: normalization of the hidden features (BitNet); None for none.
-    - `gate_sparsity`: fraction of the gate's features that are cut off (Gemma 3n): of normal ones so many are below
-        `cut = mean + icdf(gate_sparsity) std`, and the gate becomes `relu(gate - cut)`, over the features of a token.
-    - `dropout`: rate on the hidden features.
+    - `gate_sparsity`: fraction of gate features that are set to 0 (Gemma 3n). The gate becomes `relu(gate - cut)` with
+        `cut = mean + icdf(gate_sparsity) std` over the features of a token; the fraction holds for normally
+        distributed features.
+    - `dropout`: dropout rate of the hidden features.
     - `gate_scale`, `out_scale`: multiply the gate before its activation, and the output (Falcon-H1).
     """
 
@@ -104,35 +111,41 @@ class MLPConfig(ChannelConfig, ExtraConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        rule = f"MLPConfig.gate_scale={self.gate_scale} needs gated=True: there is no gate."
-        check(self.gated or self.gate_scale == 1.0, rule)
+        check(
+            self.gated or self.gate_scale == 1.0,
+            f"MLPConfig.gate_scale={self.gate_scale} needs gated=True: without a gate there is nothing to scale.",
+        )
         check_gating(self, "MLPConfig", self.gated)
-        rule = f"MLPConfig.gate_sparsity={self.gate_sparsity} needs gated=True: there is no gate."
-        check(self.gated or not self.gate_sparsity, rule)
-        check(self.gated or not self.fused, "MLPConfig.fused=True needs gated=True: there is one projection only.")
+        check(
+            self.gated or not self.gate_sparsity,
+            f"MLPConfig.gate_sparsity={self.gate_sparsity} needs gated=True: it applies to the gate.",
+        )
+        check(
+            self.gated or not self.fused,
+            "MLPConfig.fused=True needs gated=True: without a gate there is only one projection.",
+        )
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "MLP":
         keys = jax.random.split(key, 3)
-        wide, mlp = (embed_dim, self.mlp_dim), self.mlp_dim
-        gate = fan_in(keys[0], wide, jnp.float32, embed_dim) if self.gated else None
-        up = fan_in(keys[1], wide, jnp.float32, embed_dim)
-        fused = jnp.stack([gate, up], axis=1) if self.fused and gate is not None else None
-        zeros = {"gate_bias": (mlp,) if self.gated else None, "up_bias": (mlp,), "down_bias": (embed_dim,)}
-        biases = {name: jnp.zeros(shape) if self.bias and shape else None for name, shape in zeros.items()}
+        mlp_dim = self.mlp_dim
+        gate = fan_in(keys[0], (embed_dim, mlp_dim), jnp.float32, embed_dim) if self.gated else None
+        up = fan_in(keys[1], (embed_dim, mlp_dim), jnp.float32, embed_dim)
         return MLP(
             gate=None if self.fused else gate,
             up=None if self.fused else up,
-            gate_up=fused,
-            down=fan_in(keys[2], (mlp, embed_dim), jnp.float32, mlp),
-            inner_norm=self.inner_norm.build(mlp) if self.inner_norm else None,
+            gate_up=jnp.stack([gate, up], axis=1) if self.fused and gate is not None else None,
+            down=fan_in(keys[2], (mlp_dim, embed_dim), jnp.float32, mlp_dim),
+            gate_bias=jnp.zeros((mlp_dim,)) if self.bias and self.gated else None,
+            up_bias=jnp.zeros((mlp_dim,)) if self.bias else None,
+            down_bias=jnp.zeros((embed_dim,)) if self.bias else None,
+            inner_norm=self.inner_norm.build(mlp_dim) if self.inner_norm else None,
             xielu=XIELU.build() if self.activation == "xielu" else None,
             config=self,
-            **biases,
         )
 
 
 class MLP(eqx.Module):
-    """Feed-forward layer `down(act(gate x) * up x)`."""
+    """Feed-forward layer `down(act(gate x) * up x)`, or `down(act(up x))` without a gate."""
 
     gate: Float[Array, "embed mlp"] | None
     up: Float[Array, "embed mlp"] | None
@@ -149,7 +162,7 @@ class MLP(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         act = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
-        gate, up = self._inputs(x, ctx)
+        gate, up = self._project(x, ctx)
         gate = None if gate is None else cut_gate(scale(gate, self.config.gate_scale), self.config.gate_sparsity)
         hidden = join_gate(self.config, act, gate, up)
         hidden = hidden if self.inner_norm is None else self.inner_norm(hidden)
@@ -159,17 +172,17 @@ class MLP(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a decoder block, see `BranchLayer`."""
         return BranchResult(self(x, ctx, key=key))
 
-    def _inputs(self, x: Array, ctx: ForwardContext) -> tuple[Array | None, Array]:
-        """Return the gate (None when not gated) and up projections, before the activation."""
-        pattern = "batch length embed, embed mlp -> batch length mlp"
+    def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array | None, Array]:
+        """Return the gate projection (None if not gated) and the up projection, before the activation."""
         if self.gate_up is not None:
-            fused = "batch length embed, embed inputs mlp -> batch length inputs mlp"
-            both = save(ctx.einsum(fused, x, self.gate_up), "mlpwi")
-            return add_bias(both[:, :, 0], self.gate_bias), add_bias(both[:, :, 1], self.up_bias)
+            fused_pattern = "batch length embed, embed inputs mlp -> batch length inputs mlp"
+            gate_up = save(ctx.einsum(fused_pattern, x, self.gate_up), "mlpwi")
+            return add_bias(gate_up[:, :, 0], self.gate_bias), add_bias(gate_up[:, :, 1], self.up_bias)
         assert self.up is not None
+        pattern = "batch length embed, embed mlp -> batch length mlp"
         up = add_bias(ctx.einsum(pattern, x, self.up), self.up_bias)
         if self.gate is None:
             return None, save(up, "mlpwi")
@@ -178,13 +191,14 @@ class MLP(eqx.Module):
 
 
 def cut_gate(gate: Float[Array, "batch length mlp"], sparsity: float) -> Float[Array, "batch length mlp"]:
-    """Compute `relu(gate - mean - icdf(sparsity) std)` over the features, in float32; the gate itself for 0."""
+    """Compute `relu(gate - mean - icdf(sparsity) std)` over the features, in float32; `gate` itself for sparsity 0."""
     if sparsity == 0.0:
         return gate
-    wide = gate.astype(jnp.float32)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.maximum(jnp.mean(wide * wide, axis=-1, keepdims=True), 1e-30)  # the slope of its root has a bound
-    return jax.nn.relu(wide - NormalDist().inv_cdf(sparsity) * jnp.sqrt(variance)).astype(gate.dtype)
+    centered = gate.astype(jnp.float32)
+    centered = centered - jnp.mean(centered, axis=-1, keepdims=True)
+    # the lower bound keeps the gradient of the square root finite
+    variance = jnp.maximum(jnp.mean(centered * centered, axis=-1, keepdims=True), 1e-30)
+    return jax.nn.relu(centered - NormalDist().inv_cdf(sparsity) * jnp.sqrt(variance)).astype(gate.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +210,7 @@ class LinearConfig(ChannelConfig, ExtraConfig):
 
 
 class Linear(eqx.Module):
-    """Single matrix `kernel^T x`. The columns are called `mlp`, so that a mesh splits both sides of the matrix."""
+    """Single matrix `kernel^T x`. The output axis is named `mlp`, so that both axes of the matrix are sharded."""
 
     kernel: Float[Array, "embed mlp"]
 
@@ -207,5 +221,5 @@ class Linear(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a decoder block, see `BranchLayer`."""
         return BranchResult(self(x, ctx, key=key))

@@ -1,4 +1,4 @@
-"""Normalization: RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016), in float32; a scale alone."""
+"""Normalization in float32: RMSNorm (Zhang & Sennrich 2019), LayerNorm (Ba et al. 2016), and LayerScale."""
 
 import dataclasses
 
@@ -18,9 +18,10 @@ class RMSNormConfig(CheckedFields):
 
     - `eps`: added to the mean square.
     - `scale`: whether there is a learned scale.
-    - `offset`: 1 for Gemma's form, whose stored scale starts at 0; else 0, and the scale starts at 1.
-    - `clip`: x is first clipped to `-clip` and `clip`, and to what its dtype holds (Gemma 4's encoder of audio); None
-        leaves it as it is.
+    - `offset`: added to the stored scale: 1 in Gemma, where the stored scale is initialized to 0; else 0, and the scale
+        is initialized to 1.
+    - `clip`: x is first clipped to `[-clip, clip]` and to the range of its dtype (Gemma 4's audio encoder); None: no
+        clipping.
     """
 
     eps: PositiveFloat = 1e-6
@@ -45,11 +46,11 @@ class RMSNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "*dims norm"]) -> Float[Array, "*dims norm"]:
         if self.config.clip is not None:
-            most = min(self.config.clip, float(jnp.finfo(x.dtype).max))
-            x = jnp.clip(x, -most, most)
+            bound = min(self.config.clip, float(jnp.finfo(x.dtype).max))
+            x = jnp.clip(x, -bound, bound)
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.eps)
-        return _scaled(y, self.scale, self.config.offset).astype(x.dtype)
+        return _apply_scale(y, self.scale, self.config.offset).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,8 @@ class LayerNormConfig(CheckedFields):
     **Arguments:**
 
     - `eps`: added to the variance.
-    - `scale`, `bias`: whether they are learned; without, they are 1 and 0 (OLMo).
-    - `offset`: 1 where the stored scale starts at 0 (MaxText's GPT-3), else 0.
+    - `scale`, `bias`: whether there are a learned scale and a learned bias (OLMo: neither).
+    - `offset`: added to the stored scale: 1 in MaxText's GPT-3, where the stored scale is initialized to 0; else 0.
     """
 
     eps: PositiveFloat = 1e-5
@@ -89,19 +90,19 @@ class LayerNorm(eqx.Module):
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.eps)
-        y = _scaled(y, self.scale, self.config.offset)
+        y = _apply_scale(y, self.scale, self.config.offset)
         if self.bias is not None:
-            y = y + _along_last(self.bias, y)
+            y = y + _broadcast_to_last(self.bias, y)
         return y.astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerScaleConfig(CheckedFields):
-    """Configuration of `scale * x`, in the place of a norm of a layer's output (LayerScale, Touvron et al. 2021).
+    """Configuration of `scale * x` (LayerScale, Touvron et al. 2021), used in place of a post-norm.
 
     **Arguments:**
 
-    - `start`: the scale of a new model.
+    - `start`: initial value of the scale.
     """
 
     start: PositiveFloat = 1.0
@@ -112,14 +113,14 @@ class LayerScaleConfig(CheckedFields):
 
 
 class LayerScale(eqx.Module):
-    """Product `scale * x` over the last axis, without normalization."""
+    """Learned scale of the last axis, `scale * x`, without normalization."""
 
     scale: Float[Array, "norm"]
     config: LayerScaleConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*dims norm"]) -> Float[Array, "*dims norm"]:
         y = x.astype(jnp.float32)
-        return (y * _along_last(self.scale, y)).astype(x.dtype)
+        return (y * _broadcast_to_last(self.scale, y)).astype(x.dtype)
 
 
 NormConfig = RMSNormConfig | LayerNormConfig
@@ -127,7 +128,7 @@ Norm = RMSNorm | LayerNorm
 
 
 class ExpertNorms(eqx.Module):
-    """Norms around shared experts, and around the others."""
+    """Separate pre- and post-norms of the shared experts and of the routed experts."""
 
     pre_shared: Norm
     post_shared: Norm
@@ -138,19 +139,21 @@ class ExpertNorms(eqx.Module):
 def normalize_streams(
     x: Float[Array, "batch length streams embed"], scale: Float[Array, "streams norm"], config: RMSNormConfig
 ) -> Float[Array, "batch length streams embed"]:
-    """Normalize each residual stream by itself (RMSNorm), with a scale of its own."""
+    """Apply RMSNorm to each residual stream, with a separate scale per stream."""
     y = RMSNormConfig(eps=config.eps, scale=False).build(x.shape[-1])(x).astype(jnp.float32)
     return (y * (config.offset + scale.astype(jnp.float32))[None, None]).astype(x.dtype)
 
 
-def _scaled(y: Array, scale: Array | None, offset: float) -> Array:
-    return y if scale is None else y * (offset + _along_last(scale, y))
+def _apply_scale(y: Array, scale: Array | None, offset: float) -> Array:
+    return y if scale is None else y * (offset + _broadcast_to_last(scale, y))
 
 
-def _along_last(vector: Array, y: Array) -> Array:
+def _broadcast_to_last(vector: Array, y: Array) -> Array:
     return vector.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 def _check_offset(config: RMSNormConfig | LayerNormConfig) -> None:
-    rule = f"{type(config).__name__}.offset={config.offset} needs scale=True: it is added to the scale."
-    check(config.scale or config.offset == 0, rule)
+    check(
+        config.scale or config.offset == 0,
+        f"{type(config).__name__}.offset={config.offset} needs scale=True: the offset is added to the scale.",
+    )

@@ -1,5 +1,6 @@
-"""Several mixers that read one input and whose outputs are added (Falcon-H1): `sum of output_scale * mixer(input_scale
-* x)`.
+"""Parallel mixers with a common input, whose outputs are added (Falcon-H1).
+
+out = sum over mixers of output_scale * mixer(input_scale * x)
 """
 
 import dataclasses
@@ -11,50 +12,73 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, check
-from eqx_decoders.layers.base import BranchLayer, BranchResult, MixerConfig
+from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.numerics.einsum import scale
+
+
+# Mixers without statistics: `BlockStats` has only one field for each kind of statistics.
+ParallelMixerConfig = (
+    AttentionConfig
+    | GatedDeltaNetConfig
+    | Mamba1Config
+    | Mamba2Config
+    | KimiDeltaAttentionConfig
+    | GatedConvolutionConfig
+    | RGLRUConfig
+)
+ParallelMixer = Attention | GatedDeltaNet | Mamba1 | Mamba2 | KimiDeltaAttention | GatedConvolution | RGLRU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedMixer(CheckedFields):
-    """One of several mixers.
+    """One of several parallel mixers.
 
     **Arguments:**
 
-    - `name`: a word by which its weights and its cache are found.
-    - `mixer`: attention, with keys and values of its own, or a recurrence.
-    - `input_scale`, `output_scale`: multiply its input and its output.
+    - `name`: identifier of the mixer in parameter paths and caches.
+    - `mixer`: attention (without `kv_shared_from`) or a recurrent mixer.
+    - `input_scale`, `output_scale`: multiply the mixer's input and output.
     """
 
     name: str
-    mixer: MixerConfig
+    mixer: ParallelMixerConfig
     input_scale: PositiveFloat = 1.0
     output_scale: PositiveFloat = 1.0
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.name.isidentifier(), f"NamedMixer.name={self.name!r} must be a word of letters, digits and _.")
-        for field in ("kv_shared_from", "shares_as", "out_dim"):
+        check(
+            self.name.isidentifier(),
+            f"NamedMixer.name={self.name!r} must be an identifier of letters, digits and _, which does not start with "
+            "a digit.",
+        )
+        for field in ("kv_shared_from", "out_dim"):
             value = getattr(self.mixer, field, None)
-            rule = "must be None: outputs of several mixers are added, and each has keys and values of its own"
-            check(value is None, f"NamedMixer.mixer.{field}={value!r} {rule}.")
+            check(
+                value is None,
+                f"NamedMixer.mixer.{field}={value!r} must be None: parallel mixers compute their own keys and values, "
+                "and their outputs are added.",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelMixersConfig(MixerConfig):
-    """Configuration of `sum of output_scale * mixer(input_scale * x)`.
+    """Configuration of parallel mixers, `sum over mixers of output_scale * mixer(input_scale * x)`.
 
     **Arguments:**
 
-    - `mixers`: in the order in which their outputs are added.
+    - `mixers`: the mixers, in the order in which their outputs are added.
     """
 
     mixers: Annotated[tuple[NamedMixer, ...], NonEmpty("mixer")]
 
     def __post_init__(self):
         super().__post_init__()
-        names = [each.name for each in self.mixers]
-        check(len(set(names)) == len(names), f"ParallelMixersConfig.mixers: names must differ: {', '.join(names)}.")
+        names = [named.name for named in self.mixers]
+        check(
+            len(set(names)) == len(names),
+            f"ParallelMixersConfig.mixers: names must differ, but they are {', '.join(names)}.",
+        )
 
     def inner_mixers(self) -> tuple[MixerConfig, ...]:
         """Return the parallel mixers."""
@@ -62,42 +86,45 @@ class ParallelMixersConfig(MixerConfig):
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the shapes of the mixers' caches, by name."""
-        return {each.name: each.mixer.cache_shape(max_length) for each in self.mixers}
+        return {named.name: named.mixer.cache_shape(max_length) for named in self.mixers}
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token besides those of weights."""
-        return sum(each.mixer.token_products(length) for each in self.mixers)
+        """Count multiplications per token without those of weights."""
+        return sum(named.mixer.token_products(length) for named in self.mixers)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "ParallelMixers":
         keys = jax.random.split(key, len(self.mixers))
-        built = (each.mixer.build(embed_dim, key=one) for each, one in zip(self.mixers, keys, strict=True))
-        return ParallelMixers({each.name: mixer for each, mixer in zip(self.mixers, built, strict=True)}, config=self)
+        mixers = {
+            named.name: named.mixer.build(embed_dim, key=mixer_key)
+            for named, mixer_key in zip(self.mixers, keys, strict=True)
+        }
+        return ParallelMixers(mixers, config=self)
 
 
 class ParallelMixers(eqx.Module):
-    """Mixers `sum of output_scale * mixer(input_scale * x)`."""
+    """Parallel mixers, `sum over mixers of output_scale * mixer(input_scale * x)`."""
 
-    mixers: dict[str, BranchLayer]
+    mixers: dict[str, ParallelMixer]
     config: ParallelMixersConfig = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the sum of the outputs, and the new entries of all caches by name."""
-        total, entries = None, {}
-        for each in self.config.mixers:
-            mine = None if past is None else past[each.name]
-            result = self.mixers[each.name].branch(scale(x, each.input_scale), ctx, mine, None)
-            check(
-                not result.stats,
-                f"NamedMixer {each.name!r}: a block reports the statistics of one mixer, and "
-                f"{type(each.mixer).__name__} has some ({', '.join(result.stats)}). Use it as BlockConfig.mixer.",
-            )
-            out, entries[each.name] = scale(result.out, each.output_scale), result.entries
+        """Return the sum of the outputs, and the new entries of the mixers' caches by name.
+
+        `past`: the mixers' caches by name; None without a cache.
+        """
+        total = None
+        entries = {}
+        for named in self.config.mixers:
+            mixer_past = None if past is None else past[named.name]
+            result = self.mixers[named.name].branch(scale(x, named.input_scale), ctx, mixer_past, None)
+            out = scale(result.out, named.output_scale)
             total = out if total is None else total + out
+            entries[named.name] = result.entries
         assert total is not None
         return total, entries
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a decoder block, see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021) and its long-context variants.
 
-Pair k of a head is rotated by the angle `position * frequency_k`; with `half` pairing, pair k is the features k and
-k + dim/2, with `interleaved` pairing the features 2k and 2k + 1.
+Pair k of a head's features is rotated by the angle `position * frequency_k`. With `"half"` pairing, pair k consists of
+the features k and k + dim/2; with `"interleaved"` pairing, of the features 2k and 2k + 1.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ class Rope(CheckedFields):
 
     **Arguments:**
 
-    - `theta`: the base.
-    - `fraction`: the part of a head's features that is rotated, the first ones.
-    - `pairing`: `"half"` or `"interleaved"`.
-    - `sections`: for positions of several dimensions (time, height and width of an image's patches: M-RoPE), the
-        number of pairs rotated by each of them. Where all dimensions are equal, as in text, nothing depends on it.
-        Empty: there is one dimension.
-    - `reverse`: whether pairs turn by `-position * frequency_k` (nanochat).
-    - `interleaved_sections`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or the
-        pairs of a dimension stand together (Qwen2-VL).
+    - `theta`: base of the frequencies.
+    - `fraction`: fraction of a head's features that is rotated, from the first feature on.
+    - `pairing`: `"half"`, `"interleaved"`, or for `AxialRope` also `"half_of_axis"`.
+    - `sections`: M-RoPE, for positions with several dimensions (time, height and width of an image patch): the number
+        of pairs that each dimension rotates. Without effect if all dimensions are equal, as in text. Empty: positions
+        have one dimension.
+    - `reverse`: whether pairs are rotated by `-position * frequency_k` (nanochat).
+    - `interleaved_sections`: True: the dimensions alternate over the pairs, and the first dimension gets the remaining
+        pairs (Qwen3-VL). False: the pairs of a dimension are contiguous (Qwen2-VL).
     """
 
     theta: PositiveFloat = 10_000.0
@@ -44,13 +44,15 @@ class Rope(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        axial = self.has_axes or self.pairing != "half_of_axis"
-        check(axial, f"{type(self).__name__}.pairing='half_of_axis' needs AxialRope: there is one axis.")
+        check(
+            self.is_axial or self.pairing != "half_of_axis",
+            f"{type(self).__name__}.pairing='half_of_axis' needs AxialRope: positions have only one coordinate.",
+        )
 
-    has_axes: ClassVar[bool] = False  # whether each half of the pairs turns by a coordinate of its own
+    is_axial: ClassVar[bool] = False  # whether each half of the pairs is rotated by one of two coordinates
 
     def rotated(self, head_dim: int) -> int:
-        """Return the number of rotated features of a head: an even number."""
+        """Return the number of rotated features of a head. Raises ConfigError unless it is even and positive."""
         count = int(head_dim * self.fraction)
         check(
             count % 2 == 0 and count > 0,
@@ -59,7 +61,7 @@ class Rope(CheckedFields):
         return count
 
     def frequencies(self, dim: int) -> np.ndarray:
-        """Return the `dim / 2` angles per position, in radians."""
+        """Return the frequencies of the `dim / 2` pairs of `dim` rotated features, in radians per position."""
         return self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
     @property
@@ -69,52 +71,63 @@ class Rope(CheckedFields):
 
     @property
     def fixed_length(self) -> int | None:
-        """Tokens up to which angles do not depend on the length of a text; None: they never do."""
+        """Document length up to which angles do not depend on the document length; None: they never depend on it."""
         return None
 
-    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
-        """Return factors of the angles in documents with these last positions, for embeddings with a `fixed_length`."""
-        raise AssertionError(f"{type(self).__name__} does not depend on the length of a text")
+    def frequency_factors(self, last_positions: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
+        """Return factors of the frequencies in documents with these last positions. Needs a `fixed_length`."""
+        raise AssertionError(f"{type(self).__name__} does not depend on the document length")
 
-    def magnitudes(self, last: Float32[Array, "batch _"]) -> Float[Array, "batch _"]:
+    def magnitudes(self, last_positions: Float32[Array, "batch _"]) -> Float[Array, "batch _"]:
         """Return factors of cosine and sine in documents with these last positions."""
-        return jnp.full(last.shape, self.magnitude)
+        return jnp.full(last_positions.shape, self.magnitude)
 
-    def turns(
+    def angles(
         self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
     ) -> tuple[Float[Array, "batch length pairs"], Float[Array, "batch _ 1"] | float]:
         """Return the angle of each pair, and factors of cosine and sine.
 
-        Positions below 0 count as 0, and have one dimension or several. `segments` number the documents of a row, whose
-        lengths may count.
+        **Arguments:**
+
+        - `positions`: positions with one or several dimensions; negative positions count as 0.
+        - `dim`: number of rotated features.
+        - `segments`: document of each token, as factors may depend on the document length; None: a sequence is one
+            document.
         """
-        angles = self._plain_angles(positions, dim)
+        angles = self._unscaled_angles(positions, dim)
         if self.fixed_length is None:
             return angles, self.magnitude
-        last = _last_positions(positions, segments).astype(jnp.float32)
-        return angles * self.stretch(last, dim), self.magnitudes(last)[..., None]
+        last_positions = _last_positions(positions, segments).astype(jnp.float32)
+        return angles * self.frequency_factors(last_positions, dim), self.magnitudes(last_positions)[..., None]
 
-    def _plain_angles(
+    def _unscaled_angles(
         self, positions: Num[Array, "batch length *axes"], dim: int
     ) -> Float[Array, "batch length pairs"]:
         frequencies = jnp.asarray(self.frequencies(dim) * (-1 if self.reverse else 1), jnp.float32)[None, None]
-        real = jnp.maximum(positions, 0).astype(jnp.float32)
-        if real.ndim == 2:
-            return real[..., None] * frequencies
-        name, count = type(self).__name__, real.shape[-1]
-        rule = f"must have a number for each of the {count} dimensions of the positions"
-        check(count == self.dimensions, f"{name}.sections={self.sections} {rule}.")
-        return real[..., self._axis_of_pairs(dim)] * frequencies
+        positions = jnp.maximum(positions, 0).astype(jnp.float32)
+        if positions.ndim == 2:
+            return positions[..., None] * frequencies
+        dimensions = positions.shape[-1]
+        check(
+            dimensions == self.dimensions,
+            f"{type(self).__name__}.sections={self.sections} must have a number for each of the {dimensions} "
+            "dimensions of the positions.",
+        )
+        return positions[..., self._pair_dimensions(dim)] * frequencies
 
-    def _axis_of_pairs(self, dim: int) -> np.ndarray:
-        """Return the dimension of a position that rotates each pair."""
-        pairs, count = np.arange(dim // 2), len(self.sections)
+    def _pair_dimensions(self, dim: int) -> np.ndarray:
+        """Return, for each pair, the dimension of a position that rotates it."""
+        dimensions = len(self.sections)
         if not self.interleaved_sections:
-            together = f"{self.sections} must have {dim // 2} pairs together: each turns by one dimension"
-            check(sum(self.sections) == dim // 2, f"{type(self).__name__}.sections={together}.")
-            return np.repeat(np.arange(count), self.sections)
-        axis = pairs % count
-        return np.where(pairs < count * np.asarray(self.sections)[axis], axis, 0)
+            check(
+                sum(self.sections) == dim // 2,
+                f"{type(self).__name__}.sections={self.sections} must add up to {dim // 2}, the number of rotated "
+                "pairs of a head.",
+            )
+            return np.repeat(np.arange(dimensions), self.sections)
+        pairs = np.arange(dim // 2)
+        dimension = pairs % dimensions
+        return np.where(pairs < dimensions * np.asarray(self.sections)[dimension], dimension, 0)
 
     @property
     def magnitude(self) -> float:
@@ -123,31 +136,31 @@ class Rope(CheckedFields):
 
     @property
     def score_scale(self) -> float:
-        """Factor by which latent attention multiplies its scores in addition."""
+        """Additional factor of attention scores in multi-head latent attention."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxialRope(Rope):
-    """Rotary embedding by the coordinates of a patch: half of the pairs by one of them, the rest by the other.
+    """Two-dimensional rotary embedding of image patches: each of the two coordinates rotates half of the pairs.
 
     Each half has the frequencies of plain RoPE for half a head: `theta^(-4k/dim)`, `k < dim / 4`.
 
     **Arguments:**
 
-    - `pairing`: of the whole head, `"half"` (Qwen) or `"interleaved"` (Llama 4), or `"half_of_axis"`: each coordinate
-        has half of the head's features, and pairs the two halves of these (Gemma 4).
-    - `staggered`: whether the frequencies are those of plain RoPE for the whole head, in turn for one coordinate and
-        for the other (Pixtral).
+    - `pairing`: `"half"` (Qwen) and `"interleaved"` (Llama 4) pair features of the full head. `"half_of_axis"`: each
+        coordinate rotates one half of the head's features, with `"half"` pairing within it (Gemma 4).
+    - `staggered`: whether the frequencies of plain RoPE for the full head alternate between the coordinates (Pixtral).
     """
 
     staggered: bool = False
-    has_axes: ClassVar[bool] = True
+    is_axial: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
         check(
-            not self.sections, f"AxialRope.sections={self.sections} must be empty: each coordinate has half the pairs."
+            not self.sections,
+            f"AxialRope.sections={self.sections} must be empty: each coordinate always rotates half of the pairs.",
         )
 
     @property
@@ -164,13 +177,13 @@ class AxialRope(Rope):
             return super().frequencies(dim).reshape(-1, 2).T.reshape(-1)
         return np.tile(super().frequencies(dim // 2), 2)
 
-    def _axis_of_pairs(self, dim: int) -> np.ndarray:
+    def _pair_dimensions(self, dim: int) -> np.ndarray:
         return np.arange(dim // 2) // (dim // 4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearRope(Rope):
-    """Position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
+    """Position interpolation (Chen et al. 2023): all frequencies are divided by `factor`."""
 
     factor: Annotated[float, InRange(least=1)]
 
@@ -180,11 +193,11 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NTKRope(Rope):
-    """NTK-aware scaling by a fixed number (Hunyuan): the base is `theta * alpha^(dim / (dim - 2))`.
+    """NTK-aware scaling with a fixed factor (Hunyuan): the base is `theta * alpha^(dim / (dim - 2))`.
 
     **Arguments:**
 
-    - `alpha`: by how much the longest wavelength grows.
+    - `alpha`: factor by which the longest wavelength grows.
     """
 
     alpha: Annotated[float, InRange(least=1)]
@@ -197,9 +210,10 @@ class NTKRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProportionalRope(Rope):
-    """Gemma 4's partial rotation: the first `fraction` of the pairs rotate as in plain RoPE, the others not at all.
+    """Partial rotary embedding of Gemma 4: the first `fraction` of the pairs are rotated, the other pairs are not.
 
-    Pairs span the whole head, and frequencies are those of the whole head: `theta^(-2k/head_dim) / factor`.
+    Unlike with `Rope.fraction`, pairs are formed over the full head, and frequencies are those of the full head:
+    `theta^(-2k/head_dim) / factor`.
     """
 
     factor: Annotated[float, InRange(least=1)] = 1.0
@@ -209,20 +223,23 @@ class ProportionalRope(Rope):
         return head_dim
 
     def frequencies(self, dim: int) -> np.ndarray:
-        turning = np.arange(dim // 2) < int(self.fraction * dim // 2)
-        return np.where(turning, super().frequencies(dim) / self.factor, 0.0)
+        is_rotated = np.arange(dim // 2) < int(self.fraction * dim // 2)
+        return np.where(is_rotated, super().frequencies(dim) / self.factor, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones unchanged, smooth in between.
+    """Frequency scaling of Llama 3.1: low frequencies are divided by `factor`, high frequencies are unchanged.
+
+    Frequencies in between are interpolated smoothly.
 
     **Arguments:**
 
-    - `factor`: by how much the longest wavelengths grow.
-    - `low_frequency_factor`, `high_frequency_factor`: wavelengths above `original_length / low` are scaled, those
-        below `original_length / high` are not; where both are equal (Llama 4) there is nothing in between.
-    - `original_length`: the context length before scaling, in tokens.
+    - `factor`: factor by which the longest wavelengths grow.
+    - `low_frequency_factor`, `high_frequency_factor`: wavelengths above `original_length / low_frequency_factor` are
+        scaled; wavelengths below `original_length / high_frequency_factor` are not. If both are equal (Llama 4) nothing
+        is interpolated.
+    - `original_length`: context length before scaling, in tokens.
     """
 
     factor: Annotated[float, InRange(least=1)] = 8.0
@@ -237,23 +254,27 @@ class Llama3Rope(Rope):
     def frequencies(self, dim: int) -> np.ndarray:
         plain = super().frequencies(dim)
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        turns = self.original_length * plain / (2 * math.pi)  # over the original context
-        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= low).astype(np.float64)
+        rotations = self.original_length * plain / (2 * math.pi)  # full rotations over the original context
+        if high > low:
+            smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+        else:
+            smooth = (rotations >= low).astype(np.float64)
         return (1 - smooth) * plain / self.factor + smooth * plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicRope(Rope):
-    """RoPE whose base grows with the length of the text beyond `original_length` (NTK-aware; InternLM 3).
+    """Dynamic NTK scaling: the base grows with the document length beyond `original_length` (InternLM 3).
 
-    With L the greater of `original_length` and the last position of a document + 1, the base of `d` rotated features is
-    `theta (factor L / original_length - (factor - 1))^(d / (d - 2))`. As in transformers, keys in a cache keep the base
-    of their own call: beyond `original_length` a text in pieces differs from the whole.
+    With L = max(original_length, last position of the document + 1), the base for `d` rotated features is
+    `theta (factor L / original_length - (factor - 1))^(d / (d - 2))`. As in transformers, cached keys keep the base of
+    the call that computed them. So beyond `original_length` the result of several calls with a cache differs from the
+    result of a single call.
 
     **Arguments:**
 
-    - `factor`: how fast the base grows.
-    - `original_length`: the context length that the model was trained on, in tokens.
+    - `factor`: growth rate of the base.
+    - `original_length`: context length of training, in tokens.
     """
 
     factor: Annotated[float, InRange(least=1)]
@@ -263,27 +284,29 @@ class DynamicRope(Rope):
     def fixed_length(self) -> int | None:
         return self.original_length
 
-    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
-        beyond = jnp.maximum(last + 1.0, self.original_length) / self.original_length - 1.0
-        powers = -2.0 * jnp.arange(dim // 2, dtype=jnp.float32) / max(dim - 2, 1)
-        return (1.0 + self.factor * beyond)[..., None] ** powers[None, None]
+    def frequency_factors(self, last_positions: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
+        excess = jnp.maximum(last_positions + 1.0, self.original_length) / self.original_length - 1.0
+        exponents = -2.0 * jnp.arange(dim // 2, dtype=jnp.float32) / max(dim - 2, 1)
+        return (1.0 + self.factor * excess)[..., None] ** exponents[None, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRope(Rope):
-    """LongRoPE (Ding et al. 2024): each pair's frequency is divided by a number of its own, another for long texts.
+    """LongRoPE (Ding et al. 2024): a separate frequency divisor per pair, with other divisors for long documents.
 
-    A document is long where its last position is not below `original_length`. Keys in a cache keep the numbers of their
-    own call: a text in pieces that becomes long differs from the whole, which transformers computes again there.
+    A document is long if its last position is at least `original_length`. Cached keys keep the divisors of the call
+    that computed them. So when a document becomes long over several calls with a cache, the result differs from a
+    single call. (transformers recomputes all keys at this point.)
 
     **Arguments:**
 
     - `short_factors`, `long_factors`: divisors of the frequencies, one for each pair.
-    - `original_length`: the context length that the model was trained on, in tokens.
-    - `factor`: extension of the context, of which `magnitude` is made: `sqrt(1 + ln(factor) / ln(original_length))`.
-    - `attention_factor`: multiplies cosine and sine in place of that.
-    - `long_attention_factor`: the same for long texts; None for no other number.
-    - `keeps_short`: whether long texts have the divisors of short ones (Phi-3.5-MoE in transformers).
+    - `original_length`: context length of training, in tokens.
+    - `factor`: factor by which the context was extended. Cosine and sine are multiplied by
+        `sqrt(1 + ln(factor) / ln(original_length))`.
+    - `attention_factor`: multiplies cosine and sine instead; None: computed from `factor`.
+    - `long_attention_factor`: multiplies cosine and sine in long documents; None: as in short documents.
+    - `keeps_short`: whether long documents use `short_factors`, too (Phi-3.5-MoE in transformers).
     """
 
     short_factors: tuple[PositiveFloat, ...]
@@ -296,29 +319,33 @@ class LongRope(Rope):
 
     def __post_init__(self):
         super().__post_init__()
-        same = len(self.short_factors) == len(self.long_factors) > 0
-        rule = f"and short_factors={self.short_factors} must both have a number for each rotated pair"
-        check(same, f"LongRope.long_factors={self.long_factors} {rule}.")
+        check(
+            len(self.short_factors) == len(self.long_factors) > 0,
+            f"LongRope.long_factors={self.long_factors} and short_factors={self.short_factors} must both have a number "
+            "for each rotated pair.",
+        )
 
     @property
     def fixed_length(self) -> int | None:
-        same = self.keeps_short and self.long_attention_factor in (None, self.magnitude)
-        return None if same else self.original_length
+        same_for_long = self.keeps_short and self.long_attention_factor in (None, self.magnitude)
+        return None if same_for_long else self.original_length
 
     def frequencies(self, dim: int) -> np.ndarray:
         count = len(self.short_factors)
         check(
-            count == dim // 2, f"LongRope.short_factors has {count} numbers, but heads have {dim // 2} rotated pairs."
+            count == dim // 2,
+            f"LongRope.short_factors has {count} numbers, but must have {dim // 2}, one for each rotated pair.",
         )
         return super().frequencies(dim) / np.asarray(self.short_factors)
 
-    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
-        long = self.short_factors if self.keeps_short else self.long_factors
-        shorter = np.asarray(self.short_factors) / np.asarray(long)
-        return jnp.where((last >= self.original_length)[..., None], jnp.asarray(shorter, jnp.float32)[None, None], 1.0)
+    def frequency_factors(self, last_positions: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
+        long_factors = self.short_factors if self.keeps_short else self.long_factors
+        long_ratio = jnp.asarray(np.asarray(self.short_factors) / np.asarray(long_factors), jnp.float32)[None, None]
+        return jnp.where((last_positions >= self.original_length)[..., None], long_ratio, 1.0)
 
-    def magnitudes(self, last: Float32[Array, "batch _"]) -> Float[Array, "batch _"]:
-        return jnp.where(last >= self.original_length, self.long_attention_factor or self.magnitude, self.magnitude)
+    def magnitudes(self, last_positions: Float32[Array, "batch _"]) -> Float[Array, "batch _"]:
+        long_magnitude = self.long_attention_factor or self.magnitude
+        return jnp.where(last_positions >= self.original_length, long_magnitude, self.magnitude)
 
     @property
     def magnitude(self) -> float:
@@ -329,19 +356,19 @@ class LongRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
-    """YaRN (Peng et al. 2023): interpolate slow pairs, leave fast ones, and sharpen the attention.
+    """YaRN (Peng et al. 2023): interpolate low frequencies, keep high frequencies, and scale attention scores.
 
     **Arguments:**
 
-    - `factor`: extension of the context.
-    - `original_length`: the context length before, in tokens.
-    - `beta_fast`, `beta_slow`: pairs with more turns over the original context than `beta_fast` are unchanged, those
-        with fewer than `beta_slow` are interpolated.
-    - `truncate`: whether the bounds of the ramp are rounded to whole pairs.
+    - `factor`: factor by which the context is extended.
+    - `original_length`: context length before the extension, in tokens.
+    - `beta_fast`, `beta_slow`: pairs with more than `beta_fast` full rotations over the original context are unchanged,
+        pairs with fewer than `beta_slow` are interpolated, and there is a linear ramp in between.
+    - `truncate`: whether the bounds of the ramp are rounded to integer pair indices.
     - `mscale`, `mscale_all_dim`: with `m(s) = 0.1 s ln(factor) + 1`, cosine and sine are multiplied by
-        `m(mscale) / m(mscale_all_dim)`, without `mscale` by `m(1)`; latent attention multiplies its scores by
-        `m(mscale_all_dim)²`. `mscale` needs `mscale_all_dim`.
-    - `attention_factor`: multiplies cosine and sine in place of what follows from `mscale`.
+        `m(mscale) / m(mscale_all_dim)`, or by `m(1)` if `mscale` is None. Multi-head latent attention also multiplies
+        its scores by `m(mscale_all_dim)²`. `mscale` needs `mscale_all_dim`.
+    - `attention_factor`: multiplies cosine and sine instead of the factor that follows from `mscale`.
     """
 
     factor: Annotated[float, InRange(least=1)]
@@ -364,7 +391,7 @@ class YarnRope(Rope):
 
     def frequencies(self, dim: int) -> np.ndarray:
         plain = super().frequencies(dim)
-        low, high = self._pair_of(self.beta_fast, dim), self._pair_of(self.beta_slow, dim)
+        low, high = self._pair_with_rotations(self.beta_fast, dim), self._pair_with_rotations(self.beta_slow, dim)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
@@ -377,35 +404,40 @@ class YarnRope(Rope):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale is None or self.mscale_all_dim is None:
-            return self._m(1.0)
-        return self._m(self.mscale) / self._m(self.mscale_all_dim)
+            return self._scale_factor(1.0)
+        return self._scale_factor(self.mscale) / self._scale_factor(self.mscale_all_dim)
 
     @property
     def score_scale(self) -> float:
-        return 1.0 if self.mscale_all_dim is None else self._m(self.mscale_all_dim) ** 2
+        return 1.0 if self.mscale_all_dim is None else self._scale_factor(self.mscale_all_dim) ** 2
 
-    def _m(self, mscale: float) -> float:
+    def _scale_factor(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
-    def _pair_of(self, turns: float, dim: int) -> float:
-        """Return the (fractional) pair that makes so many turns over the original context."""
-        return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+    def _pair_with_rotations(self, rotations: float, dim: int) -> float:
+        """Return the (fractional) index of the pair with this number of full rotations over the original context."""
+        return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def _last_positions(
     positions: Num[Array, "batch length *axes"], segments: Int[Array, "batch length"] | None
 ) -> Num[Array, "batch _"]:
-    """Return the last position of each token's document, or of each row where there are no `segments`."""
-    latest = positions if positions.ndim == 2 else positions.max(-1)
+    """Return the last position of each token's document; without `segments`, of each sequence.
+
+    Positions with several dimensions count by their largest coordinate.
+    """
+    largest = positions if positions.ndim == 2 else positions.max(-1)
     if segments is None:
-        return latest.max(1, keepdims=True)
-    numbers = document_numbers(latest >= 0, segments)
-    count = latest.shape[1] + 1
-    return jax.vmap(lambda last, number: jax.ops.segment_max(last, number, count)[number])(latest, numbers)
+        return largest.max(1, keepdims=True)
+    documents = document_numbers(largest >= 0, segments)
+    num_documents = largest.shape[1] + 1
+    return jax.vmap(lambda positions, documents: jax.ops.segment_max(positions, documents, num_documents)[documents])(
+        largest, documents
+    )
 
 
 def rotary_positions(ctx: ForwardContext, rope: Rope) -> Num[Array, "batch length *axes"]:
-    """Return the positions by which heads are rotated: of several dimensions if the call and `rope` have such."""
+    """Return the positions for `rotate`: `ctx.rotary_positions` if `rope` uses them, else `ctx.positions`."""
     positions = ctx.rotary_positions if rope.dimensions else None
     return ctx.positions if positions is None else positions
 
@@ -416,23 +448,29 @@ def rotate(
     rope: Rope,
     segments: Int[Array, "batch length"] | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Rotate the features of every head by its token's position; float32 inside. Positions below 0 count as 0.
+    """Apply a rotary embedding to all heads, computed in float32.
 
-    `segments` number the documents of a row.
+    **Arguments:**
+
+    - `x`: queries or keys.
+    - `positions`: positions with one or several dimensions; negative positions count as 0.
+    - `rope`: the rotary embedding.
+    - `segments`: document of each token; None: each sequence is one document. Used by embeddings that depend on the
+        document length.
     """
     count = rope.rotated(x.shape[-1])
-    angles, magnitude = rope.turns(positions, count, segments)
-    cos, sin = ((turned * magnitude)[:, :, None] for turned in (jnp.cos(angles), jnp.sin(angles)))
-    cos, sin = jax.lax.optimization_barrier((cos, sin))  # or a compiler would compute them again for each head
-    turned = x[..., :count].astype(jnp.float32)
+    angles, magnitude = rope.angles(positions, count, segments)
+    cos, sin = ((y * magnitude)[:, :, None] for y in (jnp.cos(angles), jnp.sin(angles)))
+    cos, sin = jax.lax.optimization_barrier((cos, sin))  # without it, XLA recomputes them for each head
+    rotated = x[..., :count].astype(jnp.float32)
     if rope.pairing != "interleaved":
         parts = 2 if rope.pairing == "half_of_axis" else 1
-        turned, cos, sin = (y.reshape(*y.shape[:-1], parts, y.shape[-1] // parts) for y in (turned, cos, sin))
-        first, second = jnp.split(turned, 2, axis=-1)
-        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        turned = turned.reshape(*x.shape[:-1], count)
+        rotated, cos, sin = (y.reshape(*y.shape[:-1], parts, y.shape[-1] // parts) for y in (rotated, cos, sin))
+        first, second = jnp.split(rotated, 2, axis=-1)
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        rotated = rotated.reshape(*x.shape[:-1], count)
     else:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(turned.shape)
-    turned = turned.astype(x.dtype)
-    return turned if count == x.shape[-1] else jnp.concatenate([turned, x[..., count:]], axis=-1)
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(rotated.shape)
+    rotated = rotated.astype(x.dtype)
+    return rotated if count == x.shape[-1] else jnp.concatenate([rotated, x[..., count:]], axis=-1)

@@ -1,4 +1,4 @@
-"""Block sizes of the Pallas flash kernel, for each generation of TPUs."""
+"""Tile sizes of the Pallas flash attention kernel for each TPU generation."""
 
 import dataclasses
 
@@ -7,14 +7,15 @@ from eqx_decoders.sharding.chips import LANES, device_kind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Block sizes of a kernel that holds one block of sums and streams the blocks of the other side past it.
+    """Tile sizes of a kernel that keeps one tile with its sums in VMEM and streams the tiles of the other side past it.
 
     **Arguments:**
 
-    - `held`: queries where their results are summed, keys where the gradients of keys and values are. Each streamed
-        block is read once per held block, so the memory's speed sets how large it has to be.
-    - `streamed`: the other side. A tile of scores is `held x streamed` in f32.
-    - `vmem_bytes`: bound of the vector memory that the kernel takes; None for XLA's own limit.
+    - `held`: size of the resident tile: queries in the forward pass and for the gradients of queries, keys for the
+        gradients of keys and values. Each streamed tile is read once per resident tile, so the resident tile must be
+        large enough for the memory bandwidth.
+    - `streamed`: size of the streamed tiles of the other side. A tile of scores is `held x streamed` in float32.
+    - `vmem_bytes`: limit of the kernel's VMEM; None for XLA's default limit.
     """
 
     held: int
@@ -22,9 +23,9 @@ class BlockSizes:
     vmem_bytes: int | None = None
 
     def fit(self, length: int, whole_words: bool = False) -> "BlockSizes":
-        """Return the smallest block sizes that divide `length` into as few blocks as these do.
+        """Return the smallest tile sizes that need no more tiles for `length` than these sizes.
 
-        With `whole_words` they are powers of two, which divide the bits of a word.
+        With `whole_words` the streamed size is a power of two, so that it divides the packed bits of a selection.
         """
         ratio, count = self.held // self.streamed, max(1, -(-length // self.held))
         streamed = -(-length // (count * ratio * LANES)) * LANES
@@ -33,9 +34,9 @@ class BlockSizes:
 
 
 MIB = 2**20
-SAFE = BlockSizes(held=512, streamed=512)  # within XLA's own limit on every TPU
-# By `device_kind`: the faster the products against the memory (v6e, v7x), the more is held. MaxText and Tokamax take
-# 1024 to 2048 queries, and compute on 256 to 512 keys at a time. They compile; they have not been timed.
+SAFE = BlockSizes(held=512, streamed=512)  # within XLA's default VMEM limit on every TPU
+# By `device_kind`: devices with more FLOPs per byte of bandwidth (v6e, v7x) have larger resident tiles. MaxText and
+# Tokamax use 1024 to 2048 queries and 256 to 512 keys. These sizes compile; they have not been timed.
 BLOCK_SIZES: dict[str, BlockSizes] = {
     "TPU v5 lite": BlockSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
     "TPU v5": BlockSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
@@ -45,5 +46,5 @@ BLOCK_SIZES: dict[str, BlockSizes] = {
 
 
 def block_sizes() -> BlockSizes:
-    """Return the sizes for the devices here; SAFE ones for a device that is not in the table."""
+    """Return the tile sizes for the current devices; SAFE for a device that is not in BLOCK_SIZES."""
     return BLOCK_SIZES.get(device_kind(), SAFE)

@@ -11,10 +11,10 @@ from eqx_decoders.sharding.axes import FROZEN
 
 
 class XIELU(eqx.Module):
-    """Activation `softplus(alpha_p) x² + beta x` above 0, else `(beta + softplus(alpha_n)) (exp(x) - 1 - x) + beta x`.
+    """Activation `softplus(alpha_p) x² + beta x` if x > 0, else `(beta + softplus(alpha_n)) (exp(x) - 1 - x) + beta x`.
 
-    Computed in float32. `exp` takes `min(x, eps)`, a number just below 0; it and `beta`, the slope at 0, are not
-    trained, but checkpoints have them.
+    Computed in float32. `exp` is applied to `min(x, eps)`, with `eps` just below 0. `eps` and `beta`, the slope at 0,
+    are stored in checkpoints but not trained.
     """
 
     alpha_p: Float[Array, ""]
@@ -24,17 +24,19 @@ class XIELU(eqx.Module):
 
     @classmethod
     def build(cls) -> "XIELU":
-        """Return the activation before training: 0.8 is the factor of each side, and 0.5 the slope at 0."""
-        beta, alpha = 0.5, 0.8
-        numbers = math.log(math.expm1(alpha)), math.log(math.expm1(alpha - beta)), beta, -1e-6
-        return cls(*(jnp.asarray(number, jnp.float32) for number in numbers))
+        """Return the initial activation: the factor is 0.8 on both sides of 0, and the slope at 0 is 0.5."""
+        beta = 0.5
+        factor = 0.8
+        parameters = math.log(math.expm1(factor)), math.log(math.expm1(factor - beta)), beta, -1e-6
+        return cls(*(jnp.asarray(parameter, jnp.float32) for parameter in parameters))
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-        numbers = self.alpha_p, self.alpha_n, self.beta, self.eps
-        alpha_p, alpha_n, beta, eps = (each.astype(jnp.float32).reshape((1,) * x.ndim) for each in numbers)
-        wide = x.astype(jnp.float32)
-        # what the other side takes must be finite, or its gradient would not be 0
-        above, below = jnp.maximum(wide, 0.0), jnp.minimum(wide, eps)
-        rising = jax.nn.softplus(alpha_p) * above**2
-        falling = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(below) - jnp.minimum(wide, 0.0))
-        return (jnp.where(wide > 0, rising, falling) + beta * wide).astype(x.dtype)
+        parameters = self.alpha_p, self.alpha_n, self.beta, self.eps
+        alpha_p, alpha_n, beta, eps = (parameter.astype(jnp.float32).reshape((1,) * x.ndim) for parameter in parameters)
+        upcast = x.astype(jnp.float32)
+        # `where` computes both branches: clip their inputs, as the gradient of an infinite branch would be NaN
+        positive = jnp.maximum(upcast, 0.0)
+        negative = jnp.minimum(upcast, eps)
+        positive_branch = jax.nn.softplus(alpha_p) * positive**2
+        negative_branch = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(negative) - jnp.minimum(upcast, 0.0))
+        return (jnp.where(upcast > 0, positive_branch, negative_branch) + beta * upcast).astype(x.dtype)

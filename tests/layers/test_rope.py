@@ -59,8 +59,8 @@ def test_the_base_grows_beyond_the_original_length():
     for row, last in enumerate((5, 8)):
         base = 1e4 * (4.0 * max(last + 1, 6) / 6 - 3.0) ** (8 / 6)
         by_hand = np.maximum(positions[row], 0)[:, None] * base ** (-np.arange(4) / 4)
-        assert_close(rope.turns(jnp.asarray(positions), 8)[0][row], by_hand)
-    assert_close(rope.turns(positions[:1], 8)[0], Rope().turns(positions[:1], 8)[0])
+        assert_close(rope.angles(jnp.asarray(positions), 8)[0][row], by_hand)
+    assert_close(rope.angles(positions[:1], 8)[0], Rope().angles(positions[:1], 8)[0])
 
 
 def check_rotation(rope, frequencies, magnitude):
