@@ -36,7 +36,7 @@ class Chunked(CheckedFields):
 
 @dataclasses.dataclass(frozen=True)
 class Bidirectional(CheckedFields):
-    """No mask, or only the query's own chunk of `size` positions: k // size == q // size."""
+    """Bidirectional attention to all tokens, or with `size` within chunks: k // size == q // size."""
 
     size: PositiveInt | None = None
 

@@ -159,7 +159,7 @@ class Indexer(eqx.Module):
         )
 
     def select(
-        self, indexed: IndexerOutput, mask: Mask, ctx: ForwardContext, teacher: TeacherAttention | None = None
+        self, indexer_output: IndexerOutput, mask: Mask, ctx: ForwardContext, teacher: TeacherAttention | None = None
     ) -> tuple[Selection | None, IndexerStats | None]:
         """Select keys for each token of a call without a cache, and compute the loss if there is a teacher.
 
@@ -176,8 +176,8 @@ class Indexer(eqx.Module):
         if not selects and teacher is None:
             return None, None
         teacher_query, teacher_key = (None, None) if teacher is None else teacher
-        key_arrays = (indexed.key[:, :, 0], ctx.positions, ctx.segment_ids, teacher_key)
-        query_arrays = (indexed.query, indexed.weight, ctx.positions, ctx.segment_ids, teacher_query)
+        key_arrays = (indexer_output.key[:, :, 0], ctx.positions, ctx.segment_ids, teacher_key)
+        query_arrays = (indexer_output.query, indexer_output.weight, ctx.positions, ctx.segment_ids, teacher_query)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def select_tile(query_arrays, key_arrays):
@@ -205,7 +205,7 @@ class Indexer(eqx.Module):
 
     def select_cached(
         self,
-        indexed: IndexerOutput,
+        indexer_output: IndexerOutput,
         past_key: Num[Array, "batch 1 slots head_dim"],
         past_scale: Float[Array, "batch 1 slots"] | None,
         past_positions: Int[Array, "batch slots"],
@@ -222,10 +222,12 @@ class Indexer(eqx.Module):
         top_k = self.config.top_k
         if slots + length <= top_k or self.config.warmup:
             return SelectedKeys()
-        cached_scores = index_scores(indexed.query, indexed.weight, past_key[:, 0].astype(indexed.query.dtype))
+        cached_scores = index_scores(
+            indexer_output.query, indexer_output.weight, past_key[:, 0].astype(indexer_output.query.dtype)
+        )
         if past_scale is not None:  # scales are positive: relu(s x) = s relu(x)
             cached_scores *= past_scale.astype(jnp.float32)
-        new_scores = index_scores(indexed.query, indexed.weight, indexed.key[:, :, 0])
+        new_scores = index_scores(indexer_output.query, indexer_output.weight, indexer_output.key[:, :, 0])
         parts = [(cached_scores, past_positions), (new_scores, ctx.positions)]
         scores = jnp.concatenate(
             [jnp.where(visible(mask, ctx.positions, key_positions), part, -jnp.inf) for part, key_positions in parts],

@@ -239,22 +239,22 @@ class LatentAttention(eqx.Module):
         latent = self._latent(x, ctx)
         stats = {}
         selected = self._reused_selection(ctx)
-        indexed = None
+        indexer_output = None
         if self.indexer is not None and config.rope is not None:
-            indexed = self.indexer(x, query_input, config.rope, config.rope_dim, ctx)
+            indexer_output = self.indexer(x, query_input, config.rope, config.rope_dim, ctx)
         if isinstance(past, dict):
-            assert self.indexer is not None and indexed is not None
+            assert self.indexer is not None and indexer_output is not None
             cache = past["index"].whole().without_blocks(query.dtype)
             selected = self.indexer.select_cached(
-                indexed, cache.key, cache.key_scale, cache.positions, config.mask, ctx
+                indexer_output, cache.key, cache.key_scale, cache.positions, config.mask, ctx
             )
             past = past["latents"]
         entries: Any = NewKV(key=latent, value=None)
         if past is None:
-            mixed, selected, stats = self._attend_expanded(query, latent, ctx, indexed, selected)
+            mixed, selected, stats = self._attend_expanded(query, latent, ctx, indexer_output, selected)
         else:
             mixed, entries = self._attend_absorbed(query, entries, past, ctx, selected)
-        entries = entries if indexed is None else {"latents": entries, "index": NewKV(indexed.key, None)}
+        entries = entries if indexer_output is None else {"latents": entries, "index": NewKV(indexer_output.key, None)}
         mixed = save(ctx.constrain(mixed, "batch length heads value_dim"), "attention_out")
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", mixed, self.out)
         out = save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
@@ -302,7 +302,12 @@ class LatentAttention(eqx.Module):
         return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope, ctx.segment_ids)
 
     def _attend_expanded(
-        self, query: Array, latent: Array, ctx: ForwardContext, indexed: IndexerOutput | None, selected: SelectedKeys
+        self,
+        query: Array,
+        latent: Array,
+        ctx: ForwardContext,
+        indexer_output: IndexerOutput | None,
+        selected: SelectedKeys,
     ) -> tuple[Float[Array, "batch length heads value_dim"], SelectedKeys, dict[str, Any]]:
         """Attend with the keys and values of every head, which takes the fewest operations for many queries.
 
@@ -318,9 +323,9 @@ class LatentAttention(eqx.Module):
         value = save(ctx.constrain(value, "batch length heads value_dim"), "value_proj")
         new_selected: Any = selected.new
         stats: dict[str, Any] = {}
-        if self.indexer is not None and indexed is not None:
+        if self.indexer is not None and indexer_output is not None:
             teacher = TeacherAttention(query, key) if self.indexer.config.loss_weight > 0 else None
-            new_selected, indexer_stats = self.indexer.select(indexed, config.mask, ctx, teacher)
+            new_selected, indexer_stats = self.indexer.select(indexer_output, config.mask, ctx, teacher)
             stats = {} if indexer_stats is None else {"indexer": indexer_stats}
         if ctx.execution.attention_maxima:
             options = AttentionOptions(

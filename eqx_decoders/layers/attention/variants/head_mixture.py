@@ -179,20 +179,20 @@ class HeadMixture(Attention):
 
 def _multiply_by_expert(
     x: Float[Array, "tokens inner"],
-    chosen: Int32[Array, "tokens slots"],
+    token_experts: Int32[Array, "tokens slots"],
     kernel: Float[Array, "experts inner outer"],
     ctx: ForwardContext,
 ) -> Float[Array, "choices outer"]:
     """Multiply each token by the matrices of its experts.
 
-    `chosen`: expert indices of each token. The product with an index outside of the experts is zero.
+    `token_experts`: expert indices of each token. The product with an index outside of the experts is zero.
     """
     layout = ctx.execution.layout
     experts, *features = kernel.shape
-    largest = max(chosen.size * max(features), math.prod(kernel.shape))
-    form = choose_form(layout.backend, layout.device, x.dtype, rows=chosen.size, groups=experts, largest=largest)
-    destinations, sources = sort_by_expert(chosen, experts, form.block)
-    one_hot = chosen.reshape(-1, 1) == jnp.arange(experts, dtype=chosen.dtype)[None]
+    largest = max(token_experts.size * max(features), math.prod(kernel.shape))
+    form = choose_form(layout.backend, layout.device, x.dtype, rows=token_experts.size, groups=experts, largest=largest)
+    destinations, sources = sort_by_expert(token_experts, experts, form.block)
+    one_hot = token_experts.reshape(-1, 1) == jnp.arange(experts, dtype=token_experts.dtype)[None]
     counts = jnp.sum(one_hot, axis=0, dtype=jnp.int32)
     (out,) = grouped_products(dispatch(x, destinations, sources), (kernel,), counts=counts, form=form)
     return dispatch(out, sources[:, None], destinations.reshape(-1))
