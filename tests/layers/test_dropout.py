@@ -33,7 +33,7 @@ def test_dropout(dtype):
 
 
 @pytest.mark.slow
-def test_a_decoder_drops_embeddings_branches_and_what_the_head_reads():
+def test_decoder_applies_dropout_to_embeddings_branches_and_head_input():
     """By hand, with a key for each place: embeddings, each layer's MLP and output, and before the head."""
     mlp = MLPConfig(mlp_dim=6, dropout=0.3)
     blocks = tuple(BlockConfig(mixer=None, mlp=mlp, dropout=rate) for rate in (0.2, 0.4, 0.4))

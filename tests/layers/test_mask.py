@@ -27,7 +27,7 @@ def by_hand(mask, q, k):
     "mask",
     [Causal(), SlidingWindow(1), SlidingWindow(3), Chunked(1), Chunked(4), Bidirectional(), Bidirectional(4)],
 )
-def test_every_mask_is_the_loop(mask):
+def test_masks_match_a_loop(mask):
     queries = np.array([[0, 1, 2, 7, -1, 3], [-1, 5, 6, 11, 12, 0]])
     keys = np.array([[4, 0, 1, -1, 2, 3, 7, 8], [11, 12, 9, -1, 5, 0, 4, 6]])  # a ring's order
     segments = np.array([[1, 1, 2, 2, 1, 2], [1, 1, 1, 1, 1, 2]])
@@ -41,13 +41,13 @@ def test_every_mask_is_the_loop(mask):
 
 
 @pytest.mark.parametrize("size", [0, -1, True])
-def test_sizes_are_whole_numbers(size):
+def test_sizes_must_be_integers(size):
     for mask in (SlidingWindow, Chunked, Bidirectional):
         with refused(ConfigError, f"{mask.__name__}.size={size}"):
             mask(size)
 
 
-def test_segments_come_in_pairs():
+def test_segments_are_needed_for_both_queries_and_keys():
     places = jnp.zeros((1, 3), jnp.int32)
     with refused(ConfigError, "key_segments"):
         visible(Causal(), places, places, None, places)
@@ -69,7 +69,7 @@ def loop_of_spans(ids, positions):
 
 
 @pytest.mark.slow
-def test_spans_are_the_runs():
+def test_spans_are_runs_of_equal_ids():
     """Ids that touch, come again, stand at both ends, across padding and across two documents."""
     ids = np.array([[1, 1, 0, 1, 1, 2, 2, 2, 0, 3], [0, 4, 4, 4, 4, 4, 0, 0, 1, 1], [1, 0, 2, 2, 2, 2, 0, 0, 0, 0]])
     positions = np.array(
@@ -83,7 +83,7 @@ def test_spans_are_the_runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), Chunked(4), Bidirectional()])
-def test_the_rest_of_a_span_is_seen_by_its_tokens(mask):
+def test_tokens_see_the_later_tokens_of_their_span(mask):
     """The union of the mask and of "later in the same span"; it is an interval; documents stay apart."""
     positions = jnp.asarray([[0, 1, 2, 3, 4, 5, 6, -1, 0, 1, 2, 3]], jnp.int32)
     segments = jnp.asarray([[1] * 8 + [2] * 4], jnp.int32)

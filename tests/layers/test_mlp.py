@@ -51,7 +51,7 @@ def test_mlp(options, activation):
 
 
 @pytest.mark.slow
-def test_a_cut_gate_has_few_features_and_a_finite_gradient():
+def test_sparse_gate_has_few_features_and_a_finite_gradient():
     gate = jnp.asarray(normal(2, 3, 1000))
     assert np.mean(cut_gate(gate, 0.95) > 0) == pytest.approx(0.05, abs=0.02)
     slopes = jax.grad(lambda x: cut_gate(x, 0.95).sum())(jnp.zeros((1, 1, 4)))  # whose deviation is 0

@@ -34,7 +34,7 @@ def test_norms(config):
     assert getattr(fresh, "bias", None) is None or not np.any(fresh.bias)
 
 
-def test_a_scale_alone():
+def test_layer_scale():
     layer = drawn(lambda key: LayerScaleConfig(start=0.5).build(7))
     x = normal(2, 3, 7)
     assert_close(layer(jnp.asarray(x)), wide(x) * wide(layer.scale), units=4)

@@ -30,7 +30,7 @@ CONFIG = ParallelMixersConfig(
 )
 
 
-def test_it_is_the_sum():
+def test_output_is_the_sum_of_scaled_mixers():
     layer, x = drawn(lambda key: CONFIG.build(6, key=key)), jnp.asarray(normal(2, 5, 6))
     ctx = context(np.tile(np.arange(5), (2, 1)))
 
@@ -51,7 +51,7 @@ def decoder(mixer) -> ed.DecoderConfig:
     return dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=mixer),))
 
 
-def test_what_is_known_of_a_mixer_is_known_of_several():
+def test_decoder_config_reads_the_properties_of_all_mixers():
     """Its name, how its keys turn, and whether its tokens may change places."""
     rope = LongRope(short_factors=(1.0, 1.0), long_factors=(2.0, 2.0), original_length=7)
     turned = dataclasses.replace(ATTENTION, rope=rope)

@@ -49,7 +49,7 @@ YARN = [
 
 
 @pytest.mark.parametrize("rope, frequencies, magnitude", ROPES, ids=lambda x: str(x)[:40])
-def test_rotation_is_the_loop(rope, frequencies, magnitude):
+def test_rotation_matches_a_loop(rope, frequencies, magnitude):
     check_rotation(rope, frequencies, magnitude)
 
 
@@ -76,7 +76,7 @@ def check_rotation(rope, frequencies, magnitude):
 
 
 @pytest.mark.parametrize("rope", LLAMA3)
-def test_llama3_is_the_loop_over_wavelengths(rope):
+def test_llama3_matches_a_loop_over_wavelengths(rope):
     for dim in (8, 128):
         assert_allclose(rope.frequencies(dim), llama3_by_hand(rope, dim), rtol=1e-12)
     ratio = np.array(plain_frequencies(rope.theta, 128)) / rope.frequencies(128)
@@ -87,7 +87,7 @@ def test_llama3_is_the_loop_over_wavelengths(rope):
 
 
 @pytest.mark.parametrize("rope", YARN)
-def test_yarn_is_the_formula(rope):
+def test_yarn_matches_the_formula(rope):
     for dim in (8, 64):
         assert_allclose(rope.frequencies(dim), yarn_by_hand(rope, dim), rtol=1e-12)
     default = 0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
@@ -101,7 +101,7 @@ def test_yarn_truncation_matters():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rope", [Rope(), Rope(pairing="interleaved"), Rope(fraction=0.5), LLAMA3[0]])
-def test_rotation_keeps_norms_and_only_differences_count(rope):
+def test_rotation_keeps_norms_and_depends_on_relative_positions(rope):
     query, key = jnp.asarray(normal(1, 6, 2, 8)), jnp.asarray(normal(1, 6, 2, 8, seed=2))
     places = jnp.arange(6)[None]
 
@@ -115,7 +115,7 @@ def test_rotation_keeps_norms_and_only_differences_count(rope):
 
 
 @pytest.mark.parametrize("rope", [Rope(theta=500_000.0), Rope(pairing="interleaved"), YARN[0]])
-def test_far_positions_are_turned_by_float32_angles(rope):
+def test_far_positions_are_rotated_by_float32_angles(rope):
     """Angles of 10^5 radians are known up to 10^5 * 2^-23; those of bfloat16 or of float16 would be anything."""
     x, positions = normal(1, 4, 1, 8), np.array([[99_991, 65_537, 131_071, 100_003]])
     want = np.array(x, np.float64)
@@ -139,7 +139,7 @@ SECTIONS = [
 @pytest.mark.slow(fast=("plain-3,3,2-0,1,2,0,1,2,0,1",))
 @pytest.mark.parametrize("sections, axes", SECTIONS)
 @pytest.mark.parametrize("kind", [Rope(theta=100.0, fraction=0.5), YARN[2]], ids=["plain", "yarn"])
-def test_pairs_turn_by_the_dimensions_in_turn(kind, sections, axes):
+def test_sections_assign_pairs_to_position_dimensions(kind, sections, axes):
     rope = dataclasses.replace(kind, sections=sections)
     x, positions = (
         normal(2, 3, 2, 32 if kind.fraction < 1 else 16),
@@ -171,7 +171,7 @@ def test_long_rope_without_long_divisors_depends_on_no_length():
     assert_close(rotate(x, positions, longer)[:, :4], np.asarray(short) * 1.5 / 1.25)
 
 
-def test_equal_dimensions_are_one():
+def test_equal_dimensions_match_one_dimension():
     x, positions = jnp.asarray(normal(2, 3, 2, 16)), jnp.asarray([[0, 1, 7], [-1, 30, 5]])
     rope = Rope(sections=(3, 3, 2))
     plain = rotate(x, positions, dataclasses.replace(rope, sections=()))
@@ -203,7 +203,7 @@ def test_positions_must_have_the_dimensions_of_the_sections():
     ],
     ids=lambda rope: f"{type(rope).__name__} {getattr(rope, 'keeps_short', '')}",
 )
-def test_each_document_of_a_row_has_its_own_length(rope):
+def test_documents_of_a_packed_sequence_have_separate_lengths(rope):
     """A long one does not turn the short one beside it, in any order, with padding between."""
     short, long = jnp.arange(4)[None], jnp.arange(9)[None]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 2, 4)), jnp.float32)

@@ -41,7 +41,7 @@ def block_of(weights, layer):
     return one, attention, dataclasses.replace(one.mlp, gate_up=both)
 
 
-def test_it_is_the_mixer_of_the_stream_and_what_the_block_says_of_it():
+def test_layer_matches_its_definition():
     layer, weights = drawn(lambda key: CONFIG.build(6, key=key)), drawn(lambda key: SHARED.build(6, key=key), 3)
     x, embeddings = jnp.asarray(normal(2, 5, 6)), jnp.asarray(normal(2, 5, 6, seed=4))
     ctx = context(np.tile(np.arange(5), (2, 1)))
@@ -67,7 +67,7 @@ def decoder(count: int = 2) -> ed.DecoderConfig:
 
 
 @pytest.mark.slow
-def test_weights_are_there_once_and_all_of_them_learn():
+def test_weights_are_stored_once_and_all_have_gradients():
     """Each block has gradients of all layers that use it, and each layer those of its additions."""
     model = ed.init(decoder(), key=jax.random.key(0))
     assert model.shared.mlp.down.shape == (2, 5, 6)
@@ -83,7 +83,7 @@ def test_weights_are_there_once_and_all_of_them_learn():
 
 
 @pytest.mark.slow
-def test_scanned_and_cached_it_is_the_same():
+def test_scan_and_cache_do_not_change_the_result():
     """A row at once, layer by layer or not, and in pieces, the last of single tokens."""
     model, tokens = filled(decoder()), np.arange(14, dtype=np.int32).reshape(2, 7) % 8
     want = model.replace(scan=False, remat=None)(tokens).logits

@@ -52,7 +52,7 @@ def attention(**options) -> AttentionConfig:
 
 
 @pytest.mark.parametrize("options", ATTENTIONS, ids=lambda options: "-".join(options) or "plain")
-def test_attention_is_the_loop(options):
+def test_attention_matches_a_loop(options):
     layer = drawn(lambda key: attention(**options).build(6, key=key))
     x = normal(2, 7, 6)
     want = attention_by_hand(layer, wide(x), POSITIONS, SEGMENTS)
@@ -63,7 +63,7 @@ def test_attention_is_the_loop(options):
     assert entries.value.shape == (2, 7, c.num_kv_heads, c.value_dim or c.head_dim)
 
 
-def test_borrowed_keys_and_values_match_the_other_layer():
+def test_shared_keys_and_values_match_the_other_layer():
     """With the same queries and output: the same result, and nothing to remember."""
     giver = drawn(lambda key: attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True).build(6, key=key))
     taker = attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True, kv_shared_from="giver")
@@ -84,7 +84,7 @@ def test_borrowed_keys_and_values_match_the_other_layer():
         layer(x, ctx)
 
 
-def test_queries_grow_with_their_positions():
+def test_query_temperature_grows_with_positions():
     """A query at position p is that of a layer whose scale is `1 + 0.5 ln(1 + floor((p + 1) / 2))` times as large."""
     options = dict(head_dim=6, num_kv_heads=1, query_scale=0.3)
     layer = drawn(lambda key: attention(temperature=QueryTemperature(scale=0.5, length=2), **options).build(6, key=key))
@@ -102,7 +102,7 @@ def test_queries_grow_with_their_positions():
     assert_allclose(np.asarray(half, np.float32)[..., 0, 0], factors, rtol=2**-8)
 
 
-def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
+def test_kernel_receives_platform_and_alignment(monkeypatch):
     """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
     calls = []
 

@@ -108,7 +108,7 @@ def pooled_by_hand(layer, x, positions, local):
 
 @pytest.mark.slow(fast=("1",))
 @pytest.mark.parametrize("local", [1, 2])
-def test_blocks_of_the_best_means_are_those_of_the_loop(local):
+def test_blocks_selected_by_mean_keys_match_the_loop(local):
     """Also where the context does not say that positions are contiguous."""
     config = dataclasses.replace(POOLED, selection=dataclasses.replace(POOLED.selection, local_blocks=local))
     layer, positions = drawn(lambda key: config.build(5, key=key)), POSITIONS.copy()
@@ -181,7 +181,7 @@ def test_a_row_may_start_at_any_position(kind):
 
 
 @pytest.mark.slow
-def test_the_choice_has_no_gradient():
+def test_selection_has_no_gradient():
     layer = drawn(lambda key: CONFIG.build(5, key=key))
     loss = eqx.filter_grad(lambda layer: jnp.sum(layer(jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] ** 2))
     gradient = eqx.filter_jit(loss)(layer)
@@ -198,7 +198,7 @@ def test_indexers_that_do_not_fit_are_refused(field, value, bound):
         dataclasses.replace(CONFIG, selection=dataclasses.replace(INDEXER, **{field: value}))
 
 
-def test_keys_of_an_indexer_are_not_lent():
+def test_keys_of_an_indexer_cannot_be_shared():
     with refused(ed.ConfigError, "kv_shared_from='it'"):
         dataclasses.replace(CONFIG, kv_shared_from="it")
     config = decoder()
@@ -212,5 +212,5 @@ def test_operations_are_counted():
     assert POOLED.token_products(100) == 4 * 6 * 16 + 3 * 6 * 100 // 3
 
 
-def test_heads_of_means_need_not_divide_those_of_attention():
+def test_heads_of_a_pooled_indexer_need_not_divide_attention_heads():
     assert POOLED.num_heads % POOLED.selection.num_heads != 0

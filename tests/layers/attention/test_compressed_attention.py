@@ -90,7 +90,7 @@ def attention_by_hand(layer, x):
 
 @pytest.mark.slow(fast=("window-16777216", "compressed-16777216", "chosen-100"))
 @pytest.mark.parametrize(("form", "tile"), [*((form, topk.TILE) for form in FORMS), ("chosen", 100)])
-def test_the_layer_is_the_loop(form, tile, monkeypatch):
+def test_layer_matches_a_loop(form, tile, monkeypatch):
     """Packed documents and padding on both sides."""
     monkeypatch.setattr(topk, "TILE", tile)
     layer = drawn(lambda key: CompressedAttentionConfig(**SIZES, **FORMS[form]).build(5, key=key))
@@ -109,13 +109,13 @@ def decoder(form: str) -> ed.DecoderConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_and_chunks_decode_as_the_whole(form):
+def test_decoding_tokens_and_chunks_matches_one_call(form):
     check_ragged_pieces(filled(decoder(form)), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["compressed", "chosen"])
-def test_its_laws(form):
+def test_layer_invariants(form):
     """Pieces of all lengths, documents, rejected tokens, loops, remat and meshes."""
     model = filled(decoder(form))
     check_pieces(model, (1,) * 9)
@@ -127,7 +127,7 @@ def test_its_laws(form):
 
 
 @pytest.mark.slow
-def test_the_choice_has_no_gradient():
+def test_selection_has_no_gradient():
     layer = drawn(lambda key: CompressedAttentionConfig(**SIZES, **FORMS["chosen"]).build(5, key=key))
 
     @eqx.filter_jit
@@ -155,12 +155,12 @@ def test_configurations_that_do_not_fit_are_refused(options, names):
         CompressedAttentionConfig(**SIZES | options)
 
 
-def test_a_window_has_several_tokens():
+def test_compression_windows_need_several_tokens():
     with refused(ed.ConfigError, "CompressionConfig.size=1"):
         CompressionConfig(size=1)
 
 
-def test_what_is_cached_is_what_is_attended_to():
+def test_cache_has_the_keys_that_are_attended_to():
     """Compressed keys are those of windows: pages, which hold single tokens, hold none of them."""
     assert {
         form: set(CompressedAttentionConfig(**SIZES, **options).cache_shape(8)) for form, options in FORMS.items()
@@ -180,7 +180,7 @@ def test_operations_are_counted():
 
 
 @pytest.mark.slow
-def test_rows_of_another_length_replace_rows():
+def test_sequences_of_another_cache_length_replace_sequences():
     """What is beyond a shorter one is empty; of a longer one the windows that fit are there."""
 
     def caches(windows, count):

@@ -105,7 +105,7 @@ def run(layer, x, given):
 
 @pytest.mark.slow(fast=("published-13",))
 @pytest.mark.parametrize(("name", "length"), CASES)
-def test_the_definition(name, length):
+def test_layer_matches_its_definition(name, length):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
     x, (positions, segments, documents) = normal(2, length, EMBED), rows(length)
     given = context(positions, segments)
@@ -118,7 +118,7 @@ def test_the_definition(name, length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["both sides", "convolution"])
-def test_a_row_may_be_one_document(name):
+def test_a_sequence_may_be_one_document(name):
     """Then its number need not be given."""
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
     x, (positions, segments, _) = normal(1, 13, EMBED), rows(13)
@@ -166,7 +166,7 @@ def test_padding_gets_no_gradient_and_makes_no_nan():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["both sides", "convolution"])
-def test_less_precise_numbers(name):
+def test_bfloat16_stays_close_to_float32(name):
     layer = drawn(lambda key: LAYERS[name].build(EMBED, key=key))
     x, (positions, segments, documents) = normal(2, 9, EMBED), rows(9)
     plain = np.asarray(run(layer, jnp.asarray(x), context(positions, segments)))
@@ -177,7 +177,7 @@ def test_less_precise_numbers(name):
     assert np.abs(np.asarray(short, np.float32) - plain)[real].max() < 0.05 * scale
 
 
-def test_products_of_a_token():
+def test_operations_are_counted():
     assert CONFIGS["published"].token_products(100) == 2 * 3 * 3 * 12
     assert CONFIGS["both sides"].token_products(100) == 2 * 3 * 3 * (5 + 2)
     assert CONFIGS["published"].token_products(5) == 2 * 3 * 3 * 5
@@ -186,7 +186,7 @@ def test_products_of_a_token():
 @pytest.mark.parametrize(
     ("field", "value"), [("num_heads", 0), ("head_dim", 0), ("chunk", 0), ("left", 1), ("right", -1), ("soft_cap", 0.0)]
 )
-def test_bad_settings_are_named(field, value):
+def test_error_messages_name_the_field(field, value):
     with refused(ed.ConfigError, f"LocalAttentionConfig.{field}={value}"):
         dataclasses.replace(CONFIGS["published"], **{field: value})
     with refused(ed.ConfigError, "LightConvolutionConfig.taps=0"):

@@ -104,7 +104,7 @@ def test_loops_over_blocks(mask, order):
         (dict(tensor=2, tensor_sequence=2, context=2), 4, 2),
     ],
 )
-def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
+def test_fewer_key_heads_than_devices(sizes, heads, kv_heads):
     """Every device takes those that its queries use: one, some, or each for fewer queries than it is for."""
     check(sizes, make(16, heads=heads, kv_heads=kv_heads), packed_places(16), mask=Causal(), kernel="dot")
 
@@ -153,7 +153,7 @@ def test_the_slots_of_a_cache(length, kv_heads, options):
     check(ALL | dict(activations=table), qkv, places, aligned=False, key_axis="slots", **options)
 
 
-def test_slots_stay_where_they_are():
+def test_cache_slots_are_not_gathered():
     """Of a step with a past on context=4: results of all queries are added up, and none of the past is gathered."""
     layout = ed.Layout.create(**LONG)
     execution = Execution(layout=layout)
@@ -178,14 +178,14 @@ def test_slots_stay_where_they_are():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [16, 12])
-def test_rows_need_not_stand_in_the_order_that_is_said(length):
+def test_tokens_need_not_be_in_the_declared_order(length):
     """Positions decide. Twelve tokens are in no zig-zag over four devices."""
     check(LONG, make(length), packed_places(length), mask=Causal(), order="zigzag", aligned=False, kernel="dot")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (12, 3)])
-def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads):
+def test_axis_that_shards_heads_does_not_shard_the_length_of_keys(heads, kv_heads):
     """A mesh axis that splits the heads of queries cannot split the length of keys, too."""
     table = {name: row for name, row in ACTIVATIONS.items() if name != "kv_heads"}
     qkv = make(16, heads=heads, kv_heads=kv_heads)
@@ -204,7 +204,7 @@ def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads
     ],
 )
 @pytest.mark.parametrize("chosen", [0, 1])
-def test_heads_for_tokens(sizes, heads, kv_heads, options, chosen):
+def test_all_to_all_exchanges_heads_for_tokens(sizes, heads, kv_heads, options, chosen):
     """Each device attends with all tokens of some heads; where these cannot be divided, by gathering."""
     places = packed_places(32, spans=True)
     places |= {"selected": selection(heads if options["mask"] == Causal() else 1, 32, 32)} if chosen else {}
@@ -240,7 +240,7 @@ def step_text(heads: int, kv_heads: int, form: str) -> str:
     return jax.jit(step, out_shardings=shardings).lower(query, key, key, places).compile().as_text()
 
 
-def test_heads_travel_and_nothing_is_gathered():
+def test_all_to_all_does_not_gather():
     text = step_text(8, 4, "all_to_all")
     assert lines(text, "all-to-all") and not any("f32" in line for line in lines(text, "all-gather"))
     assert not any(lines(text, other) for other in ("all-reduce", "reduce-scatter", "collective-permute"))

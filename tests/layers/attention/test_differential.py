@@ -73,7 +73,7 @@ def differential_by_hand(layer, x, positions, segments):
     ],
 )
 @pytest.mark.parametrize("kernel", ["dot", pytest.param("chunked", marks=pytest.mark.slow)])
-def test_it_is_the_loop(options, kernel):
+def test_layer_matches_a_loop(options, kernel):
     layer = drawn(lambda key: differential(**options).build(6, key=key))
     x = normal(2, 7, 6)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention=kernel))
@@ -90,7 +90,7 @@ def test_bfloat16_subtracts_in_float32():
 
 
 @pytest.mark.slow
-def test_layers_know_their_number():
+def test_layer_number_is_stored():
     """In cycles of two layers and in a rest, as a new model has them and as they are computed for a loaded one."""
     plain = ed.BlockConfig(mixer=differential().attention, mlp=None)
     block = ed.BlockConfig(mixer=differential(), mlp=None)
@@ -108,7 +108,7 @@ def test_layers_know_their_number():
 
 
 @pytest.mark.parametrize("field, value", [("sinks", True), ("fused_qkv", True), ("value_dim", 3)])
-def test_options_of_single_heads_are_refused(field, value):
+def test_unsupported_attention_options_are_refused(field, value):
     with refused(ed.ConfigError, f"attention has {field}="):
         differential(**{field: value})
 

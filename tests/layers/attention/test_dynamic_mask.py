@@ -60,7 +60,7 @@ def masked_by_hand(layer, x, positions, segments):
 
 @pytest.mark.slow(fast=("top_k=9-chunked",))
 @pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")])
-def test_it_is_the_loop(options, kernel):
+def test_layer_matches_a_loop(options, kernel):
     layer = drawn(lambda key: masked(**options).build(6, key=key))
     x = normal(2, 7, 6)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention=kernel))
@@ -77,7 +77,7 @@ def test_a_new_layer_sees_a_window():
     assert_close(apply(layer, x, CONTEXT)[0], apply(windowed, x, CONTEXT)[0])
 
 
-def test_biases_learn_from_scores():
+def test_biases_have_gradients():
     layer = drawn(lambda key: masked().build(6, key=key))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x, CONTEXT)[0]))))
     gradient = gradient(layer, jnp.asarray(normal(2, 7, 6)))
@@ -85,7 +85,7 @@ def test_biases_learn_from_scores():
 
 
 @pytest.mark.parametrize("field, value", [("value_dim", 3), ("spans", True), ("kv_shared_from", "it")])
-def test_options_of_other_choices_are_refused(field, value):
+def test_unsupported_attention_options_are_refused(field, value):
     with refused(ed.ConfigError, f"attention has {field}="):
         masked(**{field: value})
 

@@ -63,7 +63,7 @@ def mixture_by_hand(layer, x, positions, segments):
     [dict(out_bias=True), dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=2)],
 )
 @pytest.mark.parametrize("experts", ["dense", "dropless"])
-def test_mixture_is_the_loop(options, experts):
+def test_mixture_matches_a_loop(options, experts):
     layer = drawn(lambda key: mixture(**options).build(6, key=key))
     x = normal(2, 7, 6)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot", experts=experts))
@@ -72,7 +72,7 @@ def test_mixture_is_the_loop(options, experts):
 
 
 @pytest.mark.slow
-def test_forms_have_the_same_gradients():
+def test_sorted_and_dense_forms_have_the_same_gradients():
     layer = drawn(lambda key: mixture(out_bias=True).build(6, key=key))
     x, weights = jnp.asarray(normal(2, 7, 6)), jnp.asarray(normal(2, 7, 6, seed=2))
 
@@ -87,7 +87,7 @@ def test_forms_have_the_same_gradients():
 
 
 @pytest.mark.parametrize("experts", ["dense", "dropless"])
-def test_bfloat16_chooses_the_same_heads(experts):
+def test_bfloat16_selects_the_same_heads(experts):
     """Routing is in float32: from inputs that bfloat16 holds, only the sums are rounded."""
     layer = drawn(lambda key: mixture(out_bias=True).build(6, key=key))
     x = jnp.asarray(normal(2, 7, 6), jnp.bfloat16)
@@ -98,7 +98,7 @@ def test_bfloat16_chooses_the_same_heads(experts):
 
 
 @pytest.mark.parametrize("field, value", [("sinks", True), ("qkv_bias", True), ("fused_qkv", True), ("out_dim", 3)])
-def test_options_of_single_heads_are_refused(field, value):
+def test_unsupported_attention_options_are_refused(field, value):
     with refused(ed.ConfigError, f"attention has {field}="):
         mixture(**{field: value})
 

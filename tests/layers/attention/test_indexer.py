@@ -107,7 +107,7 @@ def divergence_by_hand(scores, shares, chosen):
 
 @pytest.mark.slow(fast=("interleaved",))
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_the_layer_attends_to_what_the_loop_chooses(pairing):
+def test_layer_attends_to_the_keys_that_a_loop_selects(pairing):
     layer = drawn(indexer=INDEXER, rope=Rope(theta=10.0, pairing=pairing))
     out, entries = apply(layer, jnp.asarray(X), context(POSITIONS, SEGMENTS))
     scores = scores_by_hand(layer, wide(X), POSITIONS, SEGMENTS)
@@ -119,7 +119,7 @@ def test_the_layer_attends_to_what_the_loop_chooses(pairing):
     assert np.abs(apply(other, jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] - out).max() > 1e-2
 
 
-def test_the_indexer_pairs_features_in_its_own_way():
+def test_indexer_has_a_separate_rope_pairing():
     layer = drawn(indexer=dataclasses.replace(INDEXER, pairing="interleaved"), rope=Rope(theta=10.0))
     out, _ = apply(layer, jnp.asarray(X), context(POSITIONS, SEGMENTS))
     chosen = chosen_by_hand(scores_by_hand(layer, wide(X), POSITIONS, SEGMENTS), 2)
@@ -127,7 +127,7 @@ def test_the_indexer_pairs_features_in_its_own_way():
 
 
 @pytest.mark.slow
-def test_a_layer_attends_to_what_an_earlier_one_chooses():
+def test_layer_reuses_the_selection_of_an_earlier_layer():
     """Without an indexer, and without keys of one in its cache."""
     giver = drawn(indexer=dataclasses.replace(INDEXER, shares_as="it"))
     taker = drawn(indexer=dataclasses.replace(INDEXER, shared_from="it"), rope=Rope(theta=7.0))
@@ -142,7 +142,7 @@ def test_a_layer_attends_to_what_an_earlier_one_chooses():
 
 
 @pytest.mark.slow
-def test_the_best_of_each_row():
+def test_top_k_mask():
     """With ties, of which the first count, zeros of both signs, and rows where nothing can be chosen."""
     draws = np.random.default_rng(0).normal(size=(4, 50, 37)).astype(np.float32)
     draws[1] = np.round(draws[1] * 2)
@@ -167,7 +167,7 @@ def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig
     [(False, 2, topk.TILE), (False, 2, 80), (True, 2, 40), (False, 20, topk.TILE)],
     ids=["sparse", "sparse in blocks", "warmup", "few keys"],
 )
-def test_it_learns_from_the_attention_over_what_is_attended_to(warmup, top_k, tile, monkeypatch):
+def test_loss_is_the_divergence_from_attention_over_selected_keys(warmup, top_k, tile, monkeypatch):
     """The divergence by a loop; its gradient moves the indexer alone, by differences of the loop."""
     monkeypatch.setattr(topk, "TILE", tile)
     layer = drawn(indexer=learning(warmup, top_k))
@@ -208,7 +208,7 @@ def decoder(layers: int = 2, top_k: int = 3, **options) -> ed.DecoderConfig:
 
 
 @pytest.mark.slow
-def test_fast_is_plain():
+def test_fast_forms_match_the_plain_form():
     """Scanned, blockwise, rematerialized and sharded, with packed rows, in values and gradients."""
     tokens, segments = packed(4)
     model = filled(decoder(), scan=False, attention="dot")
@@ -261,7 +261,7 @@ def test_warmup_leaves_attention_dense():
 @pytest.mark.parametrize(("length", "slots", "top_k", "form"), [
     (1, 8, 3, "gathers"), (2, 9, 4, "gathers"), (3, 9, 3, "masks"), (4, 3, 3, "masks"), (2, 3, 5, "takes all"),
 ])  # fmt: skip
-def test_what_is_chosen_of_a_past(length, slots, top_k, form):
+def test_selection_among_cached_and_new_keys(length, slots, top_k, form):
     """By the whole: slots in a turned order, some of them empty; no more are gathered than are chosen."""
     layer = dataclasses.replace(INDEXER, top_k=top_k).build(WIDTH, 7, key=jax.random.key(0))
     total, count = slots + length, slots - 1
@@ -293,7 +293,7 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
 
 
 @pytest.mark.slow
-def test_generation_chooses_like_the_whole():
+def test_generation_selects_like_a_single_call():
     model, prompt = filled(decoder(1)), some_tokens(2, 6)
     tokens = ed.generate(model, prompt, max_new_tokens=5)
     whole = jnp.concatenate([prompt, tokens], axis=1)
@@ -316,7 +316,7 @@ def test_single_slots_are_read_from_the_cache_of_all_layers():
     assert_array_equal(some[1], positions[::-1])
 
 
-def test_it_is_remembered_beside_the_latents():
+def test_cache_has_latents_and_indexer_keys():
     shapes = decoder().blocks[0].mixer.cache_shape(32)
     assert shapes == {
         "latents": KVShape(slots=32, kv_heads=1, head_dim=12, rolling=False, values=False, by_slot=True),

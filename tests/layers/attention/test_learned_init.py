@@ -154,7 +154,7 @@ def test_new_kernels_have_their_teachers_variance(general):
         assert float(jnp.var(new)) == pytest.approx(1 / fan, rel=0.3)
 
 
-def test_operations_match_the_students_attention():
+def test_operations_match_the_attention_of_the_student():
     """Scores and mixing, by the student's heads, features and window."""
     config = LearnedInitConfig(attention=dataclasses.replace(ATTENTION, mask=SlidingWindow(7)), **SIZES)
     decoder = ed.DecoderConfig(

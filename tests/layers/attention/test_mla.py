@@ -123,7 +123,7 @@ def latent_by_hand(config, w, x, positions=POSITIONS, segments=SEGMENTS):
 
 @pytest.mark.slow(fast=("q_rank",))
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
-def test_the_layer_is_the_loop(options):
+def test_layer_matches_a_loop(options):
     layer = drawn(**options)
     kernel = "chunked" if options == RICH else "dot"
     out, entries = apply(layer, jnp.asarray(X), context(attention=kernel))
@@ -201,7 +201,7 @@ def past_of(entries, count: int, extra: int) -> CachedKV:
 @pytest.mark.parametrize(
     "pairs", [pytest.param(False, marks=pytest.mark.slow), True], ids=["weights", "weights-in-parts"]
 )
-def test_absorbed_is_expanded(pairs):
+def test_absorbed_form_matches_expanded_form(pairs):
     """In values and gradients: the last three of seven tokens see four of the past."""
     layer = drawn(mask=SlidingWindow(5), bias=True, kv_rank=6 if pairs else 126)
     layer, merged = in_parts(layer) if pairs else (layer, layer)
@@ -232,7 +232,7 @@ def test_absorbed_is_expanded(pairs):
         assert np.any(bar.lora_a) and np.any(bar.lora_b) and np.any(bar.lora_magnitude)
 
 
-def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
+def test_kernel_receives_platform_and_alignment(monkeypatch):
     """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
     calls = []
 
@@ -252,7 +252,7 @@ def nothing() -> CachedKV:
     return CachedKV(key=jnp.ones((2, 1, 3, 6 + 4)), value=None, positions=jnp.full((2, 3), -1))
 
 
-def test_documents_of_a_call_with_a_past_do_not_touch():
+def test_documents_are_separate_in_a_call_with_a_cache():
     """Segments count among the tokens of a call in the absorbed form, too."""
     layer = drawn()
     out, _ = apply(layer, jnp.asarray(X), context(), nothing())
@@ -261,7 +261,7 @@ def test_documents_of_a_call_with_a_past_do_not_touch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("past", [None, nothing()], ids=["expanded", "absorbed"])
-def test_bfloat16_stays_near(past):
+def test_bfloat16_stays_close_to_float32(past):
     layer = drawn(q_rank=None, mask=SlidingWindow(3))
     ctx = context(precision=ed.Precision(compute=jnp.bfloat16))
     out, entries = apply(layer, jnp.asarray(X, jnp.bfloat16), ctx, past)
@@ -287,7 +287,7 @@ def decoder(layers: int = 4) -> ed.DecoderConfig:
 
 
 @pytest.mark.slow
-def test_generation_goes_from_one_form_to_the_other():
+def test_generation_with_both_forms_matches_a_single_call():
     model, prompt = filled(decoder(1)), some_tokens(2, 4)
     tokens = ed.generate(model, prompt, max_new_tokens=4)
     whole = jnp.concatenate([prompt, tokens], axis=1)
@@ -295,7 +295,7 @@ def test_generation_goes_from_one_form_to_the_other():
     assert_array_equal(tokens, best[:, 3:-1])
 
 
-def test_the_cache_is_one_short_vector_a_token():
+def test_cache_has_one_vector_per_token():
     layout = ed.Layout.create(data=4, tensor=2)
     ((first, second),) = ed.abstract_cache(decoder(), 4, 16, layout=layout).layer_caches
     full, local = first["mixer"], second["mixer"]
@@ -345,7 +345,7 @@ WORDS = {
 }
 
 
-def test_every_matrix_is_known_as_one():
+def test_all_matrices_have_product_axes():
     words = axes(drawn(bias=True)) | axes(drawn(q_rank=None, bias=True))
     found = {name: product_axes(here) for name, here in words.items()}
     assert {name: split for name, split in found.items() if split} == WORDS
@@ -354,7 +354,7 @@ def test_every_matrix_is_known_as_one():
     }  # fmt: skip
 
 
-def test_ranks_are_split_where_embed_is_not():
+def test_ranks_are_sharded_where_embed_is_not():
     """With pairs beside all matrices: every weight is split, and none is refused."""
     model = ed.abstract(decoder(), layout=ed.Layout.create(fsdp=4, tensor=2))
     config = LoRAConfig(rank=2, targets=tuple(f"*.mixer.{name}" for name in WORDS))

@@ -70,7 +70,7 @@ def test_blocks_match_the_loop(tile, monkeypatch):
 
 @pytest.mark.slow(fast=("-10",))
 @pytest.mark.parametrize("documents", [-10, 4])
-def test_blocks_of_contiguous_documents_are_numbered_within_each(documents, monkeypatch):
+def test_blocks_of_contiguous_documents_are_numbered_per_document(documents, monkeypatch):
     """The same choice in fewer words; more documents than are expected are compared as ever."""
     monkeypatch.setattr(moba, "EXTRA_BLOCKS", documents)
     query, key = (jnp.asarray(x) for x in drawn(80, batch=2))
@@ -106,7 +106,7 @@ def decoder(**options) -> ed.DecoderConfig:
 
 
 @pytest.mark.slow
-def test_blocks_without_tokens_are_not_taken():
+def test_blocks_without_tokens_are_not_selected():
     """Positions leave blocks out: over a cache as in the whole."""
     tokens, places = some_tokens(2, 11), jnp.asarray([[0, 1, 2, 3, 4, 5, 15, 16, 17, 18, 19]] * 2)
     model = filled(decoder())

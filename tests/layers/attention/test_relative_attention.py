@@ -58,7 +58,7 @@ def run(layer, table, x, ctx):
 
 @pytest.mark.slow(fast=("near",))
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_definition(name):
+def test_layer_matches_its_definition(name):
     layer, table, x, positions, documents = inputs(CONFIGS[name])
     found = np.asarray(run(layer, table, jnp.asarray(x), context(positions, documents + 1)))
     for row in range(2):
@@ -70,7 +70,7 @@ def test_the_definition(name):
 
 
 @pytest.mark.slow
-def test_less_precise_numbers_and_gradients():
+def test_bfloat16_and_gradients():
     layer, table, x, positions, documents = inputs(BASE)
     plain = np.asarray(run(layer, table, jnp.asarray(x), context(positions, documents + 1)))
     short = run(layer, table, jnp.asarray(x, jnp.bfloat16), context(positions, documents + 1, precision=BF16))

@@ -153,7 +153,7 @@ def test_a_ring_in_bfloat16():
 
 @pytest.mark.slow(fast=("triton",))
 @pytest.mark.parametrize("kernel", ["chunked", "dot", "interval", "triton"])
-def test_gradients_of_parts_of_the_keys(kernel, interpreted):
+def test_gradients_of_shards_add_up(kernel, interpreted):
     """Given lse of all keys, gradients of queries add up, and those of keys are those of the whole, a sink and all."""
     places, sink = packed_places(160), jnp.array([0.5, -1.0, 0.0, 2.0])
     options = dict(mask=SlidingWindow(70), soft_cap=2.0)
@@ -185,7 +185,7 @@ def test_gradients_of_parts_of_the_keys(kernel, interpreted):
 
 
 @pytest.mark.slow
-def test_pieces_that_nothing_is_seen_of():
+def test_may_see_is_false_for_invisible_shards():
     """Whether a query may see a key: True where one does, False where a piece is behind, ahead or another document."""
     places = packed_places(64)
     positions, segments = places["query_positions"], places["query_segments"]

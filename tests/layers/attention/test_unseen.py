@@ -18,7 +18,7 @@ CONFIG = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, rope=None, mas
 
 @pytest.mark.slow(fast=("dot",))
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
-def test_all_attend_to_those_that_are_seen(kernel):
+def test_unseen_tokens_attend_but_are_not_attended_to(kernel):
     layer = drawn(lambda key: CONFIG.build(EMBED, key=key))
     x, unseen = normal(1, LENGTH, EMBED), np.isin(np.arange(LENGTH), (2, 7, 8))
     ctx = dataclasses.replace(context(np.arange(LENGTH)[None], attention=kernel), unseen=jnp.asarray(unseen[None]))
