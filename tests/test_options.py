@@ -819,7 +819,7 @@ BAD = [
     (RMSNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),
     (MLPConfig, dict(mlp_dim=4, gated=False), dict(gate_scale=2.0), "needs gated=True"),
     (Mamba2Config, dict(num_heads=2, value_dim=3, num_groups=1, key_dim=4), dict(in_scales=(1.0,)), "5 elements"),
-    (NamedMixer, dict(mixer=MIXER), dict(name="a.b"), "must be a word"),
+    (NamedMixer, dict(mixer=MIXER), dict(name="a.b"), "must be an identifier"),
     (
         AidedMixerConfig,
         dict(mixer=SMALL_MAMBA, transformer=BESIDE),

@@ -90,7 +90,7 @@ def test_bfloat16_subtracts_in_float32():
 
 
 @pytest.mark.slow
-def test_layer_number_is_stored():
+def test_layer_number_counts_all_layers():
     """In cycles of two layers and in a rest, as a new model has them and as they are computed for a loaded one."""
     plain = ed.BlockConfig(mixer=differential().attention, mlp=None)
     block = ed.BlockConfig(mixer=differential(), mlp=None)
