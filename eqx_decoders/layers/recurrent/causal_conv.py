@@ -1,8 +1,9 @@
-"""Depthwise causal convolutions over a row's tokens, in front of recurrent layers.
+"""Depthwise causal convolutions over the tokens of a sequence, as recurrent layers use them.
 
     y_t = sum_i kernel[:, taps - 1 - i] x_{t - i dilation} + bias
 
-A token sees tokens of its own document alone, and padding (a position below 0) is skipped: it is no zero in between.
+A token sees only tokens of its own document. Padding (positions below 0) is skipped: a token after padding sees the
+tokens before the padding, not zeros.
 """
 
 from typing import Any
@@ -16,91 +17,100 @@ def causal_convolution(
     x: Float[Array, "batch length channels"],
     kernel: Float[Array, "channels taps"],
     bias: Float[Array, "channels"] | None,
-    tail: Float[Array, "batch tail channels"] | None,
+    conv_state: Float[Array, "batch tail channels"] | None,
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None,
     dilation: int = 1,
 ) -> Float[Array, "batch length channels"]:
-    """Convolve a row's tokens, summed in f32, in the dtype of `x`.
+    """Return the convolution in the dtype of `x`, accumulated in float32; outputs at padding are 0.
 
-    `tail` are the `(taps - 1) dilation` inputs before this call, oldest first; None for zeros. Tokens are moved
-    together where a row has gaps between them: that is known only when the program runs. Padding gives 0.
+    `conv_state` holds the `(taps - 1) * dilation` inputs before this call, oldest first; None means zeros. If a
+    sequence has padding between its tokens, a branch taken at run time moves the tokens together first.
     """
     size = (kernel.shape[1] - 1) * dilation
     real = positions >= 0
     document = document_numbers(real, segment_ids)
 
-    @jax.checkpoint  # a stream is saved for the gradient, not a term in f32 for each tap
-    def dense_rows(x: Array, kernel: Array, bias: Array | None, tail: Array | None, document: Array) -> Array:
+    @jax.checkpoint  # the backward pass saves the input, not one float32 product per tap
+    def convolve_dense(x: Array, kernel: Array, bias: Array | None, conv_state: Array | None, document: Array) -> Array:
         batch, length, channels = x.shape
-        before = jnp.zeros((batch, size, channels), x.dtype) if tail is None else tail.astype(x.dtype)
-        stream = jnp.concatenate([before, x], axis=1)
-        owner = jnp.concatenate([jnp.zeros((batch, size), jnp.int32), document], axis=1)
+        before = jnp.zeros((batch, size, channels), x.dtype) if conv_state is None else conv_state.astype(x.dtype)
+        inputs = jnp.concatenate([before, x], axis=1)
+        input_document = jnp.concatenate([jnp.zeros((batch, size), jnp.int32), document], axis=1)
         y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)[None, None]
         for tap, weight in enumerate(kernel.astype(jnp.float32).T[:, None, None]):
             start = tap * dilation
-            seen = jax.lax.slice_in_dim(owner, start, start + length, axis=1) == document
-            term = jax.lax.slice_in_dim(stream, start, start + length, axis=1).astype(jnp.float32)
-            y = y + jnp.where(seen[:, :, None], term * weight, 0.0)
+            visible = jax.lax.slice_in_dim(input_document, start, start + length, axis=1) == document
+            shifted = jax.lax.slice_in_dim(inputs, start, start + length, axis=1).astype(jnp.float32)
+            y = y + jnp.where(visible[:, :, None], shifted * weight, 0.0)
         return y.astype(x.dtype)
 
-    def across_gaps(x: Array, *others: Any) -> Array:
+    def convolve_with_gaps(x: Array, *weights_and_state: Any) -> Array:
         order = jnp.argsort(~real, axis=1, stable=True)
-        back = jnp.argsort(order, axis=1)
-        x = _permuted(x, order, back)
-        return _permuted(dense_rows(x, *others, jnp.take_along_axis(document, order, axis=1)), back, order)
+        inverse = jnp.argsort(order, axis=1)
+        x = _permute(x, order, inverse)
+        y = convolve_dense(x, *weights_and_state, jnp.take_along_axis(document, order, axis=1))
+        return _permute(y, inverse, order)
 
     x = jnp.where(real[:, :, None], x, 0)
     if x.shape[1] == 1 or size == 0:
-        y = dense_rows(x, kernel, bias, tail, document)
+        y = convolve_dense(x, kernel, bias, conv_state, document)
     else:
-        dense_positions = _dense_positions(real, tail is None)
         y = jax.lax.cond(
-            dense_positions, lambda *arrays: dense_rows(*arrays, document), across_gaps, x, kernel, bias, tail
+            _is_dense(real, may_start_with_padding=conv_state is None),
+            lambda *arrays: convolve_dense(*arrays, document),
+            convolve_with_gaps,
+            x,
+            kernel,
+            bias,
+            conv_state,
         )
     return jnp.where(real[:, :, None], y, 0)
 
 
 @jax.custom_vjp
-def _permuted(
-    x: Float[Array, "batch length channels"], order: Int[Array, "batch length"], back: Int[Array, "batch length"]
+def _permute(
+    x: Float[Array, "batch length channels"], order: Int[Array, "batch length"], inverse: Int[Array, "batch length"]
 ) -> Array:
-    """Permute tokens, `back` being the inverse order; the gradient is permuted back, and not added up."""
+    """Permute tokens; the gradient is a gather by the inverse permutation instead of a scatter-add."""
     return jnp.take_along_axis(x, order[:, :, None], axis=1)
 
 
-def _permuted_forward(x: Array, order: Array, back: Array) -> tuple[Array, Array]:
-    return _permuted(x, order, back), back
+def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
+    return _permute(x, order, inverse), inverse
 
 
-def _permuted_backward(back: Array, bar: Array) -> tuple[Array, None, None]:
-    return jnp.take_along_axis(bar, back[:, :, None], axis=1), None, None
+def _permute_backward(inverse: Array, out_bar: Array) -> tuple[Array, None, None]:
+    return jnp.take_along_axis(out_bar, inverse[:, :, None], axis=1), None, None
 
 
-_permuted.defvjp(_permuted_forward, _permuted_backward)
+_permute.defvjp(_permute_forward, _permute_backward)
 
 
 def document_starts(
     positions: Int[Array, "batch length"], segment_ids: Int[Array, "batch length"] | None
 ) -> Bool[Array, "batch length"] | None:
-    """Return the first tokens of all documents in a row but its first, which may be a continuation; None for one."""
+    """Return a mask of the tokens that start a new document; None without `segment_ids` (one document per sequence).
+
+    The first token of a sequence is never marked, because it may continue a document of an earlier call.
+    """
     if segment_ids is None:
         return None
     real = positions >= 0
     index = jnp.where(real, jnp.arange(real.shape[1])[None], -1)
-    last = jnp.pad(jax.lax.cummax(index, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    known = jnp.take_along_axis(segment_ids, jnp.maximum(last, 0), axis=1)
-    return real & (last >= 0) & (known != segment_ids)
+    previous = jnp.pad(jax.lax.cummax(index, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    previous_segment = jnp.take_along_axis(segment_ids, jnp.maximum(previous, 0), axis=1)
+    return real & (previous >= 0) & (previous_segment != segment_ids)
 
 
 def document_numbers(real: Array, segment_ids: Array | None) -> Int[Array, "batch length"]:
-    """Number each token's document in its row."""
+    """Return the index of each token's document within its sequence, counted from 0."""
     starts = document_starts(jnp.where(real, 0, -1), segment_ids)
     return jnp.zeros(real.shape, jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)
 
 
-def _dense_positions(real: Array, anywhere: bool) -> Bool[Array, ""]:
-    """Return whether every row's tokens are consecutive, from its start on unless they may begin anywhere."""
+def _is_dense(real: Array, may_start_with_padding: bool) -> Bool[Array, ""]:
+    """Return whether no sequence has padding between its tokens, nor, unless allowed, before them."""
     ended = jnp.cumsum(real[:, :-1] & ~real[:, 1:], axis=1) > 0
     consecutive = jnp.all(~(real[:, 1:] & ended))
-    return consecutive if anywhere else consecutive & jnp.all(real[:, 0] | ~real.any(axis=1))
+    return consecutive if may_start_with_padding else consecutive & jnp.all(real[:, 0] | ~real.any(axis=1))

@@ -1,4 +1,4 @@
-"""Parts that recurrent mixers share: shapes of caches, convolutions over short tails, and new entries."""
+"""Helpers shared by recurrent mixers: cache shapes, short causal convolutions, and proposed cache updates."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,78 +24,93 @@ from eqx_decoders.remat import save
 
 
 def zero_padding(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:
-    """Set padding to zero."""
+    """Set padding tokens (positions below 0) to zero."""
     real = (positions >= 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
     return jnp.where(real, x, jnp.zeros((), x.dtype))
 
 
 def cache_shapes(state: StateShape, taps: int, **channels: int) -> dict[str, Any]:
-    """Return the shapes of a mixer's caches, whatever the length: a state, and the last inputs of its convolutions."""
-    tails = {name: ConvShape(taps=taps - 1, channels=count) for name, count in channels.items()}
-    return {"state": state} | tails
+    """Return the cache shapes of a mixer: its recurrent state, and the last `taps - 1` inputs of each convolution.
+
+    `channels` maps the name of each convolution to its number of channels. No shape depends on the sequence length.
+    """
+    conv_states = {name: ConvShape(taps=taps - 1, channels=count) for name, count in channels.items()}
+    return {"state": state} | conv_states
 
 
-def projected_streams(
+def project_and_convolve(
     layer: eqx.Module,
     x: Float[Array, "batch length embed"],
-    heads: Mapping[str, str],
-    past: dict[str, Any] | None,
+    axes: Mapping[str, str],
+    cache: dict[str, Any] | None,
     ctx: ForwardContext,
     scales: Mapping[str, float] = {},
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Compute a layer's queries, keys and values after their convolutions, and the new entries of their tails.
+    """Compute `silu(convolution(projection(x)))` for queries, keys and values, and the updates of convolution states.
 
-    `heads` has the axes of each; its weights are the layer's `query`, `query_taps` and perhaps `query_bias` and
-    `query_taps_bias`. `scales` multiply projections, 1 where there is none.
+    **Arguments:**
+
+    - `axes`: for each projection the names of its output axes, e.g. `{"query": "heads key_dim"}`. The weights of the
+        projection `query` are the attributes `query` and `query_taps` of the layer, and, if the layer has them, the
+        biases `query_bias` and `query_taps_bias`.
+    - `cache`: the layer's cache, with a convolution state under the name of each projection; None: no cache.
+    - `scales`: factors by which projections are multiplied; 1 for a projection that is not listed.
     """
     streams = {}
-    for name, words in heads.items():
-        pattern = f"batch length embed, embed {words} -> batch length {words}"
+    for name, out_axes in axes.items():
+        pattern = f"batch length embed, embed {out_axes} -> batch length {out_axes}"
         projected = add_bias(ctx.einsum(pattern, x, getattr(layer, name)), getattr(layer, f"{name}_bias", None))
-        projected = ctx.constrain(scale(projected, scales.get(name, 1.0)), f"batch length {words}")
-        taps, bias = getattr(layer, f"{name}_taps"), getattr(layer, f"{name}_taps_bias", None)
-        streams[name] = convolved(save(projected, f"{name}_proj"), taps, bias, cached_part(past, name), ctx)
-    smooth, tails = ({name: pair[part] for name, pair in streams.items()} for part in (0, 1))
-    return jax.tree.map(jax.nn.silu, smooth), tails
+        projected = ctx.constrain(scale(projected, scales.get(name, 1.0)), f"batch length {out_axes}")
+        kernel = getattr(layer, f"{name}_taps")
+        bias = getattr(layer, f"{name}_taps_bias", None)
+        streams[name] = convolve_heads(save(projected, f"{name}_proj"), kernel, bias, read_cache(cache, name), ctx)
+    convolved = {name: out for name, (out, _) in streams.items()}
+    updates = {name: update for name, (_, update) in streams.items()}
+    return jax.tree.map(jax.nn.silu, convolved), updates
 
 
-def new_steps(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
-    """Draw biases of steps from 0.001 to 0.1, inverted through softplus, as in Mamba."""
+def init_dt_bias(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
+    """Sample biases such that `softplus(bias)` is log-uniform between 0.001 and 0.1, as in Mamba."""
     steps = jnp.exp(jax.random.uniform(key, shape, minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
     return steps + jnp.log(-jnp.expm1(-steps))
 
 
-def convolved(
+def convolve_heads(
     x: Float[Array, "batch length heads dims"],
     kernel: Float[Array, "heads dims taps"],
     bias: Float[Array, "heads dims"] | None,
-    tail: Float[Array, "batch back channels"] | None,
+    conv_state: Float[Array, "batch back channels"] | None,
     ctx: ForwardContext,
 ) -> tuple[Float[Array, "batch length heads dims"], ConvInputs | NewConvInputs]:
-    """Compute `convolution(x) + bias` of heads, as `convolved_stream` does of channels."""
+    """Call `convolve_channels` on arrays whose channels are split into heads."""
     channels = kernel.shape[0] * kernel.shape[1]
     flat = ctx.constrain(x.reshape(*x.shape[:2], channels), "batch length channels")
-    weights = kernel.reshape(channels, -1), None if bias is None else bias.reshape(channels)
-    smooth, entries = convolved_stream(flat, *weights, tail, ctx)
-    return smooth.reshape(x.shape), entries
+    flat_kernel = kernel.reshape(channels, -1)
+    flat_bias = None if bias is None else bias.reshape(channels)
+    convolved, update = convolve_channels(flat, flat_kernel, flat_bias, conv_state, ctx)
+    return convolved.reshape(x.shape), update
 
 
-def convolved_stream(
+def convolve_channels(
     x: Float[Array, "batch length channels"],
     kernel: Float[Array, "channels taps"],
     bias: Float[Array, "channels"] | None,
-    tail: Float[Array, "batch back channels"] | None,
+    conv_state: Float[Array, "batch back channels"] | None,
     ctx: ForwardContext,
 ) -> tuple[Float[Array, "batch length channels"], ConvInputs | NewConvInputs]:
-    """Compute `convolution(x) + bias`, causal and channel by channel, and the new entries of a `ConvState`."""
-    smooth = convolve_on_mesh(x, kernel, bias, tail, ctx.positions, ctx.segment_ids, execution=ctx.execution)
+    """Compute the depthwise causal `convolution(x) + bias`, and the proposed update of its `ConvState`.
+
+    `conv_state` holds the `taps - 1` inputs before this call, oldest first; None means zeros.
+    """
+    out = convolve_on_mesh(x, kernel, bias, conv_state, ctx.positions, ctx.segment_ids, execution=ctx.execution)
     if not ctx.accept_all or x.shape[1] < kernel.shape[1]:
-        return smooth, ConvInputs(inputs=x)
-    tail = jnp.zeros((x.shape[0], kernel.shape[1] - 1, x.shape[2]), x.dtype) if tail is None else tail
-    return smooth, NewConvInputs(tail=last_inputs(tail, x, ctx.positions))
+        return out, ConvInputs(inputs=x)
+    if conv_state is None:
+        conv_state = jnp.zeros((x.shape[0], kernel.shape[1] - 1, x.shape[2]), x.dtype)
+    return out, NewConvInputs(tail=last_inputs(conv_state, x, ctx.positions))
 
 
-def proposed_state(
+def state_update(
     shape: StateShape,
     log_decay: Float32[Array, "batch length heads decay_dim"],
     key: Float[Array, "batch length key_heads key_dim"],
@@ -103,18 +118,22 @@ def proposed_state(
     state: Float32[Array, "batch heads key_dim value_dim"],
     ctx: ForwardContext,
 ) -> StateUpdate | NewState:
-    """Return the new entries of a `RecurrentState`: `state`, after all tokens, or each token's update if smaller."""
+    """Return the proposed update of a `RecurrentState`.
+
+    This is `state`, the state after all tokens, if all tokens will be accepted and the state is smaller than the
+    updates of the single tokens; else the update of each token (its decay, key and written value).
+    """
     if not shape.proposes_writes(key.shape[1], ctx.accept_all):
         return NewState(state=state)
     repeated = jnp.repeat(key, shape.heads // key.shape[2], axis=2)
     return StateUpdate(log_decay=log_decay, key=repeated, value=written)
 
 
-def new_states(
-    after: Float32[Array, "batch length channels"], end: Float32[Array, "batch channels"], ctx: ForwardContext
+def last_value_update(
+    values: Float32[Array, "batch length channels"], last: Float32[Array, "batch channels"], ctx: ForwardContext
 ) -> ConvInputs | NewConvInputs:
-    """Return the new entries of a `ConvState` that keeps the state after the last token: `end`, or each token's."""
-    return NewConvInputs(tail=end[:, None]) if ctx.accept_all else ConvInputs(inputs=after)
+    """Return the proposed update of a `ConvState` that stores one vector: the last of `values`, one for each token."""
+    return NewConvInputs(tail=last[:, None]) if ctx.accept_all else ConvInputs(inputs=values)
 
 
 def l2_normalize(x: Float[Array, "*dims features"], eps: float = 1e-6) -> Float32[Array, "*dims features"]:
@@ -123,6 +142,6 @@ def l2_normalize(x: Float[Array, "*dims features"], eps: float = 1e-6) -> Float3
     return y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + eps)
 
 
-def cached_part(past: dict[str, Any] | None, name: str) -> Any:
-    """Return a part of a layer's cache; None where there is no cache."""
-    return None if past is None else past[name]
+def read_cache(cache: dict[str, Any] | None, name: str) -> Any:
+    """Return an array of a layer's cache, or None without a cache."""
+    return None if cache is None else cache[name]

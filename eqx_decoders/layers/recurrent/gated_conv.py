@@ -15,7 +15,7 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
 from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvShape
-from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream
+from eqx_decoders.layers.recurrent.common import convolve_channels, read_cache
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -80,7 +80,7 @@ class GatedConvolution(eqx.Module):
         projected = save(add_bias(ctx.einsum(pattern, x, self.inputs), self.inputs_bias), "qkv_proj")
         before, after, stream = (projected[:, :, index] for index in range(3))
         flat = ctx.constrain(before * stream, "batch length channels")
-        smooth, entries = convolved_stream(flat, self.taps, self.taps_bias, cached_part(past, "stream"), ctx)
+        smooth, entries = convolve_channels(flat, self.taps, self.taps_bias, read_cache(past, "stream"), ctx)
         gated = save(ctx.constrain(after * smooth, "batch length mlp"), "attention_out")
         out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"stream": entries}

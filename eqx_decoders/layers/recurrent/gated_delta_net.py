@@ -21,10 +21,10 @@ from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
     cache_shapes,
-    cached_part,
     l2_normalize,
-    projected_streams,
-    proposed_state,
+    project_and_convolve,
+    read_cache,
+    state_update,
     zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
@@ -128,16 +128,16 @@ class GatedDeltaNet(eqx.Module):
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         config, keys = self.config, "key_heads key_dim"
-        streams, entries = projected_streams(self, x, dict(query=keys, key=keys, value="heads value_dim"), past, ctx)
+        streams, entries = project_and_convolve(self, x, dict(query=keys, key=keys, value="heads value_dim"), past, ctx)
         query, key = (
             l2_normalize(streams["query"]) * config.key_dim**-0.5,
             zero_padding(l2_normalize(streams["key"]), ctx.positions),
         )
         log_decay, beta = self._decay_and_beta(x, ctx)
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
         inputs = query, key, streams["value"], log_decay, beta, state, starts
         answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
-        entries["state"] = proposed_state(config.state, log_decay, key, written, state, ctx)
+        entries["state"] = state_update(config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads value_dim"), "attention_out")
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
         gate = ctx.einsum(pattern, x, self.gate).astype(jnp.float32)

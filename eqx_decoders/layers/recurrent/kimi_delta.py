@@ -21,11 +21,11 @@ from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
     cache_shapes,
-    cached_part,
+    init_dt_bias,
     l2_normalize,
-    new_steps,
-    projected_streams,
-    proposed_state,
+    project_and_convolve,
+    read_cache,
+    state_update,
     zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
@@ -88,7 +88,7 @@ class KimiDeltaAttentionConfig(MixerConfig):
             gate_up=new(keys[9], rank, rank, *heads),
             beta=new(keys[10], embed_dim, embed_dim, self.num_heads),
             a_log=jnp.log(rates),
-            dt_bias=new_steps(keys[11], *heads),
+            dt_bias=init_dt_bias(keys[11], *heads),
             norm=self.norm.build(self.head_dim),
             out=new(keys[13], heads[0] * heads[1], *heads, embed_dim),
             config=self,
@@ -120,14 +120,14 @@ class KimiDeltaAttention(eqx.Module):
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         words: dict[str, str] = dict.fromkeys(("query", "key", "value"), "heads head_dim")
-        streams, entries = projected_streams(self, x, words, past, ctx)
+        streams, entries = project_and_convolve(self, x, words, past, ctx)
         query = l2_normalize(streams["query"]) * self.config.head_dim**-0.5
         key = zero_padding(l2_normalize(streams["key"]), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
         inputs = query, key, streams["value"], log_decay, beta, state, starts
         answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
-        entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
+        entries["state"] = state_update(self.config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads head_dim"), "attention_out")
         gate = jax.nn.sigmoid(self._low_rank(x, self.gate_down, self.gate_up, ctx).astype(jnp.float32))
         gated = (self.norm(answer.astype(jnp.float32)) * gate).astype(x.dtype)

@@ -19,7 +19,7 @@ from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import cached_part, proposed_state, zero_padding
+from eqx_decoders.layers.recurrent.common import read_cache, state_update, zero_padding
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -107,10 +107,10 @@ class LightningAttention(eqx.Module):
         rates = jnp.maximum(self.rates.astype(jnp.float32), 0.0)  # states never grow
         rates = jnp.broadcast_to(rates, (*x.shape[:2], self.config.num_heads))
         log_decay = zero_padding(-rates, ctx.positions)[..., None]
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
         inputs = query, key, value, log_decay, None, state, starts
         answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
-        entries = {"state": proposed_state(self.config.state, log_decay, key, written, state, ctx)}
+        entries = {"state": state_update(self.config.state, log_decay, key, written, state, ctx)}
         answer = save(ctx.constrain(answer, "batch length heads head_dim"), "attention_out")
         normed = self.norm(answer.reshape(*answer.shape[:2], -1)).reshape(answer.shape)
         gated = normed * jax.nn.sigmoid(self._heads(x, self.gate, ctx))

@@ -19,7 +19,7 @@ from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream, new_steps, zero_padding
+from eqx_decoders.layers.recurrent.common import convolve_channels, init_dt_bias, read_cache, zero_padding
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -74,7 +74,7 @@ class Mamba1Config(MixerConfig):
             key_norm=norm(self.key_dim),
             query_norm=norm(self.key_dim),
             dt=fan_in(keys[3], (rank, channels), jnp.float32, rank),
-            dt_bias=new_steps(keys[4], channels),
+            dt_bias=init_dt_bias(keys[4], channels),
             a_log=jnp.log(jnp.broadcast_to(jnp.arange(1.0, self.key_dim + 1), (channels, self.key_dim))),
             skip=jnp.ones((channels,)),
             out=fan_in(keys[5], (channels, embed_dim), jnp.float32, channels),
@@ -109,12 +109,12 @@ class Mamba1(eqx.Module):
         pattern = "batch length embed, embed inputs mlp -> batch length inputs mlp"
         projected = save(add_bias(ctx.einsum(pattern, x, self.inputs), self.inputs_bias), "qkv_proj")
         flat = ctx.constrain(projected[:, :, 0], "batch length channels")
-        smooth, stream = convolved_stream(flat, self.taps, self.taps_bias, cached_part(past, "stream"), ctx)
+        smooth, stream = convolve_channels(flat, self.taps, self.taps_bias, read_cache(past, "stream"), ctx)
         value = ctx.constrain(jax.nn.silu(smooth), "batch length mlp")
         steps, key, query = self._scan_inputs(value, ctx)
         written = steps * value.astype(jnp.float32)
         rates = -jnp.exp(self.a_log.astype(jnp.float32)).T
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
         inputs = steps, written, key, query, rates, state, starts
         answer, state = scan_on_mesh(*inputs, execution=ctx.execution)
         if ctx.accept_all:

@@ -27,10 +27,10 @@ from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
     cache_shapes,
-    cached_part,
-    new_steps,
-    projected_streams,
-    proposed_state,
+    init_dt_bias,
+    project_and_convolve,
+    read_cache,
+    state_update,
     zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
@@ -129,7 +129,7 @@ class Mamba2Config(MixerConfig):
             key_taps_bias=zeros(self.taps_bias, *groups),
             query_taps_bias=zeros(self.taps_bias, *groups),
             a_log=jnp.log(rates),
-            dt_bias=new_steps(keys[8], self.num_heads),
+            dt_bias=init_dt_bias(keys[8], self.num_heads),
             skip=jnp.ones((self.num_heads,)),
             norm_scale=None if self.norm is None else jnp.ones(heads),
             out=fan_in(keys[10], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
@@ -174,16 +174,16 @@ class Mamba2(eqx.Module):
         """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         words = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
         scales: dict[str, float] = dict(zip(("value", "key", "query"), self.config.in_scales[1:4], strict=True))
-        streams, entries = projected_streams(self, x, words, past, ctx, scales)
+        streams, entries = project_and_convolve(self, x, words, past, ctx, scales)
         value, dt = streams["value"].astype(jnp.float32), self._step(x, ctx)
         key = zero_padding(streams["key"].astype(jnp.float32), ctx.positions)
         written = dt[..., None] * value
         log_decay = (-jnp.exp(self.a_log.astype(jnp.float32))[None, None] * dt)[..., None]
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
         query = streams["query"].astype(jnp.float32)
         inputs = query, key, written, log_decay, None, state, starts
         answer, _, state = recur_on_mesh(*inputs, execution=ctx.execution)
-        entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
+        entries["state"] = state_update(self.config.state, log_decay, key, written, state, ctx)
         answer = answer + self.skip.astype(jnp.float32)[None, None, :, None] * value
         answer = save(ctx.constrain(answer.astype(x.dtype), "batch length heads value_dim"), "attention_out")
         gated = self._gated(answer, x, ctx)

@@ -20,7 +20,7 @@ from eqx_decoders.errors import InRange, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import cached_part, new_states, proposed_state, zero_padding
+from eqx_decoders.layers.recurrent.common import last_value_update, read_cache, state_update, zero_padding
 from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MAXIMA, scan_on_mesh
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
@@ -116,9 +116,9 @@ class MLSTM(eqx.Module):
         shares = zero_padding(jnp.exp(log_input), ctx.positions)[..., None]
         written = shares * jnp.concatenate([value, jnp.ones_like(shares)], -1)
         log_decay, starts = log_forget[..., None], document_starts(ctx.positions, ctx.segment_ids)
-        inputs = query, key, written, log_decay, None, cached_part(past, "state"), starts
+        inputs = query, key, written, log_decay, None, read_cache(past, "state"), starts
         read, _, state = recur_on_mesh(*inputs, execution=ctx.execution)
-        entries = {"state": proposed_state(self.config.state, log_decay, key, written, state, ctx), "level": entry}
+        entries = {"state": state_update(self.config.state, log_decay, key, written, state, ctx), "level": entry}
         size = jnp.maximum(jnp.abs(read[..., -1:]), 1.0) + self.config.eps * jnp.exp(level)[..., None]
         answer = ctx.constrain((read[..., :-1] / size).astype(x.dtype), "batch length heads value_dim")
         gate = jax.nn.sigmoid(projected(self.gate, "heads value_dim", "qkv_proj"))
@@ -155,7 +155,7 @@ class MLSTM(eqx.Module):
             tokens = jnp.where(fresh, EMPTY, tokens[0]), jnp.maximum(tokens[1], jnp.where(fresh, log_forget, EMPTY))
         before, (end,) = scan_on_mesh(MAXIMA, tokens, (level,), execution=ctx.execution)
         (after,) = MAXIMA.advance(before, tokens)
-        return after, new_states(after, end, ctx)
+        return after, last_value_update(after, end, ctx)
 
     def _normed(self, answer: Array) -> Float32[Array, "batch length heads value_dim"]:
         """Normalize each head: less its mean, and scaled."""

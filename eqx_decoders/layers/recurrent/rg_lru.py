@@ -20,7 +20,7 @@ from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import cached_part, convolved, zero_padding
+from eqx_decoders.layers.recurrent.common import convolve_heads, read_cache, zero_padding
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -110,13 +110,13 @@ class RGLRU(eqx.Module):
         """Return the layer's output, and new entries for its state and for the convolution's last inputs."""
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
         projected = save(add_bias(ctx.einsum(pattern, x, self.value), self.value_bias), "value_proj")
-        tail = cached_part(past, "stream")
-        value, stream = convolved(projected, self.taps, self.taps_bias, tail, ctx)
+        tail = read_cache(past, "stream")
+        value, stream = convolve_heads(projected, self.taps, self.taps_bias, tail, ctx)
         starts, first = document_starts(ctx.positions, ctx.segment_ids), ctx.positions == 0
         steps, rates, written = self._scan_inputs(ctx.constrain(value, "batch length heads value_dim"), first, ctx)
         one = jnp.ones((*x.shape[:2], 1), jnp.float32)
         resets = first if starts is None else starts | first
-        inputs = steps, written, one, one, rates, cached_part(past, "state"), resets
+        inputs = steps, written, one, one, rates, read_cache(past, "state"), resets
         answer, state = scan_on_mesh(*inputs, execution=ctx.execution)
         if ctx.accept_all:
             entry = NewState(state=state)

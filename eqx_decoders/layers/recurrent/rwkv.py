@@ -19,7 +19,7 @@ from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.layers.base import BranchResult, ChannelConfig, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream, new_states, zero_padding
+from eqx_decoders.layers.recurrent.common import convolve_channels, last_value_update, read_cache, zero_padding
 from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MEANS, State, scan_on_mesh, weighted
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -119,8 +119,8 @@ class TimeMix(eqx.Module):
         before, end = scan_on_mesh(MEANS, tokens, _state(past, key[:, 0]), execution=ctx.execution)
         answer = weighted(_forgotten(before[0], starts), before[1], key + bonus, value)
         (level, mean), (last_level, last_mean) = MEANS.advance(before, tokens), end
-        entry = new_states(_stored(level), _stored(last_level), ctx)
-        return answer, {"level": entry, "mean": new_states(mean, last_mean, ctx)}
+        entry = last_value_update(_stored(level), _stored(last_level), ctx)
+        return answer, {"level": entry, "mean": last_value_update(mean, last_mean, ctx)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ def _shifted(
 ) -> tuple[Float[Array, "batch length embed"], ConvInputs | NewConvInputs]:
     """Return the token before each, zeros before a document, and new entries for the last one: a convolution."""
     taps = jnp.broadcast_to(jnp.asarray([1.0, 0.0]), (x.shape[2], 2))
-    earlier, stream = convolved_stream(x, taps, None, cached_part(past, "stream"), ctx)
+    earlier, stream = convolve_channels(x, taps, None, read_cache(past, "stream"), ctx)
     return ctx.constrain(earlier, "batch length embed"), stream
 
 

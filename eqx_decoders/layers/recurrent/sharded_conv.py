@@ -1,4 +1,4 @@
-"""Convolutions of rows that a mesh splits: each device gets only the last inputs of the devices before it."""
+"""Causal convolutions of sequences that a mesh shards: a device receives only the last inputs of earlier shards."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +15,7 @@ def convolve_on_mesh(
     x: Float[Array, "batch length channels"],
     kernel: Float[Array, "channels taps"],
     bias: Float[Array, "channels"] | None,
-    tail: Float[Array, "batch tail channels"] | None,
+    conv_state: Float[Array, "batch tail channels"] | None,
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None,
     dilation: int = 1,
@@ -24,39 +24,45 @@ def convolve_on_mesh(
 ) -> Float[Array, "batch length channels"]:
     """Run `causal_convolution` on the mesh of `execution`."""
     layout = execution.layout
-    rows, length, channels = map(names_of, layout.activation_spec("batch length channels", x.shape))
-    if layout.single or not length:
-        return causal_convolution(x, kernel, bias, tail, positions, segment_ids, dilation)
+    batch_axes, length_axes, channel_axes = map(names_of, layout.activation_spec("batch length channels", x.shape))
+    if layout.single or not length_axes:
+        return causal_convolution(x, kernel, bias, conv_state, positions, segment_ids, dilation)
     size = (kernel.shape[1] - 1) * dilation
 
-    def run(x, kernel, bias, tail, positions, documents):
-        before = jnp.zeros((len(x), size, x.shape[2]), x.dtype) if tail is None else tail.astype(x.dtype)
-        before = _inputs_before(before, x, positions, documents, length)
+    def run(x, kernel, bias, conv_state, positions, documents):
+        before = jnp.zeros((len(x), size, x.shape[2]), x.dtype) if conv_state is None else conv_state.astype(x.dtype)
+        before = _inputs_before_shard(before, x, positions, documents, length_axes)
         return causal_convolution(x, kernel, bias, before, positions, documents, dilation)
 
-    # named, too, are mesh axes of one device: over what no name splits gradients are summed
-    rows = (*rows, *(name for name, count in layout.mesh.shape.items() if count == 1))
-    tokens, position_spec = PartitionSpec(rows, length, channels), PartitionSpec(rows, length)
-    weights = PartitionSpec(channels)
-    specs = (tokens, weights, weights, PartitionSpec(rows, None, channels), position_spec, position_spec)
+    # mesh axes of size 1 are listed too, because shard_map sums gradients over every axis that no spec names
+    batch_axes = (*batch_axes, *(name for name, count in layout.mesh.shape.items() if count == 1))
+    tokens = PartitionSpec(batch_axes, length_axes, channel_axes)
+    weights = PartitionSpec(channel_axes)
+    state = PartitionSpec(batch_axes, None, channel_axes)
+    position_spec = PartitionSpec(batch_axes, length_axes)
+    specs = (tokens, weights, weights, state, position_spec, position_spec)
     documents = document_numbers(positions >= 0, segment_ids)
-    return layout.shard_map(run, specs, tokens)(x, kernel, bias, tail, positions, documents)
+    return layout.shard_map(run, specs, tokens)(x, kernel, bias, conv_state, positions, documents)
 
 
-def _inputs_before(tail: Array, x: Array, positions: Array, documents: Array, axes: tuple[str, ...]) -> Array:
-    """Return the last inputs before a device's piece, oldest first; zero for inputs of another document than its first.
+def _inputs_before_shard(
+    conv_state: Array, x: Array, positions: Array, documents: Array, axes: tuple[str, ...]
+) -> Array:
+    """Return the last inputs before a device's shard, oldest first; inputs of other documents are zero.
 
-    `tail` are the inputs before the row, which belong to its first document.
+    Only inputs of the document of the shard's first token count. `conv_state` holds the inputs before the sequence,
+    which belong to its first document.
     """
     real = positions >= 0
     index = jnp.where(real, jnp.arange(real.shape[1])[None], -1)
-    last = jnp.flip(lax.top_k(index, min(tail.shape[1], real.shape[1]))[0], axis=1)
-    at = jnp.maximum(last, 0)
-    inputs = jnp.take_along_axis(x, at[:, :, None], axis=1)
-    numbers = jnp.where(last >= 0, jnp.take_along_axis(documents, at, axis=1), -1)
-    inputs, numbers = (lax.all_gather(each, axes, axis=1, tiled=True) for each in (inputs, numbers))
-    earlier = jnp.arange(numbers.shape[1])[None] // last.shape[1] < lax.axis_index(axes)
-    taken = jnp.where(earlier & (numbers >= 0), 0, -1)
-    numbers = last_inputs(jnp.zeros((*tail.shape[:2], 1), numbers.dtype), numbers[:, :, None], taken)
+    last = jnp.flip(lax.top_k(index, min(conv_state.shape[1], real.shape[1]))[0], axis=1)
+    index = jnp.maximum(last, 0)
+    inputs = jnp.take_along_axis(x, index[:, :, None], axis=1)
+    input_document = jnp.where(last >= 0, jnp.take_along_axis(documents, index, axis=1), -1)
+    inputs, input_document = (lax.all_gather(y, axes, axis=1, tiled=True) for y in (inputs, input_document))
+    earlier = jnp.arange(input_document.shape[1])[None] // last.shape[1] < lax.axis_index(axes)
+    taken = jnp.where(earlier & (input_document >= 0), 0, -1)  # as positions: -1 is skipped by `last_inputs`
+    zeros = jnp.zeros((*conv_state.shape[:2], 1), input_document.dtype)
+    input_document = last_inputs(zeros, input_document[:, :, None], taken)
     first = jnp.min(jnp.where(real, documents, jnp.iinfo(documents.dtype).max), axis=1)
-    return jnp.where(numbers == first[:, None, None], last_inputs(tail, inputs, taken), 0)
+    return jnp.where(input_document == first[:, None, None], last_inputs(conv_state, inputs, taken), 0)
