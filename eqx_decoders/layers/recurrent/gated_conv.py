@@ -1,6 +1,7 @@
-"""Gated short convolution (LFM2; Liquid AI 2025): `out(c * conv(b * x))`, whose state is the last inputs alone.
+"""Gated short convolution (LFM2; Liquid AI 2025): `out(c * conv(b * x))`.
 
-b, c and x are projections of the stream, the convolution is causal and channel by channel, without an activation.
+b, c and x are projections of the residual stream. The convolution is causal and depthwise, without an activation. The
+only state is the last `taps - 1` inputs of the convolution.
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ from eqx_decoders.remat import save
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedConvolutionConfig(MixerConfig):
-    """Configuration of `out(c * conv(b * x))`.
+    """Configuration of the gated short convolution `out(c * conv(b * x))`.
 
     **Arguments:**
 
     - `channels`: features of b, c and x.
-    - `taps`: tokens that the convolution sees, the last among them.
-    - `bias`: whether projections and convolution have one.
+    - `taps`: kernel size of the causal convolution.
+    - `bias`: whether the projections and the convolution have biases.
     """
 
     channels: PositiveInt
@@ -37,15 +38,16 @@ class GatedConvolutionConfig(MixerConfig):
     bias: bool = False
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shape of the cache: the last inputs of the convolution, whatever the length."""
+        """Return the cache shapes by name; they do not depend on `max_length`."""
         return {"stream": ConvShape(taps=self.taps - 1, channels=self.channels)}
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token besides those of the projections."""
+        """Return the multiplications per token of the convolution."""
         return self.channels * self.taps
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "GatedConvolution":
-        keys, channels = jax.random.split(key, 3), self.channels
+        keys = jax.random.split(key, 3)
+        channels = self.channels
 
         def zeros(*shape: int) -> Array | None:
             return jnp.zeros(shape) if self.bias else None
@@ -62,7 +64,7 @@ class GatedConvolutionConfig(MixerConfig):
 
 
 class GatedConvolution(eqx.Module):
-    """Gated short convolution `out(c * conv(b * x))`; `inputs` are those of b, c and x."""
+    """Gated short convolution `out(c * conv(b * x))`; `inputs` are the projections to b, c and x, in this order."""
 
     inputs: Float[Array, "embed inputs mlp"]
     inputs_bias: Float[Array, "inputs mlp"] | None
@@ -73,18 +75,18 @@ class GatedConvolution(eqx.Module):
     config: GatedConvolutionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the layer's output, and the new entries of the last inputs."""
+        """Return the layer's output, and the proposed updates of its cache by name."""
         pattern = "batch length embed, embed inputs mlp -> batch length inputs mlp"
         projected = save(add_bias(ctx.einsum(pattern, x, self.inputs), self.inputs_bias), "qkv_proj")
-        before, after, stream = (projected[:, :, index] for index in range(3))
-        flat = ctx.constrain(before * stream, "batch length channels")
-        smooth, entries = convolve_channels(flat, self.taps, self.taps_bias, read_cache(past, "stream"), ctx)
-        gated = save(ctx.constrain(after * smooth, "batch length mlp"), "attention_out")
+        input_gate, output_gate, inner = (projected[:, :, index] for index in range(3))
+        flat = ctx.constrain(input_gate * inner, "batch length channels")
+        convolved, update = convolve_channels(flat, self.taps, self.taps_bias, read_cache(cache, "stream"), ctx)
+        gated = save(ctx.constrain(output_gate * convolved, "batch length mlp"), "attention_out")
         out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
-        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"stream": entries}
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"stream": update}
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))

@@ -1,8 +1,8 @@
-"""Kimi delta attention (Kimi Linear, 2025): the gated delta rule with a decay for each feature of a key.
+"""Kimi delta attention (Kimi Linear, 2025): the gated delta rule with a separate decay for each key feature.
 
     S_t = Diag(e^(g_t)) S_{t-1} + k_t u_t^T,  u_t = beta_t (v_t - (Diag(e^(g_t)) S_{t-1})^T k_t),  o_t = S_t^T q_t
 
-q, k and v come from short convolutions; g and the gate of the output from projections of low rank.
+q, k and v are outputs of short convolutions. g and the output gate are computed by low-rank projections.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ from eqx_decoders.remat import save
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiDeltaAttentionConfig(MixerConfig):
-    """Configuration of `out(norm(o) * sigmoid(gate x))`, o being the recurrence's answer to queries.
+    """Configuration of Kimi delta attention `out(norm(o) * sigmoid(gate x))`, where o is the recurrence's output.
 
     **Arguments:**
 
-    - `num_heads`, `head_dim`: heads, and features of a query, key and value of each.
-    - `gate_rank`: features between the two factors from which decays are made, and of the output's gate.
-    - `taps`: tokens that the convolutions see, the last among them.
-    - `norm`: normalization of each head's answer.
+    - `num_heads`, `head_dim`: number of heads, and features of a query, key and value per head.
+    - `gate_rank`: rank of the projections to decays and to the output gate.
+    - `taps`: kernel size of the causal convolutions.
+    - `norm`: norm of each head's recurrence output.
     """
 
     num_heads: PositiveInt
@@ -57,46 +57,48 @@ class KimiDeltaAttentionConfig(MixerConfig):
         return StateShape(heads=self.num_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shapes of the cache: a state, and the last inputs of the convolutions, whatever the length."""
+        """Return the cache shapes by name; they do not depend on `max_length`."""
         channels = self.num_heads * self.head_dim
         return cache_shapes(self.state, self.taps, query=channels, key=channels, value=channels)
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of the state, which is read twice and written once."""
+        """Return the multiplications per token of the recurrence, which reads its state twice and writes it once."""
         return 3 * self.num_heads * self.head_dim**2
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "KimiDeltaAttention":
-        keys, heads, rank = jax.random.split(key, 14), (self.num_heads, self.head_dim), self.gate_rank
+        keys = jax.random.split(key, 14)
+        heads = (self.num_heads, self.head_dim)
+        rank = self.gate_rank
 
-        def new(key, fan, *shape):
+        def projection(key, fan, *shape):
             return fan_in(key, shape, jnp.float32, fan, "normal")
 
-        def taps(key):
+        def conv_kernel(key):
             return fan_in(key, (*heads, self.taps), jnp.float32, self.taps)
 
-        rates = jax.random.uniform(keys[12], heads[:1], minval=1.0, maxval=16.0)
+        rates = jax.random.uniform(keys[12], (self.num_heads,), minval=1.0, maxval=16.0)
         return KimiDeltaAttention(
-            query=new(keys[0], embed_dim, embed_dim, *heads),
-            key=new(keys[1], embed_dim, embed_dim, *heads),
-            value=new(keys[2], embed_dim, embed_dim, *heads),
-            query_taps=taps(keys[3]),
-            key_taps=taps(keys[4]),
-            value_taps=taps(keys[5]),
-            dt_down=new(keys[6], embed_dim, embed_dim, rank),
-            dt_up=new(keys[7], rank, rank, *heads),
-            gate_down=new(keys[8], embed_dim, embed_dim, rank),
-            gate_up=new(keys[9], rank, rank, *heads),
-            beta=new(keys[10], embed_dim, embed_dim, self.num_heads),
+            query=projection(keys[0], embed_dim, embed_dim, *heads),
+            key=projection(keys[1], embed_dim, embed_dim, *heads),
+            value=projection(keys[2], embed_dim, embed_dim, *heads),
+            query_taps=conv_kernel(keys[3]),
+            key_taps=conv_kernel(keys[4]),
+            value_taps=conv_kernel(keys[5]),
+            dt_down=projection(keys[6], embed_dim, embed_dim, rank),
+            dt_up=projection(keys[7], rank, rank, *heads),
+            gate_down=projection(keys[8], embed_dim, embed_dim, rank),
+            gate_up=projection(keys[9], rank, rank, *heads),
+            beta=projection(keys[10], embed_dim, embed_dim, self.num_heads),
             a_log=jnp.log(rates),
             dt_bias=init_dt_bias(keys[11], *heads),
             norm=self.norm.build(self.head_dim),
-            out=new(keys[13], heads[0] * heads[1], *heads, embed_dim),
+            out=projection(keys[13], heads[0] * heads[1], *heads, embed_dim),
             config=self,
         )
 
 
 class KimiDeltaAttention(eqx.Module):
-    """Kimi delta attention `out(norm(o) * sigmoid(gate x))`, o being the recurrence's answer to queries."""
+    """Kimi delta attention `out(norm(o) * sigmoid(gate x))`, where o is the recurrence's output."""
 
     query: Float[Array, "embed heads head_dim"]
     key: Float[Array, "embed heads head_dim"]
@@ -116,26 +118,28 @@ class KimiDeltaAttention(eqx.Module):
     config: KimiDeltaAttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
-        words: dict[str, str] = dict.fromkeys(("query", "key", "value"), "heads head_dim")
-        streams, entries = project_and_convolve(self, x, words, past, ctx)
+        """Return the layer's output, and the proposed updates of its cache by name."""
+        axes: dict[str, str] = dict.fromkeys(("query", "key", "value"), "heads head_dim")
+        streams, updates = project_and_convolve(self, x, axes, cache, ctx)
         query = l2_normalize(streams["query"]) * self.config.head_dim**-0.5
         key = zero_padding(l2_normalize(streams["key"]), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
-        inputs = query, key, streams["value"], log_decay, beta, state, starts
-        answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
-        entries["state"] = state_update(self.config.state, log_decay, key, written, state, ctx)
-        answer = save(ctx.constrain(answer, "batch length heads head_dim"), "attention_out")
+        starts = document_starts(ctx.positions, ctx.segment_ids)
+        state = read_cache(cache, "state")
+        scan_out, written, state = recur_on_mesh(
+            query, key, streams["value"], log_decay, beta, state, starts, execution=ctx.execution
+        )
+        updates["state"] = state_update(self.config.state, log_decay, key, written, state, ctx)
+        scan_out = save(ctx.constrain(scan_out, "batch length heads head_dim"), "attention_out")
         gate = jax.nn.sigmoid(self._low_rank(x, self.gate_down, self.gate_up, ctx).astype(jnp.float32))
-        gated = (self.norm(answer.astype(jnp.float32)) * gate).astype(x.dtype)
+        gated = (self.norm(scan_out.astype(jnp.float32)) * gate).astype(x.dtype)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", gated, self.out)
-        return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), updates
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
     def _low_rank(
@@ -147,7 +151,7 @@ class KimiDeltaAttention(eqx.Module):
     def _decay_and_beta(
         self, x: Array, ctx: ForwardContext
     ) -> tuple[Float32[Array, "batch length heads head_dim"], Float32[Array, "batch length heads"]]:
-        """Compute `g = -exp(a_log) softplus(dt x + dt_bias)`, and the written share of a correction; 0 at padding."""
+        """Compute `g = -exp(a_log) softplus(dt x + dt_bias)` and `beta = sigmoid(beta x)`; both are 0 at padding."""
         dt = self._low_rank(x, self.dt_down, self.dt_up, ctx).astype(jnp.float32)
         rate = jnp.exp(self.a_log.astype(jnp.float32))[None, None, :, None]
         log_decay = -rate * jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])

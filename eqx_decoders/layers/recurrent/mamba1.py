@@ -1,8 +1,8 @@
-"""Mamba (Gu & Dao 2023): a recurrence whose every channel has a small state, each of its numbers with its own decay.
+"""Mamba (Gu & Dao 2023): a recurrence with a state vector per channel, each element of which has its own decay rate.
 
     S_t = e^(-exp(a_log) dt_t) S_{t-1} + (dt_t v_t) k_t^T,  o_t = S_t q_t + skip v_t
 
-The paper calls k, q and v: B, C and x. v comes from a short convolution; k, q and dt are made from v.
+The paper calls k, q and v B, C and x. v is the output of a short convolution; k, q and dt are projections of v.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ from eqx_decoders.remat import save
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mamba1Config(MixerConfig):
-    """Configuration of `out(o * silu(gate))`, o being the recurrence's output.
+    """Configuration of the Mamba layer `out(o * silu(gate))`, where o is the recurrence's output.
 
     **Arguments:**
 
-    - `channels`: features of a value.
-    - `key_dim`: features of a key and of a query: numbers of each channel's state.
-    - `step_rank`: features from which the steps dt are made.
-    - `taps`: tokens that the convolution sees, the last among them.
+    - `channels`: features of a value (the paper's expanded dimension).
+    - `key_dim`: features of a key and a query, the size of each channel's state (the paper's N).
+    - `step_rank`: rank of the projection to dt (`dt_rank`).
+    - `taps`: kernel size of the causal convolution.
     - `taps_bias`: whether the convolution has a bias.
-    - `bias`: whether the first and the last projection have one.
-    - `norm`: of keys, of queries and of the steps' features; None for none.
+    - `bias`: whether the input and the output projection have a bias.
+    - `norm`: norm applied to keys, queries and the `step_rank` features of dt; None: no norm.
     """
 
     channels: PositiveInt
@@ -50,16 +50,17 @@ class Mamba1Config(MixerConfig):
     norm: RMSNormConfig | None = None
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shapes of the cache: a state, and the last inputs of the convolution, whatever the length."""
-        stream = ConvShape(taps=self.taps - 1, channels=self.channels)
-        return {"state": ChannelShape(key_dim=self.key_dim, channels=self.channels), "stream": stream}
+        """Return the cache shapes by name; they do not depend on `max_length`."""
+        conv_state = ConvShape(taps=self.taps - 1, channels=self.channels)
+        return {"state": ChannelShape(key_dim=self.key_dim, channels=self.channels), "stream": conv_state}
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of the state, which is read once and written once."""
+        """Return the multiplications per token of the recurrence, which reads and writes its state once."""
         return 2 * self.channels * self.key_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Mamba1":
-        keys, channels, rank = jax.random.split(key, 6), self.channels, self.step_rank
+        keys = jax.random.split(key, 6)
+        channels, rank = self.channels, self.step_rank
 
         def norm(size: int) -> RMSNorm | None:
             return None if self.norm is None else self.norm.build(size)
@@ -84,7 +85,10 @@ class Mamba1Config(MixerConfig):
 
 
 class Mamba1(eqx.Module):
-    """Mamba layer `out(o * silu(gate))`; `inputs` make values and gate, `scan_inputs` steps, keys and queries."""
+    """Mamba layer `out(o * silu(gate))`, where o is the recurrence's output.
+
+    `inputs` projects to values and gates, `scan_inputs` to the low-rank features of dt, keys and queries.
+    """
 
     inputs: Float[Array, "embed inputs mlp"]
     inputs_bias: Float[Array, "inputs mlp"] | None
@@ -103,32 +107,33 @@ class Mamba1(eqx.Module):
     config: Mamba1Config = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the layer's output, and new entries for its state and for the convolution's last inputs."""
+        """Return the layer's output, and the proposed updates of its cache by name."""
         pattern = "batch length embed, embed inputs mlp -> batch length inputs mlp"
         projected = save(add_bias(ctx.einsum(pattern, x, self.inputs), self.inputs_bias), "qkv_proj")
         flat = ctx.constrain(projected[:, :, 0], "batch length channels")
-        smooth, stream = convolve_channels(flat, self.taps, self.taps_bias, read_cache(past, "stream"), ctx)
-        value = ctx.constrain(jax.nn.silu(smooth), "batch length mlp")
+        conv_state = read_cache(cache, "stream")
+        convolved, conv_update = convolve_channels(flat, self.taps, self.taps_bias, conv_state, ctx)
+        value = ctx.constrain(jax.nn.silu(convolved), "batch length mlp")
         steps, key, query = self._scan_inputs(value, ctx)
         written = steps * value.astype(jnp.float32)
         rates = -jnp.exp(self.a_log.astype(jnp.float32)).T
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
-        inputs = steps, written, key, query, rates, state, starts
-        answer, state = scan_on_mesh(*inputs, execution=ctx.execution)
+        starts = document_starts(ctx.positions, ctx.segment_ids)
+        state = read_cache(cache, "state")
+        scan_out, state = scan_on_mesh(steps, written, key, query, rates, state, starts, execution=ctx.execution)
         if ctx.accept_all:
-            entry = NewState(state=state)
+            update = NewState(state=state)
         else:
-            entry = ChannelUpdate(steps=steps, written=written, key=key, rates=rates)
-        answer = answer + self.skip.astype(jnp.float32)[None, None] * value.astype(jnp.float32)
-        answer = save(ctx.constrain(answer.astype(x.dtype), "batch length mlp"), "attention_out")
-        gated = answer * jax.nn.silu(projected[:, :, 1])
+            update = ChannelUpdate(steps=steps, written=written, key=key, rates=rates)
+        scan_out = scan_out + self.skip.astype(jnp.float32)[None, None] * value.astype(jnp.float32)
+        scan_out = save(ctx.constrain(scan_out.astype(x.dtype), "batch length mlp"), "attention_out")
+        gated = scan_out * jax.nn.silu(projected[:, :, 1])
         out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
-        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": entry, "stream": stream}
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": update, "stream": conv_update}
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
     def _scan_inputs(
@@ -138,11 +143,12 @@ class Mamba1(eqx.Module):
         Float[Array, "batch length key_dim"],
         Float[Array, "batch length key_dim"],
     ]:
-        """Compute steps `softplus(dt f + dt_bias)`, which are 0 where there is no token, keys and queries."""
-        rank, end = self.config.step_rank, self.config.step_rank + self.config.key_dim
+        """Compute step sizes `softplus(dt f + dt_bias)` (0 at padding), keys and queries."""
+        rank = self.config.step_rank
+        key_end = rank + self.config.key_dim
         pattern = "batch length inner, inner scan_inputs -> batch length scan_inputs"
-        made = ctx.einsum(pattern, value, self.scan_inputs)
-        features, key, query = made[..., :rank], made[..., rank:end], made[..., end:]
+        projected = ctx.einsum(pattern, value, self.scan_inputs)
+        features, key, query = projected[..., :rank], projected[..., rank:key_end], projected[..., key_end:]
         if self.step_norm is not None and self.key_norm is not None and self.query_norm is not None:
             features, key, query = self.step_norm(features), self.key_norm(key), self.query_norm(query)
         steps = ctx.einsum("batch length gate_rank, gate_rank mlp -> batch length mlp", features, self.dt)

@@ -1,8 +1,8 @@
-"""Mamba-2 (Dao & Gu 2024): a linear recurrence with one decay a head, and keys and queries that heads share.
+"""Mamba-2 (Dao & Gu 2024): a linear recurrence with one decay per head, and keys and queries shared by groups of heads.
 
     S_t = e^(-exp(a_log) dt_t) S_{t-1} + k_t (dt_t v_t)^T,  o_t = S_t^T q_t + skip v_t
 
-The paper calls k, q and v: B, C and x. All three come from short convolutions; dt is a number of a token and a head.
+The paper calls k, q and v B, C and x. All three are outputs of short convolutions. dt is a scalar per token and head.
 """
 
 import dataclasses
@@ -41,22 +41,24 @@ from eqx_decoders.remat import save
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mamba2Config(MixerConfig):
-    """Configuration of `out(norm(o * silu(gate x)))`, o being the recurrence's output.
+    """Configuration of the Mamba-2 layer `out(norm(o * silu(gate x)))`, where o is the recurrence's output.
 
     **Arguments:**
 
-    - `num_heads`, `value_dim`: heads, and features of each.
-    - `num_groups`: keys and queries of a token, each for `num_heads / num_groups` consecutive heads; the features of
-        these heads are normalized together.
-    - `key_dim`: features of a key, the size of the state.
-    - `taps`: tokens that the convolutions see, the last among them.
+    - `num_heads`, `value_dim`: number of heads, and features per head.
+    - `num_groups`: number of keys and queries per token (the paper's groups). Each serves `num_heads / num_groups`
+        consecutive heads, and the norm is computed over the features of these heads together.
+    - `key_dim`: features of a key and a query (the paper's state size N).
+    - `taps`: kernel size of the causal convolutions.
     - `taps_bias`: whether the convolutions have a bias.
-    - `dt_min`, `dt_max`: bounds of dt; None for none above.
-    - `norm`: `"after_gate"`; `"before_gate"` for `norm(o) * silu(gate x)`; None for none (Falcon-H1).
-    - `eps`: of the norm.
-    - `in_bias`, `out_bias`: whether the projections of the input, those of steps too, and that of the output have a
-        bias.
-    - `in_scales`: multiply gates, values, keys, queries and steps as they are projected (Falcon-H1).
+    - `dt_min`, `dt_max`: bounds to which dt is clipped; `dt_max=None`: no upper bound.
+    - `norm`: `"after_gate"`: `norm(o * silu(gate x))`; `"before_gate"`: `norm(o) * silu(gate x)`; None: no norm
+        (Falcon-H1).
+    - `eps`: epsilon of the norm.
+    - `in_bias`: whether the projections to gates, values, keys, queries and dt have biases.
+    - `out_bias`: whether the output projection has a bias.
+    - `in_scales`: five factors that multiply the projected gates, values, keys, queries and dt, in this order
+        (Falcon-H1).
     """
 
     num_heads: PositiveInt
@@ -75,25 +77,30 @@ class Mamba2Config(MixerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        rule = f"must be a multiple of num_groups={self.num_groups}"
-        check(self.num_heads % self.num_groups == 0, f"Mamba2Config.num_heads={self.num_heads} {rule}.")
-        rule = "must have 5 elements: of gates, values, keys, queries and steps"
-        check(len(self.in_scales) == 5, f"Mamba2Config.in_scales={self.in_scales} {rule}.")
+        check(
+            self.num_heads % self.num_groups == 0,
+            f"Mamba2Config.num_heads={self.num_heads} must be a multiple of num_groups={self.num_groups}.",
+        )
+        check(
+            len(self.in_scales) == 5,
+            f"Mamba2Config.in_scales={self.in_scales} must have 5 elements: for gates, values, keys, queries and dt.",
+        )
         if self.dt_max is not None:
             check_number("Mamba2Config.dt_max", self.dt_max, above=self.dt_min)
 
     @property
     def state(self) -> StateShape:
-        """Shape of the recurrent state."""
+        """Shape of the recurrent state S."""
         return StateShape(heads=self.num_heads, key_dim=self.key_dim, value_dim=self.value_dim)
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shapes of the cache: a state, and the last inputs of the convolutions, whatever the length."""
-        keys, values = self.num_groups * self.key_dim, self.num_heads * self.value_dim
-        return cache_shapes(self.state, self.taps, query=keys, key=keys, value=values)
+        """Return the cache shapes by name; they do not depend on `max_length`."""
+        key_channels = self.num_groups * self.key_dim
+        value_channels = self.num_heads * self.value_dim
+        return cache_shapes(self.state, self.taps, query=key_channels, key=key_channels, value=value_channels)
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of the state, which is read once and written once."""
+        """Return the multiplications per token of the recurrence, which reads and writes its state once."""
         return 2 * self.num_heads * self.key_dim * self.value_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Mamba2":
@@ -101,25 +108,25 @@ class Mamba2Config(MixerConfig):
         heads = self.num_heads, self.value_dim
         groups = self.num_groups, self.key_dim
 
-        def into(key, *shape):
+        def projection(key, *shape):
             return fan_in(key, (embed_dim, *shape), jnp.float32, embed_dim, "normal")
 
-        def taps(key, *shape):
+        def conv_kernel(key, *shape):
             return fan_in(key, (*shape, self.taps), jnp.float32, self.taps)
 
-        def zeros(there, *shape):
-            return jnp.zeros(shape) if there else None
+        def zeros(has_bias, *shape):
+            return jnp.zeros(shape) if has_bias else None
 
         rates = jax.random.uniform(keys[9], (self.num_heads,), minval=1.0, maxval=16.0)
         return Mamba2(
-            gate=into(keys[0], *heads),
-            value=into(keys[1], *heads),
-            key=into(keys[2], *groups),
-            query=into(keys[3], *groups),
-            dt=into(keys[4], self.num_heads),
-            value_taps=taps(keys[5], *heads),
-            key_taps=taps(keys[6], *groups),
-            query_taps=taps(keys[7], *groups),
+            gate=projection(keys[0], *heads),
+            value=projection(keys[1], *heads),
+            key=projection(keys[2], *groups),
+            query=projection(keys[3], *groups),
+            dt=projection(keys[4], self.num_heads),
+            value_taps=conv_kernel(keys[5], *heads),
+            key_taps=conv_kernel(keys[6], *groups),
+            query_taps=conv_kernel(keys[7], *groups),
             gate_bias=zeros(self.in_bias, *heads),
             value_bias=zeros(self.in_bias, *heads),
             key_bias=zeros(self.in_bias, *groups),
@@ -139,9 +146,10 @@ class Mamba2Config(MixerConfig):
 
 
 class Mamba2(eqx.Module):
-    """Mamba-2 layer `out(norm(o * silu(gate x)))`, o being the recurrence's output.
+    """Mamba-2 layer `out(norm(o * silu(gate x)))`, where o is the recurrence's output.
 
-    `dt_in_bias` is the bias of the projection `dt`, and `dt_bias` that of the steps, after their scale.
+    `dt = softplus(in_scales[4] * (dt x + dt_in_bias) + dt_bias)`: `dt_in_bias` is added before the scale, `dt_bias`
+    after it.
     """
 
     gate: Float[Array, "embed heads value_dim"]
@@ -169,50 +177,53 @@ class Mamba2(eqx.Module):
     config: Mamba2Config = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
-        words = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
-        scales: dict[str, float] = dict(zip(("value", "key", "query"), self.config.in_scales[1:4], strict=True))
-        streams, entries = project_and_convolve(self, x, words, past, ctx, scales)
-        value, dt = streams["value"].astype(jnp.float32), self._step(x, ctx)
+        """Return the layer's output, and the proposed updates of its cache by name."""
+        axes = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
+        _, value_scale, key_scale, query_scale, _ = self.config.in_scales
+        scales = dict(value=value_scale, key=key_scale, query=query_scale)
+        streams, updates = project_and_convolve(self, x, axes, cache, ctx, scales)
+        value = streams["value"].astype(jnp.float32)
+        dt = self._dt(x, ctx)
         key = zero_padding(streams["key"].astype(jnp.float32), ctx.positions)
         written = dt[..., None] * value
         log_decay = (-jnp.exp(self.a_log.astype(jnp.float32))[None, None] * dt)[..., None]
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), read_cache(past, "state")
+        starts = document_starts(ctx.positions, ctx.segment_ids)
+        state = read_cache(cache, "state")
         query = streams["query"].astype(jnp.float32)
-        inputs = query, key, written, log_decay, None, state, starts
-        answer, _, state = recur_on_mesh(*inputs, execution=ctx.execution)
-        entries["state"] = state_update(self.config.state, log_decay, key, written, state, ctx)
-        answer = answer + self.skip.astype(jnp.float32)[None, None, :, None] * value
-        answer = save(ctx.constrain(answer.astype(x.dtype), "batch length heads value_dim"), "attention_out")
-        gated = self._gated(answer, x, ctx)
+        scan_out, _, state = recur_on_mesh(query, key, written, log_decay, None, state, starts, execution=ctx.execution)
+        updates["state"] = state_update(self.config.state, log_decay, key, written, state, ctx)
+        scan_out = scan_out + self.skip.astype(jnp.float32)[None, None, :, None] * value
+        scan_out = save(ctx.constrain(scan_out.astype(x.dtype), "batch length heads value_dim"), "attention_out")
+        gated = self._gated(scan_out, x, ctx)
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
-        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
+        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), updates
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
-    def _step(self, x: Array, ctx: ForwardContext) -> Float32[Array, "batch length heads"]:
-        """Compute `dt = clip(softplus(scale (dt x + dt_in_bias) + dt_bias))`; 0 where there is no token."""
+    def _dt(self, x: Array, ctx: ForwardContext) -> Float32[Array, "batch length heads"]:
+        """Compute `clip(softplus(scale * (dt x + dt_in_bias) + dt_bias))`, and 0 at padding."""
         dt = add_bias(ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.dt), self.dt_in_bias)
         dt = scale(dt, self.config.in_scales[4]).astype(jnp.float32)
         dt = jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])
         return zero_padding(jnp.clip(dt, self.config.dt_min, self.config.dt_max), ctx.positions)
 
-    def _gated(self, answer: Array, x: Array, ctx: ForwardContext) -> Float[Array, "batch length heads value_dim"]:
-        """Compute `norm(o * silu(gate x))`, or with the norm before the gate, or without one."""
+    def _gated(self, scan_out: Array, x: Array, ctx: ForwardContext) -> Float[Array, "batch length heads value_dim"]:
+        """Compute `norm(o * silu(gate x))`; the norm comes before the gate, or is absent, as configured."""
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
         gate = scale(add_bias(ctx.einsum(pattern, x, self.gate), self.gate_bias), self.config.in_scales[0])
-        gate, y = jax.nn.silu(gate.astype(jnp.float32)), answer.astype(jnp.float32)
-        y = self._normed(y) * gate if self.config.norm == "before_gate" else self._normed(y * gate)
+        gate = jax.nn.silu(gate.astype(jnp.float32))
+        y = scan_out.astype(jnp.float32)
+        y = self._normalize(y) * gate if self.config.norm == "before_gate" else self._normalize(y * gate)
         return y.astype(x.dtype)
 
-    def _normed(
+    def _normalize(
         self, y: Float32[Array, "batch length heads value_dim"]
     ) -> Float32[Array, "batch length heads value_dim"]:
-        """Normalize the heads of a group together; return `y` where there is no norm."""
+        """Apply RMS norm over all features of the heads that share a key; without a norm return `y`."""
         if self.norm_scale is None:
             return y
         grouped = y.reshape(*y.shape[:2], self.config.num_groups, -1)

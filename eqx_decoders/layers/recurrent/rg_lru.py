@@ -1,9 +1,10 @@
-"""Real-gated linear recurrent unit (RG-LRU; De et al. 2024): one number for each channel, which decays by gates.
+"""Real-gated linear recurrent unit (RG-LRU; De et al. 2024): a scalar state per channel with a gated decay.
 
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t v_t),    a_t = exp(-8 r_t softplus(decay))
 
-v comes from a short convolution, and the gates i and r are made from v by a matrix for each head. The first token of a
-document has a = 0 and the factor 1. This is Mamba's recurrence with steps r and a single number as the key.
+v is the output of a short convolution. The gates i and r are projections of v, with a separate matrix for each head.
+For the first token of a document a is 0 and the factor sqrt(1 - a^2) is 1. The recurrence is computed as Mamba's, with
+step sizes r and a key of size 1 that is always 1.
 """
 
 import dataclasses
@@ -27,19 +28,20 @@ from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
-_STRENGTH = 8.0  # of the decay: the paper's c
-_STEEPEST = 1000.0  # slope of the root, which has no bound where a channel keeps all
+_DECAY_SCALE = 8.0  # the paper's constant c
+_MAX_SQRT_SLOPE = 1000.0  # bounds the gradient of sqrt(1 - a^2), which is infinite at a = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RGLRUConfig(MixerConfig):
-    """Configuration of `out(h * act(gate x))`, h being the recurrence's output.
+    """Configuration of the RG-LRU layer `out(h * act(gate x))`, where h is the recurrence's output.
 
     **Arguments:**
 
-    - `num_heads`, `value_dim`: heads, and channels of each: gates of a channel are made from those of its head.
-    - `taps`: tokens that the convolution sees, the last among them.
-    - `activation`: of the output's gate, one of `layers.mlp.ACTIVATIONS`.
+    - `num_heads`, `value_dim`: number of heads, and channels per head. The input and decay gates of a channel are
+        computed from the channels of its head.
+    - `taps`: kernel size of the causal convolution.
+    - `activation`: activation of the output gate, a name in `layers.mlp.ACTIVATIONS`.
     """
 
     num_heads: PositiveInt
@@ -53,21 +55,23 @@ class RGLRUConfig(MixerConfig):
         return self.num_heads * self.value_dim
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shapes of the cache: a state, and the last inputs of the convolution, whatever the length."""
-        stream = ConvShape(taps=self.taps - 1, channels=self.channels)
-        return {"state": ChannelShape(key_dim=1, channels=self.channels), "stream": stream}
+        """Return the cache shapes by name; they do not depend on `max_length`."""
+        conv_state = ConvShape(taps=self.taps - 1, channels=self.channels)
+        return {"state": ChannelShape(key_dim=1, channels=self.channels), "stream": conv_state}
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of the state, which is read once and written once."""
+        """Return the multiplications per token of the recurrence, which reads and writes its state once."""
         return 2 * self.channels
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "RGLRU":
-        keys, heads = jax.random.split(key, 7), (self.num_heads, self.value_dim)
+        keys = jax.random.split(key, 7)
+        heads = (self.num_heads, self.value_dim)
 
         def matrix(key: PRNGKeyArray, *shape: int, size: int) -> Array:
             return fan_in(key, shape, jnp.float32, size)
 
-        kept = jax.random.uniform(keys[6], heads, minval=0.9**2, maxval=0.999**2)  # squares of a where r is 1/8
+        # the square of a for r = 1/8
+        decay_squared = jax.random.uniform(keys[6], heads, minval=0.9**2, maxval=0.999**2)
         return RGLRU(
             value=matrix(keys[0], embed_dim, *heads, size=embed_dim),
             value_bias=jnp.zeros(heads),
@@ -79,7 +83,7 @@ class RGLRUConfig(MixerConfig):
             input_gate_bias=jnp.zeros(heads),
             decay_gate=matrix(keys[4], *heads, self.value_dim, size=self.value_dim),
             decay_gate_bias=jnp.zeros(heads),
-            decay=jnp.log(jnp.expm1(-0.5 * jnp.log(kept))),
+            decay=jnp.log(jnp.expm1(-0.5 * jnp.log(decay_squared))),
             out=matrix(keys[5], *heads, embed_dim, size=self.channels),
             out_bias=jnp.zeros((embed_dim,)),
             config=self,
@@ -87,7 +91,7 @@ class RGLRUConfig(MixerConfig):
 
 
 class RGLRU(eqx.Module):
-    """Gated recurrent unit `out(h * act(gate x))`, h being the recurrence's output."""
+    """RG-LRU layer `out(h * act(gate x))`, where h is the recurrence's output."""
 
     value: Float[Array, "embed heads value_dim"]
     value_bias: Float[Array, "heads value_dim"]
@@ -105,73 +109,71 @@ class RGLRU(eqx.Module):
     config: RGLRUConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the layer's output, and new entries for its state and for the convolution's last inputs."""
+        """Return the layer's output, and the proposed updates of its cache by name."""
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
         projected = save(add_bias(ctx.einsum(pattern, x, self.value), self.value_bias), "value_proj")
-        tail = read_cache(past, "stream")
-        value, stream = convolve_heads(projected, self.taps, self.taps_bias, tail, ctx)
-        starts, first = document_starts(ctx.positions, ctx.segment_ids), ctx.positions == 0
-        steps, rates, written = self._scan_inputs(ctx.constrain(value, "batch length heads value_dim"), first, ctx)
-        one = jnp.ones((*x.shape[:2], 1), jnp.float32)
-        resets = first if starts is None else starts | first
-        inputs = steps, written, one, one, rates, read_cache(past, "state"), resets
-        answer, state = scan_on_mesh(*inputs, execution=ctx.execution)
+        conv_state = read_cache(cache, "stream")
+        value, conv_update = convolve_heads(projected, self.taps, self.taps_bias, conv_state, ctx)
+        starts = document_starts(ctx.positions, ctx.segment_ids)
+        is_first = ctx.positions == 0
+        steps, rates, written = self._scan_inputs(ctx.constrain(value, "batch length heads value_dim"), is_first, ctx)
+        ones = jnp.ones((*x.shape[:2], 1), jnp.float32)
+        resets = is_first if starts is None else starts | is_first
+        state = read_cache(cache, "state")
+        scan_out, state = scan_on_mesh(steps, written, ones, ones, rates, state, resets, execution=ctx.execution)
         if ctx.accept_all:
-            entry = NewState(state=state)
+            update = NewState(state=state)
         else:
-            entry = ChannelUpdate(steps=steps, written=written, key=one, rates=rates)
-        answer = ctx.constrain(answer.astype(x.dtype).reshape(value.shape), "batch length heads value_dim")
+            update = ChannelUpdate(steps=steps, written=written, key=ones, rates=rates)
+        scan_out = ctx.constrain(scan_out.astype(x.dtype).reshape(value.shape), "batch length heads value_dim")
         gate = save(add_bias(ctx.einsum(pattern, x, self.gate), self.gate_bias), "query_proj")
-        gated = save(answer, "attention_out") * ACTIVATIONS[self.config.activation](gate)
+        gated = save(scan_out, "attention_out") * ACTIVATIONS[self.config.activation](gate)
         pattern = "batch length heads value_dim, heads value_dim embed -> batch length embed"
         out = add_bias(ctx.einsum(pattern, gated, self.out), self.out_bias)
-        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": entry, "stream": stream}
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": update, "stream": conv_update}
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
     def _scan_inputs(
         self,
         value: Float[Array, "batch length heads value_dim"],
-        first: Bool[Array, "batch length"],
+        is_first: Bool[Array, "batch length"],
         ctx: ForwardContext,
     ) -> tuple[
         Float32[Array, "batch length channels"],
         Float32[Array, "one channels"],
         Float32[Array, "batch length channels"],
     ]:
-        """Compute steps r, the rates of decay, and what is written; steps and writes are 0 where there is no token."""
+        """Compute step sizes r, decay rates, and written values; step sizes and written values are 0 at padding."""
         pattern = "batch length heads inner, heads inner value_dim -> batch length heads value_dim"
 
         def gate(weight: Array, bias: Array) -> Array:
-            made = add_bias(ctx.einsum(pattern, value, weight).astype(jnp.float32), bias)
-            return jax.nn.sigmoid(made)
+            logits = add_bias(ctx.einsum(pattern, value, weight).astype(jnp.float32), bias)
+            return jax.nn.sigmoid(logits)
 
         def flat(x: Array) -> Array:
             x = zero_padding(x, ctx.positions).reshape(*x.shape[:2], self.config.channels)
             return ctx.constrain(x, "batch length channels")
 
-        steps, rates = gate(self.decay_gate, self.decay_gate_bias), -_STRENGTH * jax.nn.softplus(_wide(self.decay))
-        factor = _bounded_root(-jnp.expm1(2 * rates[None, None] * steps))
-        factor = jnp.where(first[:, :, None, None], 1.0, factor)
-        written = factor * gate(self.input_gate, self.input_gate_bias) * _wide(value)
+        steps = gate(self.decay_gate, self.decay_gate_bias)
+        rates = -_DECAY_SCALE * jax.nn.softplus(self.decay.astype(jnp.float32))
+        factor = _sqrt(-jnp.expm1(2 * rates[None, None] * steps))
+        factor = jnp.where(is_first[:, :, None, None], 1.0, factor)
+        written = factor * gate(self.input_gate, self.input_gate_bias) * value.astype(jnp.float32)
         return flat(steps), rates.reshape(1, -1), flat(written)
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
-
-
 @jax.custom_jvp
-def _bounded_root(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Compute a square root; the gradient takes no slope above `_STEEPEST`."""
+def _sqrt(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Compute the square root, with a derivative that is clipped to `_MAX_SQRT_SLOPE`."""
     return jnp.sqrt(x)
 
 
-@_bounded_root.defjvp
-def _bounded_root_slope(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+@_sqrt.defjvp
+def _sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (tangent,) = primals, tangents
-    return jnp.sqrt(x), tangent * jax.lax.rsqrt(jnp.maximum(4 * x, _STEEPEST**-2))
+    return jnp.sqrt(x), tangent * jax.lax.rsqrt(jnp.maximum(4 * x, _MAX_SQRT_SLOPE**-2))

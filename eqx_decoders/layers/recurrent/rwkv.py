@@ -1,9 +1,9 @@
-"""RWKV-4 (Peng et al. 2023): weighted means of values that decay by channel, and an MLP that looks a token back.
+"""RWKV-4 (Peng et al. 2023): time mixing, a weighted mean with decaying weights, and channel mixing, an MLP.
 
-    o_t = (sum_{i<t} e^{k_i - (t-1-i) w} v_i + e^{k_t + bonus} v_t) / (the same with v = 1),    w = e^decay
+    o_t = (sum_{i<t} e^{k_i - (t-1-i) w} v_i + e^{k_t + bonus} v_t) / (sum_{i<t} e^{k_i - (t-1-i) w} + e^{k_t + bonus})
 
-k, v and the gate are made from a mix of a token and the one before it. A row keeps the logarithm of the weights' sum
-and the mean: no exponential is ever above 1.
+with w = e^decay. Keys, values and gates are projections of a mix of each token with the previous token (token shift).
+The state is the logarithm of the sum of weights and the weighted mean, so that no exponential exceeds 1.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
@@ -25,17 +25,17 @@ from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
-_INTO = "batch length embed, embed mlp -> batch length mlp"
-_OUT_OF = "batch length mlp, mlp embed -> batch length embed"
+_UP = "batch length embed, embed mlp -> batch length mlp"
+_DOWN = "batch length mlp, mlp embed -> batch length embed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeMixConfig(MixerConfig):
-    """Configuration of `out(sigmoid(gate) * o)`, o being the weighted means.
+    """Configuration of RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted mean of values.
 
     **Arguments:**
 
-    - `embed_dim`: features of the residual stream, of which a cache keeps the last token's.
+    - `embed_dim`: features of the residual stream; the cache stores the last token of the stream for the token shift.
     - `channels`: features of keys, values and gates.
     """
 
@@ -43,23 +43,28 @@ class TimeMixConfig(MixerConfig):
     channels: PositiveInt
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shapes of the cache: the weights' sum and the mean of each channel, and the last token."""
+        """Return the cache shapes by name: the log of the sum of weights, the mean, and the last token."""
         state = ConvShape(taps=1, channels=self.channels, dtype="float32")
         return {"level": state, "mean": state, "stream": ConvShape(taps=1, channels=self.embed_dim)}
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token besides those of the projections: of the mean, read and written."""
+        """Return the multiplications per token of the weighted mean, which is read once and written once."""
         return 2 * self.channels
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "TimeMix":
-        _check_stream(self, embed_dim)
-        keys, into = jax.random.split(key, 4), (embed_dim, self.channels)
-        matrices = (fan_in(each, into, jnp.float32, embed_dim) for each in keys[:3])
+        _check_embed_dim(self, embed_dim)
+        keys = jax.random.split(key, 4)
+
+        def projection(key: PRNGKeyArray) -> Array:
+            return fan_in(key, (embed_dim, self.channels), jnp.float32, embed_dim)
+
         return TimeMix(
-            **dict(zip(("key", "value", "gate"), matrices, strict=True)),
-            key_mix=_new_mix(embed_dim),
-            value_mix=_new_mix(embed_dim),
-            gate_mix=_new_mix(embed_dim),
+            key=projection(keys[0]),
+            value=projection(keys[1]),
+            gate=projection(keys[2]),
+            key_mix=_init_mix(embed_dim),
+            value_mix=_init_mix(embed_dim),
+            gate_mix=_init_mix(embed_dim),
             decay=jnp.linspace(-5.0, 3.0, self.channels),
             bonus=jnp.log(0.3) + 0.5 * ((jnp.arange(self.channels) + 1) % 3 - 1).astype(jnp.float32),
             out=fan_in(keys[3], (self.channels, embed_dim), jnp.float32, self.channels),
@@ -68,7 +73,7 @@ class TimeMixConfig(MixerConfig):
 
 
 class TimeMix(eqx.Module):
-    """RWKV-4's mixer `out(sigmoid(gate) * o)`, o being weighted means of values."""
+    """RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted mean of values."""
 
     key: Float[Array, "embed mlp"]
     value: Float[Array, "embed mlp"]
@@ -82,54 +87,60 @@ class TimeMix(eqx.Module):
     config: TimeMixConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the layer's output, and new entries for its state and for the last token."""
-        earlier, stream = _shifted(x, past, ctx)
+        """Return the layer's output, and the proposed updates of its cache by name."""
+        previous, stream_update = _token_shift(x, cache, ctx)
 
-        def projected(weight: Array, mix: Array, name: str) -> Array:
-            return save(ctx.constrain(ctx.einsum(_INTO, _mixed(x, earlier, mix), weight), "batch length mlp"), name)
+        def project(weight: Array, mix: Array, name: str) -> Array:
+            return save(ctx.constrain(ctx.einsum(_UP, _mix(x, previous, mix), weight), "batch length mlp"), name)
 
-        gate = jax.nn.sigmoid(projected(self.gate, self.gate_mix, "query_proj"))
-        key = projected(self.key, self.key_mix, "key_proj").astype(jnp.float32)
-        value = projected(self.value, self.value_mix, "value_proj").astype(jnp.float32)
-        answer, entries = self._means(key, value, past, ctx)
-        answer = save(ctx.constrain(answer.astype(x.dtype), "batch length mlp"), "attention_out")
-        out = ctx.einsum(_OUT_OF, gate * answer, self.out)
-        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {**entries, "stream": stream}
+        gate = jax.nn.sigmoid(project(self.gate, self.gate_mix, "query_proj"))
+        key = project(self.key, self.key_mix, "key_proj").astype(jnp.float32)
+        value = project(self.value, self.value_mix, "value_proj").astype(jnp.float32)
+        means, updates = self._weighted_means(key, value, cache, ctx)
+        means = save(ctx.constrain(means.astype(x.dtype), "batch length mlp"), "attention_out")
+        out = ctx.einsum(_DOWN, gate * means, self.out)
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {**updates, "stream": stream_update}
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
-    def _means(
+    def _weighted_means(
         self,
         key: Float32[Array, "batch length channels"],
         value: Float32[Array, "batch length channels"],
-        past: dict[str, Any] | None,
+        cache: dict[str, Any] | None,
         ctx: ForwardContext,
     ) -> tuple[Float32[Array, "batch length channels"], dict[str, Any]]:
-        """Compute the weighted means, and new entries of the state."""
-        real, starts = (ctx.positions >= 0)[:, :, None], document_starts(ctx.positions, ctx.segment_ids)
+        """Compute the weighted means, and the proposed updates of the state."""
+        real = (ctx.positions >= 0)[:, :, None]
+        starts = document_starts(ctx.positions, ctx.segment_ids)
         decay, bonus = (x.astype(jnp.float32)[None, None] for x in (self.decay, self.bonus))
         log_decay = jnp.where(real, -jnp.exp(decay), 0.0)
         if starts is not None:
             log_decay = jnp.where(starts[:, :, None], EMPTY, log_decay)
         tokens = log_decay, jnp.where(real, key, EMPTY), zero_padding(value, ctx.positions)
-        before, end = scan_on_mesh(MEANS, tokens, _state(past, key[:, 0]), execution=ctx.execution)
-        answer = weighted(_forgotten(before[0], starts), before[1], key + bonus, value)
-        (level, mean), (last_level, last_mean) = MEANS.advance(before, tokens), end
-        entry = last_value_update(_stored(level), _stored(last_level), ctx)
-        return answer, {"level": entry, "mean": last_value_update(mean, last_mean, ctx)}
+        before, (last_level, last_mean) = scan_on_mesh(
+            MEANS, tokens, _read_state(cache, key[:, 0]), execution=ctx.execution
+        )
+        level_before, mean_before = before
+        if starts is not None:
+            level_before = jnp.where(starts[:, :, None], EMPTY, level_before)
+        out = weighted(level_before, mean_before, key + bonus, value)
+        level, mean = MEANS.advance(before, tokens)
+        level_update = last_value_update(_encode_level(level), _encode_level(last_level), ctx)
+        return out, {"level": level_update, "mean": last_value_update(mean, last_mean, ctx)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChannelMixConfig(ChannelConfig):
-    """Configuration of `sigmoid(gate) * value relu(key)^2`, key and gate being made from a token and the one before it.
+    """Configuration of RWKV-4's channel mixing `sigmoid(gate) * value relu(key)^2`, with a token shift.
 
     **Arguments:**
 
-    - `embed_dim`: features of the residual stream, of which a cache keeps the last token's.
+    - `embed_dim`: features of the residual stream; the cache stores the last token of the stream for the token shift.
     - `mlp_dim`: hidden features.
     """
 
@@ -137,24 +148,24 @@ class ChannelMixConfig(ChannelConfig):
     mlp_dim: PositiveInt
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
-        """Return the shape of the cache: the last token."""
+        """Return the cache shapes by name: only the last token."""
         return {"stream": ConvShape(taps=1, channels=self.embed_dim)}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "ChannelMix":
-        _check_stream(self, embed_dim)
+        _check_embed_dim(self, embed_dim)
         keys = jax.random.split(key, 3)
         return ChannelMix(
             key=fan_in(keys[0], (embed_dim, self.mlp_dim), jnp.float32, embed_dim),
             gate=fan_in(keys[1], (embed_dim, embed_dim), jnp.float32, embed_dim),
-            key_mix=_new_mix(embed_dim),
-            gate_mix=_new_mix(embed_dim),
+            key_mix=_init_mix(embed_dim),
+            gate_mix=_init_mix(embed_dim),
             value=fan_in(keys[2], (self.mlp_dim, embed_dim), jnp.float32, self.mlp_dim),
             config=self,
         )
 
 
 class ChannelMix(eqx.Module):
-    """RWKV-4's channel layer `sigmoid(gate) * value relu(key)^2`."""
+    """RWKV-4's channel mixing `sigmoid(gate) * value relu(key)^2`."""
 
     key: Float[Array, "embed mlp"]
     gate: Float[Array, "embed outer"]
@@ -164,64 +175,65 @@ class ChannelMix(eqx.Module):
     config: ChannelMixConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, past: dict[str, Any] | None = None
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """Return the layer's output, and a new entry for the last token."""
-        earlier, stream = _shifted(x, past, ctx)
-        key = save(ctx.einsum(_INTO, _mixed(x, earlier, self.key_mix), self.key), "mlpwi_1")
+        """Return the layer's output, and the proposed updates of its cache by name."""
+        previous, stream_update = _token_shift(x, cache, ctx)
+        key = save(ctx.einsum(_UP, _mix(x, previous, self.key_mix), self.key), "mlpwi_1")
         pattern = "batch length embed, embed outer -> batch length outer"
-        gate = ctx.einsum(pattern, _mixed(x, earlier, self.gate_mix), self.gate)
+        gate = ctx.einsum(pattern, _mix(x, previous, self.gate_mix), self.gate)
         gate = jax.nn.sigmoid(save(ctx.constrain(gate, "batch length embed"), "mlpwi_0"))
         hidden = ctx.constrain(jnp.square(jax.nn.relu(key)), "batch length mlp")
-        out = gate * ctx.constrain(ctx.einsum(_OUT_OF, hidden, self.value), "batch length embed")
-        return save(out, "mlpwo"), {"stream": stream}
+        out = gate * ctx.constrain(ctx.einsum(_DOWN, hidden, self.value), "batch length embed")
+        return save(out, "mlpwo"), {"stream": stream_update}
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
 
-# --- a token and the one before it ---
+# --- token shift: mixing each token with the previous token ---
 
 
-def _check_stream(config: TimeMixConfig | ChannelMixConfig, embed_dim: int) -> None:
-    rule = f"must be the residual stream's, {embed_dim}"
-    check(embed_dim == config.embed_dim, f"{type(config).__name__}.embed_dim={config.embed_dim} {rule}.")
+def _check_embed_dim(config: TimeMixConfig | ChannelMixConfig, embed_dim: int) -> None:
+    check(
+        embed_dim == config.embed_dim,
+        f"{type(config).__name__}.embed_dim={config.embed_dim} must equal the model's embed_dim={embed_dim}.",
+    )
 
 
-def _new_mix(size: int) -> Float32[Array, "embed"]:
+def _init_mix(size: int) -> Float32[Array, "embed"]:
     return jnp.arange(size, dtype=jnp.float32) / size
 
 
-def _shifted(
-    x: Float[Array, "batch length embed"], past: dict[str, Any] | None, ctx: ForwardContext
+def _token_shift(
+    x: Float[Array, "batch length embed"], cache: dict[str, Any] | None, ctx: ForwardContext
 ) -> tuple[Float[Array, "batch length embed"], ConvInputs | NewConvInputs]:
-    """Return the token before each, zeros before a document, and new entries for the last one: a convolution."""
-    taps = jnp.broadcast_to(jnp.asarray([1.0, 0.0]), (x.shape[2], 2))
-    earlier, stream = convolve_channels(x, taps, None, read_cache(past, "stream"), ctx)
-    return ctx.constrain(earlier, "batch length embed"), stream
+    """Return the previous token of each token, and the proposed cache update.
+
+    Zeros precede the first token of a document. The shift is computed as a causal convolution with kernel size 2.
+    """
+    kernel = jnp.broadcast_to(jnp.asarray([1.0, 0.0]), (x.shape[2], 2))
+    previous, update = convolve_channels(x, kernel, None, read_cache(cache, "stream"), ctx)
+    return ctx.constrain(previous, "batch length embed"), update
 
 
-def _mixed(x: Array, earlier: Array, mix: Array) -> Array:
+def _mix(x: Array, previous: Array, mix: Array) -> Array:
     mix = mix.astype(x.dtype)[None, None]
-    return x * mix + earlier * (1 - mix)
+    return x * mix + previous * (1 - mix)
 
 
-# --- the state: a cache begins with zeros, and a sum's logarithm that is none is far below ---
+# --- encoding of the state in the cache: an empty cache is zero, so a stored level of 0 means log(0) ---
 
 
-def _state(past: dict[str, Any] | None, like: Array) -> State:
-    """Return the state before a call."""
-    if past is None:
+def _read_state(cache: dict[str, Any] | None, like: Array) -> State:
+    """Return the state before a call: the log of the sum of weights, and the mean."""
+    if cache is None:
         return MEANS.nothing(like)
-    level, mean = past["level"][:, 0], past["mean"][:, 0]
+    level, mean = cache["level"][:, 0], cache["mean"][:, 0]
     return jnp.where(level == 0, EMPTY, level), mean
 
 
-def _stored(level: Array) -> Array:
-    """Return logarithms as a cache holds them: 0 stands for nothing."""
+def _encode_level(level: Array) -> Array:
+    """Replace a level of exactly 0 by a tiny number, because 0 is reserved for log(0)."""
     return jnp.where(level == 0, 1e-30, level)
-
-
-def _forgotten(level: Array, starts: Bool[Array, "batch length"] | None) -> Array:
-    return level if starts is None else jnp.where(starts[:, :, None], EMPTY, level)
