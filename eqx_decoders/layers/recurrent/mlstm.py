@@ -22,7 +22,7 @@ from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import last_value_update, read_cache, state_update, zero_padding
-from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MAXIMA, scan_on_mesh
+from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MAX, LOG_ZERO, scan_on_mesh
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -157,14 +157,14 @@ class MLSTM(eqx.Module):
         """Compute m for each token, and the proposed update of its cache."""
         level = jnp.zeros_like(log_input[:, 0]) if cache is None else cache["level"][:, 0]
         starts = document_starts(ctx.positions, ctx.segment_ids)
-        tokens = log_forget, jnp.where((ctx.positions >= 0)[:, :, None], log_input, EMPTY)
+        tokens = log_forget, jnp.where((ctx.positions >= 0)[:, :, None], log_input, LOG_ZERO)
         if starts is not None:  # m is 0 before a document's first token
             is_start = starts[:, :, None]
             decay, log_input = tokens
-            log_input = jnp.maximum(log_input, jnp.where(is_start, log_forget, EMPTY))
-            tokens = jnp.where(is_start, EMPTY, decay), log_input
-        before, (end,) = scan_on_mesh(MAXIMA, tokens, (level,), execution=ctx.execution)
-        (after,) = MAXIMA.advance(before, tokens)
+            log_input = jnp.maximum(log_input, jnp.where(is_start, log_forget, LOG_ZERO))
+            tokens = jnp.where(is_start, LOG_ZERO, decay), log_input
+        before, (end,) = scan_on_mesh(DECAYING_MAX, tokens, (level,), execution=ctx.execution)
+        (after,) = DECAYING_MAX.advance(before, tokens)
         return after, last_value_update(after, end, ctx)
 
     def _normalize(self, hidden: Array) -> Float32[Array, "batch length heads value_dim"]:

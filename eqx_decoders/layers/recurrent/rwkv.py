@@ -1,9 +1,9 @@
-"""RWKV-4 (Peng et al. 2023): time mixing, a weighted mean with decaying weights, and channel mixing, an MLP.
+"""RWKV-4 (Peng et al. 2023): time mixing, a weighted_mean mean with decaying weights, and channel mixing, an MLP.
 
     o_t = (sum_{i<t} e^{k_i - (t-1-i) w} v_i + e^{k_t + bonus} v_t) / (sum_{i<t} e^{k_i - (t-1-i) w} + e^{k_t + bonus})
 
 with w = e^decay. Keys, values and gates are projections of a mix of each token with the previous token (token shift).
-The state is the logarithm of the sum of weights and the weighted mean, so that no exponential exceeds 1.
+The state is the logarithm of the sum of weights and the weighted_mean mean, so that no exponential exceeds 1.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from eqx_decoders.layers.base import BranchResult, ChannelConfig, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import convolve_channels, last_value_update, read_cache, zero_padding
-from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MEANS, State, scan_on_mesh, weighted
+from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MEAN, LOG_ZERO, State, scan_on_mesh, weighted_mean
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
@@ -31,7 +31,7 @@ _DOWN = "batch length mlp, mlp embed -> batch length embed"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeMixConfig(MixerConfig):
-    """Configuration of RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted mean of values.
+    """Configuration of RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted_mean mean of values.
 
     **Arguments:**
 
@@ -48,7 +48,7 @@ class TimeMixConfig(MixerConfig):
         return {"level": state, "mean": state, "stream": ConvShape(taps=1, channels=self.embed_dim)}
 
     def token_products(self, length: int) -> int:
-        """Return the multiplications per token of the weighted mean, which is read once and written once."""
+        """Return the multiplications per token of the weighted_mean mean, which is read once and written once."""
         return 2 * self.channels
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "TimeMix":
@@ -73,7 +73,7 @@ class TimeMixConfig(MixerConfig):
 
 
 class TimeMix(eqx.Module):
-    """RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted mean of values."""
+    """RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted_mean mean of values."""
 
     key: Float[Array, "embed mlp"]
     value: Float[Array, "embed mlp"]
@@ -114,22 +114,22 @@ class TimeMix(eqx.Module):
         cache: dict[str, Any] | None,
         ctx: ForwardContext,
     ) -> tuple[Float32[Array, "batch length channels"], dict[str, Any]]:
-        """Compute the weighted means, and the proposed updates of the state."""
+        """Compute the weighted_mean means, and the proposed updates of the state."""
         real = (ctx.positions >= 0)[:, :, None]
         starts = document_starts(ctx.positions, ctx.segment_ids)
         decay, bonus = (x.astype(jnp.float32)[None, None] for x in (self.decay, self.bonus))
         log_decay = jnp.where(real, -jnp.exp(decay), 0.0)
         if starts is not None:
-            log_decay = jnp.where(starts[:, :, None], EMPTY, log_decay)
-        tokens = log_decay, jnp.where(real, key, EMPTY), zero_padding(value, ctx.positions)
+            log_decay = jnp.where(starts[:, :, None], LOG_ZERO, log_decay)
+        tokens = log_decay, jnp.where(real, key, LOG_ZERO), zero_padding(value, ctx.positions)
         before, (last_level, last_mean) = scan_on_mesh(
-            MEANS, tokens, _read_state(cache, key[:, 0]), execution=ctx.execution
+            DECAYING_MEAN, tokens, _read_state(cache, key[:, 0]), execution=ctx.execution
         )
         level_before, mean_before = before
         if starts is not None:
-            level_before = jnp.where(starts[:, :, None], EMPTY, level_before)
-        out = weighted(level_before, mean_before, key + bonus, value)
-        level, mean = MEANS.advance(before, tokens)
+            level_before = jnp.where(starts[:, :, None], LOG_ZERO, level_before)
+        out = weighted_mean(level_before, mean_before, key + bonus, value)
+        level, mean = DECAYING_MEAN.advance(before, tokens)
         level_update = last_value_update(_encode_level(level), _encode_level(last_level), ctx)
         return out, {"level": level_update, "mean": last_value_update(mean, last_mean, ctx)}
 
@@ -229,9 +229,9 @@ def _mix(x: Array, previous: Array, mix: Array) -> Array:
 def _read_state(cache: dict[str, Any] | None, like: Array) -> State:
     """Return the state before a call: the log of the sum of weights, and the mean."""
     if cache is None:
-        return MEANS.nothing(like)
+        return DECAYING_MEAN.initial_state(like)
     level, mean = cache["level"][:, 0], cache["mean"][:, 0]
-    return jnp.where(level == 0, EMPTY, level), mean
+    return jnp.where(level == 0, LOG_ZERO, level), mean
 
 
 def _encode_level(level: Array) -> Array:

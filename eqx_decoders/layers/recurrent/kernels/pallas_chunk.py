@@ -1,12 +1,13 @@
-"""One chunk of a recurrence in a Pallas kernel: the equations of `chunked_scan`, in arrays of two dimensions.
+"""One chunk of a recurrence in a Pallas kernel: the equations of `chunked_scan`, with two-dimensional arrays.
 
-Tokens are rows; numbers of a token and a head stand as rows of heads. Decays by channel have an exponent for each pair
-of tokens and channel. None is above 0, and none is a difference of sums: blocks of 1, 2, 4, … tokens are joined in
-pairs, and between a token of the second and one of the first decays go by way of the second's first token,
+Tokens are rows. Scalars per token and head are stored as [heads, chunk]. Decays per channel would need an exponent for
+each pair of tokens and each channel. Instead, sub-chunks of 1, 2, 4, … tokens are joined in pairs. Between a token i of
+the second sub-chunk and a token j of the first, the decay is split at the first token r of the second sub-chunk,
 
     P_ij = sum_d (q_id exp(sum of g after r up to i)) (k_jd exp(sum of g after j up to r)),
 
-so that each size of blocks is one product.
+so that one matrix product computes all pairs of one sub-chunk size. All exponents are at most 0, and none is computed
+as a difference of sums.
 """
 
 import dataclasses
@@ -17,39 +18,41 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 
-_SMALLEST = 8  # rows of the blocks that are inverted as a short sum of powers
+_SERIES_ROWS = 8  # rows of the diagonal squares that are inverted by a finite power series
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScanPlan:
-    """Static description of a call. A program has a key head, and `heads` of the value heads that share it."""
+    """Static description of a call. A program processes one key head, and `heads` value heads that share it."""
 
     heads: int
-    parts: int  # programs that share a key head
+    programs_per_key: int  # programs that share a key head
     key_dim: int
     value_dim: int
-    chunk: int
-    delta: bool
-    by_channel: bool
+    chunk: int  # tokens per chunk
+    delta: bool  # delta rule; False: linear recurrence
+    by_channel: bool  # decays per key channel; False: per head
     interpret: bool
 
     @property
-    def places(self) -> tuple[str, ...]:
-        """Places of the blocks of inputs: document, state, query, key, value, log decay; for the delta rule beta."""
-        decays = "keys" if self.by_channel else "heads"
-        return ("documents", "state", "keys", "keys", "values", decays, *("heads",) * self.delta)
+    def input_layouts(self) -> tuple[str, ...]:
+        """Layouts (see `pallas_scan._call`) of document, state, query, key, value, log decay and, if delta, beta."""
+        decay = "keys" if self.by_channel else "heads"
+        layouts = ("documents", "state", "keys", "keys", "values", decay)
+        return (*layouts, "heads") if self.delta else layouts
 
     @property
     def columns(self) -> int:
-        """Columns of the states and the values of a program."""
+        """Columns of a program's states and values: the features of its value heads, concatenated."""
         return self.heads * self.value_dim
 
     @property
     def operations(self) -> int:
-        """Operations of a program for one chunk."""
-        square, states = self.chunk**2, self.chunk * self.key_dim * self.columns
-        inverse = self.heads * self.chunk**3 * (2 * (self.chunk // _SMALLEST).bit_length() + 2)
+        """Floating point operations of a program for one chunk."""
+        square = self.chunk**2
+        states = self.chunk * self.key_dim * self.columns
+        inverse = self.heads * self.chunk**3 * (2 * (self.chunk // _SERIES_ROWS).bit_length() + 2)
         products = square * (self.key_dim + self.columns) + 2 * states
         decays = square * self.key_dim * (3 * self.chunk.bit_length() + 2) if self.by_channel else 0
         return 2 * (products + decays + self.delta * (products - states + inverse))
@@ -63,33 +66,35 @@ def _product(left: Array, right: Array, axes: tuple[int, int] = (1, 0), precisio
 
 
 def _rows_and_columns(size: int) -> tuple[Array, Array]:
-    """Return the row and the column of each element of a square."""
+    """Return the row index and the column index of each element of a square matrix."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return row, column
 
 
 def _inverse(system: Array) -> Array:
-    """Compute (I + A)^-1 of a strictly lower triangle: small blocks on the diagonal, then joined in pairs.
+    """Compute (I + A)^-1 for a strictly lower triangular A.
 
-    The eighth power of a block of eight is zero, and (I - A)(I + A^2)(I + A^4) is the sum of all before.
+    Squares on the diagonal are inverted first, and then joined in pairs. For a square of eight rows A^8 = 0, so its
+    inverse is the power series (I - A)(I + A^2)(I + A^4).
     """
     row, column = _rows_and_columns(system.shape[0])
 
     def multiply(left: Array, right: Array) -> Array:
         return _product(left, right, precision=_EXACT)
 
-    def together(size: int) -> Array:
+    def on_diagonal(size: int) -> Array:
+        """Return the mask of the diagonal squares of `size` rows."""
         shift = size.bit_length() - 1
         return (row >> shift) == (column >> shift)
 
-    power = jnp.where(together(_SMALLEST), -system, 0.0)
+    power = jnp.where(on_diagonal(_SERIES_ROWS), -system, 0.0)
     inverse = jnp.where(row == column, 1.0, power)
-    for _ in range(_SMALLEST.bit_length() - 2):
+    for _ in range(_SERIES_ROWS.bit_length() - 2):
         power = multiply(power, power)
         inverse = inverse + multiply(inverse, power)
-    size = _SMALLEST
+    size = _SERIES_ROWS
     while size < system.shape[0]:
-        corner = jnp.where(together(2 * size) & ~together(size), system, 0.0)
+        corner = jnp.where(on_diagonal(2 * size) & ~on_diagonal(size), system, 0.0)
         inverse = inverse - multiply(multiply(inverse, corner), inverse)
         size *= 2
     return inverse
@@ -129,92 +134,100 @@ def run_chunk(
 ) -> tuple[Array, Array, Array]:
     """Return the state after a chunk, its outputs, and the values that it wrote.
 
-    Decays are `heads chunk`, or `chunk key_dim` where each channel has its own; then a program has one head.
+    `document` is the index of each token's document within the chunk. The shape of `log_decay` is `heads chunk`, or,
+    with decays per channel, `chunk key_dim`; a program then has one value head.
     """
-    run = _by_channel if plan.by_channel else _by_head
+    run = _run_by_channel if plan.by_channel else _run_by_head
     return run(plan, document, state, query, key, value, log_decay, beta)
 
 
-def _upright(x: Array) -> Array:
-    """Turn a row into a column."""
+def _to_column(x: Array) -> Array:
+    """Transpose a row vector to a column vector."""
     row, column = _rows_and_columns(x.shape[1])
     return jnp.where(row == column, x, 0.0).sum(1, keepdims=True)
 
 
-def _by_head(plan, document, state, query, key, value, log_decay, beta) -> tuple[Array, Array, Array]:
+def _run_by_head(plan, document, state, query, key, value, log_decay, beta) -> tuple[Array, Array, Array]:
     row, column = _rows_and_columns(plan.chunk)
 
-    def side_by_side(columns: list[Array]) -> Array:
+    def broadcast_to_features(columns: list[Array]) -> Array:
+        """Repeat the column of each head over the head's value features."""
         return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], plan.value_dim)) for x in columns], 1)
 
-    standing = _upright(document)
-    same = standing == document
-    before, beyond = same & (row >= column), same & (row <= column)
-    between = _product(query, key, (1, 1))
+    row_document = _to_column(document)
+    same = row_document == document
+    lower, upper = same & (row >= column), same & (row <= column)
+    query_key = _product(query, key, (1, 1))
+    # rows: the chunk's queries, then, with the delta rule, its keys
     readout = _product(query if beta is None else jnp.concatenate([query, key]), state)
-    between_keys = None if beta is None else jnp.where(row > column, _product(key, key, (1, 1)), 0.0)
+    key_key = None if beta is None else jnp.where(row > column, _product(key, key, (1, 1)), 0.0)
     outs, writtens, leaves, keeps = [], [], [], []
     for head in range(plan.heads):
-        decay, features = log_decay[head : head + 1], slice(head * plan.value_dim, (head + 1) * plan.value_dim)
-        # multiples of 2^-10 add up without rounding, so that differences of two sums have all their digits
+        decay = log_decay[head : head + 1]
+        features = slice(head * plan.value_dim, (head + 1) * plan.value_dim)
+        # sums of multiples of 2^-10 are exact, so that differences of two sums are precise
         coarse = jax.lax.stop_gradient(jnp.floor(decay * 1024 + 0.5) * 2.0**-10)
-        fade = total = jnp.zeros((), jnp.float32)
+        pair_decay = total = jnp.zeros((), jnp.float32)
         for part in (coarse, decay - coarse):
-            since = jnp.where(before, part, 0.0).sum(1, keepdims=True)
-            fade += since - jnp.where(beyond, _upright(part), 0.0).sum(0, keepdims=True)
-            total += since
-        fade = jnp.exp(jnp.where(before, fade, -jnp.inf))
-        enter = jnp.exp(jnp.where(standing == 0, total, -jnp.inf))
+            row_sum = jnp.where(lower, part, 0.0).sum(1, keepdims=True)
+            pair_decay += row_sum - jnp.where(upper, _to_column(part), 0.0).sum(0, keepdims=True)
+            total += row_sum
+        pair_decay = jnp.exp(jnp.where(lower, pair_decay, -jnp.inf))
+        enter = jnp.exp(jnp.where(row_document == 0, total, -jnp.inf))  # decay from the state before to each token
         written = value[:, features]
-        if between_keys is not None and beta is not None:
-            rate = _upright(beta[head : head + 1])
-            right = (written - readout[plan.chunk :, features] * enter) * rate
-            written = _solve(between_keys * fade * rate, right)
-        outs.append(readout[: plan.chunk, features] * enter + _product(between * fade, written))
+        if key_key is not None and beta is not None:
+            head_beta = _to_column(beta[head : head + 1])
+            right = (written - readout[plan.chunk :, features] * enter) * head_beta
+            written = _solve(key_key * pair_decay * head_beta, right)
+        outs.append(readout[: plan.chunk, features] * enter + _product(query_key * pair_decay, written))
         writtens.append(written)
-        leaves.append(_upright(fade[-1:]))
+        leaves.append(_to_column(pair_decay[-1:]))
         keeps.append(enter[-1:])
     out, written = (jnp.concatenate(x, 1) for x in (outs, writtens))
-    state = state * side_by_side(keeps) + _product(key, written * side_by_side(leaves), (0, 0))
+    state = state * broadcast_to_features(keeps) + _product(key, written * broadcast_to_features(leaves), (0, 0))
     return state, out, written
 
 
-def _by_channel(plan, document, state, query, key, value, log_decay, beta) -> tuple[Array, Array, Array]:
+def _run_by_channel(plan, document, state, query, key, value, log_decay, beta) -> tuple[Array, Array, Array]:
     row, column = _rows_and_columns(plan.chunk)
-    standing = _upright(document)
+    row_document = _to_column(document)
     powers = range(plan.chunk.bit_length() - 1)
-    masks = [row >= column, row < column, *(_way(row, column, power) for power in powers)]
+    masks = [row >= column, row < column, *(_decays_to_split(row, column, power) for power in powers)]
     stacked = jnp.concatenate([jnp.where(mask, 1.0, 0.0) for mask in masks])
     sums = _product(stacked, log_decay, precision=_EXACT).reshape(len(masks), *log_decay.shape)
-    enter = jnp.exp(jnp.where(standing == 0, sums[0], -jnp.inf))
-    leave = jnp.exp(jnp.where(standing == standing[-1:], sums[1], -jnp.inf))
-    questions = query if beta is None else jnp.concatenate([query, key])
+    enter = jnp.exp(jnp.where(row_document == 0, sums[0], -jnp.inf))  # from the state before to each token
+    leave = jnp.exp(jnp.where(row_document == row_document[-1:], sums[1], -jnp.inf))  # from each token to the end
+    readers = query if beta is None else jnp.concatenate([query, key])
 
-    def decayed(fade: Array) -> Array:
-        return questions * (fade if beta is None else jnp.concatenate([fade, fade]))
+    def decayed_readers(decay: Array) -> Array:
+        return readers * (decay if beta is None else jnp.concatenate([decay, decay]))
 
     pairs = jnp.where(row == column, (query * key).sum(1, keepdims=True), 0.0)
     pairs = pairs if beta is None else jnp.concatenate([pairs, jnp.zeros_like(pairs)])
     for power in powers:
-        fade, (one, other) = jnp.exp(sums[2 + power]), (row >> power, column >> power)
-        met = (one >> 1 == other >> 1) & (one > other) & (standing == document)
-        met = met if beta is None else jnp.concatenate([met, met])
-        pairs += jnp.where(met, _product(decayed(fade), key * fade, (1, 1)), 0.0)
-    readout, written = _product(decayed(enter), state), value
+        decay = jnp.exp(sums[2 + power])
+        row_subchunk, column_subchunk = row >> power, column >> power
+        joined = (row_subchunk >> 1 == column_subchunk >> 1) & (row_subchunk > column_subchunk)
+        joined &= row_document == document
+        joined = joined if beta is None else jnp.concatenate([joined, joined])
+        pairs += jnp.where(joined, _product(decayed_readers(decay), key * decay, (1, 1)), 0.0)
+    readout = _product(decayed_readers(enter), state)
+    written = value
     if beta is not None:
-        rate = _upright(beta)
-        written = _solve(pairs[plan.chunk :] * rate, (value - readout[plan.chunk :]) * rate)
+        column_beta = _to_column(beta)
+        written = _solve(pairs[plan.chunk :] * column_beta, (value - readout[plan.chunk :]) * column_beta)
     out = readout[: plan.chunk] + _product(pairs[: plan.chunk], written)
-    return state * _upright(enter[-1:]) + _product(key * leave, written, (0, 0)), out, written
+    return state * _to_column(enter[-1:]) + _product(key * leave, written, (0, 0)), out, written
 
 
-def _way(row: Array, column: Array, power: int) -> Bool[Array, "chunk chunk"]:
-    """Return which log decays lie between each token and the first one of the second block of its pair of blocks.
+def _decays_to_split(row: Array, column: Array, power: int) -> Bool[Array, "chunk chunk"]:
+    """Return which log decays (columns) lie between each token (row) and the split of its pair of sub-chunks.
 
-    Blocks have `2^power` tokens.
+    Sub-chunks have `2^power` tokens. The split is the first token of the second sub-chunk of the pair.
     """
-    block, together = row >> power, (row >> power) == (column >> power)
-    second = together & (column <= row) & (column != block << power)
-    first = (together & (column > row)) | (column == (block + 1) << power)
-    in_second = (block & 1) == 1
-    return (in_second & second) | (~in_second & first)
+    subchunk = row >> power
+    same = subchunk == (column >> power)
+    after_split = same & (column <= row) & (column != subchunk << power)
+    before_split = (same & (column > row)) | (column == (subchunk + 1) << power)
+    in_second = (subchunk & 1) == 1
+    return (in_second & after_split) | (~in_second & before_split)

@@ -1,12 +1,12 @@
-"""Recurrences of rows that a mesh splits: each device runs its piece, and then their effects on the state are combined.
+"""Recurrences over sequences that a mesh shards: each device processes its shard, and only states are communicated.
 
-A piece of a row maps the state S before it to
+The recurrence is linear in the state, so a shard maps the state S before it to
 
-    S' = A S + B,    o_t = b_t + a_t^T S,
+    S' = A S + B,    o_t = b_t + a_t^T S.
 
-since the recurrence is linear in S. In the gated delta rule the columns of a state are independent, so that one run
-with the state [0 | I] and values [v | 0] ends in [B | A] and gives [b | a]. Without a correction A is a product of
-decays. A and B of all pieces are gathered, a matrix or two per head and row; no token leaves its device.
+In the gated delta rule the columns of a state are independent, so one run with the initial state [0 | I] and values
+[v | 0] ends in the state [B | A] and returns the outputs [b | a]. In the linear recurrence A is a product of decays. A
+and B of all shards are all-gathered: one or two matrices per head and sequence. Tokens are not communicated.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.chips import compute_capability
 
 
-T = TypeVar("T")
-_EXACT = lax.Precision.HIGHEST  # states pass from piece to piece
+State = TypeVar("State")
+_EXACT = lax.Precision.HIGHEST  # rounding errors of states would accumulate from shard to shard
 
 
 def recur_on_mesh(
@@ -47,43 +47,47 @@ def recur_on_mesh(
 ]:
     """Run `delta_rule` on the mesh of `execution`."""
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
-    rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
-    # a kernel sees a device's own arrays, and by their shapes it is chosen
-    backend, count = layout.backend, value.shape[1]
-    may_have_kernel = (backend.pallas_tpu and count >= CHUNK) or (backend.pallas_gpu and count > 1)
+    value_spec = layout.activation_spec("batch length heads value_dim", value.shape)
+    batch_axes, length_axes, head_axes = map(names_of, value_spec[:3])
+    # kernels run under shard_map: XLA cannot partition them, and `delta_rule` selects them by the shapes of one device
+    backend, num_tokens = layout.backend, value.shape[1]
+    may_have_kernel = (backend.pallas_tpu and num_tokens >= CHUNK) or (backend.pallas_gpu and num_tokens > 1)
     device: dict[str, Any] = dict(platform=layout.platform, compute_capability=compute_capability(layout.device))
-    if layout.single or not (length or may_have_kernel):
+    if layout.single or not (length_axes or may_have_kernel):
         return delta_rule(*arrays, **device)
-    key_heads = names_of(layout.activation_spec("batch length key_heads key_dim", key.shape)[2])
-    others, groups = heads[len(key_heads) :], value.shape[2] // key.shape[2]
-    if others and heads[: len(key_heads)] != key_heads:
-        key_heads, others = (), heads
+    key_head_axes = names_of(layout.activation_spec("batch length key_heads key_dim", key.shape)[2])
+    # mesh axes that shard value heads, but not key heads: a device then selects the key heads of its value heads
+    value_only_axes = head_axes[len(key_head_axes) :]
+    values_per_key = value.shape[2] // key.shape[2]
+    if value_only_axes and head_axes[: len(key_head_axes)] != key_head_axes:
+        key_head_axes, value_only_axes = (), head_axes
 
     def run(query, key, value, log_decay, beta, state, resets):
-        if others:
-            query, key = (used_heads(x, others, value.shape[2], groups) for x in (query, key))
+        if value_only_axes:
+            query, key = (used_heads(x, value_only_axes, value.shape[2], values_per_key) for x in (query, key))
         shape = value.shape[0], value.shape[2], key.shape[3], value.shape[3]
-        if not length:
+        if not length_axes:
             return delta_rule(query, key, value, log_decay, beta, state, resets, **device)
         start = jnp.zeros(shape, jnp.float32) if state is None else state
-        piece = _run_piece(query, key, value, log_decay, beta, resets, device)
-        start, end = states_of_pieces(start, (piece.transition, piece.end), _moved, length)
-        out, written = (_with_state(x, start) for x in (piece.out, piece.written))
+        shard = _run_shard(query, key, value, log_decay, beta, resets, device)
+        start, end = states_of_shards(start, (shard.transition, shard.end), _apply_shard, length_axes)
+        out, written = (_add_state(x, start) for x in (shard.out, shard.written))
         return out.astype(value.dtype), written, end
 
-    # named, too, are mesh axes of one device: over what no name splits gradients are summed
-    rows = (*rows, *(name for name, size in layout.mesh.shape.items() if size == 1))
-    tokens, keys = PartitionSpec(rows, length, heads), PartitionSpec(rows, length, key_heads)
-    states = PartitionSpec(rows, heads)
-    specs = (keys, keys, tokens, tokens, tokens, states, PartitionSpec(rows, length))
+    # mesh axes of size 1 are listed too, because shard_map sums gradients over every axis that no spec names
+    batch_axes = (*batch_axes, *(name for name, size in layout.mesh.shape.items() if size == 1))
+    tokens = PartitionSpec(batch_axes, length_axes, head_axes)
+    keys = PartitionSpec(batch_axes, length_axes, key_head_axes)
+    states = PartitionSpec(batch_axes, head_axes)
+    specs = (keys, keys, tokens, tokens, tokens, states, PartitionSpec(batch_axes, length_axes))
     return layout.shard_map(run, specs, (tokens, tokens, states))(*arrays)
 
 
-_Affine = tuple[Array, Array | None]  # a result without a state before the piece, and the vectors that read the state
+_Affine = tuple[Array, Array | None]  # (b, a): the result is b + a^T S; a=None: the result does not depend on S
 
 
-class _Piece(NamedTuple):
-    """Effect of a piece of a row on the state before it.
+class _Shard(NamedTuple):
+    """Results of a shard as affine functions of the state S before it; see the module docstring.
 
     - `out`, `written`: b [batch, length, heads, value_dim] and a [batch, length, heads, key_dim].
     - `end`: B.
@@ -96,58 +100,67 @@ class _Piece(NamedTuple):
     transition: Float32[Array, "batch heads ..."]
 
 
-def _run_piece(query, key, value, log_decay, beta, resets, device: dict[str, Any]) -> _Piece:
+def _run_shard(query, key, value, log_decay, beta, resets, device: dict[str, Any]) -> _Shard:
     value = value.astype(jnp.float32)
     if beta is None:
         out, written, end = delta_rule(query, key, value, log_decay, None, None, resets, **device)
-        fade = _fade(log_decay, resets)
-        readout = jnp.repeat(query.astype(jnp.float32), value.shape[2] // query.shape[2], axis=2) * fade
-        return _Piece((out, readout), (written, None), end, fade[:, -1])
+        decay = _decay_from_start(log_decay, resets)
+        readout = jnp.repeat(query.astype(jnp.float32), value.shape[2] // query.shape[2], axis=2) * decay
+        return _Shard((out, readout), (written, None), end, decay[:, -1])
     batch, _, heads, value_dim = value.shape
     key_dim = key.shape[3]
-    wide = jnp.concatenate([value, jnp.zeros((*value.shape[:3], key_dim), jnp.float32)], 3)
-    one = jnp.broadcast_to(
+    extended_value = jnp.concatenate([value, jnp.zeros((*value.shape[:3], key_dim), jnp.float32)], 3)
+    extended_state = jnp.broadcast_to(
         jnp.eye(key_dim, value_dim + key_dim, value_dim, jnp.float32), (batch, heads, key_dim, value_dim + key_dim)
     )
-    results = delta_rule(query, key, wide, log_decay, beta, one, resets, **device)
+    results = delta_rule(query, key, extended_value, log_decay, beta, extended_state, resets, **device)
     out, written, (end, transition) = ((x[..., :value_dim], x[..., value_dim:]) for x in results)
-    return _Piece(out, written, end, transition)
+    return _Shard(out, written, end, transition)
 
 
-def _fade(log_decay: Array, resets: Array | None) -> Float32[Array, "batch length heads decay_dim"]:
-    """Return the remaining share of the state before the piece at each token."""
-    fade = jnp.exp(jnp.cumsum(log_decay.astype(jnp.float32), axis=1))
+def _decay_from_start(log_decay: Array, resets: Array | None) -> Float32[Array, "batch length heads decay_dim"]:
+    """Return the decay of the state before the shard up to each token; 0 after a reset."""
+    decay = jnp.exp(jnp.cumsum(log_decay.astype(jnp.float32), axis=1))
     if resets is None:
-        return fade
-    return jnp.where((jnp.cumsum(resets, axis=1) > 0)[:, :, None, None], 0.0, fade)
+        return decay
+    return jnp.where((jnp.cumsum(resets, axis=1) > 0)[:, :, None, None], 0.0, decay)
 
 
-def states_of_pieces(start: T, piece: Any, move: Callable[[T, Any], T], axes: tuple[str, ...]) -> tuple[T, T]:
-    """Return the states before a device's piece and after the last one, from the state before the first one.
+def states_of_shards(
+    start: State, shard: Any, apply: Callable[[State, Any], State], axes: tuple[str, ...]
+) -> tuple[State, State]:
+    """Return the state before this device's shard, and the state after the last shard.
 
-    A piece that begins in the state S ends in `move(S, piece)`; states and pieces are arrays or trees of them.
+    Call this under `shard_map`. The descriptions of all shards are all-gathered over the mesh axes `axes`.
+
+    **Arguments:**
+
+    - `start`: state before the first shard, an array or a pytree.
+    - `shard`: description of this device's shard, an array or a pytree.
+    - `apply`: `(state before a shard, its description) -> state after it`.
     """
 
     def step(carry, indexed):
-        (state, own_state), (index, piece) = carry, indexed
-        own = index == lax.axis_index(axes)
-        own_state = jax.tree.map(lambda here, known: jnp.where(own, here, known), state, own_state)
-        return (move(state, piece), own_state), None
+        state, own_state = carry
+        index, shard = indexed
+        is_own = index == lax.axis_index(axes)
+        own_state = jax.tree.map(lambda new, old: jnp.where(is_own, new, old), state, own_state)
+        return (apply(state, shard), own_state), None
 
-    pieces = jax.tree.map(lambda x: lax.all_gather(x, axes), piece)
-    (end, own_state), _ = lax.scan(step, (start, start), (jnp.arange(len(jax.tree.leaves(pieces)[0])), pieces))
+    shards = jax.tree.map(lambda x: lax.all_gather(x, axes), shard)
+    (end, own_state), _ = lax.scan(step, (start, start), (jnp.arange(len(jax.tree.leaves(shards)[0])), shards))
     return own_state, end
 
 
-def _moved(state: Array, piece: tuple[Array, Array]) -> Array:
-    transition, end = piece
+def _apply_shard(state: Array, shard: tuple[Array, Array]) -> Array:
+    transition, end = shard
     if transition.ndim == state.ndim:
         return jnp.einsum("bhkj,bhjv->bhkv", transition, state, precision=_EXACT) + end
     return transition[..., None] * state + end
 
 
-def _with_state(affine: _Affine, state: Array) -> Array:
-    without, readout = affine
+def _add_state(affine: _Affine, state: Array) -> Array:
+    constant, readout = affine
     if readout is None:
-        return without
-    return without + jnp.einsum("blhk,bhkv->blhv", readout, state, preferred_element_type=jnp.float32)
+        return constant
+    return constant + jnp.einsum("blhk,bhkv->blhv", readout, state, preferred_element_type=jnp.float32)

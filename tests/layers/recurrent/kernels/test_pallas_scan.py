@@ -54,9 +54,9 @@ def test_kernels_are_tokens(length, kind, options, resets):
 @pytest.mark.parametrize("kind", ["head", "linear"])
 def test_several_programs_share_a_key_head(kind, monkeypatch):
     """Their gradients of queries and keys are added up."""
-    monkeypatch.setattr(pallas_scan, "_WIDEST", 256)
+    monkeypatch.setattr(pallas_scan, "_MAX_VALUE_COLUMNS", 256)
     args = inputs(20, kind, batch=1, key_heads=2, heads=8, value_dim=128)
-    assert pallas_scan._heads_at_once(4, 128) == 2
+    assert pallas_scan._heads_per_program(4, 128) == 2
     same(results(run_kernel, args, (None,), INTERPRETED), results(delta_rule, args, (None,), (("chunk", None),)))
 
 
@@ -146,9 +146,9 @@ def test_what_kernels_can(shape, wanted):
     assert fits(key, value, decay) == wanted
 
 
-def test_heads_at_once():
+def test_heads_per_program():
     wanted = {(2, 128): 2, (48, 64): 8, (14, 80): None, (16, 80): 8, (32, 100): None, (3, 64): None, (4, 256): 2}
-    assert {each: pallas_scan._heads_at_once(*each) for each in wanted} == wanted
+    assert {each: pallas_scan._heads_per_program(*each) for each in wanted} == wanted
 
 
 @slow

@@ -9,20 +9,26 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MAXIMA, MEANS, scan_on_mesh, scan_states
+from eqx_decoders.layers.recurrent.scans.log_scan import (
+    DECAYING_MAX,
+    DECAYING_MEAN,
+    LOG_ZERO,
+    scan_on_mesh,
+    scan_states,
+)
 from tests.compare import assert_allclose
 from tests.layers.common import normal
 
 
-def inputs(law, length: int, channels: int = 4):
+def inputs(reduction, length: int, channels: int = 4):
     """Of three rows: keys far apart; two documents begin in the second, and the third has padding."""
     decay, keys = -np.abs(normal(3, length, channels)), 60 * normal(3, length, channels, seed=2)
     values = normal(3, length, channels, seed=3)
-    decay[1, [7, length // 2]] = EMPTY
-    decay[2, 5:9], keys[2, 5:9], values[2, 5:9] = 0.0, EMPTY, 0.0
+    decay[1, [7, length // 2]] = LOG_ZERO
+    decay[2, 5:9], keys[2, 5:9], values[2, 5:9] = 0.0, LOG_ZERO, 0.0
     start = 5 * normal(3, channels, seed=4), normal(3, channels, seed=5)
     tokens = [jnp.asarray(x) for x in (decay, keys, values)]
-    count = len(law.empty)
+    count = len(reduction.initial)
     return tuple(tokens[: 1 + count]), tuple(map(jnp.asarray, start[:count]))
 
 
@@ -44,20 +50,20 @@ def same(found, want):
 
 
 @pytest.mark.slow(fast=("maxima",))
-@pytest.mark.parametrize("law", [MEANS, MAXIMA], ids=["means", "maxima"])
-def test_chunks_are_single_tokens(law):
-    args = inputs(law, 26)
-    want = results(args, functools.partial(scan_states, law, chunk=1))
-    same(results(args, functools.partial(scan_states, law, chunk=8)), want)
+@pytest.mark.parametrize("reduction", [DECAYING_MEAN, DECAYING_MAX], ids=["means", "maxima"])
+def test_chunks_are_single_tokens(reduction):
+    args = inputs(reduction, 26)
+    want = results(args, functools.partial(scan_states, reduction, chunk=1))
+    same(results(args, functools.partial(scan_states, reduction, chunk=8)), want)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)])
 def test_pieces_of_a_row(sizes):
-    (decay, *tokens), start = inputs(MEANS, 80)
+    (decay, *tokens), start = inputs(DECAYING_MEAN, 80)
     args = (
         tuple(jnp.concatenate([x, x[:1]]) for x in (decay, *tokens)),
         tuple(jnp.concatenate([x, x[:1]]) for x in start),
     )
-    run = functools.partial(scan_on_mesh, MEANS, execution=Execution(layout=ed.Layout.create(**sizes)))
-    same(results(args, run), results(args, functools.partial(scan_states, MEANS)))
+    run = functools.partial(scan_on_mesh, DECAYING_MEAN, execution=Execution(layout=ed.Layout.create(**sizes)))
+    same(results(args, run), results(args, functools.partial(scan_states, DECAYING_MEAN)))
