@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, group_arguments
-from eqx_decoders.layers.attention.kernels.registry import KERNELS, choose
+from eqx_decoders.layers.attention.kernels.registry import KERNELS, select_kernel
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
@@ -71,7 +71,7 @@ def test_attention(heads, kv_heads, dim, value_dim, mask, length, soft_cap, rows
     promises |= dict(compute_capability=compute_capability(device()))
     call = AttentionCall.of(*group_arguments(*qkv, **places, **promises, needs_lse=False))
     names = [name for name in ("cudnn", "triton", "chunked") if KERNELS[name].lacks(call) is None]
-    assert choose(call) == names[0] and (names[0] != "chunked" or (dtype == "float32" and dim > 128))
+    assert select_kernel(call) == names[0] and (names[0] != "chunked" or (dtype == "float32" and dim > 128))
     weights = weights_for(qkv)
 
     @functools.partial(jax.jit, static_argnames=("kernel", "lse"))

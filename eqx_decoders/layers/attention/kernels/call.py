@@ -1,4 +1,4 @@
-"""Arguments of one call of attention: arrays, static options, and the description by which kernels are chosen."""
+"""Arguments of one attention call: arrays, static options, and the description from which a kernel is selected."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -14,15 +14,16 @@ from eqx_decoders.sharding.backend import Backend, backend_of
 
 
 class AttentionInputs(NamedTuple):
-    """Arrays of one call of attention.
+    """Arrays of one attention call.
 
     **Arguments:**
 
-    - `query`, `key`, `value`: query head h uses key head h // (heads // kv_heads); queries are scaled already.
+    - `query`, `key`, `value`: query head h uses key head h // (heads // kv_heads). Queries are already scaled.
     - `positions`: positions, segments and spans of queries and keys.
-    - `selected`: of the keys that a query may see, those that count, for all heads alike or for each; None: all.
-    - `scales`: multiply stored keys and values; None where these are as they are.
-    - `slopes`: of the linear biases of these heads; None: there are no biases, or these are all heads.
+    - `selected`: which of the keys that the mask allows are attended to, per head or for all heads; None: all keys.
+    - `scales`: scales of quantized keys and values; None: keys and values are not quantized.
+    - `slopes`: ALiBi slopes of these heads. None: no ALiBi, or the heads are all heads of the layer, whose slopes
+        follow from `AttentionOptions.alibi`.
     """
 
     query: Float[Array, "batch length heads head_dim"]
@@ -34,7 +35,7 @@ class AttentionInputs(NamedTuple):
     slopes: Float32[Array, "heads"] | None = None
 
     def with_slopes(self, options: "AttentionOptions") -> "AttentionInputs":
-        """Fill in the slopes of linear biases."""
+        """Return these inputs with the ALiBi slopes of all heads, if ALiBi is used and `slopes` is None."""
         if options.alibi is None or self.slopes is not None:
             return self
         return self._replace(slopes=options.alibi.slopes(self.query.shape[2]))
@@ -42,20 +43,21 @@ class AttentionInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Static options of one call of attention.
+    """Static options of one attention call.
 
     **Arguments:**
 
     - `mask`: which keys a query may see.
-    - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
-    - `alibi`: linear biases, which are added to scores before the soft cap; None for none.
-    - `aligned`: the caller's promise that queries and keys are the same tokens in the same order, with positions that
+    - `soft_cap`: scores become `cap * tanh(scores / cap)`; None: no soft cap.
+    - `alibi`: ALiBi biases, which are added to scores before the soft cap; None: no biases.
+    - `aligned`: the caller guarantees that queries and keys are the same tokens in the same order, with positions that
         increase strictly within a segment.
-    - `dense_positions`: the promise, besides, that each row is one document at positions 0, 1, 2, …, without padding.
-    - `needs_lse`: whether anything reads the log-sum-exp, which may otherwise be NaN.
-    - `local`: whether the arrays are one device's own: inside `shard_map`, or without a mesh.
-    - `platform`: of the devices that compute it.
-    - `compute_capability`: of these, where they are NVIDIA's.
+    - `dense_positions`: the caller also guarantees that each sequence is one document at positions 0, 1, 2, …, without
+        padding.
+    - `needs_lse`: whether the caller reads the log-sum-exp; otherwise it may be NaN.
+    - `local`: whether the arrays are local to one device: inside `shard_map`, or without a mesh.
+    - `platform`: platform of the devices.
+    - `compute_capability`: compute capability of NVIDIA GPUs; None for other devices.
     """
 
     mask: Mask
@@ -70,21 +72,21 @@ class AttentionOptions:
 
     @property
     def backend(self) -> Backend:
-        """Choices that suit the platform."""
+        """Backend settings of the platform."""
         return backend_of(self.platform)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall(AttentionOptions):
-    """Static description of one call of attention: options, and the shapes and dtypes of its arrays.
+    """Static description of one attention call: options, and the shapes and dtypes of its arrays.
 
     **Arguments:**
 
     - `batch`, `length`, `kv_length`, `head_dim`, `value_dim`: sizes.
-    - `dtypes`: of queries, keys and values.
-    - `segments`, `spans`: whether there are any.
-    - `selected_heads`: number of heads for which keys are selected; 0: all keys count.
-    - `group_words`: words of 32 bits in which a query's choice of groups of keys is given; 0: a mask of keys.
+    - `dtypes`: dtypes of queries, keys and values.
+    - `segments`, `spans`: whether the call has segments or spans.
+    - `selected_heads`: number of heads for which keys are selected separately: 1 or all heads; 0: no selection.
+    - `group_words`: number of uint32 words with one bit per key group, for each query; 0: no selection of key groups.
     """
 
     batch: int
@@ -102,7 +104,7 @@ class AttentionCall(AttentionOptions):
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "AttentionCall":
         """Describe a call with these arrays and options."""
         query, key, value, positions, selected, *_ = inputs
-        bits, groups = selected if isinstance(selected, Selection) else (selected, None)
+        bits, key_groups = selected if isinstance(selected, Selection) else (selected, None)
         return cls(
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
             batch=query.shape[0],
@@ -114,12 +116,12 @@ class AttentionCall(AttentionOptions):
             segments=positions.query_segments is not None,
             spans=positions.query_spans is not None,
             selected_heads=0 if bits is None else bits.shape[1],
-            group_words=bits.shape[3] if bits is not None and groups is not None else 0,
+            group_words=bits.shape[3] if bits is not None and key_groups is not None else 0,
         )
 
     @property
     def needs(self) -> frozenset[str]:
-        """Abilities that not every kernel has and that this call needs, by the names of `Kernel`'s fields."""
+        """Optional features that this call needs, as names of fields of `registry.Kernel`."""
         needed = {
             "soft_cap": self.soft_cap is not None,
             "alibi": self.alibi is not None,
@@ -136,9 +138,9 @@ class AttentionCall(AttentionOptions):
 def group_arguments(
     query: Array, key: Array, value: Array, **keywords: Any
 ) -> tuple[AttentionInputs, AttentionOptions]:
-    """Group the keyword arguments of `attend`, all but `kernel`, into arrays and static options.
+    """Split the keyword arguments of `attend`, except `kernel`, into arrays and static options.
 
-    Raises TypeError for a keyword that is missing or unknown.
+    Raises TypeError for missing or unknown keywords.
     """
     positions = {name: keywords.pop(name) for name in AttentionPositions._fields if name in keywords}
     selected, scales = (keywords.pop(name, None) for name in ("selected", "scales"))

@@ -1,4 +1,4 @@
-"""Types, score functions and products of tiles that attention kernels share, and the key heads of a device."""
+"""Types, score functions and tile products shared by the attention kernels, and helpers for grouped-query heads."""
 
 import math
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 
-EMPTY = -1e30  # lse of a query that sees nothing: finite, so that differences and gradients stay finite
+EMPTY = -1e30  # lse of a query that sees no key; finite, so that differences and gradients stay finite
 
 Result = tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch length heads"]]
 Gradients = tuple[
@@ -19,22 +19,22 @@ Gradients = tuple[
 
 
 class Scales(NamedTuple):
-    """Scales that multiply stored keys and values, one for each token and head, or for each token."""
+    """Scales of a quantized cache that multiply stored keys and values: one per token and head, or one per token."""
 
     key: Float[Array, "batch kv_length scale_heads"]
     value: Float[Array, "batch kv_length scale_heads"]
 
 
 class Cotangents(NamedTuple):
-    """Cotangents of attention by query, from which each part of its keys has its gradients.
+    """Quantities per query from which the gradients of any part of its keys can be computed.
 
-    With them a key's weight is P = exp(S - lse), and the gradient of its score dS = P * (dO V' - delta).
+    The attention weights are P = exp(S - lse), and the gradient of the scores is dS = P * (dO V' - delta).
 
     **Arguments:**
 
-    - `out_bar`: the gradient dO of its result.
-    - `lse`: of the scores of all keys that it sees.
-    - `delta`: sum(out * dO) - dlse, of the results over all keys.
+    - `out_bar`: gradient dO of the attention output.
+    - `lse`: log-sum-exp of the scores of all keys that the query sees.
+    - `delta`: sum(out * dO) - dlse, for the results over all keys.
     """
 
     out_bar: Float[Array, "batch length heads value_dim"]
@@ -50,37 +50,43 @@ def make_cotangents(results: Result, bars: Result) -> Cotangents:
 
 
 def cap_scores(scores: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
-    """Compute `cap * tanh(scores / cap)`; None leaves the scores."""
+    """Compute the soft cap `cap * tanh(scores / cap)`; return the scores if `soft_cap` is None."""
     return scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
 
 
-def cap_slopes(
-    slopes: Float[Array, "*shape"], scores: Float[Array, "*shape"], soft_cap: float | None
+def cap_gradient(
+    gradient: Float[Array, "*shape"], capped_scores: Float[Array, "*shape"], soft_cap: float | None
 ) -> Float[Array, "*shape"]:
-    """Compute the gradient of scores from the gradient of capped ones, `scores`."""
-    return slopes if soft_cap is None else slopes * (1 - jnp.square(scores / soft_cap))
+    """Return the gradient with respect to the scores, given the gradient with respect to the capped scores."""
+    return gradient if soft_cap is None else gradient * (1 - jnp.square(capped_scores / soft_cap))
 
 
-def rows_of_key_heads(
+def group_by_kv_head(
     query: Float[Array, "batch length heads head_dim"], kv_heads: int, width: int
 ) -> Float[Array, "batch kv_heads rows width"]:
-    """Arrange queries as rows of their key heads, the heads of a token in order, with zeros up to a width."""
+    """Arrange queries by KV head, and pad features with zeros to `width`.
+
+    Rows are ordered by token; the query heads of a token that share a KV head are consecutive rows.
+    """
     batch, length, heads, dim = query.shape
     query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - dim)))
     query = query.reshape(batch, length, kv_heads, heads // kv_heads, width).swapaxes(1, 2)
     return query.reshape(batch, kv_heads, -1, width)
 
 
-def heads_of_tokens(x: Array, length: int, heads: int) -> Array:
-    """Undo `rows_of_key_heads` for results `batch kv_heads rows …`, of which the last rows may belong to no token."""
-    batch, kv_heads, _, *more = x.shape
-    groups = heads // kv_heads
-    x = x[:, :, : length * groups].reshape(batch, kv_heads, length, groups, *more).swapaxes(1, 2)
-    return x.reshape(batch, length, heads, *more)
+def ungroup_kv_heads(x: Array, length: int, heads: int) -> Array:
+    """Undo `group_by_kv_head`: [batch, kv_heads, rows, …] -> [batch, length, heads, …]; drop padding rows."""
+    batch, kv_heads, _, *features = x.shape
+    queries_per_kv = heads // kv_heads
+    x = x[:, :, : length * queries_per_kv].reshape(batch, kv_heads, length, queries_per_kv, *features).swapaxes(1, 2)
+    return x.reshape(batch, length, heads, *features)
 
 
 def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> Float32[Array, "rows columns"]:
-    """Multiply two tiles in f32. Products of bfloat16 are exact, whatever precision is the default."""
+    """Multiply two tiles, contracting the given axes, and accumulate in float32.
+
+    For bfloat16 the default precision is exact, so `jax_default_matmul_precision` is ignored.
+    """
     return jax.lax.dot_general(
         left,
         right,
@@ -90,11 +96,12 @@ def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> 
     )
 
 
-def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, groups: int) -> Array:
-    """Select the key heads that a device's `own_heads` use, out of heads that all devices of some mesh axes have.
+def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, queries_per_kv: int) -> Array:
+    """Select the key heads that the query heads of this device use. Call this under `shard_map`.
 
-    `groups` consecutive query heads share a key head.
+    Query heads are sharded over the mesh axes `axes`, `own_heads` on each device, while key heads are replicated over
+    these axes. `queries_per_kv` consecutive query heads share a key head.
     """
-    size = math.gcd(own_heads, groups)  # so many of them surely share one
+    size = math.gcd(own_heads, queries_per_kv)  # runs of this many query heads always share a key head
     first = jax.lax.axis_index(axes) * own_heads
-    return jnp.take(key, (first + size * jnp.arange(own_heads // size)) // groups, axis=2)
+    return jnp.take(key, (first + size * jnp.arange(own_heads // size)) // queries_per_kv, axis=2)

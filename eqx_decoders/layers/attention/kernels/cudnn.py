@@ -1,14 +1,15 @@
-"""Attention by cuDNN's fused kernels, for NVIDIA's GPUs: `jax.nn.dot_product_attention`.
+"""Attention by cuDNN's fused kernels for NVIDIA GPUs, through `jax.nn.dot_product_attention`.
 
-By itself cuDNN knows indices, not positions: all earlier indices, or a window of them. That is the mask where
-positions are the indices. Elsewhere the mask goes in as an array of `length x kv_length`, in the dtype of queries,
-which is exact for any positions, segments, spans and selections, and costs memory; its gradient does not exist.
+cuDNN masks by index, not by position: causal, or a window of earlier indices. This is the right mask if positions equal
+indices. In other cases the mask is passed as an array [length, kv_length] in the dtype of queries, which is exact for
+any positions, segments, spans and selections, but takes memory. The mask has no gradient.
 
-Packed rows are told to be causal, too, so that cuDNN skips the half that no query sees. It could skip other documents
-as well where it is told their offsets, without a mask; but it needs a bound on their number, which data decide, and
-JAX offers that in no public function. A window is told where there is no mask alone: not every cuDNN takes both.
+For packed sequences causality is passed in addition to the mask, so that cuDNN skips the upper half of the scores.
+cuDNN could also skip other documents, given their offsets instead of a mask; but it needs a static bound on the number
+of documents, and no public function of JAX supports this. A window is passed only without a mask, because not every
+version of cuDNN supports both.
 
-The log-sum-exp comes rounded and without gradient, so this kernel does nothing that reads it.
+cuDNN's log-sum-exp is rounded and has no gradient, so this kernel does not support calls that read it.
 """
 
 from typing import Any
@@ -25,54 +26,60 @@ from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow, visi
 
 
 IMPLEMENTATION = "cudnn"
-MASK_BYTES = 2**30  # what a mask may take: that of a row of 16,384 tokens takes half of it
+MASK_BYTES = 2**30  # bound of the mask array; one sequence of 16,384 tokens takes half of it
 HOPPER = (9, 0)
 
 
-def refusal(call: AttentionCall) -> str | None:
-    """Return what cuDNN cannot do in this call, in words, or None."""
+def unsupported(call: AttentionCall) -> str | None:
+    """Return a noun phrase for a property of the call that cuDNN does not support, or None."""
     if call.compute_capability is None:
-        return "devices without a compute capability, which NVIDIA's have"
+        return "devices without a compute capability (only NVIDIA GPUs are supported)"
     if any(jnp.dtype(dtype).itemsize != 2 for dtype in call.dtypes) or len(set(map(jnp.dtype, call.dtypes))) > 1:
-        return "dtypes other than bfloat16 or float16, one for all"
+        return "dtypes other than bfloat16 or float16 for all of query, key and value"
     if call.head_dim % 8 or call.head_dim > (256 if call.compute_capability >= HOPPER else 128):
         return f"head_dim={call.head_dim}"
-    if call.length % 2 or call.kv_length % 2:  # JAX refuses their gradients, also those of calls without a mask
+    if call.length % 2 or call.kv_length % 2:  # JAX does not support their gradients, even without a mask
         return "an odd length"
     size = mask_bytes(call)
-    return None if size <= MASK_BYTES else f"a mask that takes {size} bytes"
+    return None if size <= MASK_BYTES else f"a mask array of {size} bytes (the limit is {MASK_BYTES})"
 
 
 def mask_bytes(call: AttentionCall) -> int:
-    """Return the bytes of the mask that goes in as an array; 0 where indices say it."""
-    cells = call.batch * max(1, call.selected_heads) * call.length * call.kv_length
-    return jnp.dtype(call.dtypes[0]).itemsize * cells if _needs_mask(call) else 0
+    """Return the size of the mask array in bytes; 0 if masking by index is enough."""
+    elements = call.batch * max(1, call.selected_heads) * call.length * call.kv_length
+    return jnp.dtype(call.dtypes[0]).itemsize * elements if _needs_mask(call) else 0
 
 
 def _needs_mask(call: AttentionCall) -> bool:
-    selects = call.segments or call.spans or call.selected_heads > 0
-    blocks = isinstance(call.mask, Chunked) or (isinstance(call.mask, Bidirectional) and call.mask.size is not None)
-    return not call.dense_positions or selects or blocks
+    """Return whether cuDNN's masking by index does not express the mask of the call."""
+    depends_on_data = call.segments or call.spans or call.selected_heads > 0
+    has_chunks = isinstance(call.mask, Chunked) or (isinstance(call.mask, Bidirectional) and call.mask.size is not None)
+    return not call.dense_positions or depends_on_data or has_chunks
 
 
-def _product(causal: bool, window: tuple[int, int] | None, query: Array, key: Array, value: Array, mask: Array | None):
+def _call_cudnn(
+    causal: bool, window: tuple[int, int] | None, query: Array, key: Array, value: Array, mask: Array | None
+):
     options: Any = dict(scale=1.0, is_causal=causal, local_window_size=window, implementation=IMPLEMENTATION)
     return jax.nn.dot_product_attention(query, key, value, mask=mask, **options)
 
 
-_attend = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+_attend = jax.custom_vjp(_call_cudnn, nondiff_argnums=(0, 1))
 
 
 def _attend_fwd(causal: bool, window: tuple[int, int] | None, query: Array, key: Array, value: Array, mask: Any):
-    """Name what cuDNN keeps for its backward pass: JAX gives it no name, and remat would compute all of it again."""
-    out, pull = jax.vjp(lambda q, k, v: _product(causal, window, q, k, v, mask), query, key, value)
+    """Name the residuals of cuDNN's backward pass "context".
+
+    JAX does not name them, so remat policies could not save them and would recompute the forward pass.
+    """
+    out, pull = jax.vjp(lambda q, k, v: _call_cudnn(causal, window, q, k, v, mask), query, key, value)
     named = checkpoint_name(out, "context")
-    rows = (query.shape[0], query.shape[2], query.shape[1])  # of the log-sum-exp
+    lse_shape = (query.shape[0], query.shape[2], query.shape[1])
 
     def name(residual: Array) -> Array:
         if residual is out:
             return named
-        return checkpoint_name(residual, "context") if residual.shape == rows else residual
+        return checkpoint_name(residual, "context") if residual.shape == lse_shape else residual
 
     return named, jax.tree.map(name, pull)
 
@@ -85,16 +92,16 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def cudnn_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
-    """Attend as `attend` defines it; lse is NaN. Under remat, saving "context" saves the whole forward pass."""
+    """Compute `attend`; lse is NaN. Remat policies that save "context" avoid recomputing the forward pass."""
     query, key, value, positions, selected, *_ = inputs
-    # of the same tokens in order, none sees a later index, but for spans
+    # if queries and keys are the same tokens in order, a query sees no later index, except within spans
     causal = call.aligned and not call.spans and not isinstance(call.mask, Bidirectional)
     lse = jnp.full(query.shape[:3], jnp.nan, jnp.float32)
     if not _needs_mask(call):
         window = (call.mask.size - 1, 0) if isinstance(call.mask, SlidingWindow) else None
         return _attend(causal, window, query, key, value, None), lse
-    seen = visible(call.mask, *positions)[:, None]
-    seen = seen if selected is None else seen & as_mask(selected, key.shape[1])
-    out = _attend(causal, None, query, key, value, seen)
-    some = seen.any(3).swapaxes(1, 2)[..., None]  # of nothing cuDNN would make a mean of all values
-    return jnp.where(some, out, jnp.zeros((), out.dtype)), lse
+    mask = visible(call.mask, *positions)[:, None]
+    mask = mask if selected is None else mask & as_mask(selected, key.shape[1])
+    out = _attend(causal, None, query, key, value, mask)
+    sees_any = mask.any(3).swapaxes(1, 2)[..., None]  # for a query that sees no key cuDNN averages all values
+    return jnp.where(sees_any, out, jnp.zeros((), out.dtype)), lse

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Int32
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Cotangents, Gradients, Result, make_cotangents
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, fill, fill_length
-from eqx_decoders.layers.attention.kernels.selection import PACKED, Selection, pack_lanes
+from eqx_decoders.layers.attention.kernels.selection import KEYS_PER_ROW, Selection, pack_lanes
 from eqx_decoders.layers.mask import AttentionPositions, interval
 from eqx_decoders.layers.tpu import BlockSizes
 from eqx_decoders.sharding.chips import LANES
@@ -137,7 +137,7 @@ def _shown(plan: FlashPlan, inputs: AttentionInputs) -> _Shown:
     words, groups = jax.lax.bitcast_convert_type(selected.words, jnp.int32), selected.group
     if groups is not None:
         return _Shown(inputs.positions, fill(words.swapaxes(2, 3), plan.query_blocks, 3), groups)
-    lanes = -(-fill_length(plan.key_blocks, inputs.positions.key_positions.shape[1]) // PACKED) * LANES
+    lanes = -(-fill_length(plan.key_blocks, inputs.positions.key_positions.shape[1]) // KEYS_PER_ROW) * LANES
     words = jnp.pad(words, [(0, 0)] * 3 + [(0, lanes - words.shape[3])])
     return _Shown(inputs.positions, fill(words, plan.query_blocks, 2))
 

@@ -52,7 +52,7 @@ _TILES: dict[int, dict[str, Tile]] = {
 }
 
 
-def refusal(call: AttentionCall) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Return what the kernels cannot do in this call, in words, or None."""
     if not has_kernels(call.compute_capability):
         return f"devices of compute capability {call.compute_capability}, not {KERNEL_GENERATIONS}"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from eqx_decoders.core.lazy_imports import LazyModule
-from eqx_decoders.layers.attention.kernels.selection import PACKED, WORD
+from eqx_decoders.layers.attention.kernels.selection import KEYS_PER_ROW, WORD
 from eqx_decoders.sharding.chips import LANES
 
 
@@ -300,7 +300,7 @@ class Tiles:
                 "positions": (batch, 0, j),
                 "rows": (batch, head, 0, i),
                 "words": (batch, selected, 0, i),
-                "lanes": (batch, selected, i, jax.lax.div(j * self.key_block, PACKED)),
+                "lanes": (batch, selected, i, jax.lax.div(j * self.key_block, KEYS_PER_ROW)),
             }[place]
 
         return pl.BlockSpec(shape, index)

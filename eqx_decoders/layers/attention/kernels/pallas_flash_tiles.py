@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_scores, cap_slopes, tile_product
+from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_gradient, cap_scores, tile_product
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.tpu import BlockSizes
 
@@ -60,7 +60,7 @@ class FlashPlan:
         scores = self.scores(left, right)
         weights = jnp.exp((scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - lse)
         slopes = weights * (tile_product(*bars, 1, 1) - delta)
-        return weights, cap_slopes(slopes, scores, self.soft_cap)
+        return weights, cap_gradient(slopes, scores, self.soft_cap)
 
 
 class FlashKernels(NamedTuple):

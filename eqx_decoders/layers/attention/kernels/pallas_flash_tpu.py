@@ -255,7 +255,7 @@ def _row_by_row(
     return jax.lax.map(run, [array for _, array in operands])
 
 
-def refusal(call: AttentionCall) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Return what the kernels cannot do in this call, in words, or None.
 
     A row's lists of chosen tiles must fit the scalar memory, and the words of a block of queries, of which two are held

@@ -24,9 +24,9 @@ from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Result,
     cap_scores,
-    heads_of_tokens,
-    rows_of_key_heads,
+    group_by_kv_head,
     tile_product,
+    ungroup_kv_heads,
 )
 from eqx_decoders.layers.cache.page_layout import LANE, Pages
 from eqx_decoders.layers.tpu import block_sizes
@@ -222,14 +222,14 @@ def paged_attention(
     plan = _make_plan(query, past, kv_heads, soft_cap, platform)
     groups, filled = plan.groups, plan.query_blocks * plan.tokens
     query = jnp.pad(query, ((0, 0), (0, filled - length), (0, 0), (0, 0)))
-    query = rows_of_key_heads(query, kv_heads, plan.width)
+    query = group_by_kv_head(query, kv_heads, plan.width)
     first, last = (
         jnp.pad(x, ((0, 0), (0, filled - length)), constant_values=fill) for x, fill in zip(seen, (0, -1), strict=True)
     )
     intervals = jnp.repeat(jnp.stack([first, last], axis=2), groups, axis=1)
     numbers = _numbers(plan, past, layer, first, last, first_head)
     out, lse = _call(plan, numbers, query, past, intervals, _scales(plan, past, layer, first_head))
-    out, lse = (heads_of_tokens(x, length, heads) for x in (out, lse))
+    out, lse = (ungroup_kv_heads(x, length, heads) for x in (out, lse))
     return past.lanes.values(out), lse[..., 0]
 
 

@@ -18,8 +18,8 @@ from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Result,
     cap_scores,
-    heads_of_tokens,
-    rows_of_key_heads,
+    group_by_kv_head,
+    ungroup_kv_heads,
 )
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Softmax, tile_product
 from eqx_decoders.layers.cache.page_layout import Pages
@@ -122,7 +122,7 @@ def paged_attention(
     groups = heads // kv_heads
     plan = _make_plan(past, length * groups, kv_heads, soft_cap, platform)
     more = plan.blocks * plan.rows - length * groups
-    query = jnp.pad(rows_of_key_heads(query, kv_heads, plan.width), ((0, 0), (0, 0), (0, more), (0, 0)))
+    query = jnp.pad(group_by_kv_head(query, kv_heads, plan.width), ((0, 0), (0, 0), (0, more), (0, 0)))
     intervals = jnp.stack(
         [
             jnp.pad(jnp.repeat(x.astype(jnp.int32), groups, axis=1), ((0, 0), (0, more)), constant_values=fill)
@@ -134,7 +134,7 @@ def paged_attention(
     out, lse = _call(plan, query, _bounds(plan, past, intervals), intervals, numbers, past)
     total = jax.nn.logsumexp(lse, axis=2)  # of all parts
     out = (jnp.exp(lse - total[:, :, None])[..., None] * out).sum(2)
-    out, total = (heads_of_tokens(x, length, heads) for x in (out, total))
+    out, total = (ungroup_kv_heads(x, length, heads) for x in (out, total))
     return past.lanes.values(out).astype(query.dtype), jnp.maximum(total, EMPTY)
 
 

@@ -1,11 +1,12 @@
-"""Registry of attention kernels, which have one signature.
+"""Registry of attention kernels, which share one signature.
 
-For each query with scaled scores s_j = q . k_j over the keys that it sees,
+For each query with scaled scores s_j = q . k_j over the keys that it sees, a kernel returns
 
     out = sum_j exp(s_j - lse) v_j,    lse = log sum_j exp(s_j).
 
-Both come back, so that partial results over different keys (a cache and the present call) can be merged, and sinks
-added, outside. Scores, soft cap and softmax are in f32. A query that sees nothing has out = 0 and lse = EMPTY.
+With the log-sum-exp (lse), partial results over disjoint keys (a cache and the current tokens) can be merged, and
+attention sinks can be added, outside the kernel. Scores, soft cap and softmax are computed in float32. A query that
+sees no key has out = 0 and lse = EMPTY.
 """
 
 import dataclasses
@@ -34,11 +35,12 @@ from eqx_decoders.layers.mask import Mask, Spans, check_segments
 
 
 def merge(parts: Sequence[Result]) -> Result:
-    """Join results of the same queries over disjoint keys: out = sum_i out_i exp(lse_i - lse), lse = logsumexp_i lse_i.
+    """Merge results of the same queries over disjoint keys, as in flash decoding (Dao et al., 2023).
 
-    Flash decoding's rule (Dao et al., 2023). Parts in which a query sees nothing count for nothing; f32 inside.
+    out = sum_i out_i exp(lse_i - lse) and lse = logsumexp_i lse_i, computed in float32. A part in which a query sees no
+    key has weight 0.
     """
-    check(len(parts) > 0, "parts=[] must hold at least one (out, lse).")
+    check(len(parts) > 0, "parts=[] must contain at least one pair (out, lse).")
     logs = jnp.stack([lse for _, lse in parts])
     weights = jax.nn.softmax(logs, axis=0)[..., None]
     outs = jnp.stack([out.astype(jnp.float32) for out, _ in parts])
@@ -50,7 +52,7 @@ def with_sink(
     lse: Float32[Array, "batch length heads"],
     sink: Float[Array, "heads"],
 ) -> Float[Array, "batch length heads value_dim"]:
-    """Add a learned logit per head that takes part in the softmax and has no value: out * sigmoid(lse - sink)."""
+    """Apply an attention sink, a learned logit per head in the softmax without a value: out * sigmoid(lse - sink)."""
     share = jax.nn.sigmoid(lse - sink.astype(jnp.float32)[None, None, :])
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 
@@ -59,21 +61,32 @@ def with_sink(
 
 
 def no_gradients(*args: Any) -> Gradients:
-    """Raise ConfigError, as the gradients of kernels without lse."""
-    raise ConfigError("This kernel has no gradients under a log-sum-exp that is given.")
+    """Raise ConfigError: the kernel cannot compute gradients from a given log-sum-exp."""
+    raise ConfigError(
+        "This attention kernel cannot compute gradients from a given log-sum-exp. Use attention='chunked' or 'dot'."
+    )
 
 
-def no_refusal(call: AttentionCall) -> None:
-    """Refuse no call."""
+def all_supported(call: AttentionCall) -> None:
+    """Return None: the fields of `Kernel` already describe all limits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One way to compute attention, and its abilities.
+    """An attention kernel, and the features that it supports.
 
-    `function(inputs, call) -> (out, lse)` does what `attend` says; `gradients(inputs, call, make_cotangents)` does what
-    `attend_gradients` says, and kernels without lse have none. `refusal` says what else a kernel cannot do. A kernel
-    with `scales` takes stored keys and values; for others these are multiplied by their scales first.
+    **Arguments:**
+
+    - `name`: name for the option `attention`.
+    - `function`: `(inputs, call) -> (out, lse)`, as defined by `attend`.
+    - `gradients`: `(inputs, call, cotangents) -> gradients`, as defined by `attend_gradients`. Kernels without lse have
+        no such function.
+    - `masks`: supported classes of masks.
+    - `soft_cap`, `alibi`, `segments`, `spans`, `selection`, `unequal_value_dim`, `float16`, `lse`: whether the feature
+        is supported.
+    - `scales`: whether the kernel reads quantized keys and values; otherwise they are dequantized before the call.
+    - `unsupported`: `(call) -> str | None`, names a further property of the call that is not supported.
+    - `platforms`: supported platforms.
     """
 
     name: str
@@ -89,40 +102,40 @@ class Kernel:
     float16: bool = True
     lse: bool = True
     scales: bool = False
-    refusal: Callable[[AttentionCall], str | None] = no_refusal
+    unsupported: Callable[[AttentionCall], str | None] = all_supported
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
     @property
     def scope(self) -> str:
-        """Name of its operations in programs and profiles."""
+        """Name scope of the kernel's operations in HLO and profiles."""
         return f"{self.name}_attention"
 
     def lacks(self, call: AttentionCall) -> str | None:
-        """Return the first thing in a call that this kernel cannot do, in words, or None."""
+        """Return a noun phrase for the first property of a call that this kernel does not support, or None."""
         if not isinstance(call.mask, self.masks):
             return f"the mask {call.mask}"
-        lacking = next(
-            (words for field, words in _ABILITIES.items() if field in call.needs and not getattr(self, field)), None
-        )
-        if lacking is None and call.platform not in self.platforms:
-            lacking = f"the platform {call.platform!r}"
-        return lacking or self.refusal(call)
+        for field, feature in _FEATURES.items():
+            if field in call.needs and not getattr(self, field):
+                return feature
+        if call.platform not in self.platforms:
+            return f"the platform {call.platform!r}"
+        return self.unsupported(call)
 
 
-_ABILITIES = {
+_FEATURES = {
     "soft_cap": "a soft cap",
-    "alibi": "linear biases",
+    "alibi": "ALiBi biases",
     "segments": "segments",
     "spans": "spans",
     "selection": "a selection of keys",
-    "unequal_value_dim": "value_dim unlike head_dim",
+    "unequal_value_dim": "a value_dim that differs from head_dim",
     "float16": "float16",
-    "lse": "a log-sum-exp that is merged or has a gradient",
+    "lse": "a log-sum-exp that is merged or differentiated",
 }
 
 
 class AttendKeywords(TypedDict, total=False):
-    """Optional keywords of `attend`, with the meaning that `AttentionInputs` and `AttentionOptions` give them."""
+    """Optional keywords of `attend`; see `AttentionInputs` and `AttentionOptions`."""
 
     query_segments: Int[Array, "batch length"] | None
     key_segments: Int[Array, "batch kv_length"] | None
@@ -150,11 +163,11 @@ def attend(
     kernel: str = "auto",
     **keywords: Unpack[AttendKeywords],
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch length heads"]]:
-    """Compute softmax attention of scaled queries: (out in the query's dtype, log-sum-exp of the scores in f32).
+    """Compute softmax attention; return (out in the query's dtype, log-sum-exp of the scores in float32).
 
-    Positions below 0 are no tokens; a query that sees nothing has out = 0 and lse = EMPTY. The tokens of one of
-    `query_spans` also see the later tokens of their span. `kernel` is a name in KERNELS or "auto": see `choose`.
-    Raises ConfigError where the kernel cannot do it.
+    Queries are already scaled. Negative positions are padding. A query that sees no key has out = 0 and lse = EMPTY.
+    With `query_spans`, tokens also see later tokens of their span. `kernel` is a name in KERNELS, or "auto", see
+    `select_kernel`. Raises ConfigError if the kernel does not support the call.
     """
     positions = dict(query_positions=query_positions, key_positions=key_positions)
     inputs, options = group_arguments(query, key, value, mask=mask, **positions, **keywords)
@@ -162,30 +175,31 @@ def attend(
 
 
 def run_kernel(inputs: AttentionInputs, options: AttentionOptions, kernel: str = "auto") -> Result:
-    """Compute what `attend` defines, from grouped arguments."""
+    """Compute `attend`, from arguments that are already split into arrays and options."""
     check(
         options.aligned or not options.dense_positions,
-        "dense_positions=True needs aligned=True: it is about queries that are the keys.",
+        "dense_positions=True needs aligned=True: it describes calls whose queries and keys are the same tokens.",
     )
-    call, inputs = _describe_call(inputs, options), inputs.with_slopes(options)
-    chosen = _find(kernel, call)
-    with jax.named_scope(chosen.scope):
-        if inputs.scales is None or chosen.scales:
-            return chosen.function(inputs, call)
+    call = _describe_call(inputs, options)
+    inputs = inputs.with_slopes(options)
+    selected = _find(kernel, call)
+    with jax.named_scope(selected.scope):
+        if inputs.scales is None or selected.scales:
+            return selected.function(inputs, call)
         key, value = (
             decode(x, scale, inputs.query.dtype)
             for x, scale in zip((inputs.key, inputs.value), inputs.scales, strict=True)
         )
-        return chosen.function(inputs._replace(key=key, value=value, scales=None), call)
+        return selected.function(inputs._replace(key=key, value=value, scales=None), call)
 
 
 def attend_gradients(
     inputs: AttentionInputs, options: AttentionOptions, cotangents: Cotangents, kernel: str = "auto"
 ) -> Gradients:
-    """Compute gradients of queries, keys and values, in f32, where these keys are a part of all visible ones.
+    """Compute the float32 gradients of queries, keys and values for a part of the keys that the queries see.
 
-    With `cotangents` of the results over all keys, the gradients of queries are the sum over all parts. Kernels that
-    can't give lse can't do this.
+    `cotangents` belong to the results over all keys. The gradient of the queries is the sum over all parts. Raises
+    ConfigError for kernels without log-sum-exp.
     """
     call = _describe_call(inputs, options)
     return _find(kernel, call).gradients(inputs.with_slopes(options), call, cotangents)
@@ -200,53 +214,61 @@ def max_scores(
     key_positions: Int[Array, "batch kv_length"],
     **keywords: Unpack[AttendKeywords],
 ) -> Float32[Array, "batch heads"]:
-    """Return the largest score of each row and head among all that `attend` would use; EMPTY where it would use none.
+    """Return the largest score of each sequence and head among the scores that `attend` uses; EMPTY if there are none.
 
-    It has no gradient, and runs block by block: no more than a tile of scores exists at a time.
+    The result has no gradient. Scores are computed tile by tile, so that only one tile is in memory at a time.
     """
     positions = dict(query_positions=query_positions, key_positions=key_positions)
     return run_max_scores(*group_arguments(query, key, key, mask=mask, **positions, **keywords))
 
 
 def run_max_scores(inputs: AttentionInputs, options: AttentionOptions) -> Float32[Array, "batch heads"]:
-    """Compute what `max_scores` defines, from grouped arguments; values are ignored."""
+    """Compute `max_scores`, from arguments that are already split into arrays and options; values are ignored."""
     call = _describe_call(inputs, options)
     query, key = jax.lax.stop_gradient((inputs.query, inputs.key))
     return blockwise_max(inputs.with_slopes(options)._replace(query=query, key=key), call)
 
 
 def _describe_call(inputs: AttentionInputs, options: AttentionOptions) -> AttentionCall:
-    """Describe a call; raise ConfigError for arrays and options that do not fit one another."""
-    call, heads, kv_heads = AttentionCall.of(inputs, options), inputs.query.shape[2], inputs.key.shape[2]
+    """Describe a call. Raises ConfigError for inconsistent arrays and options."""
+    call = AttentionCall.of(inputs, options)
+    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     check(heads % kv_heads == 0, f"heads={heads} must be a multiple of kv_heads={kv_heads}.")
-    lengths = f"{call.length} and {call.kv_length}"
-    same = not call.aligned or call.length == call.kv_length
-    check(same, f"aligned=True needs as many queries as keys, not {lengths}: leave it out.")
+    check(
+        not call.aligned or call.length == call.kv_length,
+        f"aligned=True needs equal numbers of queries and keys, not {call.length} and {call.kv_length}. Omit aligned.",
+    )
     check_segments(inputs.positions.query_segments, inputs.positions.key_segments)
     if call.soft_cap is not None:
         check_number("soft_cap", call.soft_cap, above=0.0)
     if inputs.selected is not None:
-        count = call.selected_heads
-        check(count in (1, heads), f"selected has {count} heads: give one for all heads, or each of heads={heads}.")
+        check(
+            call.selected_heads in (1, heads),
+            f"selected has {call.selected_heads} heads; it must have 1 (for all heads) or heads={heads}.",
+        )
     return call
 
 
 def _find(kernel: str, call: AttentionCall) -> Kernel:
-    """Return the kernel of this name, or the one that suits ("auto"); raise ConfigError if it cannot do the call."""
-    chosen = choose(call) if kernel == "auto" else kernel
-    check_word("kernel", chosen, (*KERNELS, "auto"))
-    lacking = KERNELS[chosen].lacks(call)
-    if lacking is not None:
-        able = ", ".join(name for name, other in KERNELS.items() if other.lacks(call) is None)
-        raise ConfigError(f"kernel={chosen!r} cannot do {lacking} (mask={call.mask}). These can: {able}.")
-    return KERNELS[chosen]
+    """Return the kernel with this name, or the selected one for "auto". Raises ConfigError for unsupported calls."""
+    name = select_kernel(call) if kernel == "auto" else kernel
+    check_word("kernel", name, (*KERNELS, "auto"))
+    unsupported = KERNELS[name].lacks(call)
+    if unsupported is not None:
+        supporting = ", ".join(other.name for other in KERNELS.values() if other.lacks(call) is None)
+        raise ConfigError(
+            f"kernel={name!r} does not support {unsupported} (mask={call.mask}). Kernels that support the call: "
+            f"{supporting}."
+        )
+    return KERNELS[name]
 
 
-def choose(call: AttentionCall) -> str:
-    """Choose the kernel for "auto": one that can do all of this call.
+def select_kernel(call: AttentionCall) -> str:
+    """Return the name of the kernel for "auto", which supports the call.
 
-    Blocks pay once the scores of a head are too many to hold. A platform's own kernels need arrays of one device: XLA
-    cannot split them. The first that can do the call is taken.
+    Short calls use "dot", because tiling pays off only if the scores of a head take much memory. Otherwise this is the
+    first of the platform's fused kernels that supports the call. Fused kernels need arrays that are local to one
+    device, because XLA cannot partition them. "chunked" supports every call.
     """
     if min(call.length, call.kv_length) < call.backend.short_attention:
         return "dot"
@@ -261,7 +283,7 @@ KERNELS: dict[str, Kernel] = {
         name="interval",
         function=functools.partial(flash_attention, pallas_flash_tpu.TPU),
         gradients=functools.partial(flash_gradients, pallas_flash_tpu.TPU),
-        refusal=pallas_flash_tpu.refusal,
+        unsupported=pallas_flash_tpu.unsupported,
         float16=False,
         platforms=("tpu",),
     ),
@@ -270,7 +292,7 @@ KERNELS: dict[str, Kernel] = {
         function=functools.partial(flash_attention, pallas_flash_gpu.GPU),
         gradients=functools.partial(flash_gradients, pallas_flash_gpu.GPU),
         selection=False,
-        refusal=pallas_flash_gpu.refusal,
+        unsupported=pallas_flash_gpu.unsupported,
         platforms=("gpu",),
     ),
     "splash": Kernel(
@@ -280,7 +302,7 @@ KERNELS: dict[str, Kernel] = {
         selection=False,
         float16=False,
         lse=False,
-        refusal=splash.refusal,
+        unsupported=splash.unsupported,
         platforms=("tpu",),
     ),
     "cudnn": Kernel(
@@ -289,7 +311,7 @@ KERNELS: dict[str, Kernel] = {
         soft_cap=False,
         unequal_value_dim=False,
         lse=False,
-        refusal=cudnn.refusal,
+        unsupported=cudnn.unsupported,
         platforms=("gpu",),
     ),
 }

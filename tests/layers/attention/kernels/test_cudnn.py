@@ -18,7 +18,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels import cudnn
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs, AttentionOptions
-from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, choose
+from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, select_kernel
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -37,7 +37,7 @@ ORDERED = dict.fromkeys(("query_positions", "key_positions"), plain(40))
 @pytest.fixture
 def by_xla(monkeypatch):
     """The same calls, computed by XLA, in float32, too."""
-    table = dataclasses.replace(KERNELS["cudnn"], platforms=("cpu", "gpu"), refusal=lambda call: None)
+    table = dataclasses.replace(KERNELS["cudnn"], platforms=("cpu", "gpu"), unsupported=lambda call: None)
     monkeypatch.setitem(KERNELS, "cudnn", table)
     monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
 
@@ -158,7 +158,7 @@ def test_auto_is_exact_in_every_combination():
         call = AttentionCall(
             **{**USUAL, "mask": mask, "dtypes": dtypes, "platform": platform, **positions, **sizes, **rest}
         )
-        name = choose(call)
+        name = select_kernel(call)
         assert KERNELS[name].lacks(call) is None, (name, call)
         taken.setdefault(platform, set()).add(name)
         short = min(call.length, call.kv_length) < (32 if platform == "cpu" else 512)
@@ -193,7 +193,7 @@ def test_devices_of_a_mesh_are_asked(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
     monkeypatch.setattr(ed.Layout, "device", property(lambda layout: device))
     monkeypatch.setattr(
-        "eqx_decoders.layers.attention.kernels.registry.choose", lambda call: calls.append(call) or "dot"
+        "eqx_decoders.layers.attention.kernels.registry.select_kernel", lambda call: calls.append(call) or "dot"
     )
     shape, ids = (jax.ShapeDtypeStruct((2, 6, *more), dtype) for more, dtype in (((2, 8), "float32"), ((), "int32")))
     inputs = AttentionInputs(shape, shape, shape, AttentionPositions(ids, ids))
@@ -238,7 +238,7 @@ def test_what_layers_say_of_their_calls(monkeypatch, mixer):
     config = DecoderConfig(vocab_size=16, embed_dim=16, blocks=(block,), final_norm=None)
     calls, tokens = [], jnp.zeros((2, 6), jnp.int32)
     monkeypatch.setattr(
-        "eqx_decoders.layers.attention.kernels.registry.choose", lambda call: calls.append(call) or "dot"
+        "eqx_decoders.layers.attention.kernels.registry.select_kernel", lambda call: calls.append(call) or "dot"
     )
 
     def said(order="plain", **given):

@@ -45,7 +45,7 @@ def interpret(patch):
         patch.setitem(
             KERNELS,
             name,
-            dataclasses.replace(KERNELS[name], platforms=("cpu", "gpu", "tpu"), refusal=lambda call: None),
+            dataclasses.replace(KERNELS[name], platforms=("cpu", "gpu", "tpu"), unsupported=lambda call: None),
         )
     patch.setattr(pallas_flash_tpu, "block_sizes", lambda: BlockSizes(held=256, streamed=128))
     patch.setattr(pallas_flash_gpu, "_WHOLE", BlockSizes(held=64, streamed=64))
@@ -219,12 +219,12 @@ def test_lists_that_do_not_fit_are_refused():
     """Of very long rows, for each of very many heads."""
     shape = dict(batch=1, length=2**16, kv_length=2**16, head_dim=128, value_dim=128, dtypes=(jnp.bfloat16,) * 3)
     call = AttentionCall(mask=Causal(), **shape, selected_heads=1, platform="tpu", local=True)
-    assert pallas_flash_tpu.refusal(call) is None
+    assert pallas_flash_tpu.unsupported(call) is None
     many = dataclasses.replace(call, selected_heads=128, group_words=4)
-    assert_names(pallas_flash_tpu.refusal(many) or "", "tiles", f"> {pallas_flash_tpu.SCALAR_BYTES} bytes")
-    assert pallas_flash_tpu.refusal(dataclasses.replace(call, group_words=512)) is None
+    assert_names(pallas_flash_tpu.unsupported(many) or "", "tiles", f"> {pallas_flash_tpu.SCALAR_BYTES} bytes")
+    assert pallas_flash_tpu.unsupported(dataclasses.replace(call, group_words=512)) is None
     wide = dataclasses.replace(call, group_words=2**15)
-    assert_names(pallas_flash_tpu.refusal(wide) or "", "words", "bytes")
+    assert_names(pallas_flash_tpu.unsupported(wide) or "", "words", "bytes")
 
 
 def test_rows_run_alone_where_their_tables_do_not_fit(monkeypatch):
@@ -403,8 +403,8 @@ def test_auto_takes_it_where_it_can(monkeypatch):
 
     table = {name: dataclasses.replace(kernel, function=spy(name)) for name, kernel in KERNELS.items()}
     table["interval"] = dataclasses.replace(table["interval"], platforms=("tpu",))
-    refusal = pallas_flash_gpu.refusal
-    table["triton"] = dataclasses.replace(table["triton"], platforms=("gpu",), refusal=refusal)
+    unsupported = pallas_flash_gpu.unsupported
+    table["triton"] = dataclasses.replace(table["triton"], platforms=("gpu",), unsupported=unsupported)
     monkeypatch.setattr("eqx_decoders.layers.attention.kernels.registry.KERNELS", table)
     usual = dict(length=4096, kv_length=4096, dtype=jnp.bfloat16, local=True, platform="tpu")
     hopper, ampere, other = (dict(platform="gpu", compute_capability=each) for each in ((9, 0), (8, 0), (12, 0)))

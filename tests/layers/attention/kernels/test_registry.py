@@ -543,12 +543,12 @@ def test_largest_scores(length, heads):
 
 
 def reach_of(mask, block, kv_block, places):
-    from eqx_decoders.layers.attention.kernels.chunked import _reach, _Seen
+    from eqx_decoders.layers.attention.kernels.chunked import _key_tile_ranges, _VisibleKeys
     from eqx_decoders.layers.mask import interval
 
     first, last = interval(mask, places["query_positions"], places.get("query_spans"))
     segments = places.get("query_segments"), places.get("key_segments")
-    starts, ends = _reach(_Seen(first, last, places["key_positions"], *segments), block, kv_block)
+    starts, ends = _key_tile_ranges(_VisibleKeys(first, last, places["key_positions"], *segments), block, kv_block)
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
