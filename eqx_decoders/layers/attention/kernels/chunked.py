@@ -35,8 +35,8 @@ from eqx_decoders.sharding.backend import Backend
 class _TilePlan:
     """Static description of one call, and its loops over tiles.
 
-    Functions of a tile take the offset and the number of its queries (`query_start`, `query_tile`), and the offset and the
-    number of its keys (`key_start`, `key_tile`).
+    Functions of a tile take the offset and the number of its queries (`query_start`, `query_tile`), and the offset and
+    the number of its keys (`key_start`, `key_tile`).
     """
 
     mask: Mask

@@ -1,8 +1,8 @@
-"""Flash attention in Pallas kernels for NVIDIA's GPUs, by Triton.
+"""Flash attention in Pallas Triton kernels for NVIDIA GPUs.
 
-A program has one block of sums in registers, and goes through the blocks of the other side that its own sees: first
-those that need a mask, then, without any condition in the loop, the run of those that are seen whole. All sizes of a
-tile are powers of two: rows of other widths are filled up with zeros as they are read, never in memory.
+A program accumulates the sums of one resident tile in registers, and loops over the visible tiles of the other side:
+first over those that need a mask, then, in a loop without conditions, over the run of tiles that need none. Tile sizes
+are powers of two. Other head dimensions are padded with zeros when a tile is loaded, not in memory.
 """
 
 import functools
@@ -17,11 +17,11 @@ from jaxtyping import Array, Int
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY, tile_product
-from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import make_schedule, may_see, whole_run
+from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import make_schedule, may_see, unmasked_run
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashKernels,
     FlashPlan,
-    Softmax,
+    OnlineSoftmax,
 )
 from eqx_decoders.layers.tpu import BlockSizes
 from eqx_decoders.sharding.chips import KERNEL_GENERATIONS, has_kernels
@@ -30,21 +30,21 @@ from eqx_decoders.sharding.chips import KERNEL_GENERATIONS, has_kernels
 pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import
 
 
-_SMALLEST = 16  # rows and columns of a product
-_WHOLE = BlockSizes(held=128, streamed=128)  # what queries and keys are filled up to: a multiple of all blocks
+_MIN_DOT_DIM = 16  # smallest rows and columns of a matrix product
+_PADDED_TILE = BlockSizes(held=128, streamed=128)  # lengths are padded to a multiple of this, and so of all tiles
 
 
 class Tile(NamedTuple):
-    """Sizes of a kernel's tile, and its warps and the depth of its pipeline."""
+    """Tile sizes, number of warps, and number of pipeline stages of a kernel."""
 
-    held: int
+    resident: int
     streamed: int
     warps: int = 8
     stages: int = 3
 
 
-# Of each part, by the bytes of a row. Measured on an H100 in bfloat16, rows of 128 and 256 bytes in all sizes around
-# these; of 512 bytes the forward pass alone, and the others as the shared memory holds them.
+# Tiles of each part, by the bytes of a row (padded head dimension). Tuned on an H100 in bfloat16: all parts for rows of
+# 128 and 256 bytes, and the forward pass for rows of 512 bytes; other tiles are the largest that fit shared memory.
 _TILES: dict[int, dict[str, Tile]] = {
     128: {"forward": Tile(64, 64, warps=4), "queries": Tile(128, 64, warps=4), "keys": Tile(64, 64, warps=4)},
     256: {"forward": Tile(128, 128), "queries": Tile(128, 64), "keys": Tile(128, 64)},
@@ -53,66 +53,73 @@ _TILES: dict[int, dict[str, Tile]] = {
 
 
 def unsupported(call: AttentionCall) -> str | None:
-    """Return what the kernels cannot do in this call, in words, or None."""
+    """Return a noun phrase for a property of the call that the kernels do not support, or None."""
     if not has_kernels(call.compute_capability):
         return f"devices of compute capability {call.compute_capability}, not {KERNEL_GENERATIONS}"
     if len(set(map(jnp.dtype, call.dtypes))) > 1:
-        return "arrays of several dtypes"
-    size, most = _row_bytes((call.head_dim, call.value_dim), call.dtypes[0]), max(_TILES)
-    return None if size <= most else f"heads whose tiles have rows of {size} > {most} bytes"
+        return "queries, keys and values of different dtypes"
+    row_bytes, max_row_bytes = _row_bytes((call.head_dim, call.value_dim), call.dtypes[0]), max(_TILES)
+    if row_bytes > max_row_bytes:
+        return f"a padded head dimension of {row_bytes} > {max_row_bytes} bytes"
+    return None
 
 
 def tile_of(part: str, dims: tuple[int, int], dtype: DTypeLike) -> Tile:
-    """Return the tile of a part, for keys and values of so many features."""
+    """Return the tile of a part; `dims` are the features of keys and of values."""
     return _TILES[min(size for size in _TILES if size >= _row_bytes(dims, dtype))][part]
 
 
 def _row_bytes(dims: tuple[int, int], dtype: DTypeLike) -> int:
-    return _width(max(dims)) * jnp.dtype(dtype).itemsize
+    return _padded_dim(max(dims)) * jnp.dtype(dtype).itemsize
 
 
 # --- tables and tiles ---
 
 
-def _width(dim: int) -> int:
-    """Return the columns of a tile of so many features."""
-    return max(_SMALLEST, pl.next_power_of_2(dim))
+def _padded_dim(dim: int) -> int:
+    """Round a head dimension up to a power of two, at least 16."""
+    return max(_MIN_DOT_DIM, pl.next_power_of_2(dim))
 
 
 def _make_table(
-    plan: FlashPlan, tile: Tile, intervals: Array, positions: Array, *, keys_held: bool
+    plan: FlashPlan, tile: Tile, intervals: Array, positions: Array, *, keys_resident: bool
 ) -> tuple[Int[Array, "batch held_blocks 6"], Int[Array, "batch streamed_blocks 2"]]:
-    """Return of each held block the ends of its reach and of its run without mask, and its codes; codes of the others.
+    """Return the table of resident tiles, and the minimum and maximum codes of streamed tiles.
 
-    The ends are start, first of the run, end of the run, end.
+    The fields of a resident tile are the start of its reach, the start and the end of its run without a mask, the end
+    of its reach, and its minimum and maximum code; see `Schedule`.
     """
-    blocks = (tile.streamed, tile.held) if keys_held else (tile.held, tile.streamed)
-    schedule = make_schedule(plan.segments, intervals, positions, *blocks, keys_held)
+    sizes = (tile.streamed, tile.resident) if keys_resident else (tile.resident, tile.streamed)
+    schedule = make_schedule(plan.segments, intervals, positions, *sizes, keys_resident)
     start, count = schedule.reach
-    own, other = (schedule.keys, schedule.queries) if keys_held else (schedule.queries, schedule.keys)
-    return jnp.stack([start, *whole_run(schedule, keys_held), start + count, *own[:2]], 2), jnp.stack(other[:2], 2)
+    if keys_resident:
+        resident, streamed = schedule.keys, schedule.queries
+    else:
+        resident, streamed = schedule.queries, schedule.keys
+    table = [start, *unmasked_run(schedule, keys_resident), start + count, *resident[:2]]
+    return jnp.stack(table, 2), jnp.stack(streamed[:2], 2)
 
 
-def _features(dim: int) -> Array | None:
-    """Return which columns of a tile there are in memory; None: all."""
-    return None if _width(dim) == dim else (jnp.arange(_width(dim)) < dim)[None]
+def _stored_columns(dim: int) -> Array | None:
+    """Return the mask of the columns of a tile that exist in memory; None: all columns do."""
+    return None if _padded_dim(dim) == dim else (jnp.arange(_padded_dim(dim)) < dim)[None]
 
 
-def _read(rows: Any, dim: int) -> Array:
-    """Read a tile, whose columns beyond `dim` are zero."""
-    there = _features(dim)
-    return plgpu.load(rows) if there is None else plgpu.load(rows, mask=there, other=0.0)
+def _read(ref: Any, dim: int) -> Array:
+    """Load a tile, and pad its columns from `dim` on with zeros."""
+    mask = _stored_columns(dim)
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
 
 
-def _write(rows: Any, tile: Array, dim: int) -> None:
-    plgpu.store(rows, tile.astype(rows.dtype), mask=_features(dim))
+def _write(ref: Any, tile: Array, dim: int) -> None:
+    plgpu.store(ref, tile.astype(ref.dtype), mask=_stored_columns(dim))
 
 
 # --- the kernels ---
 
 
 class _Refs(NamedTuple):
-    """What all kernels read: tables, and blocks of the held side, or all of the other."""
+    """References that all kernels read: tables, the resident tile, and all of the streamed side."""
 
     table: Any
     codes: Any
@@ -123,114 +130,122 @@ class _Refs(NamedTuple):
     positions: Any
 
 
-_READ = len(_Refs._fields)
+_NUM_SHARED_REFS = len(_Refs._fields)
 
 
-def _over_tiles(read: _Refs, add: Callable[[Any, bool, Any], Any], state: Any) -> Any:
-    """Fold `add(block, masked, state)` over the blocks that the held one sees."""
-    start, whole, rest, end, *own = (read.table[i] for i in range(6))
+def _fold_tiles(refs: _Refs, add: Callable[[Any, bool, Any], Any], state: Any) -> Any:
+    """Fold `add(tile, masked, state)` over the streamed tiles that the resident tile sees."""
+    start, run_start, run_end, end, *resident_codes = (refs.table[i] for i in range(6))
 
-    def masked(step, state):
-        block = step + jnp.where(step < whole, 0, rest - whole)
-        some = may_see(own, [read.codes[block, i] for i in range(2)])
-        return jax.lax.cond(some, lambda state: add(block, True, state), lambda state: state, state)
+    def add_masked(step, state):
+        tile = step + jnp.where(step < run_start, 0, run_end - run_start)  # skip the run of tiles without a mask
+        any_visible = may_see(resident_codes, [refs.codes[tile, i] for i in range(2)])
+        return jax.lax.cond(any_visible, lambda state: add(tile, True, state), lambda state: state, state)
 
-    state = jax.lax.fori_loop(start, end - (rest - whole), masked, state)
-    return jax.lax.fori_loop(whole, rest, lambda block, state: add(block, False, state), state)
+    state = jax.lax.fori_loop(start, end - (run_end - run_start), add_masked, state)
+    return jax.lax.fori_loop(run_start, run_end, lambda tile, state: add(tile, False, state), state)
 
 
-def _forward_kernel(plan: FlashPlan, dims: tuple[int, int], size: int, *refs: Any) -> None:
+def _forward_kernel(plan: FlashPlan, dims: tuple[int, int], streamed_size: int, *refs: Any) -> None:
     dim, value_dim = dims
-    read, (out, lse) = _Refs(*refs[:_READ]), refs[_READ:]
-    held, rows = _read(read.query, dim), [read.intervals[i][:, None] for i in range(3)]
+    shared, (out, lse) = _Refs(*refs[:_NUM_SHARED_REFS]), refs[_NUM_SHARED_REFS:]
+    query = _read(shared.query, dim)
+    interval_columns = [shared.intervals[i][:, None] for i in range(3)]
 
-    def add(block: Any, masked: bool, state: Softmax) -> Softmax:
-        at = pl.ds(block * size, size)
-        scores = plan.scores(held, _read(read.key.at[at, :], dim))
+    def add(tile: Any, masked: bool, state: OnlineSoftmax) -> OnlineSoftmax:
+        at = pl.ds(tile * streamed_size, streamed_size)
+        scores = plan.scores(query, _read(shared.key.at[at, :], dim))
         if masked:
-            scores = jnp.where(plan.seen(rows, [read.positions[i, at][None] for i in range(2)]), scores, -jnp.inf)
-        return state.add(scores, _read(read.value.at[at, :], value_dim))
+            mask = plan.visible(interval_columns, [shared.positions[i, at][None] for i in range(2)])
+            scores = jnp.where(mask, scores, -jnp.inf)
+        return state.add(scores, _read(shared.value.at[at, :], value_dim))
 
-    column = jnp.zeros((held.shape[0], 1), jnp.float32)
-    start = Softmax(column + EMPTY, column, jnp.zeros((held.shape[0], _width(value_dim)), jnp.float32))
-    result, row = _over_tiles(read, add, start).results()
+    column = jnp.zeros((query.shape[0], 1), jnp.float32)
+    start = OnlineSoftmax(column + EMPTY, column, jnp.zeros((query.shape[0], _padded_dim(value_dim)), jnp.float32))
+    result, lse_column = _fold_tiles(shared, add, start).results()
     _write(out, result, value_dim)
-    lse[0] = row[:, 0]
+    lse[0] = lse_column[:, 0]
 
 
-def _query_kernel(plan: FlashPlan, dims: tuple[int, int], size: int, *refs: Any) -> None:
+def _query_kernel(plan: FlashPlan, dims: tuple[int, int], streamed_size: int, *refs: Any) -> None:
     dim, value_dim = dims
-    read, (out_bar, lse_delta, query_bar) = _Refs(*refs[:_READ]), refs[_READ:]
-    held, held_bar = _read(read.query, dim), _read(out_bar, value_dim)
-    rows, lse_delta_columns = ([x[i][:, None] for i in range(x.shape[0])] for x in (read.intervals, lse_delta))
+    shared, (out_bar, lse_delta, query_bar) = _Refs(*refs[:_NUM_SHARED_REFS]), refs[_NUM_SHARED_REFS:]
+    query, query_out_bar = _read(shared.query, dim), _read(out_bar, value_dim)
+    interval_columns, lse_delta_columns = (
+        [x[i][:, None] for i in range(x.shape[0])] for x in (shared.intervals, lse_delta)
+    )
 
-    def add(block: Any, masked: bool, sums: Array) -> Array:
-        at = pl.ds(block * size, size)
-        keys = _read(read.key.at[at, :], dim)
-        seen = plan.seen(rows, [read.positions[i, at][None] for i in range(2)]) if masked else None
-        bars = held_bar, _read(read.value.at[at, :], value_dim)
-        _, slopes = plan.slopes(held, keys, bars, lse_delta_columns, seen)
-        return sums + tile_product(slopes.astype(keys.dtype), keys, 1, 0)
+    def add(tile: Any, masked: bool, acc: Array) -> Array:
+        at = pl.ds(tile * streamed_size, streamed_size)
+        key = _read(shared.key.at[at, :], dim)
+        mask = plan.visible(interval_columns, [shared.positions[i, at][None] for i in range(2)]) if masked else None
+        out_bar_and_value = query_out_bar, _read(shared.value.at[at, :], value_dim)
+        _, score_bar = plan.weights_and_score_bar(query, key, out_bar_and_value, lse_delta_columns, mask)
+        return acc + tile_product(score_bar.astype(key.dtype), key, 1, 0)
 
-    _write(query_bar, _over_tiles(read, add, jnp.zeros(held.shape, jnp.float32)), dim)
+    _write(query_bar, _fold_tiles(shared, add, jnp.zeros(query.shape, jnp.float32)), dim)
 
 
-def _key_kernel(plan: FlashPlan, dims: tuple[int, int], size: int, *refs: Any) -> None:
+def _key_kernel(plan: FlashPlan, dims: tuple[int, int], streamed_size: int, *refs: Any) -> None:
     dim, value_dim = dims
-    read, (out_bar, lse_delta, key_bar, value_bar) = _Refs(*refs[:_READ]), refs[_READ:]
-    keys, values = _read(read.key, dim), _read(read.value, value_dim)
-    columns = [read.positions[i][:, None] for i in range(2)]
+    shared, (out_bar, lse_delta, key_bar, value_bar) = _Refs(*refs[:_NUM_SHARED_REFS]), refs[_NUM_SHARED_REFS:]
+    key, value = _read(shared.key, dim), _read(shared.value, value_dim)
+    position_columns = [shared.positions[i][:, None] for i in range(2)]
 
-    def of_head(head: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        def add(block: Any, masked: bool, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            at = pl.ds(block * size, size)
-            queries, bars = _read(read.query.at[at, head, :], dim), _read(out_bar.at[at, head, :], value_dim)
-            seen = plan.seen([read.intervals[i, at][None] for i in range(3)], columns) if masked else None
+    def add_head(head: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(tile: Any, masked: bool, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            key_acc, value_acc = state
+            at = pl.ds(tile * streamed_size, streamed_size)
+            query, query_out_bar = (
+                _read(shared.query.at[at, head, :], dim),
+                _read(out_bar.at[at, head, :], value_dim),
+            )
+            mask = plan.visible([shared.intervals[i, at][None] for i in range(3)], position_columns) if masked else None
             lse_delta_rows = [lse_delta[head, i, at][None] for i in range(2)]
-            weights, slopes = plan.slopes(keys, queries, (values, bars), lse_delta_rows, seen)
-            key_sums = sums[0] + tile_product(slopes.astype(queries.dtype), queries, 1, 0)
-            return key_sums, sums[1] + tile_product(weights.astype(bars.dtype), bars, 1, 0)
+            weights, score_bar = plan.weights_and_score_bar(key, query, (value, query_out_bar), lse_delta_rows, mask)
+            key_acc = key_acc + tile_product(score_bar.astype(query.dtype), query, 1, 0)
+            return key_acc, value_acc + tile_product(weights.astype(query_out_bar.dtype), query_out_bar, 1, 0)
 
-        return _over_tiles(read, add, state)
+        return _fold_tiles(shared, add, state)
 
-    zeros = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    key_sums, value_sums = jax.lax.fori_loop(0, read.query.shape[1], of_head, zeros)
-    _write(key_bar, key_sums, dim)
-    _write(value_bar, value_sums, value_dim)
-
-
-# --- their calls ---
+    zeros = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+    key_acc, value_acc = jax.lax.fori_loop(0, shared.query.shape[1], add_head, zeros)
+    _write(key_bar, key_acc, dim)
+    _write(value_bar, value_acc, value_dim)
 
 
-def _spec(place: str, shape: tuple[int, ...], block: int, groups: int, keys_held: bool) -> Any:
-    """Return the `BlockSpec` of an array that lies in a place: a block of the held side, all of the other.
+# --- calls of the kernels ---
 
-    The grid is (blocks of queries, heads, batch), or (blocks of keys, key heads, batch).
+
+def _spec(layout: str, shape: tuple[int, ...], tile: int, queries_per_kv: int, keys_resident: bool) -> Any:
+    """Return the `BlockSpec` of an array with a layout: a tile of the resident side, or all of the streamed side.
+
+    The grid is (query tiles, heads, batch), or (key tiles, kv heads, batch) if keys are resident.
     """
-    of_keys = place in ("keys", "positions")
-    held = of_keys == keys_held
-    heads = groups if keys_held and not of_keys else None
+    is_key_side = layout in ("keys", "positions")
+    is_resident = is_key_side == keys_resident
+    heads = queries_per_kv if keys_resident and not is_key_side else None
 
     def spec(sizes: tuple[int | None, ...], index: Callable[..., tuple]) -> Any:
-        def of_program(at: Any, head: Any, batch: Any) -> tuple:
-            head = jax.lax.div(head, groups) if of_keys and not keys_held else head
-            return index(batch, head, at if held else 0)
+        def program_index(at: Any, head: Any, batch: Any) -> tuple:
+            head = jax.lax.div(head, queries_per_kv) if is_key_side and not keys_resident else head
+            return index(batch, head, at if is_resident else 0)
 
-        return pl.BlockSpec(sizes, of_program)
+        return pl.BlockSpec(sizes, program_index)
 
-    match place:
+    match layout:
         case "table":
             return pl.BlockSpec((None, None, shape[2]), lambda at, head, batch: (batch, at, 0))
         case "codes":
             return pl.BlockSpec((None, *shape[1:]), lambda at, head, batch: (batch, 0, 0))
         case "queries" | "keys":
-            rows = block if held else shape[1]
-            return spec((None, rows, heads, _width(shape[3])), lambda batch, head, at: (batch, at, head, 0))
+            rows = tile if is_resident else shape[1]
+            return spec((None, rows, heads, _padded_dim(shape[3])), lambda batch, head, at: (batch, at, head, 0))
         case "intervals" | "positions":
-            columns = block if held else shape[2]
+            columns = tile if is_resident else shape[2]
             return spec((None, shape[1], columns), lambda batch, head, at: (batch, 0, at))
         case _:
-            columns = block if held else shape[3]
+            columns = tile if is_resident else shape[3]
             return spec((None, heads, shape[2], columns), lambda batch, head, at: (batch, head, 0, at))
 
 
@@ -243,23 +258,25 @@ def _run(
     operands: Sequence[tuple[str, Array]],
     results: Sequence[tuple[str, tuple[int, ...], Any]],
 ) -> Sequence[Array]:
-    """Run the `pallas_call` of a part, as `FlashKernels.run` says."""
-    kernel, keys_held = _KERNELS[part], part == "keys"
-    named, (query, key, value) = dict(operands), (array for _, array in operands[:3])
+    """Implement `FlashKernels.run`: run the `pallas_call` of a part."""
+    kernel, keys_resident = _KERNELS[part], part == "keys"
+    by_layout = dict(operands)
+    query, key, value = (array for _, array in operands[:3])
     dims = query.shape[3], value.shape[3]
-    tile, heads = tile_of(part, dims, query.dtype), key if keys_held else query
-    tables = _make_table(plan, tile, named["intervals"], named["positions"], keys_held=keys_held)
+    tile = tile_of(part, dims, query.dtype)
+    tables = _make_table(plan, tile, by_layout["intervals"], by_layout["positions"], keys_resident=keys_resident)
     operands = [*zip(("table", "codes"), tables, strict=True), *operands]
-    groups, rest = query.shape[2] // key.shape[2], (heads.shape[2], heads.shape[0])
+    queries_per_kv = query.shape[2] // key.shape[2]
+    batch, length, heads, _ = (key if keys_resident else query).shape
 
-    def spec(place: str, shape: tuple[int, ...]) -> Any:
-        return _spec(place, shape, tile.held, groups, keys_held)
+    def spec(layout: str, shape: tuple[int, ...]) -> Any:
+        return _spec(layout, shape, tile.resident, queries_per_kv, keys_resident)
 
     return pl.pallas_call(
         functools.partial(kernel, plan, dims, tile.streamed),
-        grid=(heads.shape[1] // tile.held, *rest),
-        in_specs=[spec(place, array.shape) for place, array in operands],
-        out_specs=[spec(place, shape) for place, shape, _ in results],
+        grid=(length // tile.resident, heads, batch),
+        in_specs=[spec(layout, array.shape) for layout, array in operands],
+        out_specs=[spec(layout, shape) for layout, shape, _ in results],
         out_shape=[jax.ShapeDtypeStruct(*result[1:]) for result in results],
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=plan.interpret,
@@ -273,8 +290,8 @@ def _plan(call: AttentionCall) -> FlashPlan:
         soft_cap=call.soft_cap,
         segments=call.segments,
         interpret=not call.backend.pallas_gpu,
-        query_blocks=_WHOLE,
-        key_blocks=_WHOLE,
+        query_tiles=_PADDED_TILE,
+        key_tiles=_PADDED_TILE,
     )
 
 

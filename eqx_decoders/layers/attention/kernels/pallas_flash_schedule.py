@@ -1,10 +1,10 @@
-"""Which tiles of scores the flash kernels read, and the mask that each needs; the grids of those for TPU.
+"""Schedule of the flash kernels: which tiles of scores are computed, which need a mask, and the grids of TPU kernels.
 
-A tile is a block of queries against a block of keys. The extremes of its queries' intervals and of its keys' positions
-and segments decide: either no query sees a key of it, and it is skipped; or all see all, and no mask is applied; or
-segments and positions are compared. This holds for any order of positions. Only the blocks from the first to the last
-that a held block sees are read at all; under a selection, only those of which one of its queries chose a key, or one of
-whose queries chose one of its keys.
+A tile contains the scores of a tile of queries and a tile of keys. It is classified by the minimum and maximum of its
+queries' visible intervals, and of its keys' positions and segments. If no query sees a key, the tile is skipped; if
+every query sees every key, no mask is applied; otherwise segments and positions are compared. This is correct for any
+order of positions. For each resident tile, only the streamed tiles from the first to the last visible one are read.
+With a selection, only streamed tiles with a selected pair of query and key are read.
 """
 
 import dataclasses
@@ -21,17 +21,18 @@ from eqx_decoders.sharding.chips import LANES
 
 
 pl = LazyModule("jax.experimental.pallas")  # slow to import
-SCALAR_BYTES = 2**20 - 2**16  # of a table: TPUs v5p and v6e have 1 MiB of scalar memory
+SCALAR_BYTES = 2**20 - 2**16  # bound of the tables: TPUs v5p and v6e have 1 MiB of scalar memory
 
 
-MOST = jnp.iinfo(jnp.int32).max
+MAX_INT32 = jnp.iinfo(jnp.int32).max
 _POSITIONS, _SEGMENTS = 2**20, 2**11
 
 
 def _code(segments: bool, position: Array, segment: Array) -> Array:
-    """Encode segment and position in a number that keeps their order.
+    """Encode segment and position in one integer that preserves the order of (segment, position).
 
-    Positions beyond 2^20 have one number, and segments 2^11 apart the same: then tiles may be visited in vain, no more.
+    Positions from 2^20 - 1 on get the same code, and segments are encoded modulo 2^11. Collisions only cause tiles to
+    be computed without need; the mask of a tile uses exact positions and segments.
     """
     if not segments:
         return position
@@ -39,13 +40,16 @@ def _code(segments: bool, position: Array, segment: Array) -> Array:
 
 
 class Schedule(NamedTuple):
-    """Extremes of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
+    """Extreme values of tiles, each array [batch, tiles].
 
-    - `reach`: for each held block the first block that it sees, and the number of blocks up to the last; under a
-        selection see `list_tiles`.
-    - `queries`: the least code of a first position and the largest of a last one; the least last position and the
-        largest first one; the least and the largest segment; whether all queries see anything.
-    - `keys`: the least and the largest code, position and segment; whether all are tokens.
+    Minima are `MAX_INT32` and maxima are -1 if a tile contains no query that sees a key, or no key that is a token.
+
+    - `reach`: for each resident tile the first streamed tile that it sees, and the number of tiles up to the last one.
+        With a selection, see `list_tiles`.
+    - `queries`: minimum code of first visible positions, and maximum code of last visible positions; minimum last
+        position, and maximum first position; minimum and maximum segment; whether all queries see a key.
+    - `keys`: minimum and maximum code; minimum and maximum position; minimum and maximum segment; whether all keys are
+        tokens.
     """
 
     reach: list[Array]
@@ -54,244 +58,269 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(
-    segments: bool, intervals: Array, positions: Array, query_block: int, key_block: int, keys_held: bool
+    segments: bool, intervals: Array, positions: Array, query_tile: int, key_tile: int, keys_resident: bool
 ) -> Schedule:
-    """Compute the schedule from visible intervals, `[batch, 3, length]` (first, last, segment), and from keys.
+    """Compute the schedule.
 
-    Keys are `[batch, 2, kv_length]` (position, segment); `segments` says whether segments count.
+    **Arguments:**
+
+    - `segments`: whether queries see only keys of their own segment.
+    - `intervals`: first visible position, last visible position and segment of queries, [batch, 3, length].
+    - `positions`: position and segment of keys, [batch, 2, kv_length].
+    - `query_tile`, `key_tile`: tile sizes.
+    - `keys_resident`: whether tiles of keys are resident and tiles of queries are streamed; otherwise the reverse.
     """
     first, last, segment = (intervals[:, i] for i in range(3))
-    least, largest = (_code(segments, first, segment), last, segment), (_code(segments, last, segment), first, segment)
-    queries = _extremes(least, largest, first <= last, query_block)
+    minima = (_code(segments, first, segment), last, segment)
+    maxima = (_code(segments, last, segment), first, segment)
+    queries = _extremes(minima, maxima, first <= last, query_tile)
     position, segment = positions[:, 0], positions[:, 1]
-    row = (_code(segments, position, segment), position, segment)
-    keys = _extremes(row, row, position >= 0, key_block)
-    return Schedule(_reach(_of_tiles(may_see, queries, keys, keys_held)), queries, keys)
+    key_values = (_code(segments, position, segment), position, segment)
+    keys = _extremes(key_values, key_values, position >= 0, key_tile)
+    return Schedule(_reach(_compare_tiles(may_see, queries, keys, keys_resident)), queries, keys)
 
 
-def whole_run(schedule: Schedule, keys_held: bool) -> list[Array]:
-    """Return, for each held block, the first block that it sees whole, and the end of those that follow it so.
+def unmasked_run(schedule: Schedule, keys_resident: bool) -> list[Array]:
+    """Return, for each resident tile, the range (start, end) of the first run of streamed tiles that need no mask.
 
-    Both are the end of its reach where there is none.
+    Both are the end of the tile's reach if there is no such run.
     """
     start, count = schedule.reach
-    whole, end = _of_tiles(all_see, schedule.queries, schedule.keys, keys_held), start + count
-    index = jnp.arange(whole.shape[2], dtype=jnp.int32)[None, None]
-    first = jnp.where(whole, index, end[:, :, None]).min(2, initial=MOST)
-    stop = jnp.where(~whole & (index >= first[:, :, None]), index, end[:, :, None]).min(2, initial=MOST)
-    return [first, stop]
+    unmasked, end = _compare_tiles(all_see, schedule.queries, schedule.keys, keys_resident), start + count
+    index = jnp.arange(unmasked.shape[2], dtype=jnp.int32)[None, None]
+    run_start = jnp.where(unmasked, index, end[:, :, None]).min(2, initial=MAX_INT32)
+    after_run = ~unmasked & (index >= run_start[:, :, None])
+    run_end = jnp.where(after_run, index, end[:, :, None]).min(2, initial=MAX_INT32)
+    return [run_start, run_end]
 
 
-def _of_tiles(
-    relation: Callable, queries: Sequence[Array], keys: Sequence[Array], keys_held: bool
+def _compare_tiles(
+    relation: Callable, queries: Sequence[Array], keys: Sequence[Array], keys_resident: bool
 ) -> Bool[Array, "batch held streamed"]:
-    """Compute a relation of all blocks of queries to all blocks of keys."""
+    """Evaluate a relation between all tiles of queries and all tiles of keys."""
     tiles = relation([x[:, :, None] for x in queries], [x[:, None, :] for x in keys])
-    return tiles.swapaxes(1, 2) if keys_held else tiles
+    return tiles.swapaxes(1, 2) if keys_resident else tiles
 
 
 def _extremes(
-    least: Sequence[Array], largest: Sequence[Array], counts: Bool[Array, "batch length"], block: int
+    minima: Sequence[Array], maxima: Sequence[Array], valid: Bool[Array, "batch length"], tile: int
 ) -> list[Array]:
-    """Return the least and the largest numbers, in pairs, among those that count in each block; whether all count."""
+    """Return [minimum, maximum, minimum, maximum, …, whether all are valid] over the valid elements of each tile."""
 
-    def blocks(x: Array) -> Array:
-        return x.reshape(x.shape[0], -1, block)
+    def tiles(x: Array) -> Array:
+        return x.reshape(x.shape[0], -1, tile)
 
-    counts = blocks(counts)
+    valid = tiles(valid)
     fields: list[Array] = []
-    for low, high in zip(least, largest, strict=True):
-        fields += [jnp.where(counts, blocks(low), MOST).min(-1), jnp.where(counts, blocks(high), -1).max(-1)]
-    return [*fields, counts.all(-1).astype(jnp.int32)]
+    for low, high in zip(minima, maxima, strict=True):
+        fields += [jnp.where(valid, tiles(low), MAX_INT32).min(-1), jnp.where(valid, tiles(high), -1).max(-1)]
+    return [*fields, valid.all(-1).astype(jnp.int32)]
 
 
 def may_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Return whether a query of a block may see a key of a block, from their codes, which come first."""
+    """Return whether a query of one tile may see a key of another, by their codes (the first two fields)."""
     return (queries[0] <= keys[1]) & (keys[0] <= queries[1])
 
 
 def all_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Return whether every query of a block sees every key of a block."""
-    _, _, last, first, segment, last_segment, all_queries = queries
-    _, _, position, last_position, key_segment, last_key_segment, all_keys = keys
-    inside = (first <= position) & (last_position <= last) & (all_queries + all_keys == 2)
-    return inside & (segment == last_key_segment) & (key_segment == last_segment) & (segment == last_segment)
+    """Return whether every query of one tile sees every key of another; arguments are fields of a `Schedule`."""
+    _, _, min_last, max_first, min_segment, max_segment, all_queries = queries
+    _, _, min_position, max_position, min_key_segment, max_key_segment, all_keys = keys
+    inside = (max_first <= min_position) & (max_position <= min_last) & (all_queries + all_keys == 2)
+    same_segment = (min_segment == max_key_segment) & (min_key_segment == max_segment) & (min_segment == max_segment)
+    return inside & same_segment
 
 
-def _reach(seen: Bool[Array, "batch held streamed"]) -> list[Array]:
-    index = jnp.arange(seen.shape[2], dtype=jnp.int32)[None, None]
-    start, end = jnp.where(seen, index, seen.shape[2]).min(2), jnp.where(seen, index + 1, 0).max(2)
+def _reach(visible: Bool[Array, "batch held streamed"]) -> list[Array]:
+    """Return the index of the first visible tile, and the number of tiles up to the last visible one."""
+    count = visible.shape[2]
+    index = jnp.arange(count, dtype=jnp.int32)[None, None]
+    start, end = jnp.where(visible, index, count).min(2), jnp.where(visible, index + 1, 0).max(2)
     return [jnp.where(end > 0, start, 0), jnp.maximum(end - start, 0)]
 
 
-# --- tiles of a selection ---
+# --- tiles with a selection of keys ---
 
 
-def chosen_tiles(
-    by_lanes: bool, bits: Int32[Array, "batch selected_heads _ _"], groups: Array, query_block: int, key_block: int
-) -> Bool[Array, "batch selected_heads query_blocks key_blocks"]:
-    """Return whether any query of a block chose any key of a block.
+def selected_tiles(
+    by_lanes: bool, bits: Int32[Array, "batch selected_heads _ _"], key_groups: Array, query_tile: int, key_tile: int
+) -> Bool[Array, "batch selected_heads query_tiles key_tiles"]:
+    """Return, for each tile of scores, whether any of its queries selected any of its keys.
 
-    Bits are `length words` by lanes, else `words length`; `groups` are those of keys, which lanes don't need.
+    The last axes of `bits` are [length, words] if bits are packed by lanes, otherwise [words, length]. `key_groups` is
+    the group of each key, [batch, kv_length]; with bits packed by lanes only its shape is used.
     """
     batch, heads, *_ = bits.shape
-    if by_lanes:  # all lanes of a bit are one group of keys
-        chosen = _any_bit(bits.reshape(batch, heads, -1, query_block, bits.shape[3]), (3,))
-        chosen = _any_bit(chosen.reshape(*chosen.shape[:3], -1, LANES), (4,))
-        groups = jnp.arange(groups.shape[1] // LANES, dtype=jnp.int32)[None]
-        key_block //= LANES
+    if by_lanes:  # a run of LANES keys has the same bit in all lanes, and is treated as one key group
+        selected = _bitwise_or(bits.reshape(batch, heads, -1, query_tile, bits.shape[3]), (3,))
+        selected = _bitwise_or(selected.reshape(*selected.shape[:3], -1, LANES), (4,))
+        key_groups = jnp.arange(key_groups.shape[1] // LANES, dtype=jnp.int32)[None]
+        key_tile //= LANES
     else:
-        chosen = _any_bit(bits.reshape(batch, heads, bits.shape[2], -1, query_block), (4,)).swapaxes(2, 3)
-    word, bit = groups[:, :, None] >> 5, jnp.left_shift(1, groups & 31)[:, :, None]
-    there = jnp.where(word == jnp.arange(chosen.shape[3], dtype=jnp.int32).reshape(1, 1, -1), bit, 0)
-    there = _any_bit(there.reshape(groups.shape[0], -1, key_block, chosen.shape[3]), (2,))
-    return ((chosen[:, :, :, None] & there[:, None, None]) != 0).any(-1)
+        selected = _bitwise_or(bits.reshape(batch, heads, bits.shape[2], -1, query_tile), (4,)).swapaxes(2, 3)
+    word, bit = key_groups[:, :, None] >> 5, jnp.left_shift(1, key_groups & 31)[:, :, None]
+    present = jnp.where(word == jnp.arange(selected.shape[3], dtype=jnp.int32).reshape(1, 1, -1), bit, 0)
+    present = _bitwise_or(present.reshape(key_groups.shape[0], -1, key_tile, selected.shape[3]), (2,))
+    return ((selected[:, :, :, None] & present[:, None, None]) != 0).any(-1)
 
 
-def _any_bit(words: Int32[Array, "..."], axes: tuple[int, ...]) -> Array:
+def _bitwise_or(words: Int32[Array, "..."], axes: tuple[int, ...]) -> Array:
     return jax.lax.reduce(words, jnp.int32(0), jax.lax.bitwise_or, axes)
 
 
-def list_tiles(schedule: Schedule, chosen: Bool[Array, "batch heads queries keys"], keys_held: bool) -> list[Array]:
-    """List, for each selected head and held block, the blocks that it sees and that were chosen; and count them.
+def list_tiles(
+    schedule: Schedule, selected: Bool[Array, "batch heads queries keys"], keys_resident: bool
+) -> list[Array]:
+    """List, for each selected head and resident tile, the streamed tiles that are visible and selected.
 
-    They are numbers of 16 bits, two of which are a word: `[batch, heads, held, words]` and `[batch, heads, held]`. A
-    list ends in zeros: a held block without any reads the first.
+    Return the lists and their lengths, [batch, heads, resident tiles, words] and [batch, heads, resident tiles]. A word
+    contains two 16-bit tile indices. Lists are padded with zeros, so that an empty list reads the first tile.
     """
-    chosen = chosen.swapaxes(2, 3) if keys_held else chosen
-    chosen &= _of_tiles(may_see, schedule.queries, schedule.keys, keys_held)[:, None]
-    index = jnp.arange(chosen.shape[3], dtype=jnp.int32).reshape(1, 1, 1, -1)
-    blocks = jnp.sort(jnp.where(chosen, index, MOST), axis=3)
-    blocks = jnp.pad(jnp.where(blocks == MOST, 0, blocks), [(0, 0)] * 3 + [(0, blocks.shape[3] % 2)])
-    return [blocks[..., 0::2] | (blocks[..., 1::2] << 16), chosen.sum(3, dtype=jnp.int32)]
+    selected = selected.swapaxes(2, 3) if keys_resident else selected
+    selected &= _compare_tiles(may_see, schedule.queries, schedule.keys, keys_resident)[:, None]
+    index = jnp.arange(selected.shape[3], dtype=jnp.int32).reshape(1, 1, 1, -1)
+    tiles = jnp.sort(jnp.where(selected, index, MAX_INT32), axis=3)
+    tiles = jnp.pad(jnp.where(tiles == MAX_INT32, 0, tiles), [(0, 0)] * 3 + [(0, tiles.shape[3] % 2)])
+    return [tiles[..., 0::2] | (tiles[..., 1::2] << 16), selected.sum(3, dtype=jnp.int32)]
 
 
-def word_range(groups: Int32[Array, "batch kv_length"], key_block: int) -> list[Array]:
-    """Return the first word of each block of keys that has a bit of one of them, and the end of the last."""
-    words = (groups >> 5).reshape(groups.shape[0], -1, key_block)
-    low = jnp.where(words < 0, MOST, words).min(2)
-    return [jnp.where(low == MOST, 0, low), words.max(2, initial=-1) + 1]
+def word_range(key_groups: Int32[Array, "batch kv_length"], key_tile: int) -> list[Array]:
+    """Return, for each tile of keys, the range (start, end) of the words that contain the bits of its key groups."""
+    words = (key_groups >> 5).reshape(key_groups.shape[0], -1, key_tile)
+    low = jnp.where(words < 0, MAX_INT32, words).min(2)
+    return [jnp.where(low == MAX_INT32, 0, low), words.max(2, initial=-1) + 1]
 
 
-def spread_lanes(words: Int32[Array, "..."], first: Any, keys: int, axis: int) -> Int32[Array, "..."]:
-    """Return the bits of so many keys of a tile, whose lanes lie along an axis; `first` is the first of their bits."""
-    parts = [jax.lax.shift_right_logical(words, first + i) & 1 for i in range(keys // LANES)]
+def unpack_lanes(words: Int32[Array, "..."], first_bit: Any, keys: int, axis: int) -> Int32[Array, "..."]:
+    """Unpack the bits of a tile's keys, which are packed by lanes along an axis, from bit `first_bit` on."""
+    parts = [jax.lax.shift_right_logical(words, first_bit + i) & 1 for i in range(keys // LANES)]
     return jnp.concatenate(parts, axis)
 
 
-def spread_groups(word: Callable[[Any], Array], groups: Array, low: Any, high: Any, shape: tuple[int, int]) -> Array:
-    """Return the bits of the keys of a tile, whose groups have bits in the words from `low` to `high`.
+def unpack_groups(
+    read_word: Callable[[Any], Array], key_groups: Array, low: Any, high: Any, shape: tuple[int, int]
+) -> Array:
+    """Unpack the bits of a tile's keys, whose groups have their bits in the words `low` to `high - 1`.
 
-    `word(n)` is the n-th word of each query, on the other axis than the keys.
+    `read_word(n)` returns the n-th word of each query, as a vector along the axis of queries.
     """
 
-    def add(n: Any, found: Array) -> Array:
-        bits = jax.lax.shift_right_logical(*jnp.broadcast_arrays(word(n), groups & 31)) & 1
-        return found | jnp.where((groups >> 5) == n, bits, 0)
+    def add_word(n: Any, unpacked: Array) -> Array:
+        bits = jax.lax.shift_right_logical(*jnp.broadcast_arrays(read_word(n), key_groups & 31)) & 1
+        return unpacked | jnp.where((key_groups >> 5) == n, bits, 0)
 
-    return jax.lax.fori_loop(low, high, add, jnp.zeros(shape, jnp.int32))
+    return jax.lax.fori_loop(low, high, add_word, jnp.zeros(shape, jnp.int32))
 
 
-# --- grids of the kernels for TPU ---
+# --- grids of the TPU kernels ---
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Tiles of a grid: each step's tile, by the schedule as one row of numbers in scalar memory.
+    """Grid of a TPU kernel, and the table in scalar memory that assigns tiles to its steps.
 
-    Several dimensions would be padded there. The grid is (batch, heads, blocks of queries, steps), or (batch, key
-    heads, blocks of keys, groups, steps).
+    The grid is (batch, heads, query tiles, steps) if queries are resident, or (batch, kv heads, key tiles,
+    queries_per_kv, steps) if keys are resident. The table is one flat array of the fields of the schedule, because
+    scalar memory would pad arrays of several dimensions.
     """
 
     batch: int
-    groups: int
-    query_block: int
-    key_block: int
-    rows: int  # blocks of queries
-    columns: int  # blocks of keys
-    keys_held: bool
+    queries_per_kv: int
+    query_tile: int  # queries of a tile
+    key_tile: int  # keys of a tile
+    num_query_tiles: int
+    num_key_tiles: int
+    keys_resident: bool
     selected_heads: int = 0
     group_words: int = 0
 
     @property
-    def sizes(self) -> list[int]:
-        """Entries of the table's fields for a row of the batch.
+    def field_sizes(self) -> list[int]:
+        """Number of integers in each field of the table, for one sequence.
 
-        The first two are the schedule's reach, then come 7 of the queries and 7 of the keys; under a selection `reach`
-        are lists, and then come only the words in which a block of keys has bits.
+        Without a selection, fields are the schedule's 2 arrays of `reach`, 7 of `queries` and 7 of `keys`. With a
+        selection, they are the lists of `list_tiles`, their lengths, and, with key groups, the ranges of `word_range`.
         """
-        held, streamed = (self.columns, self.rows) if self.keys_held else (self.rows, self.columns)
+        if self.keys_resident:
+            resident, streamed = self.num_key_tiles, self.num_query_tiles
+        else:
+            resident, streamed = self.num_query_tiles, self.num_key_tiles
         if self.selected_heads == 0:
-            return [held] * 2 + [self.rows] * 7 + [self.columns] * 7
-        lists = self.selected_heads * held
-        return [lists * -(-streamed // 2), lists] + [self.columns] * 2 * (self.group_words > 0)
+            return [resident] * 2 + [self.num_query_tiles] * 7 + [self.num_key_tiles] * 7
+        lists = self.selected_heads * resident
+        word_ranges = [self.num_key_tiles] * 2 if self.group_words > 0 else []
+        return [lists * -(-streamed // 2), lists, *word_ranges]
 
     @property
     def table_bytes(self) -> int:
         """Bytes of the table."""
-        return 4 * self.batch * sum(self.sizes)
+        return 4 * self.batch * sum(self.field_sizes)
 
-    def entry(self, table: Any, field: int, batch: Any, index: Any) -> Any:
-        """Read an entry of a field."""
-        return table[self.batch * sum(self.sizes[:field]) + batch * self.sizes[field] + index]
+    def read_table(self, table: Any, field: int, batch: Any, index: Any) -> Any:
+        """Read an element of a field of the table."""
+        return table[self.batch * sum(self.field_sizes[:field]) + batch * self.field_sizes[field] + index]
 
-    def streamed(self, table: Any, batch: Any, head: Any, held: Any, step: Any) -> tuple[Any, Any]:
-        """Return the block to read, and the number of steps.
+    def streamed(self, table: Any, batch: Any, head: Any, resident: Any, step: Any) -> tuple[Any, Any]:
+        """Return the streamed tile of a step, and the number of steps of the resident tile.
 
-        Where a row ends before others do its last block stays, and is not read again.
+        Later steps get the tile of the last step, which is then not loaded again.
         """
-        lists, numbers, *_ = self.sizes
-        row = head * (numbers // self.selected_heads) + held if self.selected_heads > 1 else held
-        count = self.entry(table, 1, batch, row)
+        list_words, lists, *_ = self.field_sizes
+        index = head * (lists // self.selected_heads) + resident if self.selected_heads > 1 else resident
+        count = self.read_table(table, 1, batch, index)
         step = jnp.minimum(step, jnp.maximum(count - 1, 0))
         if self.selected_heads == 0:
-            return self.entry(table, 0, batch, row) + step, count
-        pair = self.entry(table, 0, batch, row * (lists // numbers) + jax.lax.div(step, 2))
-        return jax.lax.shift_right_logical(pair, 16 * jax.lax.rem(step, 2)) & 0xFFFF, count
+            return self.read_table(table, 0, batch, index) + step, count
+        word = self.read_table(table, 0, batch, index * (list_words // lists) + jax.lax.div(step, 2))
+        return jax.lax.shift_right_logical(word, 16 * jax.lax.rem(step, 2)) & 0xFFFF, count
 
-    def visit(self, table: Any, batch: Any, head: Any, held: Any, step: Any, add: Callable[[bool, Any], None]) -> None:
-        """Run `add(masked, block of keys)` if anything in the step's tile is visible."""
-        block, count = self.streamed(table, batch, head, held, step)
+    def visit(
+        self, table: Any, batch: Any, head: Any, resident: Any, step: Any, add: Callable[[bool, Any], None]
+    ) -> None:
+        """Run `add(masked, key_tile)` for the tile of a step, unless no query of the tile sees a key."""
+        streamed, count = self.streamed(table, batch, head, resident, step)
 
         @pl.when(step < count)
         def _():
-            i, j = (block, held) if self.keys_held else (held, block)
+            i, j = (streamed, resident) if self.keys_resident else (resident, streamed)
             if self.selected_heads > 0:
                 return add(True, j)
-            queries = [self.entry(table, field, batch, i) for field in range(2, 9)]
-            keys = [self.entry(table, field, batch, j) for field in range(9, 16)]
-            some, everything = may_see(queries, keys), all_see(queries, keys)
-            pl.when(some & everything)(lambda: add(False, j))
-            pl.when(some & ~everything)(lambda: add(True, j))
+            queries = [self.read_table(table, field, batch, i) for field in range(2, 9)]
+            keys = [self.read_table(table, field, batch, j) for field in range(9, 16)]
+            any_visible, all_visible = may_see(queries, keys), all_see(queries, keys)
+            pl.when(any_visible & all_visible)(lambda: add(False, j))
+            pl.when(any_visible & ~all_visible)(lambda: add(True, j))
 
-    def chosen(self, table: Any, batch: Any, j: Any, bits: Any, groups: Sequence[Array]) -> Bool[Array, "rows columns"]:
-        """Return the mask of a selection: keys as rows where these are held, else queries."""
+    def selection_mask(
+        self, table: Any, batch: Any, j: Any, bits: Any, key_groups: Sequence[Array]
+    ) -> Bool[Array, "rows columns"]:
+        """Return the selected pairs of the tile of keys `j`; rows are keys if keys are resident, otherwise queries."""
         if self.group_words == 0:
-            first = jax.lax.rem(j * (self.key_block // LANES), WORD)
-            words, axis = (bits[0, 0].T, 0) if self.keys_held else (bits[0, 0], 1)
-            return spread_lanes(words, first, self.key_block, axis) == 1
-        low, high = (self.entry(table, field, batch, j) for field in (2, 3))
+            first_bit = jax.lax.rem(j * (self.key_tile // LANES), WORD)
+            words, axis = (bits[0, 0].T, 0) if self.keys_resident else (bits[0, 0], 1)
+            return unpack_lanes(words, first_bit, self.key_tile, axis) == 1
+        low, high = (self.read_table(table, field, batch, j) for field in (2, 3))
 
-        def word(n: Any) -> Array:
+        def read_word(n: Any) -> Array:
             row = bits[0, 0, pl.ds(n, 1), :]
-            return row if self.keys_held else row.T
+            return row if self.keys_resident else row.T
 
-        shape = (self.key_block, self.query_block) if self.keys_held else (self.query_block, self.key_block)
-        return spread_groups(word, groups[0], low, high, shape) == 1
+        shape = (self.key_tile, self.query_tile) if self.keys_resident else (self.query_tile, self.key_tile)
+        return unpack_groups(read_word, key_groups[0], low, high, shape) == 1
 
-    def spec(self, place: str, dims: tuple[int, ...]) -> Any:
-        """Return the `BlockSpec` of an array that lies in a place."""
+    def spec(self, layout: str, dims: tuple[int, ...]) -> Any:
+        """Return the `BlockSpec` of an array of shape `dims` with a layout."""
         shape = {
-            "queries": (1, 1, self.query_block, dims[-1]),
-            "keys": (1, 1, self.key_block, dims[-1]),
-            "intervals": (1, dims[-2], self.query_block),
-            "positions": (1, dims[-2], self.key_block),
-            "rows": (1, 1, dims[-2], self.query_block),
-            "lanes": (1, 1, self.query_block, LANES),
-        }["rows" if place == "words" else place]
+            "queries": (1, 1, self.query_tile, dims[-1]),
+            "keys": (1, 1, self.key_tile, dims[-1]),
+            "intervals": (1, dims[-2], self.query_tile),
+            "positions": (1, dims[-2], self.key_tile),
+            "rows": (1, 1, dims[-2], self.query_tile),
+            "lanes": (1, 1, self.query_tile, LANES),
+        }["rows" if layout == "words" else layout]
 
         def index(*ids: Any) -> tuple:
-            batch, head, kv_head, i, j = self._at(*ids)
+            batch, head, kv_head, i, j = self._tile_indices(*ids)
             selected = head if self.selected_heads > 1 else 0
             return {
                 "queries": (batch, head, i, 0),
@@ -300,17 +329,18 @@ class Tiles:
                 "positions": (batch, 0, j),
                 "rows": (batch, head, 0, i),
                 "words": (batch, selected, 0, i),
-                "lanes": (batch, selected, i, jax.lax.div(j * self.key_block, KEYS_PER_ROW)),
-            }[place]
+                "lanes": (batch, selected, i, jax.lax.div(j * self.key_tile, KEYS_PER_ROW)),
+            }[layout]
 
         return pl.BlockSpec(shape, index)
 
-    def _at(self, *ids: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Return (batch, head, key head, block of queries, block of keys)."""
-        *at, table = ids
-        if self.keys_held:
-            batch, kv_head, held, group, step = at
-            head = kv_head * self.groups + group
-            return batch, head, kv_head, self.streamed(table, batch, head, held, step)[0], held
-        batch, head, held, step = at
-        return batch, head, jax.lax.div(head, self.groups), held, self.streamed(table, batch, head, held, step)[0]
+    def _tile_indices(self, *ids: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """Return (batch, head, kv head, query tile, key tile) of a grid step."""
+        *step_ids, table = ids
+        if self.keys_resident:
+            batch, kv_head, resident, query_head, step = step_ids
+            head = kv_head * self.queries_per_kv + query_head
+            return batch, head, kv_head, self.streamed(table, batch, head, resident, step)[0], resident
+        batch, head, resident, step = step_ids
+        kv_head = jax.lax.div(head, self.queries_per_kv)
+        return batch, head, kv_head, resident, self.streamed(table, batch, head, resident, step)[0]

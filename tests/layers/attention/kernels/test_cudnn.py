@@ -183,7 +183,7 @@ def test_head_dims_of_devices(device, capability, largest):
     assert compute_capability(kind()) == capability
     for dim in (64, 128, 192, 256, 264):
         sizes = dict(dense_positions=True, head_dim=dim, value_dim=dim, compute_capability=capability)
-        assert choose(AttentionCall(**USUAL | sizes)) == ("cudnn" if dim <= largest else "chunked")
+        assert select_kernel(AttentionCall(**USUAL | sizes)) == ("cudnn" if dim <= largest else "chunked")
 
 
 def test_devices_of_a_mesh_are_asked(monkeypatch):

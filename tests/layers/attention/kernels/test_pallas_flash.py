@@ -48,7 +48,7 @@ def interpret(patch):
             dataclasses.replace(KERNELS[name], platforms=("cpu", "gpu", "tpu"), unsupported=lambda call: None),
         )
     patch.setattr(pallas_flash_tpu, "block_sizes", lambda: BlockSizes(held=256, streamed=128))
-    patch.setattr(pallas_flash_gpu, "_WHOLE", BlockSizes(held=64, streamed=64))
+    patch.setattr(pallas_flash_gpu, "_PADDED_TILE", BlockSizes(held=64, streamed=64))
     small = {"forward": (64, 16), "queries": (32, 16), "keys": (32, 32)}
     patch.setattr(pallas_flash_gpu, "tile_of", lambda part, *_: pallas_flash_gpu.Tile(*small[part]))
 
@@ -182,16 +182,16 @@ def listed(places, chosen, *, keys_held):
         soft_cap=None,
         segments=True,
         interpret=True,
-        query_blocks=sizes.fit(640),
-        key_blocks=sizes.fit(640, whole_words=True),
+        query_tiles=sizes.fit(640),
+        key_tiles=sizes.fit(640, whole_words=True),
         selected_heads=(bits := jax.tree.leaves(chosen)[0]).shape[1],
         group_words=bits.shape[3] if isinstance(chosen, Selection) else 0,
     )
-    shown = pallas_flash._shown(plan, AttentionInputs(*[None] * 3, AttentionPositions(**places), chosen))
-    rows = pallas_flash._places(plan, shown)
+    mask_inputs = pallas_flash._mask_inputs(plan, AttentionInputs(*[None] * 3, AttentionPositions(**places), chosen))
+    rows = pallas_flash._mask_arrays(plan, mask_inputs)
     blocks = (128, 256) if keys_held else (256, 128)
     schedule = pallas_flash_schedule.make_schedule(plan.segments, *rows[:2], *blocks, keys_held)
-    tiles = pallas_flash_schedule.chosen_tiles(plan.by_lanes, rows[2], rows[1][:, -1], *blocks)
+    tiles = pallas_flash_schedule.selected_tiles(plan.by_lanes, rows[2], rows[1][:, -1], *blocks)
     lists, counts = pallas_flash_schedule.list_tiles(schedule, tiles, keys_held)
     numbers = jnp.stack([lists & 0xFFFF, lists >> 16], -1).reshape(*lists.shape[:3], -1)
     streamed = tiles.shape[2 if keys_held else 3]
@@ -304,14 +304,14 @@ def schedule(places, *, mask, keys_held):
         soft_cap=None,
         segments=True,
         interpret=True,
-        query_blocks=BlockSizes(held=32, streamed=16),
-        key_blocks=BlockSizes(held=32, streamed=16),
+        query_tiles=BlockSizes(held=32, streamed=16),
+        key_tiles=BlockSizes(held=32, streamed=16),
     )
     sizes = (16, 32) if keys_held else (32, 16)
     rows = pallas_flash.intervals_and_positions(plan, AttentionPositions(**places))
     tables = pallas_flash_schedule.make_schedule(plan.segments, *rows, *sizes, keys_held)
     (start, count), queries, keys = tables
-    first, stop = pallas_flash_schedule.whole_run(tables, keys_held)
+    first, stop = pallas_flash_schedule.unmasked_run(tables, keys_held)
     tiles = [x[:, :, None] for x in queries], [x[:, None, :] for x in keys]
     sees, sees_all = pallas_flash_schedule.may_see(*tiles), pallas_flash_schedule.all_see(*tiles)
 
@@ -520,7 +520,7 @@ def test_it_compiles_for_gpus(monkeypatch, topology, dim, value_dim, kv_heads, s
     devices = gpu_devices(gpus_of(topology))
     if devices is None:
         pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")
-    monkeypatch.setattr(pallas_flash_gpu, "_WHOLE", BlockSizes(held=128, streamed=128))
+    monkeypatch.setattr(pallas_flash_gpu, "_PADDED_TILE", BlockSizes(held=128, streamed=128))
     monkeypatch.setattr(pallas_flash_gpu, "tile_of", TILES_OF_GPUS)
     device = dict(platform="gpu", compute_capability=compute_capability(devices[0]))
     options = dict(soft_cap=soft_cap, kernel="triton", **device)

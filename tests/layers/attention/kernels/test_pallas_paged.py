@@ -31,12 +31,13 @@ def kernel(request, monkeypatch):
     name = getattr(request, "param", "interval")
     backend = dataclasses.replace(backend_of("cpu", single=False), paged_kernel=name)
     monkeypatch.setattr(ed.Layout, "backend", backend)
-    monkeypatch.setattr(pallas_paged_gpu, "_KEYS", 4)
-    monkeypatch.setattr(pallas_paged_gpu, "_PART", 16)
+    monkeypatch.setattr(pallas_paged_gpu, "_TILE_TOKENS", 4)
+    monkeypatch.setattr(pallas_paged_gpu, "_PART_TOKENS", 16)
     for module in (pallas_paged, pallas_paged_gpu):
-        monkeypatch.setattr(module, "fits", lambda past, dtype, heads, device: True)
-    monkeypatch.setattr(pallas_paged, "_STEP_TOKENS", (8, 16))
-    monkeypatch.setattr(pallas_paged, "_QUERY_NUMBERS", 1024)
+        monkeypatch.setattr(module, "fits", lambda pages, dtype, heads, device: True)
+    monkeypatch.setattr(pallas_paged, "_MIN_STEP_TOKENS", 8)
+    monkeypatch.setattr(pallas_paged, "_MAX_STEP_TOKENS", 16)
+    monkeypatch.setattr(pallas_paged, "_MAX_QUERY_ELEMENTS", 1024)
 
 
 def paged(lengths, head_dim=8, kv_heads=2, values=True, dtype="float32", size=4, seed=0, window=None):
@@ -269,12 +270,12 @@ def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
         past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64))
         plan = pallas_paged._make_plan(jnp.zeros((1, 512, 9, 80), dtype), past, 3, None, "tpu")
         item = jnp.dtype(dtype).itemsize
-        held = plan.heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, twice; sums
-        pages = 4 * plan.heads * plan.keys * 128 * item
+        held = plan.kv_heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, twice; sums
+        pages = 4 * plan.kv_heads * plan.keys * 128 * item
         assert 8 * 2**20 < plan.rows * (held + 2 * 4 * plan.keys) + pages < 16 * 2**20
 
 
 def test_tables_that_scalar_memory_cannot_hold_are_refused(monkeypatch):
-    monkeypatch.setattr(pallas_paged, "_SCALAR_BYTES", 256)
-    with refused(ConfigError, "5 rows", "11 pages", "PageConfig.page_size=4"):
+    monkeypatch.setattr(pallas_paged, "_MAX_SCHEDULE_BYTES", 256)
+    with refused(ConfigError, "5 sequences", "11 pages", "PageConfig.page_size=4"):
         both(paged(LENGTHS), next_tokens(LENGTHS), 4, mask=Causal())
