@@ -81,7 +81,7 @@ def test_everywhere(length, dilation):
                 assert_array_equal(found, last)
 
 
-def test_calls_are_the_whole():
+def test_consecutive_calls_match_one_call():
     draws = np.random.default_rng(1)
     x, kernel = jnp.asarray(draws.normal(size=(1, 17, 2)), jnp.float32), jnp.ones((2, 4))
     positions, tail, parts = jnp.arange(17)[None], jnp.zeros((1, 3, 2)), []

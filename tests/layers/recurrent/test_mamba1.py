@@ -99,7 +99,7 @@ def same(found, want):
 
 @pytest.mark.slow(fast=("4",))
 @pytest.mark.parametrize("chunk", [4, 16])
-def test_chunks_are_single_tokens(chunk):
+def test_chunks_match_single_tokens(chunk):
     *args, starts = inputs(26)
     want = results(args, starts, functools.partial(selective_scan, chunk=1))
     same(results(args, starts, functools.partial(selective_scan, chunk=chunk)), want)
@@ -111,7 +111,7 @@ def test_chunks_are_single_tokens(chunk):
     [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)],
 )
 @pytest.mark.parametrize("stateless", [True, False])
-def test_pieces_of_a_row(sizes, stateless):
+def test_sharded_sequences_match_one_device(sizes, stateless):
     *args, state, starts = inputs(80)
     args = [*args, None if stateless else state]
     want = results(args, starts, selective_scan)

@@ -51,7 +51,7 @@ def one_by_one(layer, x, real, starts):
 
 @pytest.mark.slow(fast=("40.0",))
 @pytest.mark.parametrize("gate_cap", [3.0, 40.0])
-def test_it_is_the_law(gate_cap):
+def test_matches_definition(gate_cap):
     """Of packed rows with padding; with gates far apart, and an `eps` that is seen."""
     config = MLSTMConfig(num_heads=2, key_dim=3, value_dim=4, gate_cap=gate_cap, eps=0.1, norm_eps=0.1)
     layer, x = drawn(lambda key: config.build(5, key=key)), jnp.asarray(normal(2, 70, 5))

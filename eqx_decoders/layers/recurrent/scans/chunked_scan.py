@@ -24,11 +24,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from eqx_decoders.layers.recurrent.kernels.pallas_carry import CarryTerms, product
 
 
-MIN_CHUNK = 16  # tokens per chunk; also the size up to which a triangular matrix is inverted row by row
-# Number of chunks whose state-independent terms are computed together. Decays per channel between all pairs of tokens
-# take far more memory than keys, so not all chunks are processed at once.
+MIN_CHUNK = 16  # tokens of the smallest chunk; triangular matrices up to this size are inverted row by row
+# Chunks whose state-independent terms are computed together. Decays per channel between pairs of tokens take far more
+# memory than keys, so these terms are not computed for all chunks at once.
 CHUNKS_PER_STEP = 4
-TOKENS_PER_STEP = 2048  # with a carry kernel; at least CHUNKS_PER_STEP chunks
+TOKENS_PER_STEP = 2048  # with a carry kernel, unless CHUNKS_PER_STEP chunks have more tokens
 MIN_LOG_DECAY = -100.0  # exp(-100) is 0 in float32; clipping here keeps cumulative sums precise
 _EXACT = jax.lax.Precision.HIGHEST  # for sums in exponents and for inverses: no 16-bit passes of the matrix unit
 

@@ -94,7 +94,7 @@ def layouts(length):
         *((kernel, Bidirectional(), 2.0) for kernel in ("interval", "triton")),
     ],
 )
-def test_flash_is_dot(kernel, mask, soft_cap):
+def test_flash_matches_dot(kernel, mask, soft_cap):
     """An odd length, three query heads a key head, narrow values."""
     qkv = make(421, heads=3, kv_heads=1, value_dim=5)
     for places in layouts(421):
@@ -111,7 +111,7 @@ def test_flash_is_dot(kernel, mask, soft_cap):
         ("triton", False),
     ],
 )
-def test_keys_are_not_the_queries(kernel, spans):
+def test_keys_differ_from_queries(kernel, spans):
     """A ring of slots in any order, some of them empty, without segments; spans that reach ahead."""
     qkv = make(140, 333, heads=4, kv_heads=2, value_dim=11)
     order = np.random.default_rng(0).permutation(333)
@@ -204,7 +204,7 @@ def listed(places, chosen, *, keys_held):
 @pytest.mark.slow(fast=("keys-1-False",))
 @pytest.mark.parametrize("keys_held", [False, True])
 @pytest.mark.parametrize(("kind", "heads"), [("keys", 1), ("groups", 6)])
-def test_tiles_that_nobody_chose_are_not_listed(kind, heads, keys_held):
+def test_lists_only_tiles_with_selected_pairs(kind, heads, keys_held):
     """Against a count in NumPy: each tile that may be seen and was chosen, once, and no other."""
     chosen, places = near_selection(kind, 640, heads), packed_places(640)
     found, seen, inside = map(np.asarray, listed(places, chosen, keys_held=keys_held))
@@ -227,7 +227,7 @@ def test_lists_that_do_not_fit_are_refused():
     assert_names(pallas_flash_tpu.unsupported(wide) or "", "words", "bytes")
 
 
-def test_rows_run_alone_where_their_tables_do_not_fit(monkeypatch):
+def test_runs_sequences_separately_if_tables_do_not_fit(monkeypatch):
     monkeypatch.setattr(pallas_flash_tpu, "SCALAR_BYTES", 0)
     same(*both("interval", make(24), packed_places(24), mask=Causal()))
 
@@ -276,7 +276,7 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["interval", "triton"])
-def test_blocks_that_nobody_sees_are_not_touched(kernel):
+def test_does_not_read_invisible_tiles(kernel):
     """NaN in them changes no bit, whatever keeps them from being seen."""
     parts = zip(*ROWS.values(), strict=True)
     rows = [np.stack([np.concatenate([np.broadcast_to(x, 256) for x in row]) for row in part]) for part in parts]
@@ -345,7 +345,7 @@ def first_run(whole):
         Bidirectional(48),
     ],
 )
-def test_tiles_are_those_that_are_seen(mask):
+def test_schedule_contains_the_visible_tiles(mask):
     """Against a count in NumPy: none is missed, and those that all see are known, also past the numbers of `_code`."""
     for at, places in enumerate(layouts(416)):
         seen = np.asarray(visible(mask, *(places[name] for name in NAMES[:4])))
@@ -393,7 +393,7 @@ def test_context_saves_the_forward_kernel(kernel):
     assert calls == {"plain": 3, "context": 3, "nothing": 4}
 
 
-def test_auto_takes_it_where_it_can(monkeypatch):
+def test_auto_selects_flash_kernels_that_support_the_call(monkeypatch):
     """For arrays of one device, that are long enough; on TPUs without float16, on GPUs of some generations without a
     selection."""
     chosen = []

@@ -98,7 +98,7 @@ LENGTHS = (13, 0, 16, 1, 40)
     ],
 )
 @pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
-def test_the_kernel_is_the_general_path(kernel, dtype, heads, kv_heads, values, mask, soft_cap):
+def test_kernel_matches_gathered_pages(kernel, dtype, heads, kv_heads, values, mask, soft_cap):
     """One token and several, odd lengths, rows without a past, ends of pages and of steps; NaN elsewhere."""
     window = getattr(mask, "size", None) if isinstance(mask, SlidingWindow) else None
     past = paged(LENGTHS, kv_heads=kv_heads, values=values, dtype=dtype, window=window)

@@ -116,7 +116,7 @@ def both(qkv, places, **options):
     ("mask", "soft_cap"),
     list(zip(MASKS, CAPS, strict=True)),
 )
-def test_packed_chunked_is_dot(mask, soft_cap):
+def test_packed_chunked_matches_dot(mask, soft_cap):
     """Three blocks with a remainder, in the form for short sequences; narrow values."""
     positions, segments = packed(301)
     places = {"query_positions": positions, "key_positions": positions}
@@ -246,7 +246,7 @@ def whole_and_merged(qkv, sink, weight):
 
 
 @pytest.mark.slow
-def test_merged_parts_are_the_whole():
+def test_merged_parts_match_one_call():
     qkv, sink = make(6, 15, value_dim=5), jnp.asarray([0.3, -1.0, 2.0, 0.0])
     weight = weights_for(qkv)[0]
     _, whole, merged = whole_and_merged(qkv, sink, weight)

@@ -50,7 +50,7 @@ def layouts(length):
         (Bidirectional(60), None),
     ],
 )
-def test_splash_is_dot(interpreted, mask, soft_cap):
+def test_splash_matches_dot(interpreted, mask, soft_cap):
     """An odd length, three query heads a key head, narrow values."""
     qkv = make(150, heads=3, kv_heads=1, value_dim=5)
     for places in layouts(150):

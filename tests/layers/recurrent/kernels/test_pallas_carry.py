@@ -51,7 +51,7 @@ def test_carried_states_match_tokens(length, kind, options, resets):
 
 
 @pytest.mark.slow
-def test_chunks_are_looked_at_together_up_to_a_bound(monkeypatch):
+def test_limits_chunks_computed_together(monkeypatch):
     """A remainder of chunks too."""
     monkeypatch.setattr(chunked_scan, "TOKENS_PER_STEP", 6 * 2 * 16)
     args = inputs(130, "channel")

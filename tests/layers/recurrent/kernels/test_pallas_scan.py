@@ -44,7 +44,7 @@ def inputs(length, kind, **options):
     ],
 )
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
-def test_kernels_are_tokens(length, kind, options, resets):
+def test_kernels_match_tokens(length, kind, options, resets):
     args, starts = inputs(length, kind, **options), documents(length) if resets else None
     want = results(delta_rule, args, (starts,), (("chunk", None),))
     same(results(run_kernel, args, (starts,), INTERPRETED), want)
@@ -62,7 +62,7 @@ def test_several_programs_share_a_key_head(kind, monkeypatch):
 
 @slow
 @pytest.mark.parametrize("kind", ["head", "channel"])
-def test_keys_that_are_alike_and_decays_down_to_nothing(kind):
+def test_equal_keys_and_strong_decays(kind):
     """Where powers of a triangle are largest; and sums of decays that are long."""
     query, key, value, decay, beta, state = inputs(64, kind)
     args = query, jnp.broadcast_to(key[:, :1], key.shape), value, decay * 0, beta * 0 + 0.99, state
@@ -110,7 +110,7 @@ def test_chunks_as_large_as_on_a_tpu(kind):
 @slow
 @pytest.mark.parametrize("kind", ["head", "linear", "channel"])
 @pytest.mark.parametrize("sizes", [dict(data=4, tensor=2), dict(data=2, tensor=4), dict(context=4, tensor=2)])
-def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
+def test_kernels_get_local_arrays_on_a_mesh(sizes, kind, monkeypatch):
     """Behind `recur_on_mesh`, with value heads that share a key head on two devices, and with pieces of rows."""
     calls, layout = [], ed.Layout.create(**sizes)
 
@@ -140,7 +140,7 @@ def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
         (dict(kind="channel", value_dim=64, key_heads=1), False),
     ],
 )
-def test_what_kernels_can(shape, wanted):
+def test_fits(shape, wanted):
     shape = dict(length=128, kind="head", key_dim=128, value_dim=128) | shape
     _, key, value, decay, *_ = make(**shape)
     assert fits(key, value, decay) == wanted

@@ -51,7 +51,7 @@ def same(found, want):
 
 @pytest.mark.slow(fast=("maxima",))
 @pytest.mark.parametrize("reduction", [DECAYING_MEAN, DECAYING_MAX], ids=["means", "maxima"])
-def test_chunks_are_single_tokens(reduction):
+def test_chunks_match_single_tokens(reduction):
     args = inputs(reduction, 26)
     want = results(args, functools.partial(scan_states, reduction, chunk=1))
     same(results(args, functools.partial(scan_states, reduction, chunk=8)), want)
@@ -59,7 +59,7 @@ def test_chunks_are_single_tokens(reduction):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)])
-def test_pieces_of_a_row(sizes):
+def test_sharded_sequences_match_one_device(sizes):
     (decay, *tokens), start = inputs(DECAYING_MEAN, 80)
     args = (
         tuple(jnp.concatenate([x, x[:1]]) for x in (decay, *tokens)),

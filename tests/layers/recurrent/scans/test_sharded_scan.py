@@ -54,7 +54,7 @@ def results(function, args, rest, options=()):
     ],
 )
 @pytest.mark.parametrize("resets", [True, False])
-def test_pieces_of_a_recurrence(sizes, kind, options, resets):
+def test_sharded_recurrence_matches_one_device(sizes, kind, options, resets):
     """From a state or zeros on, with documents that end or begin in a piece; what is written and the last state."""
     stateless = options.get("stateless", False)
     *args, state = make(96, kind, **{name: value for name, value in options.items() if name != "stateless"})
@@ -80,7 +80,7 @@ def test_what_is_forgotten_stays_forgotten():
 @pytest.mark.parametrize("dilation", [1, pytest.param(3, marks=slow)])
 @pytest.mark.parametrize("tailed", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("sizes", [FOUR, pytest.param(EIGHT, marks=slow)])
-def test_pieces_of_a_convolution(sizes, dilation, tailed):
+def test_sharded_convolution_matches_one_device(sizes, dilation, tailed):
     """Gaps in rows, whole pieces of padding, documents that come back; pieces shorter than what is looked back at."""
     draws, channels, taps = np.random.default_rng(0), 6, 4
     x, kernel = draws.normal(size=(4, 32, channels)), draws.normal(size=(channels, taps))
