@@ -20,9 +20,10 @@ from eqx_decoders.layers.attention.kernels.common import (
     Result,
     cap_scores,
     group_by_kv_head,
+    tile_product,
     ungroup_kv_heads,
 )
-from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import OnlineSoftmax, tile_product
+from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import OnlineSoftmax
 from eqx_decoders.layers.cache.page_layout import Pages
 from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.chips import compute_capability, has_kernels
