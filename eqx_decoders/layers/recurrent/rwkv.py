@@ -1,9 +1,9 @@
-"""RWKV-4 (Peng et al. 2023): time mixing, a weighted_mean mean with decaying weights, and channel mixing, an MLP.
+"""RWKV-4 (Peng et al. 2023): time mixing, a weighted mean with decaying weights, and channel mixing, an MLP.
 
     o_t = (sum_{i<t} e^{k_i - (t-1-i) w} v_i + e^{k_t + bonus} v_t) / (sum_{i<t} e^{k_i - (t-1-i) w} + e^{k_t + bonus})
 
 with w = e^decay. Keys, values and gates are projections of a mix of each token with the previous token (token shift).
-The state is the logarithm of the sum of weights and the weighted_mean mean, so that no exponential exceeds 1.
+The state is the logarithm of the sum of weights and the weighted mean, so that no exponential exceeds 1.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _DOWN = "batch length mlp, mlp embed -> batch length embed"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeMixConfig(MixerConfig):
-    """Configuration of RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted_mean mean of values.
+    """Configuration of RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted mean of values.
 
     **Arguments:**
 
@@ -48,7 +48,7 @@ class TimeMixConfig(MixerConfig):
         return {"level": state, "mean": state, "stream": ConvShape(taps=1, channels=self.embed_dim)}
 
     def token_products(self, length: int) -> int:
-        """Return the multiplications per token of the weighted_mean mean, which is read once and written once."""
+        """Return the multiplications per token of the weighted mean, which is read once and written once."""
         return 2 * self.channels
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "TimeMix":
@@ -73,7 +73,7 @@ class TimeMixConfig(MixerConfig):
 
 
 class TimeMix(eqx.Module):
-    """RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted_mean mean of values."""
+    """RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted mean of values."""
 
     key: Float[Array, "embed mlp"]
     value: Float[Array, "embed mlp"]
@@ -114,7 +114,7 @@ class TimeMix(eqx.Module):
         cache: dict[str, Any] | None,
         ctx: ForwardContext,
     ) -> tuple[Float32[Array, "batch length channels"], dict[str, Any]]:
-        """Compute the weighted_mean means, and the proposed updates of the state."""
+        """Compute the weighted means, and the proposed updates of the state."""
         real = (ctx.positions >= 0)[:, :, None]
         starts = document_starts(ctx.positions, ctx.segment_ids)
         decay, bonus = (x.astype(jnp.float32)[None, None] for x in (self.decay, self.bonus))
