@@ -1,4 +1,4 @@
-"""Interfaces of the layers of a decoder block (mixers, MLPs, experts)."""
+"""Interfaces of the layers of a decoder block (mixers, MLPs, experts).
 
 A layer is a pair of classes: a frozen dataclass derived from `MixerConfig`, `ChannelConfig` or `ExtraConfig`, and the
 module that its `build` returns, which has a method `branch` (see `BranchLayer`).

@@ -12,21 +12,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, check
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import BranchLayer, BranchResult, MixerConfig
 from eqx_decoders.numerics.einsum import scale
-
-
-# Mixers without statistics: `BlockStats` has only one field for each kind of statistics.
-ParallelMixerConfig = (
-    AttentionConfig
-    | GatedDeltaNetConfig
-    | Mamba1Config
-    | Mamba2Config
-    | KimiDeltaAttentionConfig
-    | GatedConvolutionConfig
-    | RGLRUConfig
-)
-ParallelMixer = Attention | GatedDeltaNet | Mamba1 | Mamba2 | KimiDeltaAttention | GatedConvolution | RGLRU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +28,7 @@ class NamedMixer(CheckedFields):
     """
 
     name: str
-    mixer: ParallelMixerConfig
+    mixer: MixerConfig
     input_scale: PositiveFloat = 1.0
     output_scale: PositiveFloat = 1.0
 
@@ -52,7 +39,7 @@ class NamedMixer(CheckedFields):
             f"NamedMixer.name={self.name!r} must be an identifier of letters, digits and _, which does not start with "
             "a digit.",
         )
-        for field in ("kv_shared_from", "out_dim"):
+        for field in ("kv_shared_from", "shares_as", "out_dim"):
             value = getattr(self.mixer, field, None)
             check(
                 value is None,
@@ -104,7 +91,7 @@ class ParallelMixersConfig(MixerConfig):
 class ParallelMixers(eqx.Module):
     """Parallel mixers, `sum over mixers of output_scale * mixer(input_scale * x)`."""
 
-    mixers: dict[str, ParallelMixer]
+    mixers: dict[str, BranchLayer]
     config: ParallelMixersConfig = eqx.field(static=True)
 
     def __call__(
@@ -119,6 +106,11 @@ class ParallelMixers(eqx.Module):
         for named in self.config.mixers:
             mixer_past = None if past is None else past[named.name]
             result = self.mixers[named.name].branch(scale(x, named.input_scale), ctx, mixer_past, None)
+            check(
+                not result.stats,
+                f"NamedMixer.name={named.name!r}: {type(named.mixer).__name__} reports statistics "
+                f"({', '.join(result.stats)}), and a block reports those of one mixer. Use it as BlockConfig.mixer.",
+            )
             out = scale(result.out, named.output_scale)
             total = out if total is None else total + out
             entries[named.name] = result.entries
