@@ -1,10 +1,10 @@
-"""Convert between Hugging Face directories, GGUF files and run directories, check conversions, draft new families.
+"""Convert between Hugging Face directories, GGUF files and run directories, check conversions, compare unknown models.
 
 python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
 python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
 python scripts/convert.py gguf exported/tiny tiny.gguf --dtype q8_0
 python scripts/convert.py verify exported/tiny
-python scripts/convert.py draft path/to/NewModel
+python scripts/convert.py compare path/to/NewModel
 
 A model that is larger than one device is split by a mesh (--mesh.fsdp -1), also over several processes (--distributed),
 which must see the same directories.
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from eqx_decoders.cli import program, require, run_command
 from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of
-from eqx_decoders.cli.family_draft import Draft
+from eqx_decoders.cli.family_comparison import Compare
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.errors import (
     CheckedFields,
@@ -220,11 +220,13 @@ COMMANDS = {
     "export": (Export(run_dir="", directory=""), ("run_dir", "directory")),
     "gguf": (ToGGUF(source="", file=""), ("source", "file")),
     "verify": (Verify(directory=""), ("directory",)),
-    "draft": (Draft(directory=""), ("directory",)),
+    "compare": (Compare(directory=""), ("directory",)),
 }
 
 
-@program(lambda: flag_names(Import) | flag_names(Export) | flag_names(ToGGUF) | flag_names(Verify) | flag_names(Draft))
+@program(
+    lambda: flag_names(Import) | flag_names(Export) | flag_names(ToGGUF) | flag_names(Verify) | flag_names(Compare)
+)
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; return the exit code."""
     require("tyro")
@@ -236,11 +238,11 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def _run(
-    default: Import | Export | ToGGUF | Verify | Draft, required: Sequence[str], args: Sequence[str], prog: str
+    default: Import | Export | ToGGUF | Verify | Compare, required: Sequence[str], args: Sequence[str], prog: str
 ) -> int:
     """Parse the arguments of a command and run it."""
     titles = {type(default): type(default).__name__, Devices: "devices"}
     options: dict[str, Any] = dict(args=args, prog=prog, description=inspect.getdoc(default))
     command = parse_flags(default, titles=titles, required=required, **options)
-    with contextlib.nullcontext() if isinstance(command, Verify | Draft) else command.connected():
+    with contextlib.nullcontext() if isinstance(command, Verify | Compare) else command.connected():
         return command()

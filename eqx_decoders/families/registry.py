@@ -232,8 +232,9 @@ def find_family(model_type: str) -> Family:
     try:
         name = check_word("config.json: model_type", model_type[:80], sorted(FAMILIES.names()), ConversionError)
     except ConversionError as error:
-        draft = "Of another one `eqx-decoders convert draft DIRECTORY` drafts the table, for `--family FILE.py`"
-        raise ConversionError(f"{error} {draft}.") from None
+        raise ConversionError(
+            f"{error} `eqx-decoders convert compare DIRECTORY` compares the checkpoint with these families."
+        ) from None
     return FAMILIES.find(name)
 
 

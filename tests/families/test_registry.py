@@ -12,6 +12,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders import families
+from eqx_decoders.families import registry
 from eqx_decoders.families.registry import FAMILIES, MODULES, find_family
 from eqx_decoders.io.huggingface.quantized import read_scheme
 from tests.errors import refused
@@ -276,3 +277,25 @@ def test_families_import_no_families():
         modules = {module.rpartition(".")[2] for module in inside}
         modules |= {alias.name for node in froms if node.module == "eqx_decoders.families" for alias in node.names}
         assert not modules & described, name
+
+
+def test_register_family(monkeypatch):
+    for name in ("_families", "_registered"):  # registrations are undone
+        monkeypatch.setattr(registry.FAMILIES, name, dict(getattr(registry.FAMILIES, name)))
+    monkeypatch.setattr(registry, "_REGISTERED_MODELS", {})
+    llama = find_family("llama")
+    own = dataclasses.replace(llama, model_type="own", aliases=("older",))
+    ed.register_family(own, {"own-1b": lambda: ed.get_config("tiny")})
+    assert find_family("older") is FAMILIES["own"] is own and "own-1b" in ed.list_models()
+    again = dataclasses.replace(own, architecture="OwnForCausalLM")
+    ed.register_family(again)  # a notebook may run its cell again
+    assert find_family("own") is again
+    ed.register_family(own, {"qwen3": lambda: ed.get_config("tiny")})  # a model may have the name of a family
+    for wrong, models, name in (
+        (dataclasses.replace(llama, model_type="qwen3"), {}, "'qwen3'"),
+        (llama, {}, "'llama'"),
+        (dataclasses.replace(own, aliases=("kimi_k2",)), {}, "'kimi_k2'"),
+        (own, {"tiny": lambda: ed.get_config("tiny")}, "tiny"),
+    ):
+        with refused(ed.ConfigError, name):
+            ed.register_family(wrong, models)
