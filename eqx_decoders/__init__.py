@@ -14,7 +14,7 @@ Initialization
 
 Hugging Face and GGUF checkpoints
     `load_hf`, `abstract_hf`, `save_hf`, `save_gguf`. `load_text_model` loads a model with its tokenizer and chat
-    template. `register_family` adds a custom model family.
+    template. `register_family` and `register_models` add custom families and models.
 
 Forward pass
     A `Decoder` returns an `Output`. `Inputs` and `Media` are optional inputs besides tokens. A decoder consists of
@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         get_config as get_config,
         list_models as list_models,
         register_family as register_family,
+        register_models as register_models,
     )
     from eqx_decoders.families.summary import ModelInfo as ModelInfo, describe_model as describe_model
     from eqx_decoders.inference.generation import generate as generate, stream as stream
@@ -147,7 +148,7 @@ __getattr__, __all__, __dir__ = lazy(
         "encoders.media": "Media",
         "encoders.media_config": "EncoderConfig MediaConfig",
         "errors": "CheckpointError ConfigError ConversionError DataError EqxDecodersError",
-        "families.registry": "get_config list_models register_family",
+        "families.registry": "get_config list_models register_family register_models",
         "families.summary": "ModelInfo describe_model",
         "inference.generation": "generate stream",
         "inference.text_model": "load_text_model",

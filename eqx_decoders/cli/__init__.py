@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
-from eqx_decoders.cli.family_files import take_families
+from eqx_decoders.cli.plugins import load_plugins
 from eqx_decoders.errors import EqxDecodersError, need_extra
 from eqx_decoders.io.exit_codes import exit_code
 from eqx_decoders.io.interrupt import Interrupt, Watchdog
@@ -76,7 +76,7 @@ def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., i
     """Decorate a program so that it prints this library's errors as one line and returns their exit codes.
 
     It returns those of signals, too, and shows a status where work takes longer than two seconds. Families of
-    `--family` are registered first. `flags` gives the flag of every setting (see `in_flags`).
+    `--plugin` are registered first. `flags` gives the flag of every setting (see `in_flags`).
     """
 
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
@@ -84,7 +84,7 @@ def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., i
         def run(args: Sequence[str] | None = None, **options):
             with Interrupt(at_once=True), showing(), Watchdog():
                 try:
-                    return main(take_families(sys.argv[1:] if args is None else args), **options)
+                    return main(load_plugins(sys.argv[1:] if args is None else args), **options)
                 except EqxDecodersError as error:
                     text = in_flags(str(error), flags())
                     print(f"error: {text}", file=sys.stderr)

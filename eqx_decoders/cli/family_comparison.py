@@ -83,7 +83,7 @@ def _next_steps(directory: Path, module: str) -> str:
         "In FILE.py keep only this family, as FAMILY.",
         "Set model_type and architecture as in config.json and MODELS = {}, and remove aliases.",
         "Change settings, weights and the function that builds the configuration, as the differences above require.",
-        f"python scripts/convert.py verify {directory} --family FILE.py    # compares the logits with transformers",
+        f"python scripts/convert.py verify {directory} --plugin FILE.py    # compares the logits with transformers",
         "If the logits differ, go through the open questions.",
         'To add the family to the library, see "Add a family" in eqx_decoders/families/README.md.',
     )

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from eqx_decoders.cli.family_files import HELP
+from eqx_decoders.cli.plugins import HELP
 from eqx_decoders.context import ExecutionConfig
 from eqx_decoders.training.config_file import field_types, flat_settings, with_settings
 from eqx_decoders.training.flags import flag

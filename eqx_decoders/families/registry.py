@@ -203,13 +203,26 @@ _REGISTERED_MODELS: dict[str, ModelBuilder] = {}
 def register_family(family: Family, models: Mapping[str, Callable[[], DecoderConfig]] = {}) -> None:
     """Add a family: `load_hf`, `save_hf` and all programs then read and write its checkpoints.
 
-    `models`: configurations by name, for `get_config`. A family or model that is registered again replaces the former
-    one. Raises ConfigError for a name of the library.
+    `models`: see `register_models`. A family that is registered again replaces the former one. Raises ConfigError if
+    the library has a family with the same model type, or a model with one of the names.
     """
-    for name in models:
-        check(_library_model(name) is None, f"register_family: models has {name!r}, a model of the library: rename it.")
+    _check_models(models)
     FAMILIES.register(family)
+    register_models(models)
+
+
+def register_models(models: Mapping[str, Callable[[], DecoderConfig]]) -> None:
+    """Add models by name, for `get_config` and `--model`. Each function returns the configuration of a model.
+
+    A model that is registered again replaces the former one. Raises ConfigError for names of the library's models.
+    """
+    _check_models(models)
     _REGISTERED_MODELS.update(models)
+
+
+def _check_models(models: Mapping[str, Any]) -> None:
+    for name in models:
+        check(_library_model(name) is None, f"register_models: {name!r} is a model of the library. Use another name.")
 
 
 def library_families() -> dict[str, tuple[Family, str]]:

@@ -33,6 +33,11 @@ class RegisteredConfig(CheckedFields, abc.ABC):
             )
         RegisteredConfig._modules[cls.__name__] = cls.__module__
 
+    @staticmethod
+    def registered_modules() -> frozenset[str]:
+        """Return the names of the modules that define registered configurations."""
+        return frozenset(RegisteredConfig._modules.values())
+
 
 class LayerConfig(RegisteredConfig):
     """Base class of the configurations of layers. Subclasses are frozen dataclasses; see `MixerConfig`.

@@ -1,8 +1,9 @@
 """Lossless conversion of configurations to JSON and back, and changes of single fields by name."""
 
 import dataclasses
+import difflib
+import inspect
 import json
-import re
 import types
 import typing
 from collections.abc import Sequence
@@ -10,32 +11,10 @@ from typing import Any, Literal, TypeVar
 
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+from eqx_decoders.layers.base import RegisteredConfig
 
 
 T = TypeVar("T")
-
-# Former names of classes, and of fields by class, in configurations on disk, and their present names.
-FORMER_CLASSES: dict[str, str] = {"BranchConfig": "ExtraLayerConfig", "Plain": "NoResidual"}
-FORMER_FIELDS: dict[str, dict[str, str]] = {
-    "BlockConfig": {
-        "wiring": "residual",
-        "before": "pre_layers",
-        "after": "post_layers",
-        "publishes": "shares_kv_as",
-    },
-    "AttentionConfig": {"borrows": "kv_shared_from"},
-    "Rope": {"in_turn": "interleaved_sections"},
-}
-
-
-# a former field of `BlockConfig` in the path of a weight, after the index of the block, `block` or the wildcard `*`
-_FORMER_PART = re.compile(rf"(?<=\.)(\d+|block|\*)\.({'|'.join(FORMER_FIELDS['BlockConfig'])})(?=\.|$)")
-
-
-def present_name(path: str) -> str:
-    """Replace former names of block fields in the path of a weight (or in a pattern of paths) by present names."""
-    path = _FORMER_PART.sub(lambda match: f"{match[1]}.{FORMER_FIELDS['BlockConfig'][match[2]]}", f".{path}")
-    return path.removeprefix(".")
 
 
 def to_plain(value: Any) -> Any:
@@ -54,15 +33,22 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
     kinds = _kinds(hint)
     if isinstance(value, dict):
         classes: dict[str, Any] = {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
-        classes = {name: kind for name, kind in classes.items() if dataclasses.is_dataclass(kind)}
+        classes = {
+            name: kind
+            for name, kind in classes.items()
+            if dataclasses.is_dataclass(kind) and not inspect.isabstract(kind)
+        }
         class_name = str(value.get("class", ""))
-        class_name = class_name if class_name in classes else FORMER_CLASSES.get(class_name, class_name)
+        if class_name not in classes and class_name.isidentifier():
+            near = ", ".join(difflib.get_close_matches(class_name, classes, n=3)) or ", ".join(sorted(classes)[:3])
+            raise ConfigError(
+                f"{where}: class={class_name!r} is not known. The library has classes such as {near}. If the class is "
+                "your own, define it before the configuration is read: programs take --plugin FILE.py."
+            )
         kind = classes[check_word(f"{where}: class", class_name, classes)]
         hints = typing.get_type_hints(kind)
         names = [field.name for field in dataclasses.fields(kind)]
-        former = {old: new for base in kind.__mro__ for old, new in FORMER_FIELDS.get(base.__name__, {}).items()}
-        renamed = {old: new for old, new in former.items() if new not in value}
-        fields = {renamed.get(str(name), str(name)): item for name, item in value.items() if name != "class"}
+        fields = {str(name): item for name, item in value.items() if name != "class"}
         for name in fields:
             check_word(f"{where}: field of {kind.__name__}", name, names)
         required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
@@ -158,7 +144,7 @@ def _kinds(hint: Any) -> list[Any]:
     """Return the types that an annotation allows, including the subclasses of configuration classes."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, RegisteredConfig)):
         kind: Any = hint
         return [kind, *(derived for subclass in kind.__subclasses__() for derived in _kinds(subclass))]
     return [hint]

@@ -11,7 +11,6 @@ from typing import Any
 from eqx_decoders.data.mixture import shares_of
 from eqx_decoders.errors import check
 from eqx_decoders.io.atomic_files import write_json
-from eqx_decoders.model.config_json import present_name
 from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
 from eqx_decoders.training.config_file import flat_settings, read_mapping, typed_settings, with_settings
 
@@ -163,20 +162,7 @@ def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
 def _typed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """Return the settings in a file by the names of fields; names without `dataset`, and of flags, are allowed."""
     aliases = {name.removeprefix("dataset."): name for name in flat_settings(TrainConfig())}
-    values = {name: _with_present_names(value) if name in _WITH_PATTERNS else value for name, value in values.items()}
     return typed_settings(values, TrainConfig(), aliases | ALIASES, path)
-
-
-_WITH_PATTERNS = ("optimizer", "offload", "lora_targets")
-
-
-def _with_present_names(value: Any) -> Any:
-    """Return settings with the present names of weights in their patterns."""
-    if isinstance(value, dict):
-        return {name: _with_present_names(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_with_present_names(one) for one in value]
-    return present_name(value) if isinstance(value, str) else value
 
 
 def _is_written(name: str, value: Any) -> bool:

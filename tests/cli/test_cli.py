@@ -99,7 +99,7 @@ def test_the_flags_of_train():
     """Fields of the data have no prefix; the help has the docstrings of the fields."""
     out, _ = call("train", "--help")
     text = " ".join(out.replace("│", " ").split())
-    assert set(FLAGS.split()) == set(re.findall(r"--[a-z][\w.-]*", text)) - {"--help", "--family"}
+    assert set(FLAGS.split()) == set(re.findall(r"--[a-z][\w.-]*", text)) - {"--help", "--plugin"}
     docstrings = inspect.getsource(DataConfig)
     (batch_size,) = re.findall(r'batch_size: .*\n    """(\w+ \w+ \w+)', docstrings)
     assert batch_size in text

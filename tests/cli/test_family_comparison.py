@@ -1,4 +1,4 @@
-"""`convert compare`, and `--family` with a file that is made as the report says."""
+"""`convert compare`, and `--plugin` with a file that is made as the report says."""
 
 import inspect
 import json
@@ -63,14 +63,14 @@ def test_a_checkpoint_is_compared_and_then_read_with_a_family_file(tmp_path, mon
     assert re.search(r"^ *llama +100% of tensors, +88% of keys$", out, re.MULTILINE)
     assert_names(out, "attention_out_bias=true is not read", "residual_dropout=0.1 is not read")
     assert_names(
-        out, "eqx_decoders/families/llama.py", f"python scripts/convert.py verify {directory} --family FILE.py"
+        out, "eqx_decoders/families/llama.py", f"python scripts/convert.py verify {directory} --plugin FILE.py"
     )
     assert not list(Path.cwd().iterdir()), "no file is written"
 
     Path("seed_2.py").write_text(seed_family())
-    out, _ = call("convert", "verify", directory, "--family=seed_2.py")
+    out, _ = call("convert", "verify", directory, "--plugin=seed_2.py")
     assert_names(out, directory, "the same")
-    out, _ = call("convert", "compare", directory, "--family=seed_2.py")
+    out, _ = call("convert", "compare", directory, "--plugin=seed_2.py")
     assert_names(out, "the library knows model_type=seed_2")
 
 
@@ -110,8 +110,8 @@ def test_malformed_family_files_are_refused(tmp_path):
         ("from eqx_decoders.families.llama import FAMILY", ["model_type='llama'"]),
     ):
         file.write_text(text)
-        _, err = call("convert", "verify", FIXTURES / "seed_oss", "--family", file, code=2)
+        _, err = call("convert", "verify", FIXTURES / "seed_oss", "--plugin", file, code=2)
         assert_names(err, *named)
-    for words in (("--family",), ("--family", tmp_path / "none.py"), (f"--family={tmp_path}",)):
+    for words in (("--plugin",), ("--plugin", tmp_path / "none.py"), (f"--plugin={tmp_path}",)):
         _, err = call("convert", "verify", FIXTURES / "seed_oss", *words, code=2)
-        assert_names(err, "--family")
+        assert_names(err, "--plugin")

@@ -241,7 +241,7 @@ def test_the_index_names_all_families_and_models():
     for path in sorted(Path(families.__file__).parent.glob("*.py")):
         module = importlib.import_module(f"eqx_decoders.families.{path.stem}") if path.stem != "__init__" else families
         if hasattr(module, "MODELS"):
-            own = getattr(module, "FAMILIES", ()) or [module.FAMILY] if hasattr(module, "FAMILY") else []
+            own = getattr(module, "FAMILIES", None) or ([module.FAMILY] if hasattr(module, "FAMILY") else [])
             types = [name for family in own for name in (family.model_type, *family.aliases)]
             words = dict.fromkeys(name.partition("-")[0] for name in module.MODELS)
             found[path.stem] = (set(types), set(words))

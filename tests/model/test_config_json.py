@@ -6,11 +6,9 @@ import json
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.residual import NoResidual
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
-from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.model.config_json import FORMER_CLASSES, FORMER_FIELDS, present_name, with_fields
+from eqx_decoders.model.config_json import with_fields
 from tests.cases import covering_array, decoder_config
 from tests.errors import refused
 from tests.models import rich_decoder
@@ -153,28 +151,3 @@ def test_fields_that_cannot_be_changed_are_refused(pair, names):
 def test_ambiguous_fields_are_refused():
     with refused(ed.ConfigError, "set='bias'", "mixer.bias", "mlp.bias"):
         with_fields(ed.get_config("deepseek2-16b"), ("bias=true",))
-
-
-def test_former_names_of_classes_and_fields_are_read():
-    """As files have them that were written before classes and fields had their present names."""
-    taker = ed.BlockConfig(
-        mixer=None,
-        mlp=MLPConfig(mlp_dim=4),
-        residual=NoResidual(),
-        pre_layers=(ed.ExtraLayerConfig(layer=MLPConfig(mlp_dim=2)),),
-    )
-    config = ed.DecoderConfig(vocab_size=4, embed_dim=4, blocks=(taker,), final_norm=None)
-    text = config.to_json()
-    names = [FORMER_CLASSES, *FORMER_FIELDS.values()]
-    for former, present in (pair for table in names for pair in table.items()):
-        text = text.replace(f'"{present}"', f'"{former}"')
-    assert "wiring" in text and "BranchConfig" in text and "residual" not in text
-    assert ed.DecoderConfig.from_json(text) == config
-
-
-def test_former_paths_of_weights_are_read():
-    assert present_name("scanned_layers.0.unit.1.wiring.scale") == "scanned_layers.0.unit.1.residual.scale"
-    assert present_name("mtp.depth.block.after.0.layer.up") == "mtp.depth.block.post_layers.0.layer.up"
-    assert present_name("*.wiring.scale") == "*.residual.scale"
-    for path in ("net.before.x", "before", "wiring", "scanned_layers.0.unit.1.mixer.query", "*"):
-        assert present_name(path) == path

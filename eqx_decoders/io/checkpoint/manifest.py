@@ -16,7 +16,7 @@ from eqx_decoders.sharding.explicit import in_auto_mode, mesh_of
 from eqx_decoders.sharding.offload import to_device
 
 
-FORMAT_VERSION = 2  # 1: parts of blocks have former names
+FORMAT_VERSION = 1
 
 
 @jax.jit

@@ -22,7 +22,6 @@ from eqx_decoders.io.checkpoint.manifest import FORMAT_VERSION, digest, fingerpr
 from eqx_decoders.io.checkpoint.orbax import causes, orbax_context, summary
 from eqx_decoders.io.checkpoint.steps import Steps
 from eqx_decoders.io.coordination import all_gather_json, from_first
-from eqx_decoders.model.config_json import present_name
 from eqx_decoders.sharding.axes import named_leaves, path_name
 
 
@@ -136,8 +135,6 @@ def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
         f"it was written by eqx_decoders {manifest['library_version']}, install that version or a later one.",
         CheckpointError,
     )
-    names = {name: present_name(name) if version == 1 else name for name in manifest["arrays"]}
-    manifest["arrays"] = {names[name]: entry | {"stored": name} for name, entry in manifest["arrays"].items()}
     return manifest
 
 
@@ -162,9 +159,8 @@ def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str)
     filled = {name: x for name, x in shapes.items() if x.size}  # Orbax saves no array without elements
     try:
         with orbax_context(in_place=steps.in_place, alone=True):
-            stored = {have[name]["stored"]: x for name, x in filled.items()}
-            read = ocp.load_checkpointables(str(path), {"arrays": stored})["arrays"] if stored else {}
-            loaded |= {name: read[have[name]["stored"]] for name in filled}
+            read = ocp.load_checkpointables(str(path), {"arrays": filled})["arrays"] if filled else {}
+            loaded |= {name: read[name] for name in filled}
     except Exception as error:
         raise _unreadable(error, f"Checkpoint {path} cannot be read") from error
     return loaded

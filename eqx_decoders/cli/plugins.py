@@ -1,0 +1,57 @@
+"""Plugins: Python files with layers, models or families of users, named by `--plugin` in every program."""
+
+from collections.abc import Sequence
+
+from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.registry import register_family, register_models
+from eqx_decoders.io.python_file import run_python_file
+from eqx_decoders.layers.base import RegisteredConfig
+
+
+FLAG = "--plugin"
+HELP = f"{FLAG} FILE.py, in every program: a Python file that defines your own layers, models or families; it is run."
+
+
+def load_plugin(path: str) -> None:
+    """Run a Python file, and register what it defines.
+
+    - Configurations of layers and residual connections register themselves when the file is run.
+    - `FAMILY`: a `Family` (or `FAMILIES`, several): the library then reads and writes its checkpoints.
+    - `MODELS`: functions that return a `DecoderConfig`, by name: `--model NAME` then takes them.
+
+    Raises ConfigError if the file cannot be run, or defines none of these.
+    """
+    known = RegisteredConfig.registered_modules()
+    module = run_python_file(path, "plugin", FLAG, "layers, MODELS or a FAMILY")
+    families = getattr(module, "FAMILIES", None) or ([module.FAMILY] if hasattr(module, "FAMILY") else [])
+    models = getattr(module, "MODELS", {})
+    for family in families:
+        if not isinstance(family, Family):
+            raise ConfigError(f"{FLAG}={path!r}: FAMILY={family!r} must be a Family: write FAMILY = Family(...).")
+    if not isinstance(models, dict):
+        raise ConfigError(f"{FLAG}={path!r}: MODELS must be a dictionary of functions by name.")
+    has_layers = RegisteredConfig.registered_modules() != known or module.__name__ in known
+    check(
+        bool(families or models or has_layers),
+        f"{FLAG}={path!r} defines no layer, MODELS or FAMILY. A layer's configuration is derived from MixerConfig, "
+        "ChannelConfig, ExtraConfig or Residual.",
+    )
+    for family in families:
+        register_family(family)
+    register_models(models)
+
+
+def load_plugins(args: Sequence[str]) -> list[str]:
+    """Load the plugins of a command line, and return the other arguments."""
+    others: list[str] = []
+    remaining = iter(args)
+    for argument in remaining:
+        flag, equals, path = argument.partition("=")
+        if flag != FLAG:
+            others.append(argument)
+            continue
+        path = path if equals else next(remaining, "")
+        check(bool(path), f"{FLAG} needs a file: {FLAG} FILE.py.")
+        load_plugin(path)
+    return others

@@ -1,0 +1,70 @@
+"""Layers and models of users in a Python file, `--plugin`, in every program: the example of layers/README.md."""
+
+import re
+from unittest import mock
+
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.families import registry
+from tests.commands import ROOT, call, flags, steps_of, write_corpus
+from tests.errors import assert_names, refused
+
+
+def plugin_source() -> str:
+    """The layers of the README, and its MODELS, without the lines that use the model."""
+    readme = (ROOT / "eqx_decoders" / "layers" / "README.md").read_text()
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "ShortConvolution" in block)
+    (models,) = re.findall(r"```text\n(MODELS = .*?)```", readme, re.S)
+    return example.partition("config = ed.DecoderConfig")[0] + models
+
+
+def options(folder, **more) -> list[str]:
+    """Flags of a training run; `more` has further flags without `--`."""
+    settings = dict(plugin=folder / "my_layers.py", run_dir=folder / "run", data=folder / "data", steps=2)
+    settings |= dict(seq_len=32, batch_size=2, checkpoint_every=1, **more)
+    return flags({"--" + name.replace("_", "-"): value for name, value in settings.items()})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a plugin, data, and a run of two steps."""
+    folder = tmp_path_factory.mktemp("plugin")
+    write_corpus(folder / "data", count=2)
+    (folder / "my_layers.py").write_text(plugin_source())
+    with mock.patch.dict(registry._REGISTERED_MODELS, clear=True):
+        call("train", *options(folder, model="my-model"))
+    return folder
+
+
+def test_a_model_of_a_plugin_is_resumed_sampled_and_adapted(folder):
+    call("train", *options(folder), "--steps", 3)
+    assert [row["step"] for row in steps_of(folder / "run")] == [1, 2, 3]
+    call("generate", "--plugin", folder / "my_layers.py", "--run-dir", folder / "run", "--prompt", "the")
+    adapter = dict(model="my-model", lora_rank=2, lora_targets="*.mlp.*")
+    call("train", *options(folder, **adapter), "--run-dir", folder / "adapter")
+    assert len(steps_of(folder / "adapter")) == 2
+
+
+def test_a_run_whose_layers_are_not_defined_is_refused(folder):
+    text = (folder / "run" / "model.json").read_text()
+    assert "ShortConvolutionConfig" in text
+    with refused(ed.ConfigError, "class='LongConvolutionConfig'", "ShortConvolutionConfig", "--plugin"):
+        ed.DecoderConfig.from_json(text.replace("ShortConvolutionConfig", "LongConvolutionConfig"))
+
+
+def test_plugins_that_define_nothing_or_fail_are_refused(tmp_path):
+    file = tmp_path / "own.py"
+    library_class = (
+        "from eqx_decoders.layers.base import MixerConfig\n"
+        "class AttentionConfig(MixerConfig):\n    def build(self, embed_dim, *, key): ..."
+    )
+    for text, named in (
+        ("x = 1", [file, "MODELS", "FAMILY"]),
+        ("MODELS = 3", [file, "MODELS"]),
+        ("MODELS = {'tiny': None}", ["'tiny'"]),
+        (library_class, ["AttentionConfig"]),
+    ):
+        file.write_text(text)
+        _, err = call("generate", "--plugin", file, "--prompt", "x", code=2)
+        assert_names(err, *named)
