@@ -214,7 +214,7 @@ class ForwardContext(eqx.Module):
     - `rotary_positions`: multi-dimensional positions for rotary embeddings. None: use `positions`.
     - `unseen`: True for tokens that no token attends to; they attend to other tokens. None: no such tokens.
     - `layer_inputs`: inputs of this layer only, by name.
-    - `shared`: values that earlier layers share, by name; see `BlockConfig.lent`.
+    - `shared`: values that earlier layers share, by name; see `BlockConfig.shared_values`.
     """
 
     positions: Int[Array, "batch length"]

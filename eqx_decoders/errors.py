@@ -52,7 +52,7 @@ class MissingPackage(EqxDecodersError, ImportError):
     """Optional package that is not installed."""
 
 
-def check_word(field: str, value: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError) -> T:
+def check_option(field: str, value: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError) -> T:
     """Return `value` if it is one of `known`. Otherwise raise `error`, which suggests the most similar known value."""
     known = tuple(known)
     if value in known:
@@ -142,7 +142,7 @@ class OneOf:
 
     def check(self, field: str, value: Any) -> None:
         """Raise ConfigError unless the value is one of the options."""
-        check_word(field, value, self.options)
+        check_option(field, value, self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +287,6 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
-def need_extra(module: str, extra: str) -> MissingPackage:
+def missing_package(module: str, extra: str) -> MissingPackage:
     """Return the error for an optional package that is not installed. Raise it `from` the ImportError."""
     return MissingPackage(f"The optional package {module!r} is not installed. Run: pip install 'eqx_decoders[{extra}]'")

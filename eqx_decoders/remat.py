@@ -13,7 +13,7 @@ from jax import checkpoint_policies
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from eqx_decoders.errors import CheckedFields, OneOf, check, check_word
+from eqx_decoders.errors import CheckedFields, OneOf, check, check_option
 
 
 NAMES: dict[str, str] = {
@@ -48,7 +48,7 @@ def save(x: Array, name: str) -> Array:
 
     Raises ConfigError if the name is not in `NAMES`.
     """
-    return checkpoint_name(x, check_word("save: name", name, NAMES))
+    return checkpoint_name(x, check_option("save: name", name, NAMES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,5 +132,5 @@ def get_remat(policy: "str | Remat | None") -> Remat | None:
     Raises ConfigError for an unknown name.
     """
     if isinstance(policy, str):
-        return POLICIES[check_word("remat", policy, POLICIES)]
+        return POLICIES[check_option("remat", policy, POLICIES)]
     return policy

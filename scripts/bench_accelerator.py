@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 import eqx_decoders as ed
 from eqx_decoders.context import AttentionName
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
+from eqx_decoders.inference.unstack import unstack_cache, unstack_in_place
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
@@ -279,7 +279,7 @@ def decoding(rows: int, device: Any, shapes: Shapes) -> Program:
     precision = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
     config = ed.get_config(shapes.model)
     model = unstack_in_place(ed.abstract(config, layout=layout, precision=precision))
-    cache = cut_cache(model, ed.abstract_cache(config, rows, shapes.past + 1, layout=layout))
+    cache = unstack_cache(model, ed.abstract_cache(config, rows, shapes.past + 1, layout=layout))
     sharding = layout.activation_sharding("batch length", (rows, 1))
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=sharding)
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import eqx_decoders as ed
-from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
+from eqx_decoders.inference.unstack import unstack_cache, unstack_in_place
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm
@@ -238,7 +238,7 @@ def test_nothing_in_a_step_of_the_engine_waits_for_the_host(devices):
         ed.abstract(dataclasses.replace(config, blocks=config.blocks[:2]), layout=layout, precision=BF16)
     )
     arrays, static = eqx.partition(Models(model, None), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    cache = cut_cache(model, abstract_cache(model.config, rows, length, dtype=jnp.bfloat16, layout=layout))
+    cache = unstack_cache(model, abstract_cache(model.config, rows, length, dtype=jnp.bfloat16, layout=layout))
 
     def like(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.replicated())

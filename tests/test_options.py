@@ -738,7 +738,7 @@ DATA = {
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
     "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
     "Image", "TiledImage", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
-    "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
+    "TileSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "DecodingPlan", "PlannedStep", "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring",
     "StateLayout", "ExternalCall", "OtherModel", "Preferences",
     "CachedBlock", "Echo", "EngineStats",

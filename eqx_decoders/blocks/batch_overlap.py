@@ -16,7 +16,7 @@ from eqx_decoders.context import Execution, ForwardContext
 from eqx_decoders.errors import check
 from eqx_decoders.layers.base import BranchInputs, StaggeredLayer
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline import cut_rows, join_rows
+from eqx_decoders.sharding.pipeline import join_microbatches, split_microbatches
 
 
 Parts = tuple[Float[Array, "rows length *streams embed"], ...]
@@ -30,18 +30,18 @@ def cut_batch(x: Float[Array, "batch length *streams embed"], execution: Executi
     count = execution.batch_split
     layout = execution.layout
     rows = x.shape[0]
-    devices = 1 if layout.mesh is None else layout.activation_parts("batch", (rows,))
+    devices = 1 if layout.mesh is None else layout.activation_shards("batch", (rows,))
     check(
         rows % (count * devices) == 0,
         f"A batch of {rows} rows must be a multiple of Execution.batch_split={count} times the {devices} devices that "
         "split the batch. Choose another batch size, or leave batch_split out.",
     )
-    return tuple(cut_rows(x, count))
+    return tuple(split_microbatches(x, count))
 
 
 def join_batch(parts: Parts) -> Float[Array, "batch length *streams embed"]:
     """Join parts from `cut_batch` to a batch."""
-    return join_rows(jnp.stack(parts))
+    return join_microbatches(jnp.stack(parts))
 
 
 def run_staggered(
@@ -54,7 +54,7 @@ def run_staggered(
     None, because batch overlap does not support caches.
     """
     ctx_arrays, ctx_static = eqx.partition(ctx, eqx.is_array)
-    ctx_parts = jax.tree.map(lambda leaf: cut_rows(leaf, len(parts)), ctx_arrays)
+    ctx_parts = jax.tree.map(lambda leaf: split_microbatches(leaf, len(parts)), ctx_arrays)
     contexts = [
         eqx.combine(jax.tree.map(lambda leaf, i=index: leaf[i], ctx_parts), ctx_static) for index in range(len(parts))
     ]
@@ -71,7 +71,7 @@ def run_staggered(
             block(x, part_ctx, key=part_key) for x, part_ctx, part_key in zip(parts, contexts, keys, strict=True)
         ]
     streams, entries, stats = zip(*results, strict=True)
-    entries = jax.tree.map(lambda *leaves: join_rows(jnp.stack(leaves)), *entries)
+    entries = jax.tree.map(lambda *leaves: join_microbatches(jnp.stack(leaves)), *entries)
     return streams, entries, jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
 
 

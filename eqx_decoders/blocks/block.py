@@ -11,7 +11,7 @@ from eqx_decoders.blocks.block_run import SHARED_SUFFIX, BlockLayer, BlockResult
 from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.residual import RESIDUALS, ResidualOrName, Sequential, SequentialResidual
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_word
+from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_option
 from eqx_decoders.layers.base import BranchLayer, ChannelConfig, ExtraConfig, LayerConfig, MixerConfig
 from eqx_decoders.layers.norm import LayerScale, LayerScaleConfig, Norm, NormConfig
 
@@ -90,7 +90,7 @@ class BlockConfig(CheckedFields):
         super().__post_init__()
         if isinstance(self.residual, str):
             object.__setattr__(
-                self, "residual", RESIDUALS[check_word("BlockConfig.residual", self.residual, RESIDUALS)]
+                self, "residual", RESIDUALS[check_option("BlockConfig.residual", self.residual, RESIDUALS)]
             )
         for part in ("mixer", "mlp"):
             norms = [name for name in (f"pre_{part}_norm", f"post_{part}_norm") if getattr(self, name)]
@@ -147,7 +147,7 @@ class BlockConfig(CheckedFields):
         """Name of the value shared by an earlier layer that the mixer uses; None if it uses no shared value."""
         return None if self.mixer is None else self.mixer.shared_from
 
-    def lent(self, past: Any, entries: dict[str, Any]) -> dict[str, Any]:
+    def shared_values(self, past: Any, entries: dict[str, Any]) -> dict[str, Any]:
         """Return the values that later layers may use, by their shared name.
 
         A value is a pair of cached and new keys and values, or the keys that an indexer selected, or the output of

@@ -91,8 +91,8 @@ class BlockRun:
     def output(self, layer: BlockLayer, result: BranchResult) -> Array:
         """Return the layer's output after its norm and scale, and record its cache entries and statistics."""
         self.entries[layer.name] = result.entries
-        if result.lent is not None:
-            self.entries[layer.name + SHARED_SUFFIX] = result.lent
+        if result.shared is not None:
+            self.entries[layer.name + SHARED_SUFFIX] = result.shared
         self.stats.update(result.stats)
         out = result.out if layer.post_norm is None else layer.post_norm(result.out)
         return out if layer.scale == 1.0 else out * layer.scale

@@ -3,7 +3,7 @@
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.errors import ConfigError, check, check_word
+from eqx_decoders.errors import ConfigError, check, check_option
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 
@@ -16,7 +16,7 @@ def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
         shared_from = block.shared_from
         if shared_from is not None:
             field = "kv_shared_from" if isinstance(block.mixer, AttentionConfig) else "indexer.shared_from"
-            name = check_word(f"{where}.mixer.{field}", shared_from, properties_by_name)
+            name = check_option(f"{where}.mixer.{field}", shared_from, properties_by_name)
             properties = _sharing_properties(block)
             check(
                 properties == properties_by_name[name],
@@ -41,7 +41,7 @@ def _check_shortcuts(blocks: tuple[BlockConfig, ...]) -> None:
     for index, block in enumerate(blocks):
         where = f"DecoderConfig.blocks[{index}]"
         if block.shortcut_from is not None:
-            pending.pop(check_word(f"{where}.shortcut_from", block.shortcut_from, pending))
+            pending.pop(check_option(f"{where}.shortcut_from", block.shortcut_from, pending))
         shortcut = None if block.mlp is None else block.mlp.shares_as
         if shortcut is not None:
             check(

@@ -55,7 +55,7 @@ def _input_names(block: BlockConfig) -> set[str]:
 def check_per_layer(blocks: tuple[BlockConfig, ...], embedding: PerLayerEmbeddingConfig | None) -> None:
     """Raise ConfigError unless the layers read exactly the features that the per-layer embedding has."""
     provided = set() if embedding is None else {embedding.features}
-    read = {layer.features for layer in takers(blocks)}
+    read = {layer.features for layer in per_layer_input_configs(blocks)}
     check(
         provided == read,
         f"DecoderConfig.per_layer_embedding has {sorted(provided)} features, but its layers (PerLayerInputConfig) read "
@@ -63,7 +63,7 @@ def check_per_layer(blocks: tuple[BlockConfig, ...], embedding: PerLayerEmbeddin
     )
 
 
-def takers(blocks: tuple[BlockConfig, ...]) -> list[PerLayerInputConfig]:
+def per_layer_input_configs(blocks: tuple[BlockConfig, ...]) -> list[PerLayerInputConfig]:
     """Return the configurations of the layers that read a per-layer embedding, in order."""
     layers = (layer for block in blocks for layer in block.branches().values())
     return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]

@@ -20,7 +20,7 @@ from eqx_decoders.errors import check
 from eqx_decoders.remat import get_remat
 from eqx_decoders.sharding.axes import Axes, axes, path_name
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline import cut_rows, run_pipeline
+from eqx_decoders.sharding.pipeline import run_pipeline, split_microbatches
 from eqx_decoders.sharding.pipeline_config import AXIS
 
 
@@ -171,17 +171,17 @@ def _run_pipelined(
         return out.x, out.stats
 
     outer_remat = get_remat(execution.remat)
-    cut_layers = jax.vmap(lambda leaf: cut_rows(leaf, microbatches))
+    cut_layers = jax.vmap(lambda leaf: split_microbatches(leaf, microbatches))
     x, stats = run_pipeline(
         stage,
         weights,
         (keys, jax.tree.map(cut_layers, inputs)),
-        jax.tree.map(lambda leaf: cut_rows(leaf, microbatches), ctx_arrays),
+        jax.tree.map(lambda leaf: split_microbatches(leaf, microbatches), ctx_arrays),
         x,
         pipeline=pipeline,
         layout=layout,
         contiguous=_contiguous(layers, repeats_per_stage * stages * pipeline.repeats, layout),
-        gathered=functools.partial(_split, stage_layout, stage_layout.used_spec, layers),
+        gathered=functools.partial(_split, stage_layout, stage_layout.gathered_spec, layers),
         policy=None if outer_remat is None else outer_remat.policy(),
     )
     return x, tuple(join_parts(block_stats) for block_stats in stats)
@@ -202,7 +202,7 @@ def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], layers: Sca
     def constrain(path, leaf):
         layer_spec = spec_of(axis_names[f"unit.{path_name(path)}"])[1:]
         spec = PartitionSpec(*(None,) * (leaf.ndim - len(layer_spec)), *layer_spec)
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh_here, spec))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.current_mesh, spec))
 
     return jax.tree_util.tree_map_with_path(constrain, weights)
 

@@ -140,7 +140,7 @@ class ScannedLayers(eqx.Module):
                 key = None if keys is None else keys[position]
                 x, block_entries, block_stats = run_block(eqx.combine(arrays, block), x, block_ctx, past, key)
                 shared = {name: value for name, value in shared.items() if name != block.config.shortcut_from}
-                shared |= block.config.lent(past, block_entries)
+                shared |= block.config.shared_values(past, block_entries)
                 entries.append({name: block_entries[name] for name in unit_caches[position]})
                 stats.append(block_stats)
             carried_values = {name: shared.get(name, ctx.shared[name]) for name in replaced}
@@ -191,7 +191,7 @@ class ScanOutput(NamedTuple):
 
     - `x`: the residual stream.
     - `entries`, `stats`: new cache entries and statistics for each block of the unit, stacked over the repeats.
-    - `shared`: values of these and earlier layers that later layers can use, by name; see `BlockConfig.lent`.
+    - `shared`: values of these and earlier layers that later layers can use, by name; see `BlockConfig.shared_values`.
     """
 
     x: Array

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from eqx_decoders.layers.attention.indexer import IndexerStats
 from eqx_decoders.layers.moe.router import RoutingStats
-from eqx_decoders.sharding.pipeline import join_rows
+from eqx_decoders.sharding.pipeline import join_microbatches
 
 
 class ActivationStats(eqx.Module):
@@ -67,7 +67,7 @@ def join_parts(stats: BlockStats) -> BlockStats:
     sums = dataclasses.replace(stats, activations=None, streams=None, choices=None)
     joined = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
     per_token = {"streams": stats.streams, "choices": stats.choices}
-    per_token = {name: jax.vmap(join_rows)(parts) for name, parts in per_token.items() if parts is not None}
+    per_token = {name: jax.vmap(join_microbatches)(parts) for name, parts in per_token.items() if parts is not None}
     joined = dataclasses.replace(joined, **per_token)
     if stats.max_scores is not None:
         joined = dataclasses.replace(joined, max_scores=jnp.max(stats.max_scores, axis=1))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
 from eqx_decoders.cli.plugins import load_plugins
-from eqx_decoders.errors import EqxDecodersError, need_extra
+from eqx_decoders.errors import EqxDecodersError, missing_package
 from eqx_decoders.io.exit_codes import exit_code
 from eqx_decoders.io.interrupt import Interrupt, Watchdog
 from eqx_decoders.io.shutdown import leave
@@ -116,4 +116,4 @@ def require(*packages: str) -> None:
     """Raise MissingPackage for the first package of the extra "train" that is not installed."""
     for package in packages:
         if find_spec(package) is None:
-            raise need_extra(package, "train")
+            raise missing_package(package, "train")

@@ -23,7 +23,7 @@ from eqx_decoders.cli import program, require
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.cli.xla_flags import options
 from eqx_decoders.context import Execution, ExecutionConfig
-from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeInt, PositiveInt, check, check_word, need_extra
+from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeInt, PositiveInt, check, check_option, missing_package
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
@@ -89,7 +89,7 @@ class PlanConfig(StepSettings, ModelSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.search:
-            check_word("search: remat", self.remat, _POLICIES)
+            check_option("search: remat", self.remat, _POLICIES)
         check(self.page_size is None or self.decoding, f"page_size={self.page_size} is of a cache: add decoding.")
         if self.decoding:
             check(not self.search, f"search={self.search} is of training steps: give decoding a mesh.")
@@ -116,7 +116,7 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
     try:
         import libtpu  # noqa: F401
     except ImportError as error:
-        raise need_extra("libtpu", "aot") from error
+        raise missing_package("libtpu", "aot") from error
     import jax
     from jax.experimental import topologies
 

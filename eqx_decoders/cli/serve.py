@@ -30,7 +30,7 @@ from eqx_decoders.cli.devices import Devices
 from eqx_decoders.cli.model_source import ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
-from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeFloat, PositiveInt, check, need_extra
+from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeFloat, PositiveInt, check, missing_package
 from eqx_decoders.inference.draft_model import DraftModel
 from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
@@ -362,4 +362,4 @@ def _require(package: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(package) is None:
-        raise need_extra(package.replace("_", "-"), "serve")
+        raise missing_package(package.replace("_", "-"), "serve")

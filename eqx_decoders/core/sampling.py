@@ -127,7 +127,7 @@ NUM_LARGEST = 64  # number of largest logits that filters search before they sea
 CHUNK = 512  # tokens per chunk of the two-level sampling in `_inverse_cdf`
 
 
-class DrawSettings(NamedTuple):
+class SamplingTensors(NamedTuple):
     """Parameters of `Sample` as arrays, so that all samplers share one compiled program.
 
     **Arguments:**
@@ -140,7 +140,7 @@ class DrawSettings(NamedTuple):
     filters: dict[str, AnyArray]
 
     @classmethod
-    def greedy(cls, rows: int) -> "DrawSettings":
+    def greedy(cls, rows: int) -> "SamplingTensors":
         """Create the parameters of greedy decoding as NumPy arrays, which `set` can modify."""
         filters = {name: np.full(rows, token_filter.neutral) for name, token_filter in FILTERS.items()}
         return cls(np.zeros(rows, np.float32), filters)
@@ -153,7 +153,7 @@ class DrawSettings(NamedTuple):
             parameters[row] = FILTERS[name].neutral if value is None else min(value, np.iinfo(np.int32).max)
 
     @classmethod
-    def of(cls, sampler: Sampler) -> "DrawSettings | None":
+    def of(cls, sampler: Sampler) -> "SamplingTensors | None":
         """Return the parameters of a sampler as arrays of length 1, for all rows. None for `Greedy`."""
         if isinstance(sampler, Greedy):
             return None
@@ -164,7 +164,7 @@ class DrawSettings(NamedTuple):
 
 def choose_tokens(
     logits: Float32[Array, "rows vocab"],
-    settings: DrawSettings | None,
+    settings: SamplingTensors | None,
     keys: AnyArray | None = None,
     index: Int[AnyArray, "rows"] | None = None,
 ) -> Int32[Array, "rows"]:
@@ -186,7 +186,7 @@ def choose_tokens(
     is_sampled = jnp.broadcast_to(settings.temperature, best.shape) > 0
 
     def sample() -> Array:
-        tokens = draw_tokens(draw_logits(logits, settings), keys, index, best)
+        tokens = sample_from_logits(filtered_logits(logits, settings), keys, index, best)
         return jnp.where(is_sampled, tokens, best)
 
     return jax.lax.cond(jnp.any(is_sampled), sample, lambda: best)
@@ -202,7 +202,7 @@ def threefry_key(key: PRNGKeyArray) -> PRNGKeyArray:
     return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
-def draw_tokens(
+def sample_from_logits(
     logits: Float32[Array, "rows vocab"], keys: AnyArray, index: Int[AnyArray, "rows"], best: Int32[Array, "rows"]
 ) -> Int32[Array, "rows"]:
     """Sample a token for each row from `softmax(logits)`, with the key `fold_in(key, index)`.
@@ -214,8 +214,8 @@ def draw_tokens(
     return _inverse_cdf(weights, uniform, best)
 
 
-def draw_logits(
-    logits: Float32[Array, "rows vocab"], settings: DrawSettings, filters: bool | None = None
+def filtered_logits(
+    logits: Float32[Array, "rows vocab"], settings: SamplingTensors, filters: bool | None = None
 ) -> Float32[Array, "rows vocab"]:
     """Return the logits to sample from: divided by the temperature, and -inf for tokens that a filter removes.
 

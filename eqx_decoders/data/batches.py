@@ -43,7 +43,7 @@ from eqx_decoders.data.store.corpus_stats import SPLITS, CorpusStats
 from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.protocols import HasMedia
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, check, missing_package
 from eqx_decoders.io.status import quantity
 
 
@@ -232,7 +232,7 @@ class Batches:
         try:
             import grain
         except ImportError as error:
-            raise need_extra("grain", "train") from error
+            raise missing_package("grain", "train") from error
         make = functools.partial(self._batch, self._row)
         # One thread that reads ahead; worker processes would only copy what is mapped into memory anyway.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)

@@ -22,7 +22,7 @@ from eqx_decoders.data.store.corpus_stats import SPLITS
 from eqx_decoders.data.store.open_store import open_sample, open_store
 from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.encoders.protocols import HasMedia
-from eqx_decoders.errors import check, check_word
+from eqx_decoders.errors import check, check_option
 from eqx_decoders.io.atomic_files import new_directory
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate, read_chat_template
@@ -172,7 +172,7 @@ def make_dataset(
     Raises ConfigError for rows that a batch does not have or several held-out sets, DataError if the data cannot be
     read, have changed or leave the split empty.
     """
-    check_word("split", split, SPLITS)
+    check_option("split", split, SPLITS)
     rows = _checked_rows(config, rows)
     if split == "held_out":
         sets = make_held_out_sets(

@@ -27,7 +27,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.packing_plans import check_same_data, permutation
 from eqx_decoders.data.preferences import Answer, Example, Preferences
 from eqx_decoders.data.signals import Signals
-from eqx_decoders.errors import check_integer, check_word
+from eqx_decoders.errors import check_integer, check_option
 
 
 Split = Literal["train", "held_out"]
@@ -69,7 +69,7 @@ class PreferenceBatches:
         self.preferences, self.examples_per_row = preferences, examples_per_row
         self.complete: Callable[[Batch], Batch] = lambda batch: batch  # adds what a method keeps of these tokens
         self._rows, self._batch_size, self._seed = tuple(rows), batch_size, seed
-        self._split, self._taken = check_word("split", split, get_args(Split)), 0
+        self._split, self._taken = check_option("split", split, get_args(Split)), 0
 
     def __iter__(self) -> Iterator[Batch]:
         return self

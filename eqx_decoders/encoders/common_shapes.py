@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, FrameRows, PatchRows
+from eqx_decoders.encoders.packed_rows import AudioRows, PackedChunks, PackedFrames, PackedPatches
 
 
 # JSON: `Media` field -> array name -> (shape of one group, dtype); and the class and `group` of the packed sequences
 Shapes = dict[str, dict[str, Any]]
 
-_KINDS = {kind.__name__: kind for kind in (PatchRows, ChunkRows, FrameRows)}
+_KINDS = {kind.__name__: kind for kind in (PackedPatches, PackedChunks, PackedFrames)}
 
 
 def array_shapes(media: Media) -> Shapes:
@@ -72,12 +72,14 @@ def pad_to_shapes(media: Media, shapes: Shapes) -> Media:
     return dataclasses.replace(media, order=new_order, **padded)
 
 
-def _arrays(rows: PatchRows | AudioRows) -> dict[str, np.ndarray]:
+def _arrays(rows: PackedPatches | AudioRows) -> dict[str, np.ndarray]:
     values = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     return {name: np.asarray(value) for name, value in values.items() if isinstance(value, np.ndarray | jax.Array)}
 
 
-def _feature_index(old: PatchRows | AudioRows | None, new: PatchRows | AudioRows | None, groups: int) -> np.ndarray:
+def _feature_index(
+    old: PackedPatches | AudioRows | None, new: PackedPatches | AudioRows | None, groups: int
+) -> np.ndarray:
     """Return the index of each feature of a group after padding the sequences from `old` to `new`."""
     if old is None or new is None:
         return np.zeros(0, int)
@@ -87,8 +89,8 @@ def _feature_index(old: PatchRows | AudioRows | None, new: PatchRows | AudioRows
 
 
 def _pad_rows(
-    rows: PatchRows | AudioRows | None, shapes: dict[str, Any] | None, groups: int
-) -> PatchRows | AudioRows | None:
+    rows: PackedPatches | AudioRows | None, shapes: dict[str, Any] | None, groups: int
+) -> PackedPatches | AudioRows | None:
     if shapes is None:
         return None
     arrays = {} if rows is None else _arrays(rows)

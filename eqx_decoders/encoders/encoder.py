@@ -15,7 +15,7 @@ from eqx_decoders.encoders.audio.frame_stem import FrameStem
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNet
-from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
+from eqx_decoders.encoders.packed_rows import AudioRows, PackedPatches
 from eqx_decoders.encoders.projector import EncoderTokens, Projection, Projector
 from eqx_decoders.encoders.stem import PatchStem
 from eqx_decoders.errors import ConfigError
@@ -102,7 +102,9 @@ class Encoder(eqx.Module):
             config=config,
         )  # fmt: skip
 
-    def __call__(self, rows: PatchRows | AudioRows, execution: Execution, *, with_images: bool = False) -> EncodedRows:
+    def __call__(
+        self, rows: PackedPatches | AudioRows, execution: Execution, *, with_images: bool = False
+    ) -> EncodedRows:
         """Encode packed sequences of patches, chunks or frames.
 
         `with_images`: for an audio encoder, whether the call also has images; then `projector_beside` is used if it is
@@ -169,11 +171,11 @@ class Encoder(eqx.Module):
         padding = ctx.positions[:, :: self.config.stem.group] < 0
         return jnp.where(padding[:, :, None], fill.astype(x.dtype), x)
 
-    def _context(self, rows: PatchRows | AudioRows, execution: Execution) -> ForwardContext:
+    def _context(self, rows: PackedPatches | AudioRows, execution: Execution) -> ForwardContext:
         # Only the decoder uses a pipeline, batch overlap and a zigzag order of tokens.
         execution = dataclasses.replace(execution, pipeline=None, batch_split=1, context_order="plain")
-        coordinates = rows.coordinates if isinstance(rows, PatchRows) else None
-        unseen = rows.unseen if isinstance(rows, PatchRows) else None
+        coordinates = rows.coordinates if isinstance(rows, PackedPatches) else None
+        unseen = rows.unseen if isinstance(rows, PackedPatches) else None
         segment_ids = None if rows.segment_ids is None else jnp.asarray(rows.segment_ids)
         return ForwardContext(
             positions=jnp.asarray(rows.positions),

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from eqx_decoders.encoders.audio.audio import pack_audio
-from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
+from eqx_decoders.encoders.packed_rows import AudioRows, PackedPatches
 from eqx_decoders.encoders.packing import pack_images, padded_length
 from eqx_decoders.encoders.processor_arrays import (
     ProcessorArrays,
@@ -50,7 +50,7 @@ class Media(eqx.Module):
     - `grid_positions`: M-RoPE positions (time, row, column) of each token; None for models without M-RoPE.
     """
 
-    images: PatchRows | None
+    images: PackedPatches | None
     audio: AudioRows | None
     order: Int[AnyArray, "groups features"]
     index: Int[AnyArray, "batch length"]
@@ -200,7 +200,7 @@ def _placeholder_index(kinds: np.ndarray, groups: int) -> np.ndarray:
 
 def _pack(
     media: EncoderInputs, kinds: np.ndarray, items: dict[int, Sequence[Any]]
-) -> tuple[PatchRows | None, AudioRows | None, np.ndarray]:
+) -> tuple[PackedPatches | None, AudioRows | None, np.ndarray]:
     """Pack the images, videos and audio clips (`items`, by kind) of each group.
 
     Returns the packed images, the packed audio, and `Media.order`.

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Num
 from eqx_decoders.sharding.axes import AnyArray
 
 
-class PatchRows(eqx.Module):
+class PackedPatches(eqx.Module):
     """Packed sequences of image patches.
 
     **Arguments:**
@@ -38,7 +38,7 @@ class PatchRows(eqx.Module):
     group: int = eqx.field(static=True, default=1)
 
 
-class ChunkRows(eqx.Module):
+class PackedChunks(eqx.Module):
     """Packed sequences of audio clips, split into chunks with the same number of frames.
 
     **Arguments:**
@@ -55,7 +55,7 @@ class ChunkRows(eqx.Module):
     group: int = eqx.field(static=True, default=1)
 
 
-class FrameRows(eqx.Module):
+class PackedFrames(eqx.Module):
     """Packed sequences of complete audio clips, separated by silence.
 
     **Arguments:**
@@ -74,4 +74,4 @@ class FrameRows(eqx.Module):
     group: int = eqx.field(static=True, default=1)
 
 
-AudioRows = ChunkRows | FrameRows
+AudioRows = PackedChunks | PackedFrames

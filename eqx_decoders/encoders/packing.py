@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.encoders.images import Image, coordinates, learned_positions, window_order
-from eqx_decoders.encoders.packed_rows import PatchRows
+from eqx_decoders.encoders.packed_rows import PackedPatches
 from eqx_decoders.encoders.stem import ImageStem
 
 
@@ -71,7 +71,7 @@ class Packing:
         return cls(rows_per_group * len(groups), length, all_starts)
 
 
-def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[PatchRows, list[np.ndarray]]:
+def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[PackedPatches, list[np.ndarray]]:
     """Pack the images of each group into sequences of patches.
 
     Returns the packed sequences, and for each image the indices of its features among the features of all sequences.
@@ -121,7 +121,7 @@ def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[Pat
         feature_indices.append(first_feature + inverse_order)
     # Sequences with a single image need no segment ids: padding has position -1.
     one_image_each = num_segments.max(initial=0) <= 1
-    packed = PatchRows(
+    packed = PackedPatches(
         patches=patches,
         positions=positions,
         segment_ids=None if one_image_each else segment_ids,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.encoders.packed_rows import PatchRows
+from eqx_decoders.encoders.packed_rows import PackedPatches
 from eqx_decoders.errors import CheckedFields, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
@@ -227,7 +227,7 @@ class PatchStem(eqx.Module):
     positions: GridTable | AxisTables | None
     config: PatchStemConfig = eqx.field(static=True)
 
-    def __call__(self, rows: PatchRows, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
+    def __call__(self, rows: PackedPatches, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
         config = self.config
         dtype = ctx.execution.precision.compute
         pixels = jnp.asarray(rows.patches).astype(jnp.float32) * config.pixel_scale + config.pixel_shift

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eqx_decoders.errors import ConfigError, check, need_extra
+from eqx_decoders.errors import ConfigError, check, missing_package
 from eqx_decoders.evaluation.engine_requests import (
     AnswerRequest,
     EvaluationEngine,
@@ -258,7 +258,7 @@ def make_lm(text: TextSource, engine: EvaluationEngine, **options: Any) -> Any:
     try:
         from lm_eval.api.model import LM
     except ImportError as error:
-        raise need_extra("lm_eval", "lm-eval") from error
+        raise missing_package("lm_eval", "lm-eval") from error
 
     class EngineLM(EngineMethods, LM):
         """Decoder over an engine, as lm-eval's `LM`."""

@@ -17,7 +17,7 @@ from eqx_decoders.errors import (
     NonNegativeInt,
     PositiveInt,
     check,
-    need_extra,
+    missing_package,
 )
 from eqx_decoders.evaluation.statistics import MeanScore
 
@@ -77,7 +77,7 @@ def find_tasks(names: Sequence[str], settings: HarnessSettings) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise need_extra("lm_eval", "lm-eval") from error
+        raise missing_package("lm_eval", "lm-eval") from error
     manager = TaskManager(include_path=settings.include_path)
     for name in names:
         near = difflib.get_close_matches(name, manager.all_tasks, n=1)

@@ -100,7 +100,7 @@ def default_chunk(text: TextSource) -> int:
     """Return the prompt tokens that an evaluation computes at once: few on CPUs, where that costs nothing, so that
     continuations share more of their context.
     """
-    return 32 if text.model.execution.layout.backend.few_rows else EngineLimits.prefill_chunk
+    return 32 if text.model.execution.layout.backend.active_rows_only else EngineLimits.prefill_chunk
 
 
 def make_engine(text: TextSource, limits: EngineLimits) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from eqx_decoders.errors import ConversionError, check, check_word
+from eqx_decoders.errors import ConversionError, check, check_option
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -243,7 +243,7 @@ def is_known(model_type: str) -> bool:
 def find_family(model_type: str) -> Family:
     """Return the family of a checkpoint that calls itself `model_type`. Raises ConversionError."""
     try:
-        name = check_word("config.json: model_type", model_type[:80], sorted(FAMILIES.names()), ConversionError)
+        name = check_option("config.json: model_type", model_type[:80], sorted(FAMILIES.names()), ConversionError)
     except ConversionError as error:
         raise ConversionError(
             f"{error} `eqx-decoders convert compare DIRECTORY` compares the checkpoint with these families."
@@ -260,7 +260,7 @@ def list_models() -> tuple[str, ...]:
 def get_config(name: str) -> DecoderConfig:
     """Return the configuration of a published model, or of `"tiny"`; edit it with `dataclasses.replace`."""
     if not is_model(name):
-        check_word("get_config: name", name, list_models())
+        check_option("get_config: name", name, list_models())
     model = _REGISTERED_MODELS.get(name) or _library_model(name)
     assert model is not None
     if isinstance(model, Mapping):

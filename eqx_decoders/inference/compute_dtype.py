@@ -19,7 +19,7 @@ _MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "broadcast
 _MOVES |= {"slice", "dynamic_slice", "gather", "split", "sharding_constraint", "reshard", "optimization_barrier"}
 
 
-def multiplied_weights(model: Decoder) -> frozenset[str]:
+def weights_cast_to_compute_dtype(model: Decoder) -> frozenset[str]:
     """Return the names of weights that are stored in a larger dtype, and that every use casts to the compute dtype.
 
     Replacing such a weight by a copy in the compute dtype does not change the results of a forward pass. The weights
@@ -48,7 +48,7 @@ def multiplied_weights(model: Decoder) -> frozenset[str]:
     return frozenset(candidates)
 
 
-def with_multiplied(model: Decoder, names: frozenset[str]) -> Decoder:
+def cast_weights(model: Decoder, names: frozenset[str]) -> Decoder:
     """Return the model with copies of the named weights in its compute dtype; shardings and other weights are kept."""
     dtype = jnp.dtype(model.execution.precision.compute)
     return replaced(model, {name: cast(leaf, dtype) for name, leaf in named_leaves(model).items() if name in names})

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.core.auto_jit import bounded_jit, concrete
 from eqx_decoders.core.input_checks import as_int32, check_inputs, check_shapes
-from eqx_decoders.core.sampling import DrawSettings, Greedy, Sampler, choose_tokens, is_stop, threefry_key
+from eqx_decoders.core.sampling import Greedy, Sampler, SamplingTensors, choose_tokens, is_stop, threefry_key
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.merge import check_tokens, without_placeholders
 from eqx_decoders.errors import ConfigError, check, check_integer
@@ -137,7 +137,7 @@ class _DecodingRules(eqx.Module):
     """
 
     max_new_tokens: Int[AnyArray, ""]
-    sampling: DrawSettings | None
+    sampling: SamplingTensors | None
     key: PRNGKeyArray | None
     stop_ids: Int[AnyArray, "stops"]
     drafter: Drafter | None
@@ -251,7 +251,7 @@ class _Request(eqx.Module):
         return cls(prompt, lengths, rules, media, cache_length, cache_format)
 
 
-def _sampling(model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | None) -> DrawSettings | None:
+def _sampling(model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | None) -> SamplingTensors | None:
     """Return the sampling parameters; None for greedy decoding. Default: those of `model.generation_config`."""
     config = model.generation_config
     if sampler is None:
@@ -260,7 +260,7 @@ def _sampling(model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | None)
         isinstance(sampler, Greedy) or key is not None,
         f"generate: sampler={sampler} needs a random key. Pass key=jax.random.key(seed), or sampler=Greedy().",
     )
-    return DrawSettings.of(sampler)
+    return SamplingTensors.of(sampler)
 
 
 def _drafter(model: Decoder, drafts: Drafter | None, num_draft_tokens: int) -> Drafter | None:

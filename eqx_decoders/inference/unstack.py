@@ -180,10 +180,12 @@ def inference_cache(
 ) -> Cache:
     """Return an empty cache for a model, whose layers may be unstacked. Arguments as in `init_cache`."""
     layout = model.execution.layout
-    return cut_cache(model, init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages))
+    return unstack_cache(
+        model, init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages)
+    )
 
 
-def cut_cache(model: Decoder, cache: Cache) -> Cache:
+def unstack_cache(model: Decoder, cache: Cache) -> Cache:
     """Split a cache, or its shapes, by layers if the layers of the model are unstacked; else return it unchanged."""
     units = find_repeats(model.config.blocks)
     if len(model.scanned_layers) == len(units):
@@ -213,7 +215,7 @@ def default_cache_format(execution: Execution) -> CacheFormat:
     XLA's CPU backend multiplies 16-bit numbers as float32, and would upcast the full cache for every token.
     """
     dtype = np.dtype(execution.precision.compute)
-    upcasts = execution.layout.backend.widens_half and dtype.itemsize == 2
+    upcasts = execution.layout.backend.upcasts_half and dtype.itemsize == 2
     return CacheFormat(dtype=np.dtype(np.float32) if upcasts else dtype)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eqx_decoders.errors import need_extra
+from eqx_decoders.errors import missing_package
 
 
 PAUSES = (0.01, 0.1, 0.5)  # seconds before a file that was deleted at this moment is opened once more
@@ -201,5 +201,5 @@ def _lock_function() -> Callable[..., bool]:
     try:
         from filelock import lock_descriptor  # since 3.30
     except ImportError as error:
-        raise need_extra("filelock>=3.30", "train") from error
+        raise missing_package("filelock>=3.30", "train") from error
     return lock_descriptor

@@ -78,7 +78,7 @@ class MixerConfig(LayerConfig):
 
     @property
     def shares_as(self) -> str | None:
-        """Name by which later layers use `BranchResult.lent` of this layer; None: it shares nothing."""
+        """Name by which later layers use `BranchResult.shared` of this layer; None: it shares nothing."""
         return None
 
     @property
@@ -92,7 +92,7 @@ class ChannelConfig(LayerConfig):
 
     @property
     def shares_as(self) -> str | None:
-        """Name by which later layers use `BranchResult.lent` of this layer; None: it shares nothing."""
+        """Name by which later layers use `BranchResult.shared` of this layer; None: it shares nothing."""
         return None
 
 
@@ -109,14 +109,14 @@ class BranchResult(NamedTuple):
     - `entries`: new keys/values or new state, to be committed to the layer's cache; a tree with the structure of the
         cache. None for a layer without a cache.
     - `stats`: values for fields of `BlockStats`, by name.
-    - `lent`: anything else that the layer shares with later layers, such as an indexer's selection of keys; None for
+    - `shared`: anything else that the layer shares with later layers, such as an indexer's selection of keys; None for
         nothing.
     """
 
     out: Array
     entries: Any = None
     stats: Mapping[str, Any] = MappingProxyType({})
-    lent: Any = None
+    shared: Any = None
 
 
 class BranchInputs(NamedTuple):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveFloat, PositiveInt, check, check_number
-from eqx_decoders.layers.recurrent.causal_conv import document_numbers
+from eqx_decoders.layers.recurrent.causal_conv import document_indices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -429,7 +429,7 @@ def _last_positions(
     largest = positions if positions.ndim == 2 else positions.max(-1)
     if segments is None:
         return largest.max(1, keepdims=True)
-    documents = document_numbers(largest >= 0, segments)
+    documents = document_indices(largest >= 0, segments)
     num_documents = largest.shape[1] + 1
     return jax.vmap(lambda positions, documents: jax.ops.segment_max(positions, documents, num_documents)[documents])(
         largest, documents

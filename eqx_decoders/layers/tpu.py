@@ -6,7 +6,7 @@ from eqx_decoders.sharding.chips import LANES, device_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockSizes:
+class TileSizes:
     """Tile sizes of a kernel that keeps one tile with its sums in VMEM and streams the tiles of the other side past it.
 
     **Arguments:**
@@ -22,7 +22,7 @@ class BlockSizes:
     streamed: int
     vmem_bytes: int | None = None
 
-    def fit(self, length: int, whole_words: bool = False) -> "BlockSizes":
+    def fit(self, length: int, whole_words: bool = False) -> "TileSizes":
         """Return the smallest tile sizes that need no more tiles for `length` than these sizes.
 
         With `whole_words` the streamed size is a power of two, so that it divides the packed bits of a selection.
@@ -34,17 +34,17 @@ class BlockSizes:
 
 
 MIB = 2**20
-SAFE = BlockSizes(held=512, streamed=512)  # within XLA's default VMEM limit on every TPU
+SAFE = TileSizes(held=512, streamed=512)  # within XLA's default VMEM limit on every TPU
 # By `device_kind`: devices with more FLOPs per byte of bandwidth (v6e, v7x) have larger resident tiles. MaxText and
 # Tokamax use 1024 to 2048 queries and 256 to 512 keys. These sizes compile; they have not been timed.
-BLOCK_SIZES: dict[str, BlockSizes] = {
-    "TPU v5 lite": BlockSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
-    "TPU v5": BlockSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
-    "TPU v6 lite": BlockSizes(held=2048, streamed=512, vmem_bytes=64 * MIB),
-    "TPU7x": BlockSizes(held=2048, streamed=512, vmem_bytes=48 * MIB),
+BLOCK_SIZES: dict[str, TileSizes] = {
+    "TPU v5 lite": TileSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
+    "TPU v5": TileSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
+    "TPU v6 lite": TileSizes(held=2048, streamed=512, vmem_bytes=64 * MIB),
+    "TPU7x": TileSizes(held=2048, streamed=512, vmem_bytes=48 * MIB),
 }
 
 
-def block_sizes() -> BlockSizes:
+def block_sizes() -> TileSizes:
     """Return the tile sizes for the current devices; SAFE for a device that is not in BLOCK_SIZES."""
     return BLOCK_SIZES.get(device_kind(), SAFE)

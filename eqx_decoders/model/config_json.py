@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 from eqx_decoders.blocks.repeats import find_repeats
-from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+from eqx_decoders.errors import ConfigError, check, check_integer, check_option
 from eqx_decoders.layers.base import RegisteredConfig
 
 
@@ -45,12 +45,12 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
                 f"{where}: class={class_name!r} is not known. The library has classes such as {near}. If the class is "
                 "your own, define it before the configuration is read: programs take --plugin FILE.py."
             )
-        kind = classes[check_word(f"{where}: class", class_name, classes)]
+        kind = classes[check_option(f"{where}: class", class_name, classes)]
         hints = typing.get_type_hints(kind)
         names = [field.name for field in dataclasses.fields(kind)]
         fields = {str(name): item for name, item in value.items() if name != "class"}
         for name in fields:
-            check_word(f"{where}: field of {kind.__name__}", name, names)
+            check_option(f"{where}: field of {kind.__name__}", name, names)
         required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
         missing = sorted(set(required) - set(fields))
         check(not missing, f"{where}: {kind.__name__} needs the fields {', '.join(missing)}.")
@@ -170,7 +170,7 @@ def _block_path(name: str, blocks: Sequence[Any], decoder_fields: set[str]) -> t
     owners = [part for part, names in fields.items() if first in names]
     check(len(owners) < 2, f"set={name!r} is a field of mixers and of MLPs: write mixer.{name} or mlp.{name}.")
     if not owners:
-        check_word("set", name, ("num_layers", *sorted(decoder_fields), *sorted(fields["mixer"] | fields["mlp"])))
+        check_option("set", name, ("num_layers", *sorted(decoder_fields), *sorted(fields["mixer"] | fields["mlp"])))
     return (*owners, first, *rest)
 
 

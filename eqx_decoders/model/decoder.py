@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
-from eqx_decoders.blocks.layer_inputs import takers
+from eqx_decoders.blocks.layer_inputs import per_layer_input_configs
 from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_stack
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.residual.base import StreamMapping
@@ -124,7 +124,7 @@ class Decoder(eqx.Module):
             )
             start += count
         per_layer = config.per_layer_embedding
-        per_layer_count = len(takers(config.blocks))
+        per_layer_count = len(per_layer_input_configs(config.blocks))
         transform = config.head_transform
         transformer = config.shared_transformer
         return cls(

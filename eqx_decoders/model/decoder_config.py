@@ -5,7 +5,7 @@ from typing import Annotated
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_sharing
-from eqx_decoders.blocks.layer_inputs import check_per_layer, takers
+from eqx_decoders.blocks.layer_inputs import check_per_layer, per_layer_input_configs
 from eqx_decoders.blocks.residual.base import Residual
 from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
@@ -17,7 +17,7 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingC
 from eqx_decoders.layers.norm import NormConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from eqx_decoders.model.config_json import decoder_from_json, decoder_to_json
-from eqx_decoders.model.mtp_config import MTPConfig, needs_model
+from eqx_decoders.model.mtp_config import MTPConfig, depends_on_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,9 @@ def _check_mtp_streams(mtp: MTPConfig, residual: Residual) -> None:
 
 def _check_mtp_block(block: BlockConfig | None) -> None:
     """Raise ConfigError if the block of the MTP depths depends on other layers or on inputs of the model."""
-    independent = block is None or not (needs_model(block) or takers((block,)) or block.pre_layers)
+    independent = block is None or not (
+        depends_on_model(block) or per_layer_input_configs((block,)) or block.pre_layers
+    )
     check(
         independent,
         "DecoderConfig.mtp.block cannot use keys, values or weights that another layer shares, per-layer embeddings, "

@@ -18,7 +18,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig, with_scores
 from eqx_decoders.model.mtp import MTP
-from eqx_decoders.model.mtp_config import MTPConfig, needs_model
+from eqx_decoders.model.mtp_config import MTPConfig, depends_on_model
 from eqx_decoders.numerics.initializers import shapes_alone
 from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.sharding.axes import computed, named_leaves, stored_leaves
@@ -117,7 +117,7 @@ def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1
 
 def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
-    candidates = [block for block in config.blocks if block.mixer is not None and not needs_model(block)]
+    candidates = [block for block in config.blocks if block.mixer is not None and not depends_on_model(block)]
     block = dataclasses.replace(
         (candidates or config.blocks)[-1], pre_layers=(), post_layers=(), shares_kv_as=None, shortcut_from=None
     )

@@ -9,7 +9,7 @@ from eqx_decoders.layers.norm import NormConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 
 
-def needs_model(block: BlockConfig) -> bool:
+def depends_on_model(block: BlockConfig) -> bool:
     """Return whether a block depends on other layers or on token ids, so that it cannot run in an MTP depth.
 
     Such blocks route tokens by their ids, reuse keys, values or selected keys of an earlier layer, or use a shared

@@ -35,7 +35,7 @@ def check_split(path: str, axis_names: Axes, weight: Any, rank: int) -> None:
         check_rounds(weight, f"LoRAConfig.init='pissa': {path}")
 
 
-def taken_out(layout: Layout, node: LowRank, rank: int) -> LowRank:
+def init_pissa(layout: Layout, node: LowRank, rank: int) -> LowRank:
     """Return `node` with its low-rank pair a, b set to the leading singular vectors, and the base `base - scale a b`.
 
     The pair of `node` has shapes in place of arrays. Each factor gets the square root of the singular values, as in

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.errors import check, check_integer, check_option
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantizations import QUANTIZATIONS, quantized
 from eqx_decoders.numerics.low_precision import fits
@@ -112,7 +112,7 @@ def _modes_by_path(modes: Mapping[str, str | None], axis_names: Mapping[str, Axe
     mode_of: dict[str, str | None] = {}
     for pattern, mode in modes.items():
         if mode is not None:
-            check_word(f"quantize: modes[{pattern!r}]", mode, get_args(QuantizationName))
+            check_option(f"quantize: modes[{pattern!r}]", mode, get_args(QuantizationName))
         matched = matching(axis_names, (pattern,), "quantize: modes")
         supported = [path for path in axis_names if path in matched and _is_supported(path, axis_names[path], pattern)]
         check(

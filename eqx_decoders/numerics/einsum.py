@@ -120,7 +120,7 @@ class ArrayWeight(AbstractArrayWeight):
             return product(rows, matrix, transposed=plan.transposed, out_dtype=options.dtype).reshape(shape)
         weight = cast_in_loop(self.values, x.dtype)
         layout = options.layout
-        if layout is not None and layout.backend.doubles_one_row and plan.has_one_row(x):
+        if layout is not None and layout.backend.duplicates_single_row and plan.has_one_row(x):
             # for a single row, XLA:GPU would write all products to memory before it sums them
             two_rows = jnp.concatenate([x, x])
             return jnp.einsum(plan.letters, two_rows, weight, preferred_element_type=options.dtype)[:1]

@@ -77,7 +77,7 @@ class GradientRing(NamedTuple):
 
 def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) -> GradientRing | None:
     """Return the ring for the weight gradient of a product; None if the default reduction is used."""
-    places = layout.gather_places(plan.right, weight.shape) if layout.backend.gradient_rings else None
+    places = layout.gather_shardings(plan.right, weight.shape) if layout.backend.gradient_rings else None
     if places is None:
         return None
     whole, stored = (place.spec for place in places)
@@ -239,7 +239,7 @@ def find_ring(
     same = all(split[word] == (ins | outs)[word] for word in right)
     axes = owned[changed[0]]
     # `data` may connect slices by a slow network, for which a ring would wait in each step
-    if not same or "data" in axes or not set(axes) <= set(rows) <= layout.axes_here:
+    if not same or "data" in axes or not set(axes) <= set(rows) <= layout.unmapped_axes:
         return None
 
     def spec(words: tuple[str, ...]) -> PartitionSpec:
@@ -267,7 +267,7 @@ def ring_product(
 
 
 def _gathered(layout: Layout, ring: GradientRing, weight: Array) -> Array:
-    return lax.with_sharding_constraint(weight, NamedSharding(layout.mesh_here, ring.gathered))
+    return lax.with_sharding_constraint(weight, NamedSharding(layout.current_mesh, ring.gathered))
 
 
 def _forward(plan, dtype, layout, ring, x, weight):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.errors import check_integer, check_number, check_word
+from eqx_decoders.errors import check_integer, check_number, check_option
 
 
 # Standard deviation of a standard normal distribution truncated to [-2, 2].
@@ -47,7 +47,7 @@ def fan_in(
     to this variance.
     """
     check_integer("fan_in fan", fan)
-    check_word("fan_in distribution", distribution, ("truncated", "normal"))
+    check_option("fan_in distribution", distribution, ("truncated", "normal"))
     stddev = fan**-0.5
     if distribution == "normal" or _ONLY_SHAPES.get():
         return normal(key, shape, dtype, stddev)

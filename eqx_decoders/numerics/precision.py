@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from eqx_decoders.errors import ConfigError, check_word
+from eqx_decoders.errors import ConfigError, check_option
 
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -36,7 +36,7 @@ def _floating(field: str, value: DTypeLike) -> np.dtype:
         dtype = np.dtype(value)
     except TypeError as error:
         raise ConfigError(f"{field}={value!r} is not a dtype. Use one of {', '.join(_FLOATS)}.") from error
-    check_word(field, dtype.name, _FLOATS)
+    check_option(field, dtype.name, _FLOATS)
     return dtype
 
 

@@ -177,7 +177,7 @@ class AbstractQuantizedWeight(AbstractWeight):
         layout = options.layout
         if layout is None or not options.gathers(plan, self.values.size, x):
             return self
-        shardings = layout.gather_places(plan.right, self.shape)
+        shardings = layout.gather_shardings(plan.right, self.shape)
         if shardings is None:
             return self
         values = lax.with_sharding_constraint(lax.stop_gradient(self.values), shardings[0])

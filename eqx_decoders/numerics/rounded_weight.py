@@ -219,14 +219,16 @@ def _product_sharding(
     if not gathers:
         return ProductSharding(native)
     left, right, _ = operand_axes
-    return ProductSharding(native, _shard_counts(left, right, x, weight, layout), layout.gather_places(right, weight))
+    return ProductSharding(
+        native, _shard_counts(left, right, x, weight, layout), layout.gather_shardings(right, weight)
+    )
 
 
 def _shard_counts(
     left: Axes, right: Axes, x: tuple[int, ...], weight: tuple[int, ...], layout: Layout
 ) -> tuple[tuple[str, int], ...]:
     """Return the number of shards of each axis of a product with a gathered weight, for axes with several shards."""
-    mesh_axes = {axis: names_of(names) for axis, names in zip(right, layout.used_spec(right), strict=True)}
+    mesh_axes = {axis: names_of(names) for axis, names in zip(right, layout.gathered_spec(right), strict=True)}
     weight_mesh_axes = {name for names in mesh_axes.values() for name in names}
     sizes = dict(zip(left, x, strict=True)) | dict(zip(right, weight, strict=True))
     activation_axes = tuple(axis for axis in left if axis in AXES)

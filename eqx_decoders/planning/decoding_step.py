@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from eqx_decoders.families.summary import active_parameters
-from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
+from eqx_decoders.inference.unstack import unstack_cache, unstack_in_place
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
@@ -90,7 +90,7 @@ def plan_decoding(
     model = unstack_in_place(whole)
     pages = None if page_size is None else PageConfig(page_size=page_size, num_pages=rows * -(-length // page_size))
     dtype = jnp.dtype(model.execution.precision.compute)
-    cache = cut_cache(model, abstract_cache(model.config, rows, length, dtype=dtype, layout=layout, pages=pages))
+    cache = unstack_cache(model, abstract_cache(model.config, rows, length, dtype=dtype, layout=layout, pages=pages))
 
     def like(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated())

@@ -67,7 +67,7 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
 
     for axes, size in _gathered(model).items():
         send("all-gather", size, axes, times=3)
-    parts = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
+    parts = layout.activation_shards("batch length embed", (batch_size, seq_len, model.config.embed_dim))
     activations = tokens * model.config.embed_dim * jnp.dtype(execution.precision.compute).itemsize // parts
     heads = tuple(axis for axis in FEATURES if sizes[axis] > 1)
     send("all-reduce", activations, heads, times=_SUMS * len(model.config.blocks))
@@ -108,7 +108,7 @@ def _gathered(model: Decoder) -> dict[tuple[str, ...], int]:
     gathered: dict[tuple[str, ...], int] = {}
     for name, leaf in named_leaves(model).items():
         stored, used = ([axis for group in spec for axis in names_of(group)]
-                        for spec in (leaf.sharding.spec, layout.used_spec(words[name])))  # fmt: skip
+                        for spec in (leaf.sharding.spec, layout.gathered_spec(words[name])))  # fmt: skip
         along = tuple(axis for axis in layout.sizes if axis in stored and axis not in used)
         whole = device_bytes(leaf) // leaf.dtype.itemsize * math.prod(layout.sizes[axis] for axis in along)
         if along:

@@ -122,7 +122,7 @@ def saved_activation_bytes(model: Decoder, trainer: Trainer, *, batch_size: int,
     layout, sizes = model.execution.layout, model.execution.layout.sizes
     state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
     arrays = saved_arrays(jax.jit(trainer.advance).trace(state, batch).jaxpr)
-    tokens = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
+    tokens = layout.activation_shards("batch length embed", (batch_size, seq_len, model.config.embed_dim))
     features = math.prod(sizes[name] for name in FEATURES)
     return device_share(arrays, model.config.embed_dim, tokens=tokens, features=features)
 
@@ -180,7 +180,7 @@ def moved_bytes(model: Decoder, memory: DeviceMemory) -> int:
     layout, dtype, words = model.execution.layout, jnp.dtype(model.execution.precision.compute), axes(model)
     weights = 0
     for name, leaf in named_leaves(model).items():
-        mesh_axes = [axis for group in layout.used_spec(words[name]) for axis in names_of(group)]
+        mesh_axes = [axis for group in layout.gathered_spec(words[name]) for axis in names_of(group)]
         weights += leaf.size * dtype.itemsize // math.prod(layout.sizes[axis] for axis in mesh_axes)
     passes = 2 if model.execution.remat is None else 3
     return 2 * memory.state + 2 * memory.gradients + 2 * (memory.saved_activations or 0) + passes * weights

@@ -11,7 +11,7 @@ import jax
 from eqx_decoders.context import Execution
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import EqxDecodersError, check
-from eqx_decoders.inference.compute_dtype import multiplied_weights, with_multiplied
+from eqx_decoders.inference.compute_dtype import cast_weights, weights_cast_to_compute_dtype
 from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
@@ -86,8 +86,8 @@ class SamplerEngine:
         Copies need not be stacked.
         """
         if self._cast is None:
-            self._cast = multiplied_weights(trained)
-        model = with_multiplied(trained, self._cast) if self._cast else trained
+            self._cast = weights_cast_to_compute_dtype(trained)
+        model = cast_weights(trained, self._cast) if self._cast else trained
         if self._layout is None:
             return unstack_in_place(model, shared=jax.tree.leaves(trained)) if self._cast else model
         execution = drawing(model.execution, self._layout)

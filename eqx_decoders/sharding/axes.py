@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from eqx_decoders.errors import ConfigError, check_word
+from eqx_decoders.errors import ConfigError, check_option
 from eqx_decoders.sharding.rules import MESH_AXES, Table
 
 
@@ -137,7 +137,7 @@ def check_axes(field: str, axis_names: str | Axes) -> Axes:
     """Split axis names such as `"batch length embed"`. Raises ConfigError for names that are not in `AXES`."""
     names = tuple(axis_names.split()) if isinstance(axis_names, str) else tuple(axis_names)
     for name in names:
-        check_word(field, name, AXES)
+        check_option(field, name, AXES)
     return names
 
 
@@ -145,10 +145,10 @@ def checked_table(field: str, rows: Mapping[str, str | Sequence[str]] | Table) -
     """Return sharding rules in their hashable form. Raises ConfigError for unknown logical axes or mesh axes."""
     table = []
     for axis, mesh_axes in rows.items() if isinstance(rows, Mapping) else rows:
-        check_word(f"Layout.{field}: axis", axis, AXES)
+        check_option(f"Layout.{field}: axis", axis, AXES)
         mesh_axes = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
         for mesh_axis in mesh_axes:
-            check_word(f"Layout.{field}[{axis!r}]", mesh_axis, MESH_AXES)
+            check_option(f"Layout.{field}[{axis!r}]", mesh_axis, MESH_AXES)
         table.append((axis, mesh_axes))
     return tuple(table)
 

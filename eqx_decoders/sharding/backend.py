@@ -18,20 +18,20 @@ class Backend:
     - `platform`: name of the platform in JAX.
     - `compute_dtype`: default dtype of activations.
     - `native_int8`: 8-bit integers are multiplied without a conversion.
-    - `widens_half`: 16-bit values are multiplied in float32. Caches are then stored in float32, and attention of a few
+    - `upcasts_half`: 16-bit values are multiplied in float32. Caches are then stored in float32, and attention of a few
         queries casts the queries to float32 instead of casting the cache.
     - `flat_products`: contractions are flattened to one matrix product (`numerics.einsum`).
-    - `doubles_one_row`: a product with a single row is computed with two equal rows. For a single row, the compiler
-        would write all element-wise products with a multi-dimensional weight to memory before it sums them.
+    - `duplicates_single_row`: a product with a single row is computed with two equal rows. For a single row, the
+        compiler would write all element-wise products with a multi-dimensional weight to memory before it sums them.
     - `separate_layers`: models for inference store the layers of a stack as separate arrays. A scan would copy slices
         of a stacked array.
     - `unrolled_layers`: inference programs unroll the layers instead of scanning, because a scan would copy the arrays
         of each layer. The owner of a model can split its stacked arrays permanently (`unstack_in_place`).
-    - `few_rows`: a decoding step computes only the running sequences, and attention reads the cache of each sequence up
-        to its length.
+    - `active_rows_only`: a decoding step computes only the running sequences, and attention reads the cache of each
+        sequence up to its length.
     - `reads_before_writes`: a cache is read completely before it is written, because the compiler would copy it
         otherwise.
-    - `slots_together`: number of engine slots that one call of a program empties, or fills with the same prompt. Fewer
+    - `slots_per_call`: number of engine slots that one call of a program empties, or fills with the same prompt. Fewer
         calls save time on the host.
     - `branches_wait`: at a branch, the host waits for the condition before it launches further work. Programs that run
         for every token therefore avoid branches.
@@ -40,9 +40,10 @@ class Backend:
     - `loss_tile_bytes`: size of the logits of a tile in the fused loss.
     - `short_attention`: if there are fewer queries or keys than this, attention computes all scores at once.
     - `attention_kernels`: names of the platform's attention kernels for longer sequences, in order of preference.
-    - `attention_blocks`: query and key tile sizes of the `chunked` attention kernel.
+    - `attention_tiles`: query and key tile sizes of the `chunked` attention kernel.
     - `unrolled_attention`: maximum float32 sequence length for which the `chunked` kernel does not loop over key tiles.
-    - `keeps_masks`: an attention mask is computed once for all heads. The compiler would compute it for each head.
+    - `materializes_masks`: an attention mask is computed once for all heads. The compiler would compute it for each
+        head.
     - `values_by_head`: attention reads cached values in the memory order of the cache, heads before tokens.
     - `pallas_tpu`, `pallas_gpu`: the platform runs Pallas kernels for TPU or GPU. On other platforms they run in
         interpret mode.
@@ -54,29 +55,29 @@ class Backend:
         because the compiler has no reduce-scatter for them.
     - `ragged_exchange`: experts use a ragged all-to-all, which sends different numbers of tokens to each device.
     - `few_token_experts`: for a few tokens, all experts are computed without sorting the tokens.
-    - `expert_blocks`: grouped matrix products of experts without a kernel use a loop over row tiles.
+    - `grouped_matmul_tiles`: grouped matrix products of experts without a kernel use a loop over row tiles.
     """
 
     platform: str
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     native_int8: bool = True
-    widens_half: bool = False
+    upcasts_half: bool = False
     flat_products: bool = False
-    doubles_one_row: bool = False
+    duplicates_single_row: bool = False
     separate_layers: bool = False
     unrolled_layers: bool = False
-    few_rows: bool = False
+    active_rows_only: bool = False
     reads_before_writes: bool = False
-    slots_together: int = 8
+    slots_per_call: int = 8
     branches_wait: bool = False
     parallel_programs: bool = True
     shares_cores: bool = False
     loss_tile_bytes: int = 256 * 2**20
     short_attention: int = 512
     attention_kernels: tuple[str, ...] = ()
-    attention_blocks: tuple[int, int] = (512, 512)
+    attention_tiles: tuple[int, int] = (512, 512)
     unrolled_attention: int = 0
-    keeps_masks: bool = False
+    materializes_masks: bool = False
     values_by_head: bool = False
     pallas_tpu: bool = False
     pallas_gpu: bool = False
@@ -85,7 +86,7 @@ class Backend:
     gradient_rings: bool = False
     ragged_exchange: bool = False
     few_token_experts: bool = False
-    expert_blocks: bool = True
+    grouped_matmul_tiles: bool = True
 
     def describe(self) -> str:
         """Return the choices that differ from the defaults: `"tpu: attention_kernels=('interval',), …"`."""
@@ -99,23 +100,23 @@ BACKENDS = {
         platform="cpu",
         compute_dtype="float32",
         native_int8=False,
-        widens_half=True,
+        upcasts_half=True,
         flat_products=True,
         separate_layers=True,
-        few_rows=True,
-        slots_together=1,
+        active_rows_only=True,
+        slots_per_call=1,
         reads_before_writes=True,
         shares_cores=True,
         loss_tile_bytes=64 * 2**20,
         short_attention=32,
-        attention_blocks=(128, 256),  # measured: the tile of all heads must fit into the CPU's cache
+        attention_tiles=(128, 256),  # measured: the tile of all heads must fit into the CPU's cache
         unrolled_attention=512,
-        keeps_masks=True,
+        materializes_masks=True,
         values_by_head=True,
     ),
     "gpu": Backend(
         platform="gpu",
-        doubles_one_row=True,
+        duplicates_single_row=True,
         unrolled_layers=True,
         reads_before_writes=True,
         branches_wait=True,
@@ -134,12 +135,12 @@ BACKENDS = {
         gradient_rings=True,
         ragged_exchange=True,
         few_token_experts=True,
-        expert_blocks=False,
+        grouped_matmul_tiles=False,
     ),
 }
 
 # Choices that are disabled on a mesh of several devices, because the arrays that they affect are sharded.
-_SINGLE_DEVICE_CHOICES = ("flat_products", "separate_layers", "few_rows")
+_SINGLE_DEVICE_CHOICES = ("flat_products", "separate_layers", "active_rows_only")
 
 
 @functools.cache

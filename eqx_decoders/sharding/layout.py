@@ -23,7 +23,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from eqx_decoders.errors import ConfigError, check, check_word
+from eqx_decoders.errors import ConfigError, check, check_option
 from eqx_decoders.sharding.axes import Axes, axes, check_axes, checked_table, names_of, output_axes, path_name
 from eqx_decoders.sharding.backend import Backend, backend_of
 from eqx_decoders.sharding.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
@@ -83,7 +83,7 @@ class Layout:
         object.__setattr__(self, "activations", checked_table("activations", self.activations))
         if self.mesh is not None:
             for name in self.mesh.axis_names:
-                check_word("Layout.mesh axis", str(name), MESH_AXES)
+                check_option("Layout.mesh axis", str(name), MESH_AXES)
             if {*self.mesh.axis_types} not in ({AxisType.Auto}, {AxisType.Explicit}):
                 raise ConfigError(
                     f"Layout.mesh has axis_types={self.mesh.axis_types}, which must be all Auto or all Explicit. "
@@ -139,7 +139,7 @@ class Layout:
         Raises ConfigError if the sizes do not fit the number of devices.
         """
         for name in sizes:
-            check_word("Layout.create size", name, MESH_AXES)
+            check_option("Layout.create size", name, MESH_AXES)
         mesh_sizes = dict.fromkeys(MESH_AXES, 1) | cast(dict[str, int], sizes)
         devices = list(jax.devices() if devices is None else devices)
         required = math.prod(size for size in mesh_sizes.values() if size != -1)
@@ -324,9 +324,9 @@ class Layout:
             return x
         if self.explicit and not works_in_auto_mode():
             return reshard(x, NamedSharding(self.mesh, spec))  # sharding constraints apply to Auto axes only
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.current_mesh, spec))
 
-    def used_spec(self, axis_names: str | Axes) -> PartitionSpec:
+    def gathered_spec(self, axis_names: str | Axes) -> PartitionSpec:
         """Return the `PartitionSpec` of a weight in products with activations.
 
         The weight is gathered along the mesh axes that split tokens. It remains split along mesh axes that split the
@@ -346,25 +346,27 @@ class Layout:
         return PartitionSpec(*(remaining(name, names_of(entry)) for name, entry in zip(names, spec, strict=True)))
 
     def gather_weight(self, x: Array, axis_names: str | Axes) -> Array:
-        """Constrain a weight to be gathered for its products with activations (see `used_spec`).
+        """Constrain a weight to be gathered for its products with activations (see `gathered_spec`).
 
         Its gradient is constrained to be split like the weight (reduce-scatter). Without these constraints, XLA may
         pass a large weight around a ring in small pieces, which sends twice as many bytes and makes larger programs.
         """
-        shardings = self.gather_places(axis_names, x.shape)
+        shardings = self.gather_shardings(axis_names, x.shape)
         return x if shardings is None else _gather(*shardings, x)
 
-    def gather_places(self, axis_names: str | Axes, shape: Sequence[int]) -> tuple[NamedSharding, NamedSharding] | None:
+    def gather_shardings(
+        self, axis_names: str | Axes, shape: Sequence[int]
+    ) -> tuple[NamedSharding, NamedSharding] | None:
         """Return the sharding of a weight in products and the sharding of its gradient. None: they are equal."""
         if self.mesh is None or self.single:
             return None
         gradient_spec = self.gradient_spec(axis_names, shape)
-        used_spec = self.used_spec(axis_names)
-        if used_spec == gradient_spec:
+        gathered_spec = self.gathered_spec(axis_names)
+        if gathered_spec == gradient_spec:
             return None
-        return NamedSharding(self.mesh_here, used_spec), NamedSharding(self.mesh_here, gradient_spec)
+        return NamedSharding(self.current_mesh, gathered_spec), NamedSharding(self.current_mesh, gradient_spec)
 
-    def activation_parts(self, axis_names: str, shape: Sequence[int]) -> int:
+    def activation_shards(self, axis_names: str, shape: Sequence[int]) -> int:
         """Return the number of shards of an activation."""
         spec = self.activation_spec(axis_names, shape)
         return math.prod(self.sizes[name] for entry in spec for name in names_of(entry))
@@ -410,7 +412,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
     @property
-    def mesh_here(self) -> Any:
+    def current_mesh(self) -> Any:
         """Mesh for sharding constraints and `jax.shard_map`, also inside a `jax.shard_map` over some of its axes.
 
         Raises ConfigError on an explicit mesh outside of `automatically`.
@@ -428,7 +430,7 @@ class Layout:
         return with_auto_axes(self.mesh) if self.explicit and works_in_auto_mode() else self.mesh
 
     @property
-    def axes_here(self) -> frozenset[str]:
+    def unmapped_axes(self) -> frozenset[str]:
         """Mesh axes that a `jax.shard_map` may map here: all axes that no surrounding `jax.shard_map` maps."""
         return frozenset(str(name) for name in self.mesh.axis_names) - self._mapped
 
@@ -446,8 +448,8 @@ class Layout:
         """
         return jax.shard_map(
             function,
-            mesh=self.mesh_here,
-            axis_names=self.axes_here,
+            mesh=self.current_mesh,
+            axis_names=self.unmapped_axes,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,

@@ -38,10 +38,10 @@ class Offload(CheckedFields):
         - `name`, `axis_names`: path and logical axes of the weight.
         """
         patterns = getattr(self, field)
-        return may_stream(name, axis_names) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return can_offload(name, axis_names) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def may_stream(name: str, axis_names: tuple[str, ...]) -> bool:
+def can_offload(name: str, axis_names: tuple[str, ...]) -> bool:
     """Return whether a weight can be offloaded: whether it is a matrix of scanned layers."""
     return name.startswith("scanned_layers.") and axis_names[0] == "layers" and len(axis_names) > 2
 
@@ -56,6 +56,6 @@ def to_device(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree)
 
 
-def to_home(x: Array, like: Array) -> Array:
+def to_memory_of(x: Array, like: Array) -> Array:
     """Return `x` in the same memory (host or device) as `like`."""
     return jax.device_put(x, jax.memory.Space.Host) if is_on_host(like) else x

@@ -31,7 +31,7 @@ STAGE_INPUT = "stage_input"  # name of the saved value in `jax.checkpoint`
 Stage = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[Array, PyTree]]
 
 
-def cut_rows(x: Shaped[Array, "batch ..."], count: int) -> Shaped[Array, "microbatches rows ..."]:
+def split_microbatches(x: Shaped[Array, "batch ..."], count: int) -> Shaped[Array, "microbatches rows ..."]:
     """Split a batch into `count` microbatches. Microbatch m has the sequences m, m + count, ….
 
     With this order, each microbatch has the same number of sequences from every device.
@@ -39,8 +39,8 @@ def cut_rows(x: Shaped[Array, "batch ..."], count: int) -> Shaped[Array, "microb
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
 
 
-def join_rows(x: Shaped[Array, "microbatches rows ..."]) -> Shaped[Array, "batch ..."]:
-    """Join the microbatches of `cut_rows` to a batch (the inverse of `cut_rows`)."""
+def join_microbatches(x: Shaped[Array, "microbatches rows ..."]) -> Shaped[Array, "batch ..."]:
+    """Join the microbatches of `split_microbatches` to a batch (the inverse of `split_microbatches`)."""
     return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
@@ -66,7 +66,7 @@ def run_pipeline(
     - `stage`: function that runs a piece of the stack, `stage(weights, by_layer, by_row, x, microbatch)`. It receives
         the layers of the piece in `weights` and `by_layer`, and the inputs of the microbatch in `by_row` and `x`.
     - `weights`, `by_layer`: arrays `[layers, ...]`. The number of layers is a multiple of `stages * repeats`.
-    - `by_row`: arrays `[microbatches, sequences, ...]`, split by `cut_rows`.
+    - `by_row`: arrays `[microbatches, sequences, ...]`, split by `split_microbatches`.
     - `x`: residual stream.
     - `contiguous`: whether `stage` splits the stored weights along their axis of layers.
     - `gathered`: function that constrains weights to be gathered along `fsdp` and similar mesh axes.
@@ -91,7 +91,7 @@ def run_pipeline(
     second_axis = PartitionSpec(None, AXIS)
     run = jax.shard_map(
         run_stage,
-        mesh=layout.mesh_here,
+        mesh=layout.current_mesh,
         axis_names={AXIS},
         in_specs=(first_axis if contiguous else second_axis, second_axis, first_axis, first_axis),
         out_specs=(first_axis, second_axis),
@@ -247,25 +247,25 @@ class _BatchTransfer:
     def to_stages(self, x: Array) -> Array:
         """Return all microbatches on every stage."""
         if not self.uses_collectives:
-            x = jnp.broadcast_to(cut_rows(x, self.microbatches)[None], self._stages_shape(x))
-            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self._stages_spec))
+            x = jnp.broadcast_to(split_microbatches(x, self.microbatches)[None], self._stages_shape(x))
+            return lax.with_sharding_constraint(x, NamedSharding(self.layout.current_mesh, self._stages_spec))
 
         def gather(x):
-            return cut_rows(lax.all_gather(x, AXIS, tiled=True), self.microbatches)[None]
+            return split_microbatches(lax.all_gather(x, AXIS, tiled=True), self.microbatches)[None]
 
         return self._shard_map(gather, self.batch_spec, self._stages_spec)(x)
 
     def from_stages(self, x: Array) -> Array:
         """Return the microbatches of the last stage as a batch."""
         if not self.uses_collectives:
-            x = join_rows(x[-1])
-            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self.batch_spec))
+            x = join_microbatches(x[-1])
+            return lax.with_sharding_constraint(x, NamedSharding(self.layout.current_mesh, self.batch_spec))
 
         last = len(x) - 1
 
         def scatter(x):
             masked = jnp.where(lax.axis_index(AXIS) == last, x[0], 0)
-            return lax.psum_scatter(join_rows(masked), AXIS, tiled=True)
+            return lax.psum_scatter(join_microbatches(masked), AXIS, tiled=True)
 
         return self._shard_map(scatter, self._stages_spec, self.batch_spec)(x)
 
@@ -275,8 +275,8 @@ class _BatchTransfer:
         """Map a function over all mesh axes. Over `stage` only, XLA would not split the other axes in collectives."""
         return jax.shard_map(
             function,
-            mesh=self.layout.mesh_here,
-            axis_names=self.layout.axes_here,
+            mesh=self.layout.current_mesh,
+            axis_names=self.layout.unmapped_axes,
             in_specs=in_specs,
             out_specs=out_specs,
         )

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eqx_decoders.errors import ConfigError, check, need_extra
+from eqx_decoders.errors import ConfigError, check, missing_package
 
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def _yaml(text: str, path: Path) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise need_extra("pyyaml", "train") from error
+        raise missing_package("pyyaml", "train") from error
 
     class Loader(yaml.BaseLoader):  # which makes nothing but texts, lists and mappings
         def construct_scalar(self, node: Any) -> str:

@@ -19,7 +19,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.model.pissa import check_split, taken_out
+from eqx_decoders.model.pissa import check_split, init_pissa
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
 from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
@@ -64,7 +64,7 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
         return replaced(target, new)
     if config.init == "pissa":
         layout, shaped = model.execution.layout, low_rank_weights(replaced(target, new))
-        return replaced(target, {path: taken_out(layout, shaped[path], config.rank_of(path)) for path in nodes})
+        return replaced(target, {path: init_pissa(layout, shaped[path], config.rank_of(path)) for path in nodes})
     inner = axes(target)
 
     def draw(key):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from eqx_decoders.context import Execution, ExecutionConfig
-from eqx_decoders.errors import CheckedFields, NonNegativeFloat, NonNegativeInt, check, check_word
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, NonNegativeInt, check, check_option
 from eqx_decoders.families.registry import is_model, list_models
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.numerics.low_precision import LowPrecisionConfig
@@ -38,7 +38,7 @@ class ModelSettings(CheckedFields):
         super().__post_init__()
         expand_paths(self, "model_config")
         if self.model_config is None and not is_model(self.model):
-            check_word("model", self.model, list_models())
+            check_option("model", self.model, list_models())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class StepSettings(ExecutionConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_word("remat", self.remat, (*POLICIES, "custom"))
+        check_option("remat", self.remat, (*POLICIES, "custom"))
         custom = self.remat == "custom"
         check(
             custom or not (self.remat_save or self.remat_offload),

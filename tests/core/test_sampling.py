@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.sampling import DrawSettings, choose_tokens, is_stop, min_logits
+from eqx_decoders.core.sampling import SamplingTensors, choose_tokens, is_stop, min_logits
 from tests.compare import assert_allclose
 from tests.errors import refused
 
@@ -14,7 +14,7 @@ from tests.errors import refused
 def passing(sampler, logits):
     """Logits over temperature, -inf where a filter cuts."""
     scaled = jnp.asarray(logits) / sampler.temperature
-    return np.where(scaled >= min_logits(scaled, DrawSettings.of(sampler).filters), scaled, -np.inf)
+    return np.where(scaled >= min_logits(scaled, SamplingTensors.of(sampler).filters), scaled, -np.inf)
 
 
 LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
@@ -48,7 +48,7 @@ def test_samples_follow_the_distribution(sampler):
     """Chi-square over 20,000 samples; the bound is the 99.9 % quantile for four degrees of freedom."""
     keys = jax.random.split(jax.random.key(0), 20_000)
     many = jnp.tile(LOGITS, (20_000, 1))
-    draws = np.asarray(choose_tokens(many, DrawSettings.of(sampler), keys, np.zeros(20_000, np.int32)))
+    draws = np.asarray(choose_tokens(many, SamplingTensors.of(sampler), keys, np.zeros(20_000, np.int32)))
     want = np.asarray(jax.nn.softmax(passing(sampler, LOGITS)))[0]
     counts = np.bincount(draws, minlength=5)
     possible = want > 0
@@ -84,7 +84,7 @@ def test_top_p_equals_the_result_of_sorting(kind, mass):
 
 
 def test_greedy_returns_the_lowest_id_of_equally_likely_tokens():
-    assert choose_tokens(jnp.asarray([[1.0, 2.0, 2.0]]), DrawSettings.of(ed.Greedy())).tolist() == [1]
+    assert choose_tokens(jnp.asarray([[1.0, 2.0, 2.0]]), SamplingTensors.of(ed.Greedy())).tolist() == [1]
 
 
 def test_logits_are_divided_by_the_temperature_and_ties_are_kept():

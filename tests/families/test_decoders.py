@@ -178,8 +178,8 @@ def test_padding_goes_to_no_expert():
     layer = filled(LONGCAT).scanned_layers[0].unstacked()[0].mlp
     x, ctx = jnp.ones((1, 3, EMBED)), ed.ForwardContext(jnp.asarray([[0, -1, 1]]))
     result = eqx.filter_jit(layer.branch)(x, ctx, None, None)
-    assert_array_equal(result.lent[0, 1], 0.0)
-    assert np.abs(result.lent[0, 0]).max() > 0.01
+    assert_array_equal(result.shared[0, 1], 0.0)
+    assert np.abs(result.shared[0, 0]).max() > 0.01
 
 
 def initialized(config):

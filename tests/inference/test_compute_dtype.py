@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.compute_dtype import multiplied_weights, with_multiplied
+from eqx_decoders.inference.compute_dtype import cast_weights, weights_cast_to_compute_dtype
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.backend import backend_of
@@ -23,8 +23,8 @@ BF16 = ed.Precision(compute=jnp.bfloat16)
 
 def pair(model):
     """A model, and one with copies; with the names of the weights that were copied."""
-    names = multiplied_weights(model)
-    return model, with_multiplied(model, names), names
+    names = weights_cast_to_compute_dtype(model)
+    return model, cast_weights(model, names), names
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_no_number_changes():
         assert name in names or leaf is named_leaves(model)[name]
     tokens = np.asarray([[3, 1, 4, 1, 5]], np.int32)
     assert jnp.array_equal(*(each(tokens).logits for each in (model, other)))
-    assert multiplied_weights(filled(config)) == frozenset()
+    assert weights_cast_to_compute_dtype(filled(config)) == frozenset()
 
 
 @pytest.mark.slow
@@ -49,9 +49,9 @@ def test_no_number_changes():
 def test_what_accelerators_round_before_the_cast_is_copied(platform, monkeypatch):
     config = rich_decoder(2)
     model = filled(dataclasses.replace(config, blocks=(*config.blocks, SPARSE)), precision=BF16)
-    want = multiplied_weights(model)
+    want = weights_cast_to_compute_dtype(model)
     monkeypatch.setattr(ed.Layout, "backend", backend_of(platform))
-    assert multiplied_weights(model) == want
+    assert weights_cast_to_compute_dtype(model) == want
 
 
 def test_what_no_program_reads_is_not_copied():
@@ -59,7 +59,7 @@ def test_what_no_program_reads_is_not_copied():
     config = rich_decoder(1)
     mtp = ed.MTPConfig(num_depths=1, block=config.blocks[0], norm=RMSNormConfig())
     model = filled(dataclasses.replace(config, mtp=mtp), precision=BF16)
-    names = multiplied_weights(model)
+    names = weights_cast_to_compute_dtype(model)
     assert names and not any(name.startswith("mtp.") for name in names)
 
 

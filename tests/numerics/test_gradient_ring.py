@@ -36,7 +36,7 @@ FORM = GroupedForm("ragged_dot")
 
 def ring_of(pattern, layout, shapes=None):
     plan, (x, weight) = product_plan(pattern), shapes or PRODUCTS[pattern]
-    whole, stored = (place.spec for place in layout.gather_places(plan.right, weight))
+    whole, stored = (place.spec for place in layout.gather_shardings(plan.right, weight))
     return find_ring(plan, layout, whole, stored, x, weight)
 
 

@@ -14,7 +14,7 @@ from eqx_decoders.sharding.backend import BACKENDS, Backend, backend_of
 
 
 SOURCES = sorted(pathlib.Path(ed.__path__[0]).rglob("*.py"))
-ON_A_MESH = {"flat_products", "separate_layers", "few_rows", "parallel_programs"}
+ON_A_MESH = {"flat_products", "separate_layers", "active_rows_only", "parallel_programs"}
 
 
 def differing(backend: Backend, other: Backend) -> set[str]:
@@ -45,7 +45,7 @@ def test_a_mesh_disables_choices_for_a_single_device():
 def test_an_unknown_platform_has_the_default_choices():
     assert differing(backend_of("new"), Backend(platform="new")) == set()
     assert backend_of("new").describe() == "new: default choices"
-    choices = "doubles_one_row=True, unrolled_layers=True, reads_before_writes=True, branches_wait=True"
+    choices = "duplicates_single_row=True, unrolled_layers=True, reads_before_writes=True, branches_wait=True"
     choices += ", loss_tile_bytes=1073741824, attention_kernels=('cudnn', 'triton'), pallas_gpu=True"
     assert backend_of("gpu").describe() == f"gpu: {choices}, paged_kernel=triton"
 

@@ -101,12 +101,12 @@ def test_cache_is_split_over_batch_and_heads():
 
 def test_weights_are_gathered_along_what_splits_their_tokens():
     layout = ed.Layout.create(expert=2, fsdp=2, tensor=2)
-    assert layout.used_spec("embed mlp") == P(None, "tensor")
-    assert layout.used_spec("experts embed mlp") == P("expert", None, "tensor")  # tokens travel
-    assert layout.used_spec("ngram_features embed") == P("tensor", None)  # sums of parts
+    assert layout.gathered_spec("embed mlp") == P(None, "tensor")
+    assert layout.gathered_spec("experts embed mlp") == P("expert", None, "tensor")  # tokens travel
+    assert layout.gathered_spec("ngram_features embed") == P("tensor", None)  # sums of parts
     long = ed.Layout.create(stage=2, fsdp_transpose=2, tensor_sequence=2)
-    assert long.used_spec("layers embed heads head_dim") == P("stage", None, "tensor_sequence", None)
-    assert long.used_spec("mlp embed") == P("tensor_sequence", None)
+    assert long.gathered_spec("layers embed heads head_dim") == P("stage", None, "tensor_sequence", None)
+    assert long.gathered_spec("mlp embed") == P("tensor_sequence", None)
 
 
 @pytest.mark.parametrize("length, gathered", [(64, True), (1, False)])

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
+from eqx_decoders.errors import DataError, EqxDecodersError, check, missing_package
 
 
 COMPRESSED = (".gz", ".zst")
@@ -176,12 +176,12 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError as error:
-        raise need_extra("fsspec", "train") from error
+        raise missing_package("fsspec", "train") from error
     try:
         return fsspec.url_to_fs(url)
     except ImportError as error:
         missing = getattr(error.__cause__, "name", None) or urlsplit(url).scheme
-        raise need_extra(missing, "data") from error
+        raise missing_package(missing, "data") from error
     except ValueError as error:
         known = ", ".join(f"{name}://" for name in ("gs", "s3", "https", "hf"))
         rule = f"must be a local path or begin with one of {known} or another scheme of fsspec {fsspec.__version__}"
@@ -281,7 +281,7 @@ def zstd_module() -> Any:
     try:
         return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:
-        raise need_extra("backports.zstd", "train") from error
+        raise missing_package("backports.zstd", "train") from error
 
 
 def _zstd(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:

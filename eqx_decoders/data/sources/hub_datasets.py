@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eqx_decoders.data.sources.data_files import try_again
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, check, missing_package
 
 
 HUB = "hf://datasets/"
@@ -61,7 +61,7 @@ def _commit(dataset: HubDataset) -> str:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise need_extra("huggingface_hub", "data") from error
+        raise missing_package("huggingface_hub", "data") from error
     return str(HfApi().dataset_info(dataset.name, revision=dataset.revision).sha)
 
 
@@ -114,5 +114,5 @@ def _package() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise need_extra("datasets", "data") from error
+        raise missing_package("datasets", "data") from error
     return datasets

@@ -27,7 +27,7 @@ from eqx_decoders.data.sources.documents import (
 from eqx_decoders.data.sources.hub_datasets import HubDataset, open_saved, saved_rows
 from eqx_decoders.data.sources.records import check_unicode
 from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, Location, Source, folder_of
-from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
+from eqx_decoders.errors import DataError, EqxDecodersError, check, missing_package
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer, start_ids
 
@@ -262,7 +262,7 @@ def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
         import pyarrow.parquet as parquet
         from pyarrow import ArrowException
     except ImportError as error:
-        raise need_extra("pyarrow", "train") from error
+        raise missing_package("pyarrow", "train") from error
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(file, RemoteFile) and file.size is None:
@@ -353,7 +353,7 @@ def _array_record(path: Path, source: Location) -> Iterator[Any]:
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError as error:
-        raise need_extra("array_record", "data") from error
+        raise missing_package("array_record", "data") from error
     reader = ArrayRecordReader(str(path))
     try:
         if not reader.ok():

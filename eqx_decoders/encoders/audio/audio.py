@@ -7,7 +7,7 @@ import numpy as np
 
 from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
-from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, FrameRows
+from eqx_decoders.encoders.packed_rows import AudioRows, PackedChunks, PackedFrames
 from eqx_decoders.encoders.packing import Packing
 from eqx_decoders.errors import DataError, check
 
@@ -129,7 +129,7 @@ def _split_frames(stem: FrameStemConfig, features: np.ndarray, is_frame: np.ndar
     return clips
 
 
-def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[AudioClip]]) -> tuple[ChunkRows, list[np.ndarray]]:
+def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[AudioClip]]) -> tuple[PackedChunks, list[np.ndarray]]:
     clips = [clip for group in groups for clip in group]
     chunk_tokens = stem.output_size(clips[0].spectrum.shape[-1])
     packing = Packing.of([[len(clip.spectrum) for clip in group] for group in groups])
@@ -147,10 +147,10 @@ def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[AudioClip]]) -
         positions[tokens] = np.arange(clip.num_tokens)
         segment_ids[tokens] = num_clips[row]
         feature_indices.append(row * shape[1] + first + np.arange(clip.num_tokens))
-    return ChunkRows(chunks=chunks, positions=positions, segment_ids=segment_ids), feature_indices
+    return PackedChunks(chunks=chunks, positions=positions, segment_ids=segment_ids), feature_indices
 
 
-def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[AudioClip]]) -> tuple[FrameRows, list[np.ndarray]]:
+def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[AudioClip]]) -> tuple[PackedFrames, list[np.ndarray]]:
     """Pack clips with `stem.group` tokens between two clips of a sequence, because convolutions read adjacent frames.
 
     The tokens in between are one token of silence, which is a separate document; or, for `frames="behind"`, the
@@ -188,5 +188,5 @@ def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[AudioClip]]) -
         # features beyond the clip's tokens: the last feature of the sequence, which is padding
         feature_index[-(-clip.num_tokens // group_size) :] = (row + 1) * length // group_size - 1
         feature_indices.append(feature_index)
-    packed = FrameRows(frames=frames, real=is_frame, positions=positions, segment_ids=segment_ids, group=group_size)
+    packed = PackedFrames(frames=frames, real=is_frame, positions=positions, segment_ids=segment_ids, group=group_size)
     return packed, feature_indices

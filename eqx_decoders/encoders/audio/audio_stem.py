@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.encoders.packed_rows import ChunkRows
+from eqx_decoders.encoders.packed_rows import PackedChunks
 from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.embedding.embedding import sinusoids
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
@@ -85,7 +85,7 @@ class AudioStem(eqx.Module):
     out: Float[Array, "filters mel embed"]
     config: AudioStemConfig = eqx.field(static=True)
 
-    def __call__(self, rows: ChunkRows, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
+    def __call__(self, rows: PackedChunks, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
         dtype = ctx.execution.precision.compute
         chunks = jnp.asarray(rows.chunks).astype(dtype)
         batch, count = chunks.shape[:2]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.encoders.packed_rows import FrameRows
+from eqx_decoders.encoders.packed_rows import PackedFrames
 from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
@@ -196,7 +196,7 @@ class FrameStem(eqx.Module):
     scale: Float[Array, "norm"] | None = eqx.field(metadata=BUFFER)
     config: FrameStemConfig = eqx.field(static=True)
 
-    def __call__(self, rows: FrameRows, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
+    def __call__(self, rows: PackedFrames, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
         x = jnp.asarray(rows.frames)
         if self.mean is not None and self.scale is not None:
             x = (x.astype(jnp.float32) - self.mean.astype(jnp.float32)[None, None]) * self.scale[None, None]

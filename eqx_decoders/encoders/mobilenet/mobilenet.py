@@ -26,7 +26,7 @@ from eqx_decoders.encoders.mobilenet.convolution import (
     build_convolution,
     build_pointwise,
 )
-from eqx_decoders.encoders.packed_rows import PatchRows
+from eqx_decoders.encoders.packed_rows import PackedPatches
 from eqx_decoders.errors import CheckedFields, NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import RMSNorm
 from eqx_decoders.sharding.explicit import at_layer
@@ -182,7 +182,7 @@ class MobileNet(eqx.Module):
     norm: RMSNorm
     config: MobileNetConfig = eqx.field(static=True)
 
-    def __call__(self, rows: PatchRows, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
+    def __call__(self, rows: PackedPatches, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
         config = self.config
         remaining_blocks = iter(self.repeated_planes)
         x = gelu(self.first(self._images(rows, ctx)))
@@ -203,7 +203,7 @@ class MobileNet(eqx.Module):
         x = jnp.pad(x, ((0, 0), (0, rows.patches.shape[1] - num_features), (0, 0)))  # sequences may end with padding
         return ctx.constrain(x, "batch length embed")
 
-    def _images(self, rows: PatchRows, ctx: ForwardContext) -> FeatureMap:
+    def _images(self, rows: PackedPatches, ctx: ForwardContext) -> FeatureMap:
         """Return the images, restored from their patches (in row order, channels first), with channels last."""
         channels = self.config.channels
         side = self.config.side

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from etils import epath
 
-from eqx_decoders.errors import CheckpointError, check, need_extra
+from eqx_decoders.errors import CheckpointError, check, missing_package
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a step that is being written or deleted, or of its marker
@@ -157,6 +157,6 @@ def _remember_no_listings(url: str) -> None:
     try:
         listings = backend.fsspec_backend.fs(url).dircache
     except ImportError as error:
-        raise need_extra("gcsfs", "gcs") from error
+        raise missing_package("gcsfs", "gcs") from error
     listings.use_listings_cache = False
     listings.clear()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import ConversionError, check, check_word
+from eqx_decoders.errors import ConversionError, check, check_option
 from eqx_decoders.families.hf_table import Family, differences, for_inference
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
@@ -71,7 +71,7 @@ def save_gguf(
     Raises ConversionError where llama.cpp has no program for exactly this model. In a run of several processes all of
     them must call it; the first one writes.
     """
-    check_word("save_gguf: dtype", dtype, get_args(GGUFType), ConversionError)
+    check_option("save_gguf: dtype", dtype, get_args(GGUFType), ConversionError)
     package = gguf_package()
     check(not quantized_weights(model), "save_gguf: call dequantize first.", ConversionError)
     kind, config, _ = export_plan(model, family=family, settings=settings)

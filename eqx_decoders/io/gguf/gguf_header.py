@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eqx_decoders.errors import ConversionError, check, need_extra
+from eqx_decoders.errors import ConversionError, check, missing_package
 from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.huggingface.directory import MOST_TENSORS
 
@@ -119,7 +119,7 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise need_extra("gguf", "gguf") from error
+        raise missing_package("gguf", "gguf") from error
     return gguf
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, check, missing_package
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.gguf.gguf_header import read_gguf
 from eqx_decoders.io.text import tokenizer_formats as formats
@@ -282,7 +282,7 @@ def _bpe(metadata: Mapping[str, Any]) -> Any:
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     except ImportError as error:
-        raise need_extra("tokenizers", "hf") from error
+        raise missing_package("tokenizers", "hf") from error
     name = pre_tokenizer_name(metadata)
     if name not in PRE_TOKENIZERS:
         raise DataError(
@@ -329,7 +329,7 @@ def _pieces(metadata: Mapping[str, Any]) -> Any:
     try:
         import tokenizers  # noqa: F401 - an error that names the extra
     except ImportError as error:
-        raise need_extra("tokenizers", "hf") from error
+        raise missing_package("tokenizers", "hf") from error
     tokens, kinds = _vocabulary(metadata)
     scores = _numbers(metadata, "scores", len(tokens), 0.0)
     rows = zip(tokens, scores, kinds, strict=True)

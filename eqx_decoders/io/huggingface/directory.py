@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from eqx_decoders.errors import ConversionError, check, need_extra
+from eqx_decoders.errors import ConversionError, check, missing_package
 from eqx_decoders.io.atomic_files import expanded
 
 
@@ -275,7 +275,7 @@ def _opened(path: Path) -> Any:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise need_extra("safetensors", "hf") from error
+        raise missing_package("safetensors", "hf") from error
     try:
         return safe_open(path, framework="np")
     except Exception as error:  # the package raises its own kinds and OSError

@@ -16,7 +16,7 @@ import numpy as np
 from einops import rearrange
 from jax.typing import DTypeLike
 
-from eqx_decoders.errors import ConversionError, check, check_integer, check_word
+from eqx_decoders.errors import ConversionError, check, check_integer, check_option
 from eqx_decoders.families.hf_table import Family, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded, write_json
@@ -111,7 +111,7 @@ def export_plan(
     config = dict.fromkeys(TOKEN_IDS) | merged(published, config) | lists | dict(settings or {})
     config |= {key: value for key, value in _defaults(kind, model).items() if config.get(key) is None}
     stored = named_leaves(model)["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
-    check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
+    check_option("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
     config |= {"dtype": stored.name, "torch_dtype": stored.name}
     mappings, nodes = kind.bind(plain_shapes(model)), quantized_weights(model)
     if nodes:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.errors import ConversionError, check, check_word
+from eqx_decoders.errors import ConversionError, check, check_option
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.model.decoder import Decoder
@@ -22,7 +22,7 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
     if family is None and model.origin is not None:
         family = model.origin.family
     if family is not None:
-        kind = FAMILIES[check_word("save_hf: family", family, FAMILIES, ConversionError)]
+        kind = FAMILIES[check_option("save_hf: family", family, FAMILIES, ConversionError)]
         return kind.expressing(model.config)
     refusals = []
     for kind in FAMILIES.values():

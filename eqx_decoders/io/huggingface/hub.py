@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from eqx_decoders.errors import ConversionError, need_extra
+from eqx_decoders.errors import ConversionError, missing_package
 from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.gguf.gguf_directory import GGUFDirectory
 from eqx_decoders.io.gguf.gguf_header import is_gguf
@@ -57,7 +57,7 @@ def _download(name: str, revision: str | None) -> str:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise need_extra("huggingface_hub", "hf") from error
+        raise missing_package("huggingface_hub", "hf") from error
     wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
     wanted += [*PATTERNS, f"{ADDITIONAL}/*.jinja"]
     # Other subfolders hold other formats of the same weights. Of the files in subfolders, only names of templates

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import ConversionError, check, check_word
+from eqx_decoders.errors import ConversionError, check, check_option
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import text_fields
 from eqx_decoders.families.registry import find_family
@@ -121,7 +121,7 @@ def _target(
     quantized: QuantizedName = "expand",
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
     """Return the model of shapes, the mapping of each weight to tensors, and the tensors."""
-    check_word("load_hf: quantized", quantized, get_args(QuantizedName))
+    check_option("load_hf: quantized", quantized, get_args(QuantizedName))
     config, origin, family = _read_config(directory, text_only)
     tensors = _without_ignored(_stored(directory, text_only), family, config)
     tensors = _without_fixed(tensors, family.fixed_tensors(config))

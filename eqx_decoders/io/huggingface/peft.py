@@ -43,7 +43,7 @@ from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tens
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract
-from eqx_decoders.model.pissa import taken_out
+from eqx_decoders.model.pissa import init_pissa
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes, replaced
@@ -261,7 +261,7 @@ def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, 
     """
     if settings.pissa:
         shaped = dataclasses.replace(node, start_a=node.lora_a, start_b=node.lora_b)
-        split = taken_out(layout, shaped, node.lora_a.shape[-1])
+        split = init_pissa(layout, shaped, node.lora_a.shape[-1])
         node = dataclasses.replace(node, base=split.base, start_a=split.start_a, start_b=split.start_b)
     magnitude = node.lora_magnitude
     if magnitude is None:

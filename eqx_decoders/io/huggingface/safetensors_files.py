@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_decoders.errors import need_extra
+from eqx_decoders.errors import missing_package
 from eqx_decoders.io.huggingface.directory import FLOATS
 
 
@@ -44,5 +44,5 @@ def safetensors() -> Any:
     try:
         import safetensors.numpy as module
     except ImportError as error:
-        raise need_extra("safetensors", "hf") from error
+        raise missing_package("safetensors", "hf") from error
     return module

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import AtLeast, CheckedFields, DataError, PositiveInt, check, need_extra
+from eqx_decoders.errors import AtLeast, CheckedFields, DataError, PositiveInt, check, missing_package
 from eqx_decoders.io.processors.base import Settings
 from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.images import name_of
@@ -70,7 +70,7 @@ def _from_file(source: str | Path | bytes, rate: int, limits: MediaLimits, where
     try:
         import soundfile
     except ImportError as error:
-        raise need_extra("soundfile", "media") from error
+        raise missing_package("soundfile", "media") from error
     stream: Any = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())  # "-" is a file
     with _as_data_error(where):
         _check_whole(source, where)
@@ -152,7 +152,7 @@ def _resampler(old: int, new: int) -> Any:
     try:
         import soxr
     except ImportError as error:
-        raise need_extra("soxr", "media") from error
+        raise missing_package("soxr", "media") from error
     return soxr.ResampleStream(old, new, 1, dtype="float32", quality="soxr_hq")
 
 

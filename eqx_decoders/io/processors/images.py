@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, check, missing_package
 from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.limits import MediaLimits
 
@@ -97,7 +97,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise need_extra("pillow", "media") from error
+        raise missing_package("pillow", "media") from error
     return Image
 
 

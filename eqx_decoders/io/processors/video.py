@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, check, need_extra
+from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, check, missing_package
 from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.images import composite_on_white, name_of, open_image
 from eqx_decoders.io.processors.limits import MediaLimits
@@ -148,7 +148,7 @@ def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iter
     try:
         import av
     except ImportError as error:
-        raise need_extra("av", "media") from error
+        raise missing_package("av", "media") from error
     # FFmpeg decodes the first frames of each stream when it opens a file: the bound must be known before
     most = 2 * limits.max_pixels + (1 << 16)  # sizes in a stream are rounded up
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "file", "max_pixels": str(most)}

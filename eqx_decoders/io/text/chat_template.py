@@ -20,7 +20,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NamedTuple
 
-from eqx_decoders.errors import ConversionError, DataError, check, check_word, need_extra
+from eqx_decoders.errors import ConversionError, DataError, check, check_option, missing_package
 from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
@@ -197,7 +197,7 @@ class ChatTemplate:
         if sys.platform == "win32":
             raise self._error("Windows has no limits for the process that renders untrusted templates")
         if importlib.util.find_spec("jinja2") is None:
-            raise need_extra("jinja2", "hf")
+            raise missing_package("jinja2", "hf")
         source = self._source_of(conversations[0])
         conversations = list(itertools.takewhile(lambda each: self._source_of(each) == source, conversations))
         tasks = [
@@ -372,7 +372,7 @@ def load_chat_template(
     if not sources:
         return None
     where = str(directory if folder is None else folder.path / origin)
-    word = check_word(f"{where}: chat template", name, sources, ConversionError)
+    word = check_option(f"{where}: chat template", name, sources, ConversionError)
     tool_source = sources.get(TOOL_USE) if word == "default" else None
     return ChatTemplate(source=sources[word], variables=variables, where=where, tool_source=tool_source)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eqx_decoders.errors import need_extra
+from eqx_decoders.errors import missing_package
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.layers.embedding.engram import TokenClasses
 
@@ -26,7 +26,7 @@ def _normalizer() -> Any:
     try:
         from tokenizers import Regex, normalizers
     except ImportError as error:
-        raise need_extra("tokenizers", "train") from error
+        raise missing_package("tokenizers", "train") from error
     blank = "\ue000"  # keeps a single space from being stripped
     return normalizers.Sequence(
         [

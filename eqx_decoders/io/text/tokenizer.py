@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, need_extra
+from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, missing_package
 from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import read_tokenizer
@@ -325,7 +325,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
     try:
         from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers, processors, trainers
     except ImportError as error:
-        raise need_extra("tokenizers", "train") from error
+        raise missing_package("tokenizers", "train") from error
     inner: Any = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -383,7 +383,7 @@ def _load_json_tokenizer(path: Path, files: PublishedTokenizer) -> JsonTokenizer
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError as error:
-        raise need_extra("tokenizers", "train") from error
+        raise missing_package("tokenizers", "train") from error
     size = path.stat().st_size
     check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
     with _as_data_error(path):

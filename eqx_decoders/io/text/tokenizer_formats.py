@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, check, missing_package
 from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, with_published_tokens
 
 
@@ -268,7 +268,7 @@ def _sentencepiece(content: bytes, settings: Mapping[str, Any]) -> Any:
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise need_extra("sentencepiece", "sentencepiece") from error
+        raise missing_package("sentencepiece", "sentencepiece") from error
     formats: Any = sentencepiece_model_pb2  # made when it is imported, which type checkers do not see
     model = formats.ModelProto()
     try:

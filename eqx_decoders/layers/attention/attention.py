@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_option
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.block_indexer import (
     AnyBlockSelection,
@@ -386,7 +386,7 @@ class Attention(eqx.Module):
     def _shared_kv(self, ctx: ForwardContext) -> tuple[Past | None, Any]:
         """Return the cached and the new keys and values of the earlier layer named by `kv_shared_from`."""
         name = self.config.kv_shared_from or ""
-        past, entries = ctx.shared[check_word("AttentionConfig.kv_shared_from", name, ctx.shared)]
+        past, entries = ctx.shared[check_option("AttentionConfig.kv_shared_from", name, ctx.shared)]
         return None if past is None else past["mixer"], entries["mixer"]
 
     def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array, Array | None, Array | None]:

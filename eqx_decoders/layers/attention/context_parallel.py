@@ -29,7 +29,7 @@ from jaxtyping import Array
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
-from eqx_decoders.layers.attention.kernels.common import Result, used_heads
+from eqx_decoders.layers.attention.kernels.common import Result, select_kv_heads
 from eqx_decoders.layers.attention.kernels.registry import run_kernel
 from eqx_decoders.layers.attention.kernels.selection import Selection, map_keys, map_queries_and_heads
 from eqx_decoders.layers.attention.ring import Ring, attend_in_ring
@@ -224,7 +224,7 @@ class _ContextPlan:
         """Gather or exchange keys, values or scales, and keep the key heads that the device's query heads use."""
         replicating_axes = self.head_axes[len(self.kv_head_axes) :]  # devices along these have the same key heads
         if replicating_axes:
-            key = used_heads(key, replicating_axes, self.local_heads, self.queries_per_kv)
+            key = select_kv_heads(key, replicating_axes, self.local_heads, self.queries_per_kv)
         if self.exchanges:
             return self._all_to_all(key, 2, 1)
         gathers = self.key_axes and not self.uses_ring and not self.merges

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.errors import PositiveFloat, PositiveInt, check, check_option
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import Indexer, IndexerConfig, IndexerOutput, TeacherAttention
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
@@ -244,7 +244,7 @@ class LatentAttention(eqx.Module):
             indexer_output = self.indexer(x, query_input, config.rope, config.rope_dim, ctx)
         if isinstance(past, dict):
             assert self.indexer is not None and indexer_output is not None
-            cache = past["index"].whole().without_blocks(query.dtype)
+            cache = past["index"].whole().dequantize_scale_blocks(query.dtype)
             selected = self.indexer.select_cached(
                 indexer_output, cache.key, cache.key_scale, cache.positions, config.mask, ctx
             )
@@ -264,7 +264,9 @@ class LatentAttention(eqx.Module):
     def _reused_selection(self, ctx: ForwardContext) -> SelectedKeys:
         """Return the selection of the earlier layer named by `IndexerConfig.shared_from`; all keys if it is None."""
         name = None if self.config.indexer is None else self.config.indexer.shared_from
-        return SelectedKeys() if name is None else ctx.shared[check_word("IndexerConfig.shared_from", name, ctx.shared)]
+        return (
+            SelectedKeys() if name is None else ctx.shared[check_option("IndexerConfig.shared_from", name, ctx.shared)]
+        )
 
     def _query_input(self, x: Array, ctx: ForwardContext) -> Float[Array, "batch length features"]:
         """Return the input of the query projection: the query latent, or `x` without one."""

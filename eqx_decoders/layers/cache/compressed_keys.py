@@ -73,6 +73,6 @@ class CompressedShape:
 
 def at_ends(past: Past, size: int, dtype: DTypeLike) -> CachedKV:
     """Return cached keys of windows of `size` tokens; the position of a key is that of the window's last token."""
-    cached = past.whole().without_blocks(dtype)
+    cached = past.whole().dequantize_scale_blocks(dtype)
     ends = jnp.where(cached.positions >= 0, cached.positions * size + size - 1, -1)
     return CachedKV(cached.key, None, ends, cached.key_scale)

@@ -149,7 +149,7 @@ class CachedKV(Past):
     def whole(self) -> "CachedKV":
         return self
 
-    def without_blocks(self, dtype: DTypeLike) -> "CachedKV":
+    def dequantize_scale_blocks(self, dtype: DTypeLike) -> "CachedKV":
         """Return dequantized keys and values if a head has several scales (`scale_block`); otherwise return `self`.
 
         Attention kernels support at most one scale per head.
@@ -161,7 +161,7 @@ class CachedKV(Past):
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
         use_float32 = _multiply_in_float32(queries.query, execution)
-        past = self.without_blocks(jnp.float32 if use_float32 else queries.query.dtype)
+        past = self.dequantize_scale_blocks(jnp.float32 if use_float32 else queries.query.dtype)
         query, positions, spans, selected, _ = queries
         positions = AttentionPositions(positions, past.positions, query_spans=spans)
         scales = None
@@ -183,7 +183,7 @@ class CachedKV(Past):
 
 def _multiply_in_float32(query: Array, execution: Execution) -> bool:
     """Return whether there are few 16-bit queries, on a backend that upcasts 16-bit operands to float32 anyway."""
-    return query.dtype.itemsize == 2 and execution.layout.backend.widens_half and query.shape[1] < 32
+    return query.dtype.itemsize == 2 and execution.layout.backend.upcasts_half and query.shape[1] < 32
 
 
 class KVCache(LayerCache):
@@ -371,13 +371,13 @@ class KVCacheView(Past):
         return decode(gather(self.cache.key), scale, dtype), jnp.where(slots <= last, positions, -1)
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
-        """Attend to one sequence at a time on backends with `few_rows`.
+        """Attend to one sequence at a time on backends with `active_rows_only`.
 
         There, products of a few queries are not faster for several sequences at once, and each sequence is read only as
         far as it is filled.
         """
         rows = self.rows
-        if rows is None or not execution.layout.backend.few_rows:
+        if rows is None or not execution.layout.backend.active_rows_only:
             return super().attend(queries, options, execution)
         if rows.shape[0] == 1:
             return self._attend_row(jnp.int32(0), queries, options, execution)

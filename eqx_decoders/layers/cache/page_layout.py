@@ -104,7 +104,7 @@ class Pages(eqx.Module):
         """Number of tokens per page."""
         return self.key.shape[3]
 
-    def suits_kernels(self, heads: int) -> bool:
+    def supports_kernels(self, heads: int) -> bool:
         """Return whether the Pallas kernels support this format for `heads` query heads.
 
         They need an unquantized or 8-bit dtype, at most one scale per head, and keys and values of equal size.

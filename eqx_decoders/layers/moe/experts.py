@@ -232,7 +232,7 @@ class Experts(eqx.Module):
             stats: dict[str, Any] = {"routing": dataclasses.replace(routing, dropped=dropped)}
             if ctx.execution.expert_choices:
                 stats["choices"] = routed[1]
-            results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats=stats, lent=shortcut))
+            results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats=stats, shared=shortcut))
         return results
 
     def _from_stream(self, x: Array, ctx: ForwardContext) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
-from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check, check_option
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -195,7 +195,7 @@ def load_balance_loss(stats: RoutingStats, form: BalanceForm = "switch") -> Floa
     For p with sigmoid scores, MaxText's "switch" form takes a softmax of the scores, which is nearly uniform; here
     both forms divide the scores by their sum.
     """
-    check_word("load_balance_loss form", form, get_args(BalanceForm))
+    check_option("load_balance_loss form", form, get_args(BalanceForm))
     return (stats.switch if form == "switch" else stats.megatron) / jnp.maximum(stats.sequences, 1.0)
 
 

@@ -29,7 +29,7 @@ def causal_convolution(
     """
     size = (kernel.shape[1] - 1) * dilation
     real = positions >= 0
-    document = document_numbers(real, segment_ids)
+    document = document_indices(real, segment_ids)
 
     @jax.checkpoint  # the backward pass saves the input, not one float32 product per tap
     def convolve_dense(x: Array, kernel: Array, bias: Array | None, conv_state: Array | None, document: Array) -> Array:
@@ -103,7 +103,7 @@ def document_starts(
     return real & (previous >= 0) & (previous_segment != segment_ids)
 
 
-def document_numbers(real: Array, segment_ids: Array | None) -> Int[Array, "batch length"]:
+def document_indices(real: Array, segment_ids: Array | None) -> Int[Array, "batch length"]:
     """Return the index of each token's document within its sequence, counted from 0."""
     starts = document_starts(jnp.where(real, 0, -1), segment_ids)
     return jnp.zeros(real.shape, jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)

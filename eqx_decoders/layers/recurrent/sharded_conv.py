@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.cache.recurrent_state import last_inputs
-from eqx_decoders.layers.recurrent.causal_conv import causal_convolution, document_numbers
+from eqx_decoders.layers.recurrent.causal_conv import causal_convolution, document_indices
 from eqx_decoders.sharding.axes import names_of
 
 
@@ -41,7 +41,7 @@ def convolve_on_mesh(
     state = PartitionSpec(batch_axes, None, channel_axes)
     position_spec = PartitionSpec(batch_axes, length_axes)
     specs = (tokens, weights, weights, state, position_spec, position_spec)
-    documents = document_numbers(positions >= 0, segment_ids)
+    documents = document_indices(positions >= 0, segment_ids)
     return layout.shard_map(run, specs, tokens)(x, kernel, bias, conv_state, positions, documents)
 
 

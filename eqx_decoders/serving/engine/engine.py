@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from eqx_decoders.errors import check, check_word
+from eqx_decoders.errors import check, check_option
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig
@@ -85,7 +85,7 @@ class Engine:
 
         Raises ConfigError for a model with other weights, and for such requests if they are refused.
         """
-        check_word("running", running, ("refuse", "keep", "recompute"))
+        check_option("running", running, ("refuse", "keep", "recompute"))
         self._runner.adapters.check_new_weights()
         self._settle()
         self.clear_prefix_cache()

@@ -115,7 +115,7 @@ class ModelRunner:
         sizes = config.max_adapters, config.max_adapter_rank, config.adapter_targets
         self.adapters = EngineAdapters(self.model, *sizes)
         self._replicated = layout.replicated()
-        self.slots_together = min(slots, layout.backend.slots_together)
+        self.slots_per_call = min(slots, layout.backend.slots_per_call)
         self._to_empty: list[int] = []  # slots, before the next program that reads them
         self._programs: dict[Any, Any] = {}
         self._reads: dict[Any, _Reads] = {}
@@ -157,7 +157,7 @@ class ModelRunner:
 
     def _compile_all(self) -> None:
         config, slot, begin = self.config, np.int32(0), np.int32(0)
-        some = np.zeros(self.slots_together, np.int32)
+        some = np.zeros(self.slots_per_call, np.int32)
         scored = dict(num_top=config.max_logprobs)
         for rows in config.batch_sizes:
             if not self._drafts:
@@ -306,8 +306,8 @@ class ModelRunner:
             self._run(name, group, np.int32(begin), np.int32(end), snapshot)
 
     def together(self, slots: Sequence[int]) -> list[np.ndarray]:
-        """Split slots into groups of `slots_together`, for one call each; `num_slots` stands for none."""
-        size = self.slots_together
+        """Split slots into groups of `slots_per_call`, for one call each; `num_slots` stands for none."""
+        size = self.slots_per_call
         return list(np.asarray([*slots, *[self.num_slots] * (-len(slots) % size)], np.int32).reshape(-1, size))
 
     def restore_state(self, slot: int, saved: Any) -> None:

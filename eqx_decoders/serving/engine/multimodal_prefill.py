@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.merge import check_tokens
-from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, PatchRows
+from eqx_decoders.encoders.packed_rows import AudioRows, PackedChunks, PackedPatches
 from eqx_decoders.encoders.packing import padded_count
 from eqx_decoders.errors import ConfigError, EqxDecodersError
 from eqx_decoders.inference.decode_step import prefill_prompts
@@ -280,11 +280,11 @@ def with_rounded_rows(media: Media) -> Media:
     return dataclasses.replace(media, images=images, audio=audio, order=order, index=index, **unused)
 
 
-def _pad_rows(rows: PatchRows | AudioRows | None) -> Any:
+def _pad_rows(rows: PackedPatches | AudioRows | None) -> Any:
     """Pad rows with empty entries to one of few lengths."""
     if rows is None:
         return None
-    pieces = rows.chunks.shape[1] if isinstance(rows, ChunkRows) else rows.positions.shape[1] // rows.group
+    pieces = rows.chunks.shape[1] if isinstance(rows, PackedChunks) else rows.positions.shape[1] // rows.group
     target, changes = padded_count(pieces), {}
     for field in dataclasses.fields(rows):
         x = getattr(rows, field.name)

@@ -229,7 +229,7 @@ def _feed(
     """Feed tokens to each row, and commit those that `choose` finds right, from their logits and its slot's tokens."""
     model, rows = of_rows(models.model, adapter), len(slots)
     all_slots = rows == state.tokens.shape[0]
-    read_rows = None if all_slots and not model.execution.layout.backend.few_rows else slots
+    read_rows = None if all_slots and not model.execution.layout.backend.active_rows_only else slots
     slots = jnp.arange(rows) if all_slots else slots
     last = state.tokens[slots, jnp.maximum(positions[:, 0], 0)]
     tokens = tokens.at[:, 0].set(jnp.where(tokens[:, 0] < 0, last, tokens[:, 0]))

@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from eqx_decoders.core.sampling import (
     FILTERS,
-    DrawSettings,
     Probability,
+    SamplingTensors,
     branch,
     choose_tokens,
-    draw_logits,
-    draw_tokens,
+    filtered_logits,
+    sample_from_logits,
 )
 from eqx_decoders.errors import (
     CheckedFields,
@@ -111,7 +111,7 @@ class BatchSamplingParams(NamedTuple):
     `seed` has the two halves of 64 bits; `bias_ids` are -1 where there is no bias.
     """
 
-    draws: DrawSettings
+    draws: SamplingTensors
     repetition_penalty: Float32[AnyArray, "rows"]
     frequency_penalty: Float32[AnyArray, "rows"]
     presence_penalty: Float32[AnyArray, "rows"]
@@ -124,7 +124,7 @@ class BatchSamplingParams(NamedTuple):
         """Create rows on the host that sample greedily, to be filled by `set`."""
         zeros = np.zeros(rows, np.float32)
         return cls(
-            draws=DrawSettings.greedy(rows),
+            draws=SamplingTensors.greedy(rows),
             repetition_penalty=np.ones(rows, np.float32),
             frequency_penalty=zeros,
             presence_penalty=zeros.copy(),
@@ -383,14 +383,17 @@ def sample_rows(
     index = (jnp.asarray(batch.count)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
     of_draws = jnp.repeat(jnp.asarray(batch.scores_draws), columns)[:, None]
     if form is not None:
-        best, drawable = jnp.argmax(flat, axis=-1).astype(jnp.int32), draw_logits(flat, sampling.draws, form.filters)
-        drawn = draw_tokens(drawable, sampling.keys, index, best)
+        best, drawable = (
+            jnp.argmax(flat, axis=-1).astype(jnp.int32),
+            filtered_logits(flat, sampling.draws, form.filters),
+        )
+        drawn = sample_from_logits(drawable, sampling.keys, index, best)
         tokens = jnp.where(jnp.asarray(sampling.draws.temperature) > 0, drawn, best)
         return tokens, score_tokens(jnp.where(of_draws, drawable, flat), tokens, num_top, form.scores)
     adjusted = adjust_logits(flat, sampling, history, allowed, masked)
     tokens = choose_tokens(adjusted, sampling.draws, sampling.keys, index)
     scored = _apply_if(
-        jnp.any(of_draws), lambda flat: jnp.where(of_draws, draw_logits(adjusted, sampling.draws), flat), flat
+        jnp.any(of_draws), lambda flat: jnp.where(of_draws, filtered_logits(adjusted, sampling.draws), flat), flat
     )
     return tokens, score_tokens(scored, tokens, num_top, jnp.asarray(batch.wants_scores))
 

@@ -42,12 +42,12 @@ class SlotManager:
         # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
         layout, drafts, dtype = model.execution.layout, config.drafts, config.cache_dtype
-        few_rows = not config.batch_invariant and drafts is None and layout.backend.few_rows
+        active_rows_only = not config.batch_invariant and drafts is None and layout.backend.active_rows_only
         runner_config = RunnerConfig(
             num_slots=config.max_batch_size,
             length=config.max_length,
             chunk_sizes=(*sorted(sizes), config.prefill_chunk),
-            batch_sizes=batch_sizes(config.max_batch_size) if few_rows else (config.max_batch_size,),
+            batch_sizes=batch_sizes(config.max_batch_size) if active_rows_only else (config.max_batch_size,),
             columns=(1,) if drafts is None else (1, 1 + drafts.num_tokens),
             max_biases=config.max_logit_bias,
             max_logprobs=config.max_logprobs,

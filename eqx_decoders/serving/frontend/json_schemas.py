@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eqx_decoders.errors import ConfigError, need_extra
+from eqx_decoders.errors import ConfigError, missing_package
 from eqx_decoders.serving.frontend.api_errors import shown
 
 
@@ -342,7 +342,7 @@ def _may_match(names: Sequence[str], pattern: str) -> bool:
     try:
         import llguidance
     except ImportError as error:
-        raise need_extra("llguidance", "serve") from error
+        raise missing_package("llguidance", "serve") from error
     source = json.dumps({"grammars": [{"json_schema": {"type": "string", "pattern": pattern, "enum": list(names)}}]})
     matcher = llguidance.LLMatcher(_byte_tokenizer(), source, log_level=0)
     if matcher.is_error():  # also an error if no name matches

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.errors import ConfigError, check, need_extra
+from eqx_decoders.errors import ConfigError, check, missing_package
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, RenamedTokens, Tokenizer
 from eqx_decoders.serving.engine.sampler import Constraint
 from eqx_decoders.serving.frontend.answer_grammar import (
@@ -253,7 +253,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as error:
-            raise need_extra("llguidance", "serve") from error
+            raise missing_package("llguidance", "serve") from error
         check(len(self._stop_ids) > 0, f"{grammar.label} needs a model with a token that ends its answers.")
         with self._vocabulary_lock:
             if self._vocabulary is None:

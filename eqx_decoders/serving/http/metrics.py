@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from eqx_decoders.errors import need_extra
+from eqx_decoders.errors import missing_package
 from eqx_decoders.serving.engine.request import EngineStats
 
 
@@ -38,7 +38,7 @@ class Metrics:
         try:
             import prometheus_client as prometheus
         except ImportError as error:
-            raise need_extra("prometheus-client", "serve") from error
+            raise missing_package("prometheus-client", "serve") from error
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(_EngineCollector(model, counts))
 

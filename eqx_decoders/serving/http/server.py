@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeFloat, PositiveFloat, need_extra
+from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeFloat, PositiveFloat, missing_package
 from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.engine_thread import EngineLike, EngineThread
@@ -211,7 +211,7 @@ def _uvicorn() -> Any:
     """Return uvicorn; MissingPackage where it, or another package of the server, is not installed."""
     for package in ("uvicorn", "starlette", "msgspec"):
         if importlib.util.find_spec(package) is None:
-            raise need_extra(package, "serve")
+            raise missing_package(package, "serve")
     import uvicorn
 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # each bad request is a warning to it

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from eqx_decoders.errors import check, check_number, check_word
+from eqx_decoders.errors import check, check_number, check_option
 from eqx_decoders.training.head.device_head import DeviceHead, VocabPart
 from eqx_decoders.training.head.head_tiles import HeadForm, zeros
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
@@ -37,7 +37,7 @@ class Divergence(NamedTuple):
 
     def checked(self) -> "Divergence":
         """Raise ConfigError for an unknown kind and for a beta out of range."""
-        check_word("Divergence.kind", self.kind, ("forward", "reverse", "jsd"))
+        check_option("Divergence.kind", self.kind, ("forward", "reverse", "jsd"))
         if self.kind == "jsd":
             check_number("Divergence.beta", self.beta, above=0.0)
             check(self.beta < 1, f"Divergence.beta={self.beta} must be below 1: use kind='reverse' for that limit.")

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Integer, Shaped
 
-from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.errors import check, check_integer, check_option
 
 
 Baseline = Literal["mean", "leave_one_out", "none"]
@@ -42,8 +42,8 @@ def group_advantages(
     - `groups`: which prompt each answer is of, numbers or words.
     - `ddof`: 1: std divides by n - 1; 0: by n.
     """
-    check_word("baseline", baseline, get_args(Baseline))
-    check_word("scale", scale, get_args(Scale))
+    check_option("baseline", baseline, get_args(Baseline))
+    check_option("scale", scale, get_args(Scale))
     compared = baseline != "none" or scale in ("none", "batch")
     check(compared, f"scale={scale!r} needs a baseline: rewards of equal answers have no std to be divided by.")
     _, group = np.unique(groups, return_inverse=True)

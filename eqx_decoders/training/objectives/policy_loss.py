@@ -16,8 +16,8 @@ from eqx_decoders.errors import (
     PositiveFloat,
     Rate,
     check,
+    check_option,
     check_unused,
-    check_word,
 )
 from eqx_decoders.training.objectives.answers import answer_means, answer_sums, masked, masked_sum, to_tokens
 
@@ -270,7 +270,7 @@ def kl_penalty(
     DeepSeek-V3.2 (arXiv 2512.02556), and only it reads `old`, which is as in `policy_loss`. The others: Schulman,
     "Approximating KL divergence".
     """
-    check_word("kind", kind, get_args(Estimator))
+    check_option("kind", kind, get_args(Estimator))
     check(old is None or kind == "k3_ratio", f"kind={kind!r} does not use old: leave it out.")
     log_probs, reference = masked(log_probs, where), masked(reference, where)
     gap = _difference(log_probs, reference)

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Float32, Shaped
 
-from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.errors import check, check_integer, check_option
 
 
 Aggregation = Literal["token", "row", "constant", "prompt", "row_sum"]
@@ -39,7 +39,7 @@ def token_weights(
 
     **Returns:** c in the shape of `tokens`: of each answer, or of each token, 0 where the mask is 0.
     """
-    check_word("aggregation", aggregation, get_args(Aggregation))
+    check_option("aggregation", aggregation, get_args(Aggregation))
     check((groups is not None) == (aggregation == "prompt"), f"aggregation={aggregation!r}: groups go with 'prompt'.")
     check((limit is not None) == (aggregation == "constant"), f"aggregation={aggregation!r}: a limit, with 'constant'.")
     mask = np.asarray(tokens, np.float64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, need_extra
+from eqx_decoders.errors import DataError, missing_package
 from eqx_decoders.training.run.metrics import MetricsRow, read_metrics
 
 
@@ -16,7 +16,7 @@ def new_figure(width: int | float, height: int | float) -> tuple[Any, Callable[[
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, no global state
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise need_extra("matplotlib", "train") from error
+        raise missing_package("matplotlib", "train") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, lambda path: FigureCanvasAgg(figure).print_figure(str(path), dpi=150)
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from eqx_decoders.errors import ConfigError, need_extra
+from eqx_decoders.errors import ConfigError, missing_package
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.training.run.metrics import MetricsFile, MetricsRow, read_metrics
 
@@ -47,7 +47,7 @@ class TensorBoard:
         try:
             from tensorboardX import SummaryWriter  # imported here: it takes two seconds
         except ImportError as error:
-            raise need_extra("tensorboardX", "tensorboard") from error
+            raise missing_package("tensorboardX", "tensorboard") from error
         self._writer = SummaryWriter(str(directory), purge_step=start)
 
     def write(self, row: MetricsRow) -> None:
@@ -68,7 +68,7 @@ class WandB:
         try:
             import wandb
         except ImportError as error:
-            raise need_extra("wandb", "wandb") from error
+            raise missing_package("wandb", "wandb") from error
         options: Any = {"dir": str(directory), "name": directory.name, "config": dict(settings)}
         self._run = wandb.init(**options, id=run_id, resume="allow", allow_val_change=True)
         self.id = self._run.id
@@ -91,7 +91,7 @@ class MLflow:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
         except ImportError as error:
-            raise need_extra("mlflow", "mlflow") from error
+            raise missing_package("mlflow", "mlflow") from error
         local = f"sqlite:///{directory.resolve() / 'mlflow.db'}"
         self._client, self._metric = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local), Metric
         if run_id is not None:
@@ -205,7 +205,7 @@ def check_installed(names: Sequence[str] | None) -> None:
     """Raise MissingPackage for a tracker whose package is missing: before a run begins."""
     for name in names or ():
         if find_spec(PACKAGES[name]) is None:
-            raise need_extra(PACKAGES[name], name)
+            raise missing_package(PACKAGES[name], name)
 
 
 def open_trackers(

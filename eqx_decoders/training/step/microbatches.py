@@ -14,7 +14,7 @@ from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.sharding.axes import path_name
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline import cut_rows
+from eqx_decoders.sharding.pipeline import split_microbatches
 from eqx_decoders.training.step.loss_metrics import LossMetrics
 from eqx_decoders.training.step.zigzag import in_rows
 
@@ -27,7 +27,7 @@ def cut_batch(batch: Batch, count: int) -> Batch:
 
     def cut(path: Any, leaf: Any) -> Array:
         by_row = leaf.reshape(rows, -1, *leaf.shape[1:]) if _is_media(path) else leaf
-        return cut_rows(jnp.asarray(by_row), count)
+        return split_microbatches(jnp.asarray(by_row), count)
 
     return jax.tree_util.tree_map_with_path(cut, batch)
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32, PyTree
 
 from eqx_decoders.errors import check
 from eqx_decoders.sharding.axes import Axes
-from eqx_decoders.sharding.offload import Offload, is_on_host, may_stream, to_device, to_home
+from eqx_decoders.sharding.offload import Offload, can_offload, is_on_host, to_device, to_memory_of
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, matching
 
 
@@ -20,7 +20,7 @@ def check_offload(offload: Offload, words: Mapping[str, Axes], optimizer: Optimi
     """Raise ConfigError for patterns that match nothing, and for optimizers that see more than one layer."""
     if offload == Offload():
         return
-    able = tuple(name for name, axis_names in words.items() if may_stream(name, axis_names))
+    able = tuple(name for name, axis_names in words.items() if can_offload(name, axis_names))
     matching(able, offload.weights, "Offload.weights")
     matching(able, offload.optimizer, "Offload.optimizer")
     rule = f"can't move one layer at a time, as {offload} asks for"
@@ -95,7 +95,7 @@ def _group(update: Update, layers: int, finite: Array, gradient: dict[str, Array
         after = jax.tree.leaves(update(weights, slopes, optimizer, ema))
         results = (jnp.where(finite, new, old) for new, old in zip(after, before, strict=True))
         return [
-            jax.lax.dynamic_update_index_in_dim(leaf, to_home(result, leaf), layer, 0) if cut else leaf
+            jax.lax.dynamic_update_index_in_dim(leaf, to_memory_of(result, leaf), layer, 0) if cut else leaf
             for leaf, result, cut in zip(leaves, results, stacked, strict=True)
         ]
 

@@ -23,7 +23,7 @@ from eqx_decoders.numerics.low_rank import low_rank_weights
 from eqx_decoders.sharding.axes import axes, buffers, frozen, matching, named_leaves, path_name
 from eqx_decoders.sharding.explicit import spec_of
 from eqx_decoders.sharding.layout import Layout, partitions
-from eqx_decoders.sharding.offload import Offload, to_device, to_home
+from eqx_decoders.sharding.offload import Offload, to_device, to_memory_of
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.optimizer.state_layout import StateLayout
 from eqx_decoders.training.step.balance import expert_configs
@@ -341,7 +341,7 @@ class Trainer(eqx.Module):
 
         def one(name: str, mean: Any) -> Any:
             moved = to_device(mean) + share * (widened(after[name]) - widened(before[name]))
-            return to_home(moved, mean)
+            return to_memory_of(moved, mean)
 
         return {name: mean if after[name] is before[name] else one(name, mean) for name, mean in ema.items()}
 

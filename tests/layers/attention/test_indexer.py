@@ -133,7 +133,7 @@ def test_layer_reuses_the_selection_of_an_earlier_layer():
     taker = drawn(indexer=dataclasses.replace(INDEXER, shared_from="it"), rope=Rope(theta=7.0))
     assert taker.indexer is None and isinstance(taker.config.cache_shape(8), KVShape)
     ctx, other = context(POSITIONS, SEGMENTS), jnp.flip(jnp.asarray(X), axis=-1)
-    selected = giver.branch(other, ctx, None, None).lent
+    selected = giver.branch(other, ctx, None, None).shared
     out, _ = apply(taker, jnp.asarray(X), dataclasses.replace(ctx, shared={"it": selected}))
     chosen = chosen_by_hand(scores_by_hand(giver, wide(other), POSITIONS, SEGMENTS), 2)
     assert_close(out, shares_by_hand(taker, wide(X), POSITIONS, chosen)[1], units=128)

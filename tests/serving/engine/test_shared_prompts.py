@@ -58,7 +58,7 @@ def answers(engine, wanted):
 def test_answers_to_a_prompt_that_begin_together_match_each_alone(fixture, options, mesh, monkeypatch):
     layout = ed.Layout.create(**mesh) if mesh else ed.Layout()
     with monkeypatch.context() as patch:
-        patch.setattr(ed.Layout, "backend", dataclasses.replace(layout.backend, slots_together=4))
+        patch.setattr(ed.Layout, "backend", dataclasses.replace(layout.backend, slots_per_call=4))
         model = ed.load_hf(FIXTURES / fixture, dtype="float32").place(layout)
         engine = Engine(model, EngineConfig(**SMALL | dict(max_batch_size=8, token_budget=40), **options))
         engine.warm_up()

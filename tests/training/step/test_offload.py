@@ -11,7 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.planning.traced_memory import abstract_batch, state_memory
 from eqx_decoders.sharding.axes import axes, named_leaves
-from eqx_decoders.sharding.offload import HOST, Offload, may_stream
+from eqx_decoders.sharding.offload import HOST, Offload, can_offload
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
@@ -62,7 +62,7 @@ def test_offloaded_steps_are_exact(sizes, offload, optimizer, remat):
     assert_allclose([row.grad_norm for row in others], [row.grad_norm for row in rows], rtol=1e-6)
     places, words = kinds(host), axes(host.model)
     for name, here in words.items():
-        moves = may_stream(name, here)
+        moves = can_offload(name, here)
         assert (places[f"model.{name}"] == HOST) == (moves and offload.holds("weights", name, here))
         states = [kind for path, kind in places.items() if path.startswith(("opt", "ema")) and path.endswith(name)]
         assert states and all((kind == HOST) == (moves and bool(offload.optimizer)) for kind in states), name

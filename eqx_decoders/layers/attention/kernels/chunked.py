@@ -44,7 +44,7 @@ class _TilePlan:
     alibi: Alibi | None
     aligned: bool
     spans: bool
-    keeps_masks: bool  # whether to keep XLA from recomputing masks for each head
+    materializes_masks: bool  # whether to keep XLA from recomputing masks for each head
     query_tile: int
     key_tile: int | None  # None: query tiles are unrolled, and each takes all its keys at once
 
@@ -84,7 +84,7 @@ class _TilePlan:
 
     def compute_once(self, mask: Array) -> Array:
         """Keep XLA from recomputing a mask, which is equal for all heads, for each head."""
-        return jax.lax.optimization_barrier(mask) if self.keeps_masks else mask
+        return jax.lax.optimization_barrier(mask) if self.materializes_masks else mask
 
     def scores(self, left: Array, right: Array, shape: tuple[int, ...], bias: Array | None) -> Array:
         scores = _product(left, right).reshape(shape)
@@ -291,7 +291,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def _tile_sizes(backend: Backend, dtype: Any, length: int, kv_length: int) -> tuple[int, int | None]:
     """Return the query tile and the key tile; a key tile of None unrolls the loop over query tiles."""
-    max_query_tile, max_key_tile = backend.attention_blocks
+    max_query_tile, max_key_tile = backend.attention_tiles
     unrolled = dtype == jnp.float32 and max(length, kv_length) <= backend.unrolled_attention
     return _even_tile(length, max_query_tile), None if unrolled else _even_tile(kv_length, max_key_tile)
 
@@ -372,7 +372,7 @@ def _plan(call: AttentionCall) -> _TilePlan:
         alibi=call.alibi,
         aligned=call.aligned,
         spans=call.spans,
-        keeps_masks=call.backend.keeps_masks,
+        materializes_masks=call.backend.materializes_masks,
         query_tile=query_tile,
         key_tile=key_tile,
     )

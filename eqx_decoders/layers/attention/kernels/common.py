@@ -96,7 +96,7 @@ def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> 
     )
 
 
-def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, queries_per_kv: int) -> Array:
+def select_kv_heads(key: Array, axes: tuple[str, ...], own_heads: int, queries_per_kv: int) -> Array:
     """Select the key heads that the query heads of this device use. Call this under `shard_map`.
 
     Query heads are sharded over the mesh axes `axes`, `own_heads` on each device, while key heads are replicated over

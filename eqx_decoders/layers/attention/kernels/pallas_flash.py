@@ -17,7 +17,7 @@ from eqx_decoders.layers.attention.kernels.common import Cotangents, Gradients, 
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, pad_to_tile, padded_length
 from eqx_decoders.layers.attention.kernels.selection import KEYS_PER_ROW, Selection, pack_lanes
 from eqx_decoders.layers.mask import AttentionPositions, interval
-from eqx_decoders.layers.tpu import BlockSizes
+from eqx_decoders.layers.tpu import TileSizes
 from eqx_decoders.sharding.chips import LANES
 
 
@@ -166,7 +166,7 @@ def intervals_and_positions(
     With `key_groups` the second array also contains the group of each key. Padding sees nothing and is not seen.
     """
 
-    def stack(tiles: BlockSizes, *rows: tuple[Array, int]) -> Array:
+    def stack(tiles: TileSizes, *rows: tuple[Array, int]) -> Array:
         """Stack rows, each padded with its value."""
         return jnp.stack([pad_to_tile(row.astype(jnp.int32), tiles, 1, value) for row, value in rows], 1)
 

@@ -23,7 +23,7 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashPlan,
     OnlineSoftmax,
 )
-from eqx_decoders.layers.tpu import BlockSizes
+from eqx_decoders.layers.tpu import TileSizes
 from eqx_decoders.sharding.chips import KERNEL_GENERATIONS, has_kernels
 
 
@@ -31,7 +31,7 @@ pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.
 
 
 _MIN_DOT_DIM = 16  # smallest rows and columns of a matrix product
-_PADDED_TILE = BlockSizes(held=128, streamed=128)  # lengths are padded to a multiple of this, and so of all tiles
+_PADDED_TILE = TileSizes(held=128, streamed=128)  # lengths are padded to a multiple of this, and so of all tiles
 
 
 class Tile(NamedTuple):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32
 
 from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_gradient, cap_scores, tile_product
 from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.tpu import BlockSizes
+from eqx_decoders.layers.tpu import TileSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class FlashPlan:
     soft_cap: float | None
     segments: bool
     interpret: bool
-    query_tiles: BlockSizes
-    key_tiles: BlockSizes
+    query_tiles: TileSizes
+    key_tiles: TileSizes
     selected_heads: int = 0
     group_words: int = 0
 
@@ -103,7 +103,7 @@ class FlashKernels(NamedTuple):
     run: Callable[..., Sequence[Array]]
     heads_first: bool
 
-    def arrange(self, x: Array, tiles: BlockSizes) -> Array:
+    def arrange(self, x: Array, tiles: TileSizes) -> Array:
         """Transpose [batch, length, heads, …] to the platform's order, and pad the length."""
         x = pad_to_tile(x, tiles, 1)
         return x.swapaxes(1, 2) if self.heads_first else x
@@ -121,12 +121,12 @@ class FlashKernels(NamedTuple):
         return rows[:, :, 0] if self.heads_first else rows[:, :, 0].swapaxes(1, 2)
 
 
-def padded_length(tiles: BlockSizes, length: int) -> int:
+def padded_length(tiles: TileSizes, length: int) -> int:
     """Round a length up to a multiple of the resident tile, at least one tile."""
     return tiles.held * max(1, -(-length // tiles.held))
 
 
-def pad_to_tile(x: Array, tiles: BlockSizes, axis: int, value: int = 0) -> Array:
+def pad_to_tile(x: Array, tiles: TileSizes, axis: int, value: int = 0) -> Array:
     """Pad an axis to `padded_length`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, padded_length(tiles, x.shape[axis]) - x.shape[axis])

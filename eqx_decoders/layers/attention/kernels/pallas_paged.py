@@ -115,7 +115,7 @@ def fits(pages: Pages, dtype: Any, heads: int, device: Any) -> bool:
     """Return whether TPUs can read these pages in place: full lanes and tiles, and a supported dtype."""
     tile_rows = 8 * 4 // pages.key.dtype.itemsize
     fills_tiles = pages.key.shape[4] % LANE == 0 and pages.page_size % tile_rows == 0
-    return pages.suits_kernels(heads) and fills_tiles and jnp.dtype(dtype) != jnp.float16
+    return pages.supports_kernels(heads) and fills_tiles and jnp.dtype(dtype) != jnp.float16
 
 
 # --- the kernel ---

@@ -57,7 +57,9 @@ class _PagedGpuPlan:
 
 def fits(pages: Pages, dtype: Any, heads: int, device: Any) -> bool:
     """Return whether a GPU can read these pages in place: a supported device and dtype, and at most 256 features."""
-    return has_kernels(compute_capability(device)) and pages.suits_kernels(heads) and pages.key.shape[4] <= _MAX_WIDTH
+    return (
+        has_kernels(compute_capability(device)) and pages.supports_kernels(heads) and pages.key.shape[4] <= _MAX_WIDTH
+    )
 
 
 # --- the kernel ---

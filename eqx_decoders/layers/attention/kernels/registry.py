@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Num
 
-from eqx_decoders.errors import ConfigError, check, check_number, check_word
+from eqx_decoders.errors import ConfigError, check, check_number, check_option
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels import cudnn, pallas_flash_gpu, pallas_flash_tpu, splash
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs, AttentionOptions, group_arguments
@@ -252,7 +252,7 @@ def _describe_call(inputs: AttentionInputs, options: AttentionOptions) -> Attent
 def _find(kernel: str, call: AttentionCall) -> Kernel:
     """Return the kernel with this name, or the selected one for "auto". Raises ConfigError for unsupported calls."""
     name = select_kernel(call) if kernel == "auto" else kernel
-    check_word("kernel", name, (*KERNELS, "auto"))
+    check_option("kernel", name, (*KERNELS, "auto"))
     unsupported = KERNELS[name].lacks(call)
     if unsupported is not None:
         supporting = ", ".join(other.name for other in KERNELS.values() if other.lacks(call) is None)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.attention.kernels.common import used_heads
+from eqx_decoders.layers.attention.kernels.common import select_kv_heads
 from eqx_decoders.layers.recurrent.kernels.pallas_scan import CHUNK
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.sharding.axes import names_of
@@ -64,7 +64,7 @@ def recur_on_mesh(
 
     def run(query, key, value, log_decay, beta, state, resets):
         if value_only_axes:
-            query, key = (used_heads(x, value_only_axes, value.shape[2], values_per_key) for x in (query, key))
+            query, key = (select_kv_heads(x, value_only_axes, value.shape[2], values_per_key) for x in (query, key))
         shape = value.shape[0], value.shape[2], key.shape[3], value.shape[3]
         if not length_axes:
             return delta_rule(query, key, value, log_decay, beta, state, resets, **device)

@@ -21,7 +21,7 @@ from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionI
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend
 from eqx_decoders.layers.attention.kernels.selection import Selection, as_mask, pack_groups
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
-from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
+from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, TileSizes, block_sizes
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from eqx_decoders.sharding.chips import compute_capability
 from tests.compare import assert_array_equal
@@ -47,8 +47,8 @@ def interpret(patch):
             name,
             dataclasses.replace(KERNELS[name], platforms=("cpu", "gpu", "tpu"), unsupported=lambda call: None),
         )
-    patch.setattr(pallas_flash_tpu, "block_sizes", lambda: BlockSizes(held=256, streamed=128))
-    patch.setattr(pallas_flash_gpu, "_PADDED_TILE", BlockSizes(held=64, streamed=64))
+    patch.setattr(pallas_flash_tpu, "block_sizes", lambda: TileSizes(held=256, streamed=128))
+    patch.setattr(pallas_flash_gpu, "_PADDED_TILE", TileSizes(held=64, streamed=64))
     small = {"forward": (64, 16), "queries": (32, 16), "keys": (32, 32)}
     patch.setattr(pallas_flash_gpu, "tile_of", lambda part, *_: pallas_flash_gpu.Tile(*small[part]))
 
@@ -176,7 +176,7 @@ def test_selections(kind, heads, fits, monkeypatch):
 @functools.partial(jax.jit, static_argnames=("keys_held",))
 def listed(places, chosen, *, keys_held):
     """Tiles that are listed, [batch, heads, queries, keys], and that are seen; whether lists have numbers of blocks."""
-    sizes = BlockSizes(held=256, streamed=128)
+    sizes = TileSizes(held=256, streamed=128)
     plan = pallas_flash_tiles.FlashPlan(
         mask=Causal(),
         soft_cap=None,
@@ -304,8 +304,8 @@ def schedule(places, *, mask, keys_held):
         soft_cap=None,
         segments=True,
         interpret=True,
-        query_tiles=BlockSizes(held=32, streamed=16),
-        key_tiles=BlockSizes(held=32, streamed=16),
+        query_tiles=TileSizes(held=32, streamed=16),
+        key_tiles=TileSizes(held=32, streamed=16),
     )
     sizes = (16, 32) if keys_held else (32, 16)
     rows = pallas_flash.intervals_and_positions(plan, AttentionPositions(**places))
@@ -520,7 +520,7 @@ def test_it_compiles_for_gpus(monkeypatch, topology, dim, value_dim, kv_heads, s
     devices = gpu_devices(gpus_of(topology))
     if devices is None:
         pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")
-    monkeypatch.setattr(pallas_flash_gpu, "_PADDED_TILE", BlockSizes(held=128, streamed=128))
+    monkeypatch.setattr(pallas_flash_gpu, "_PADDED_TILE", TileSizes(held=128, streamed=128))
     monkeypatch.setattr(pallas_flash_gpu, "tile_of", TILES_OF_GPUS)
     device = dict(platform="gpu", compute_capability=compute_capability(devices[0]))
     options = dict(soft_cap=soft_cap, kernel="triton", **device)
