@@ -72,7 +72,7 @@ class Encoder(eqx.Module):
             count = len(unit) * repeats
             stack.append(ScannedLayers.build(unit, config.embed_dim, keys=keys[start : start + count]))
             start += count
-        further_keys = [jax.random.fold_in(projector_key, index) for index in range(6)]
+        further_keys = [jax.random.fold_in(key, index) for index in range(4, 10)]  # 0 to 3 are the keys of `split`
         into_key, token_key, line_end_key, divider_key, beside_key, bias_key = further_keys
         deepstack = config.deepstack_projector
         into = config.into

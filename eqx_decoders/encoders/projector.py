@@ -172,10 +172,9 @@ class ProjectorConfig(CheckedFields):
         combined_dim = self.combined_dim(embed_dim)
         convolution = self.convolution
         input_dims = [combined_dim, *self._dims]
-        keys = jax.random.split(key, len(self.layers))
+        convolution_key, *keys = jax.random.split(key, len(self.layers) + 1)
         layers = zip(self.layers, input_dims, keys, strict=False)
         norm_dim = embed_dim if self.norm_of == "patches" else combined_dim
-        convolution_key = jax.random.fold_in(key, 0)
         return Projector(
             convolution=None if convolution is None else convolution.build(embed_dim, key=convolution_key),
             norm=None if self.norm is None else self.norm.build(norm_dim),

@@ -260,7 +260,8 @@ class Decoder(eqx.Module):
         """Run the model without the head, and without writing to the cache.
 
         Returns the hidden states, the proposed cache update and statistics. The caller writes the update with
-        `cache.commit(proposal.entries, positions)`, after setting the positions of rejected tokens to -1.
+        `cache.commit(proposal.entries, positions, proposal.rope_offset)`; before, it sets the positions of rejected
+        tokens to -1.
         """
         inputs = Inputs() if inputs is None else inputs
         if media is not None:
@@ -396,6 +397,7 @@ class Decoder(eqx.Module):
         `hidden` is `Output.hidden` for `depth=0`, else `MTPOutput.hidden[depth - 1]`. The result is already divided by
         `DecoderConfig.logit_divisor`.
         """
+        check(depth == 0 or self.mtp is not None, f"depth={depth} needs a model with multi-token prediction: use 0.")
         owner = self if depth == 0 or self.mtp is None else self.mtp.unstacked()[depth - 1]
         if self.config.returns_all_streams:
             hidden = add_streams(self.config.residual, owner, hidden, self._head_context(hidden))

@@ -187,6 +187,12 @@ def _lowbias32(bits: Array) -> Array:
     return bits ^ (bits >> np.uint32(16))
 
 
+MAX_SEED = 2**23  # exclusive bound of seeds for stochastic rounding
+
+
 def seeds_of(seed: Array | None) -> tuple[Array | None, Array | None]:
-    """Return two different seeds: for the gradient of the input, and for the gradient of the weight."""
-    return (None, None) if seed is None else (seed, seed + 2.0**24)
+    """Return two different seeds: for the gradient of the input, and for the gradient of the weight.
+
+    `seed` is an integer below `MAX_SEED`; twice that is still exact in float32.
+    """
+    return (None, None) if seed is None else (seed, seed + MAX_SEED)

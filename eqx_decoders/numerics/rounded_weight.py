@@ -24,7 +24,7 @@ from eqx_decoders.numerics.grouped_matmul import (
     of_rows,
     rows_times_groups,
 )
-from eqx_decoders.numerics.low_precision import LowPrecision, quantize_array, seeds_of
+from eqx_decoders.numerics.low_precision import MAX_SEED, LowPrecision, quantize_array, seeds_of
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import AXES, AnyArray, Axes, axes, named_leaves, names_of, replaced
@@ -110,8 +110,7 @@ def round_weights(model: T, config: LowPrecision | None, *, below: str, key: PRN
     if config.draws and key is not None and paths:
         layer_shapes = [leaves[path].shape[: weight_axes[path].count("layers")] for path in paths]
         sizes = [math.prod(shape) for shape in layer_shapes]
-        # integers up to 2**24 are exact in float32
-        all_seeds = jax.random.randint(key, (sum(sizes),), 0, 2**24).astype(jnp.float32)
+        all_seeds = jax.random.randint(key, (sum(sizes),), 0, MAX_SEED).astype(jnp.float32)
         seeds_by_path = jnp.split(all_seeds, np.cumsum(sizes)[:-1])
         seeds = {
             path: path_seeds.reshape(shape)

@@ -12,7 +12,9 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.encoders.encoder import Encoder
 from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
+from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
@@ -33,8 +35,10 @@ from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
+from tests.commands import ROOT
 
 
+FIXTURES = ROOT / "tests" / "fixtures"
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, output_gate=True)
 EXPERTS = ExpertsConfig(
     num_experts=2, num_experts_per_token=1, mlp_dim=3, shared=MLPConfig(mlp_dim=3), shared_gate=True
@@ -86,14 +90,15 @@ LAYERS = {
 PLANES = ("edge residual", "inverted residual", "plane attention")
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_no_two_weights_share_a_key(name, monkeypatch):
-    config, count = LAYERS[name]
+@pytest.fixture
+def keys(monkeypatch):
+    """The keys of all random arrays; the arrays themselves are ones."""
     keys = []
 
     def recorded(draw):
         def call(key, *arguments, **options):
-            keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+            if not isinstance(key, jax.core.Tracer):  # keys of scanned layers are traced
+                keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
             made = jax.eval_shape(functools.partial(draw, key, *arguments, **options))
             return jnp.asarray(np.ones(made.shape, made.dtype))  # nothing is compiled for each shape
 
@@ -101,8 +106,25 @@ def test_no_two_weights_share_a_key(name, monkeypatch):
 
     for draw in ("normal", "truncated_normal", "uniform"):
         monkeypatch.setattr(jax.random, draw, recorded(getattr(jax.random, draw)))
+    return keys
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_two_weights_share_a_key(name, keys):
+    config, count = LAYERS[name]
     config.build(4, key=jax.random.key(0), **(dict(edges="same", layer_scale=None) if name in PLANES else {}))
     assert len(set(keys)) == len(keys) == count
+
+
+@pytest.mark.parametrize("fixture", ["glm4v", "mistral3", "phi4_multimodal"])
+def test_no_two_weights_of_an_encoder_share_a_key(fixture, keys):
+    """Also of projectors with a convolution, and of a projection behind them."""
+    config, _ = read_config(FIXTURES / fixture)
+    for encoder in (config.media.vision, config.media.audio):
+        if encoder is not None:
+            Encoder.build(encoder, key=jax.random.key(0))
+            assert len(set(keys)) == len(keys) > 3
+            keys.clear()
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from eqx_decoders.numerics.initializers import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Laurel(Residual):
-    """Configuration of LAuReL: `x = (x + mixer(n) + n + norm(right left n)) / sqrt(2)`, then `x += mlp(x)`.
+    """Configuration of LAuReL: `x = (x + mixer(n) + n + norm(right^T left^T n)) / sqrt(2)`.
 
-    n is the mixer's normalized input.
+    n is the mixer's normalized input. The outputs of other layers are added as in `Sequential`.
 
     **Arguments:**
 
@@ -40,7 +40,7 @@ class Laurel(Residual):
 
 
 class LaurelResidual(ReadWriteResidual):
-    """LAuReL connection `x = (x + mixer(n) + n + norm(right left n)) / sqrt(2)`; outputs of other layers are added."""
+    """LAuReL connection; see `Laurel`."""
 
     left: Float[Array, "embed latent"]
     right: Float[Array, "latent embed"]

@@ -58,9 +58,8 @@ class Cache(eqx.Module):
             return cache.with_row(row, source_cache.row(source_row))
 
         offset = self.rope_offset
-        source_offset = source.rope_offset
         if offset is not None:
-            offset = None if source_offset is None else offset.at[row].set(source_offset[source_row])
+            offset = offset.at[row].set(0 if source.rope_offset is None else source.rope_offset[source_row])
         return Cache(
             layer_caches=jax.tree.map(copy_row, self.layer_caches, source.layer_caches, is_leaf=is_layer_cache),
             length=self.length.at[row].set(source.length[source_row]),

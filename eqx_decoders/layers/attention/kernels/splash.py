@@ -54,7 +54,7 @@ def splash_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
         masks.MultiHeadMask([_mask(call.mask, size)] * heads),
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=splash.TileSizes(**dict.fromkeys(names, tile)),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(names, tile)),
         attn_logits_soft_cap=call.soft_cap,
         residual_checkpoint_name="context",
         interpret=not call.backend.pallas_tpu,

@@ -47,8 +47,8 @@ class LearnedInitConfig(AttentionVariant, MixerConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check_unsupported(
-            *("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer", "value_dim"),
-            reason="learned initialization needs separate kernels for query, key and value",
+            *("fused_qkv", "shared_kv", "kv_shared_from", "selection", "value_dim", "out_dim"),
+            reason="learned initialization needs separate kernels for query, key and value, and out_dim = embed_dim",
         )
 
     @property

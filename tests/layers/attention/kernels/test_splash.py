@@ -69,7 +69,7 @@ def test_numbers_of_chunks():
     """Tokens have the same number where they have the same document and chunk, and padding has one of its own."""
     for places in layouts(150):
         positions, segments = (np.asarray(places[f"query_{name}"]) for name in ("positions", "segments"))
-        ids = np.asarray(splash._ids(Chunked(7), AttentionPositions(**places)))
+        ids = np.asarray(splash._segment_ids(Chunked(7), AttentionPositions(**places)))
         keys = [np.where(positions < 0, -1, x) for x in (positions // 7, segments)]
         expected = np.logical_and(*(x[:, :, None] == x[:, None] for x in keys))
         assert_array_equal(ids[:, :, None] == ids[:, None], expected)
