@@ -140,8 +140,9 @@ def _columns_kernel(plan: GroupedPlan, bounds: Any, x: Any, y: Any, out: Any) ->
     def add(step, total):
         row = start + step * plan.inner_tile + jnp.arange(plan.inner_tile, dtype=jnp.int32)
         row_mask = (row < end)[:, None]
-        x_tile = plan.load(x.at[row[:, None], x_columns[None]], row_mask, _broadcast_mask(1, x_mask))
-        y_tile = plan.load(y.at[row[:, None], y_columns[None]], row_mask, _broadcast_mask(1, y_mask))
+        rows = row[:, None]
+        x_tile = plan.load(x.at[rows, x_columns[None]], row_mask, _broadcast_mask(1, x_mask))
+        y_tile = plan.load(y.at[rows, y_columns[None]], row_mask, _broadcast_mask(1, y_mask))
         return total + plan.product(x_tile, y_tile, (0, 0))
 
     steps = jax.lax.div(end - start + plan.inner_tile - 1, plan.inner_tile)
