@@ -506,7 +506,7 @@ def kv_shape(mask: Mask, max_length: int, *, kv_heads: int, head_dim: int, **opt
     """
     check(
         not isinstance(mask, Bidirectional),
-        "A layer with mask=Bidirectional() cannot use a cache: every new token would change the keys and values of "
+        "A bidirectional attention layer cannot use a cache: every new token would change the keys and values of "
         "earlier tokens. Call the model without a cache.",
     )
     slots = min(lookback(mask) or max_length, max_length)
