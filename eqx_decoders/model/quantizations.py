@@ -42,7 +42,7 @@ def check_rounds(weight: AbstractQuantizedWeight, what: str) -> None:
     check(
         supported,
         f"{what} is quantized to {weight.format} in a way that this library can read, but not write "
-        "(zero points, e8m0 scales or another format). Call dequantize first.",
+        "(with zeros, e8m0 scales or another format). Call dequantize first.",
     )
 
 
