@@ -96,7 +96,7 @@ class BlockConfig(CheckedFields):
             norms = [name for name in (f"pre_{part}_norm", f"post_{part}_norm") if getattr(self, name)]
             check(
                 getattr(self, part) is not None or not norms,
-                f"BlockConfig.{part}=None leaves {' and '.join(norms)} without a layer. Set {part}, or set them to None.",
+                f"BlockConfig.{part}=None leaves {' and '.join(norms)} without a layer. Set {part} or leave them out.",
             )
         check(
             self.residual.streams == 1 or self.shortcut_from is None,
