@@ -40,10 +40,11 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
         }
         class_name = str(value.get("class", ""))
         if class_name not in classes and class_name.isidentifier():
-            near = ", ".join(difflib.get_close_matches(class_name, classes, n=3)) or ", ".join(sorted(classes)[:3])
+            near = difflib.get_close_matches(class_name, classes, n=1, cutoff=0.4)
+            suggestion = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{where}: class={class_name!r} is not known. The library has classes such as {near}. If the class is "
-                "your own, define it before the configuration is read: programs take --plugin FILE.py."
+                f"{where}: class={class_name!r} is not known.{suggestion} If the class is your own, define it before "
+                "the configuration is read: programs take --plugin FILE.py."
             )
         kind = classes[check_option(f"{where}: class", class_name, classes)]
         hints = typing.get_type_hints(kind)

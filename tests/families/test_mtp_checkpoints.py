@@ -288,7 +288,7 @@ def test_tensors_of_a_depth_mean_what_those_of_layers_do(kind):
         config = decode(content | {stored.count_key: 1})
     meanings: dict[str, set] = {}
     for path, mapping in FAMILIES[kind].bind(abstract(config)).items():
-        inner = re.sub(r"^(mtp\.depth\.block|segments\.\d+\.unit\.\d+)\.", "", path)
+        inner = re.sub(r"^(mtp\.depth\.block|scanned_layers\.\d+\.unit\.\d+)\.", "", path)
         for name in mapping.names:
             meanings.setdefault(name, set()).add((inner, mapping.pattern, mapping.section))
     for source, part in stored.sources.items():

@@ -23,13 +23,12 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import CheckpointError, MissingPackage
-from eqx_decoders.io.checkpoint import manifest as manifest_module, reading
+from eqx_decoders.io.checkpoint import reading
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, load_weights
 from eqx_decoders.io.checkpoint.manifest import digest, fingerprint
 from eqx_decoders.io.checkpoint.steps import COMMITTED, SET_ASIDE, TEMPORARY, Steps
 from eqx_decoders.sharding.axes import named_leaves
 from tests.commands import ROOT
-from tests.compare import assert_array_equal
 from tests.errors import assert_names, refused
 from tests.programs import no_renames
 
@@ -495,27 +494,6 @@ def test_a_kill_during_a_deletion_leaves_no_partial_step(mode, tmp_path, monkeyp
         if len(done) < limit:
             return
     pytest.fail("there are more operations than were tried")
-
-
-def test_former_names_of_arrays_of_blocks_are_read_in_the_first_format(tmp_path, monkeypatch):
-    former = {"wiring": {"x": jnp.ones(2)}, "before": [{"x": jnp.full(2, 2.0)}]}
-    tree = {"unit": [former], "block": {"after": [jnp.zeros(3)]}, "net": {"before": {"x": jnp.ones(3)}}}
-    present = {"residual": {"x": jnp.zeros(2)}, "pre_layers": [{"x": jnp.zeros(2)}]}
-    template = {"unit": [present], "block": {"post_layers": [jnp.ones(3)]}, "net": {"before": {"x": jnp.zeros(3)}}}
-    with Checkpoints(tmp_path / "new") as checkpoints:
-        checkpoints.save(1, tree, data_state={}, config={})
-        checkpoints.wait()
-        for leaf, want in zip(*(jax.tree.leaves(x) for x in (checkpoints.restore(tree).tree, tree)), strict=True):
-            assert_array_equal(leaf, want)
-    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 1)
-    with Checkpoints(tmp_path / "old") as checkpoints:
-        checkpoints.save(1, tree, data_state={}, config={})
-        checkpoints.wait()
-        restored = checkpoints.restore(template).tree
-    assert_array_equal(restored["unit"][0]["residual"]["x"], [1, 1])
-    assert_array_equal(restored["unit"][0]["pre_layers"][0]["x"], [2, 2])
-    assert_array_equal(restored["block"]["post_layers"][0], [0, 0, 0])
-    assert_array_equal(restored["net"]["before"]["x"], [1, 1, 1])
 
 
 @pytest.mark.slow(fast=("renamed",))

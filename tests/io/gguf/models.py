@@ -101,6 +101,7 @@ def build(name: str) -> Decoder:
     shapes = abstract(config)
     leaves = {}
     for path, leaf in named_leaves(shapes).items():
-        numbers = np.random.default_rng(zlib.crc32(path.encode())).normal(0, 0.1, leaf.shape)
+        seed = zlib.crc32(path.replace("scanned_layers", "segments").encode())  # as of the stored digests
+        numbers = np.random.default_rng(seed).normal(0, 0.1, leaf.shape)
         leaves[path] = jnp.asarray((numbers + (path.endswith("scale") and "norm" in path)).astype(np.float32))
     return replaced(shapes, leaves)

@@ -208,4 +208,8 @@ def test_emptied_rows_of_a_draft_state_are_zero():
     cache = KVShape(slots=4, kv_heads=1, head_dim=2, rolling=False).build(1, 2, "float32")
     state = DraftState((cache,), (jnp.full((2, 1, 3), jnp.nan),), jnp.ones((2, 2), jnp.int32))
     left = state.empty_rows(jnp.asarray([1]))
-    assert not left.last[0][1].any() and left.tokens.tolist() == [[1, 1], [0, 0]] and jnp.isnan(left.last[0][0]).all()
+    assert (
+        not left.last_hidden[0][1].any()
+        and left.tokens.tolist() == [[1, 1], [0, 0]]
+        and jnp.isnan(left.last_hidden[0][0]).all()
+    )
