@@ -60,7 +60,7 @@ class ExecutionOptions(PrecisionOptions, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionConfig(CheckedFields):
-    """Options of an `Execution` that do not need devices, so that command-line flags and config files have them, too.
+    """Options of an `Execution` that are also command-line flags and fields of config files, with the same names.
 
     **Arguments:**
 

@@ -328,7 +328,7 @@ def is_stop(token: Int[Array, "*rows"], stop_ids: Int[AnyArray, "stops"]) -> Boo
     return jnp.any(token[..., None] == stop_ids.reshape((1,) * token.ndim + (-1,)), axis=-1)
 
 
-# Defaults if neither the caller nor `generation_config.json` sets any sampling parameter.
+# Defaults for models that publish no sampling parameters.
 TEMPERATURE = 0.7
 TOP_P = 0.95
 
@@ -356,8 +356,9 @@ class GenerationConfig:
     def sampler(self, **settings: int | float | None) -> Sampler:
         """Return a sampler with these parameters of `Sample`; the published parameters replace those that are None.
 
-        Returns `Greedy` if the temperature is 0, or if `do_sample` is False and all `settings` are None. If neither
-        `settings` nor the published parameters set a value, the temperature is 0.7 and `top_p` is 0.95.
+        Returns `Greedy` if the temperature is 0, or if `do_sample` is False and all `settings` are None. For a model
+        that publishes no parameters, the temperature is 0.7 and `top_p` is 0.95 unless `settings` has them. Any other
+        parameter that is not set has the default of `Sample`.
         """
         names = ("temperature", *FILTERS)
         requested = {name: settings[name] for name in names if settings.get(name) is not None}

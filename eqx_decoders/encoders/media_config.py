@@ -95,13 +95,13 @@ class EncoderConfig(CheckedFields):
             (self.deepstack_projector is not None) == bool(self.deepstack),
             "EncoderConfig.deepstack and deepstack_projector must be set together. Set both or neither.",
         )
-        projectors = (self.projector, self.projector_beside, self.deepstack_projector)
-        groups = {projector.group for projector in projectors if projector is not None}
-        check(
-            groups == {self.stem.group},
-            f"EncoderConfig.projector.group={self.projector.group} must be {self.stem.group} for all projectors: the "
-            "number of patches that the stem merges into one feature.",
-        )
+        for field in ("projector", "projector_beside", "deepstack_projector"):
+            projector = getattr(self, field)
+            check(
+                projector is None or projector.group == self.stem.group,
+                f"EncoderConfig.{field}.group={getattr(projector, 'group', None)} must be {self.stem.group}, "
+                "the number of patches that the stem merges into one feature.",
+            )
 
     def _check_tiles(self) -> None:
         if self.tiles is None:

@@ -110,7 +110,8 @@ def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1
     """Return the configuration with `num_depths` depths of multi-token prediction (MTP).
 
     The depths use the final norm's configuration, and that of the last block that can run without other layers (it
-    must not reuse the keys and values of an earlier layer), without the block's extra layers.
+    must not reuse the keys and values of an earlier layer), without the block's extra layers. If that block has no MLP,
+    they use the MLP of the last block that has one. Depths that `config` already has are replaced.
     """
     return dataclasses.replace(config, mtp=_mtp_like(config, num_depths, loss_weight))
 

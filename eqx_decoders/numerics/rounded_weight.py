@@ -133,7 +133,7 @@ class ProductSharding(NamedTuple):
     - `parts`: pairs of axis name and number of shards into which the mesh splits this axis. If such an axis is
         contracted, each device scales its partial sum and casts it to the dtype of the result before the all-reduce,
         which then costs as much as for a product that is not quantized.
-    - `weight`: shardings of the weight in the product and in storage; None leaves both to XLA.
+    - `weight`: shardings of the weight in the product and of its gradient; None leaves both to XLA.
     """
 
     native: bool

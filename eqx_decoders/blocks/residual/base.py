@@ -59,7 +59,8 @@ class Residual(RegisteredConfig):
     - `streams`: number of residual streams.
     - `shares_norm`: an MLP without a norm reads the mixer's normalized input.
     - `chains`: the MLP reads the mixer's output, which may have other features than the stream.
-    - `keeps_normed`: norms before layers replace the stream by its normalized value.
+    - `keeps_normed`: the residual connection applies a layer's pre-norm itself (`Reader.stream_norm`), because it also
+        uses the normalized stream.
     - `weighted_sum`: the final reduction of the streams has learned weights.
     """
 

@@ -37,12 +37,12 @@ class HyperConnections(Residual):
     **Arguments:**
 
     - `streams`: number of streams.
-    - `mixing`: computation of `mix`. `"sinkhorn"`: `exp(h)`, whose rows and columns are divided by their sums
-        alternately (Sinkhorn & Knopp 1967), columns last. `"permutations"`: a convex combination of all permutation
-        matrices (mHC-lite), which is exactly doubly stochastic.
+    - `mixing`: computation of `mix`. `"sinkhorn"`: a softmax over each row plus `eps`; then columns and rows are
+        divided by their sums alternately (Sinkhorn & Knopp 1967), columns last. `"permutations"`: a convex combination
+        of all permutation matrices (mHC-lite), which is exactly doubly stochastic.
     - `iterations`: number of Sinkhorn iterations.
     - `norm`: norm of the concatenated streams of a token.
-    - `eps`: added to `read`, and to the denominators of the Sinkhorn iterations.
+    - `eps`: added to `read`, to the first softmax and to the denominators of the Sinkhorn iterations.
     - `weighted_sum`: whether the final sum of the streams has weights `sigmoid(scale h + bias) + eps` for each token
         (DeepSeek-V4); otherwise it is unweighted.
     """

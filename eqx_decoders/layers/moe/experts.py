@@ -1,6 +1,7 @@
 """Mixture of experts: a router selects a few of many gated MLPs for each token (Shazeer et al. 2017).
 
-`Execution.experts` selects one of three implementations of the same function: "dense" runs all experts on all tokens;
+`Execution.experts` selects one of three algorithms for the same function (for a few tokens on TPU, all of them are one
+product over all experts): "dense" runs all experts on all tokens;
 "dropless" sorts tokens by expert and drops none; "capacity" gives each expert a fixed number of tokens and drops the
 others.
 """

@@ -34,7 +34,7 @@ from eqx_decoders.remat import save
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig(MixerConfig):
-    """Configuration of Gated DeltaNet `out(norm(o) * silu(gate x))`, where o is the recurrence's output.
+    """Configuration of Gated DeltaNet `out(norm(o) * act(gate x))`, where o is the recurrence's output.
 
     **Arguments:**
 
@@ -111,7 +111,7 @@ class GatedDeltaNetConfig(MixerConfig):
 
 
 class GatedDeltaNet(eqx.Module):
-    """Gated DeltaNet `out(norm(o) * silu(gate x))`, where o is the recurrence's output."""
+    """Gated DeltaNet `out(norm(o) * act(gate x))`, where o is the recurrence's output."""
 
     query: Float[Array, "embed key_heads key_dim"]
     key: Float[Array, "embed key_heads key_dim"]

@@ -151,7 +151,7 @@ class KimiDeltaAttention(eqx.Module):
     def _decay_and_beta(
         self, x: Array, ctx: ForwardContext
     ) -> tuple[Float32[Array, "batch length heads head_dim"], Float32[Array, "batch length heads"]]:
-        """Compute `g = -exp(a_log) softplus(dt x + dt_bias)` and `beta = sigmoid(beta x)`; both are 0 at padding."""
+        """Compute `g = -exp(a_log) softplus(dt x + dt_bias)` and `beta = sigmoid(W_beta x)`; both are 0 at padding."""
         dt = self._low_rank(x, self.dt_down, self.dt_up, ctx).astype(jnp.float32)
         rate = jnp.exp(self.a_log.astype(jnp.float32))[None, None, :, None]
         log_decay = -rate * jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])

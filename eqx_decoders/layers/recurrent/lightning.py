@@ -62,8 +62,8 @@ class LightningAttentionConfig(MixerConfig):
     def rates(self, layer: int | Int[Array, ""]) -> Float32[Array, "heads"]:
         """Return the initial decay rates of a layer.
 
-        These are `2^(-8 h / H) * (1 - layer / (rate_layers - 1) + 1e-5)` for the layer with index `layer`, counted
-        from 0. Layers after the first `rate_layers` get the factor 1e-5.
+        These are `2^(-8 h / H) * (1 - layer / (rate_layers - 1 + 1e-5) + 1e-5)` for the layer with index `layer`,
+        counted from 0. Layers after the first `rate_layers` get the factor 1e-5.
         """
         first = jnp.exp2(-8.0 / self.num_heads * jnp.arange(1.0, self.num_heads + 1.0))
         last = self.rate_layers - 1

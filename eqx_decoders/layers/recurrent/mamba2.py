@@ -148,7 +148,7 @@ class Mamba2Config(MixerConfig):
 class Mamba2(eqx.Module):
     """Mamba-2 layer `out(norm(o * silu(gate x)))`, where o is the recurrence's output.
 
-    `dt = softplus(in_scales[4] * (dt x + dt_in_bias) + dt_bias)`: `dt_in_bias` is added before the scale, `dt_bias`
+    `dt = softplus(in_scales[4] * (W_dt x + dt_in_bias) + dt_bias)`: `dt_in_bias` is added before the scale, `dt_bias`
     after it.
     """
 
