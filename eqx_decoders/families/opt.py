@@ -4,11 +4,10 @@ The one of 350M has norms behind its layers, and an embedding that is narrower t
 """
 
 import dataclasses
-import functools
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import PostNorm
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, gpt_sizes, plain_mlp, renamed
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, plain_mlp, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Integer, Rule, only
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
@@ -101,18 +100,6 @@ FAMILY = Family(
     ignored_keys={"dropout layerdrop activation_dropout": "drops something in training alone"},
 )
 
-_sizes = functools.partial(gpt_sizes, vocab_size=50_272, tied=True, activation="relu")
-_SIZES = {
-    "opt-125m": _sizes(768, 12, 12),
-    "opt-350m": _sizes(1024, 24, 16),
-    "opt-1.3b": _sizes(2048, 24, 32),
-    "opt-2.7b": _sizes(2560, 32, 32),
-    "opt-6.7b": _sizes(4096, 32, 32),
-    "opt-13b": _sizes(5120, 40, 40),
-    "opt-30b": _sizes(7168, 48, 56),
-    "opt-66b": _sizes(9216, 64, 72),
-}
-
 _SETTINGS = dict(model_type="opt", vocab_size=50_272)
 
 MODELS = {
@@ -128,4 +115,3 @@ MODELS = {
     "opt-30b": _SETTINGS | dict(hidden_size=7168, num_hidden_layers=48, num_attention_heads=56, ffn_dim=28_672),
     "opt-66b": _SETTINGS | dict(hidden_size=9216, num_hidden_layers=64, num_attention_heads=72, ffn_dim=36_864),
 }  # fmt: skip
-MODELS["opt-350m"] = functools.partial(opt, _SIZES["opt-350m"], rank=512, norm_first=False)

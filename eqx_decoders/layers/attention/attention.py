@@ -151,7 +151,7 @@ class AttentionConfig(MixerConfig):
     shared_kv: bool = False
     output_gate: bool = False
     inner_norm: NormConfig | None = None
-    out_dim: PositiveInt | None = None
+    out_dim: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in MixerConfig
     value_norm: NormConfig | None = None
     value_dim: PositiveInt | None = None
     value_scale: PositiveFloat = 1.0

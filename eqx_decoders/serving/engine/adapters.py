@@ -69,9 +69,9 @@ class AdaptedByRow(AbstractWeight):
         """Dtype of the base."""
         return as_weight(self.base).dtype
 
-    def part_axes(self, words: Axes) -> dict[str, Axes]:
+    def part_axes(self, weight_axes: Axes) -> dict[str, Axes]:
         """Return the axes of all arrays, given the axes of the weight."""
-        return {"base": words} | place_axes(words) | {"rows": ("batch",)}
+        return {"base": weight_axes} | place_axes(weight_axes) | {"rows": ("batch",)}
 
     def array(self, *contracted: int) -> Float[Array, "..."]:
         """No array stands for it: raise ConfigError."""
