@@ -52,15 +52,19 @@ class MissingPackage(EqxDecodersError, ImportError):
     """Optional package that is not installed."""
 
 
+def suggest(value: Any, known: Iterable[Any]) -> str:
+    """Return " Did you mean 'x'?" with the most similar string of `known`; an empty text if none is similar."""
+    known_strings = [option for option in known if isinstance(option, str)]
+    similar = difflib.get_close_matches(str(value)[:60], known_strings, n=1, cutoff=0.5)
+    return f" Did you mean {similar[0]!r}?" if similar else ""
+
+
 def check_option(field: str, value: T, known: Iterable[Any], error: type[EqxDecodersError] = ConfigError) -> T:
     """Return `value` if it is one of `known`. Otherwise raise `error`, which suggests the most similar known value."""
     known = tuple(known)
     if value in known:
         return value
-    known_strings = [option for option in known if isinstance(option, str)]
-    similar = difflib.get_close_matches(str(value), known_strings, n=1, cutoff=0.5)
-    hint = f" Did you mean {similar[0]!r}?" if similar else ""
-    raise error(f"{field}={value!r} is not known.{hint} Known: {', '.join(map(str, known))}.")
+    raise error(f"{field}={value!r} is not known.{suggest(value, known)} Known: {', '.join(map(str, known))}.")
 
 
 def check(condition: bool, message: str, error: type[EqxDecodersError] = ConfigError) -> None:

@@ -18,7 +18,7 @@ def load_plugin(path: str) -> None:
 
     - Configurations of layers and residual connections register themselves when the file is run.
     - `FAMILY`: a `Family` (or `FAMILIES`, several): the library then reads and writes its checkpoints.
-    - `MODELS`: functions that return a `DecoderConfig`, by name: `--model NAME` then takes them.
+    - `MODELS`: models by name, see `register_models`: `--model NAME` then takes them.
 
     Raises ConfigError if the file cannot be run, or defines none of these.
     """
@@ -30,7 +30,7 @@ def load_plugin(path: str) -> None:
         if not isinstance(family, Family):
             raise ConfigError(f"{FLAG}={path!r}: FAMILY={family!r} must be a Family: write FAMILY = Family(...).")
     if not isinstance(models, dict):
-        raise ConfigError(f"{FLAG}={path!r}: MODELS must be a dictionary of functions by name.")
+        raise ConfigError(f"{FLAG}={path!r}: MODELS must be a dictionary of models by name.")
     has_layers = RegisteredConfig.registered_modules() != known or module.__name__ in known
     check(
         bool(families or models or has_layers),

@@ -1,11 +1,10 @@
 """Validating reader of `config.json` and similar JSON objects. Unknown keys are errors."""
 
-import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from eqx_decoders.errors import ConversionError
+from eqx_decoders.errors import ConversionError, suggest
 
 
 T = TypeVar("T")
@@ -40,7 +39,7 @@ class Fields:
 
     def unknown(self, setting: str, value: Any, known: Iterable[str]) -> ConversionError:
         """Return the error for a value that is not one of `known`; `setting` is `"key=value"`."""
-        return self.error(f"{setting} is not known here.{_suggestion(value, known)} Known: {', '.join(known)}.")
+        return self.error(f"{setting} is not known here.{suggest(value, sorted(known))} Known: {', '.join(known)}.")
 
     def is_read(self, key: str) -> bool:
         """Return whether `key` was read."""
@@ -233,8 +232,8 @@ class Fields:
         unknown = [key for key in keys if key not in self._read and key not in ignored]
         if unknown:
             raise self.error(
-                f"Unknown keys: {_listed(unknown)}.{_suggestion(unknown[0], self._read)} Remove them if they do not "
-                "affect the model."
+                f"Unknown keys: {_listed(unknown)}.{suggest(unknown[0], sorted(self._read))} Remove them if they do "
+                "not affect the model."
             )
 
 
@@ -254,8 +253,3 @@ def abbreviate(value: Any) -> str:
 def _listed(keys: list[str]) -> str:
     more = f" and {len(keys) - 20} more" if len(keys) > 20 else ""
     return ", ".join(map(abbreviate, keys[:20])) + more
-
-
-def _suggestion(value: Any, known: Iterable[str]) -> str:
-    similar = difflib.get_close_matches(str(value)[:60], sorted(known), n=1, cutoff=0.6)
-    return f" Did you mean {similar[0]!r}?" if similar else ""

@@ -1,6 +1,5 @@
 """Arrays returned by transformers' processors, and the images, videos and audio clips in them."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
@@ -20,7 +19,7 @@ from eqx_decoders.encoders.protocols import EncoderInputs
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO
 from eqx_decoders.encoders.stem import PatchStemConfig, WholeImageStem
 from eqx_decoders.encoders.tiles import TiledImage, tiled_images
-from eqx_decoders.errors import DataError, check
+from eqx_decoders.errors import DataError, check, suggest
 
 
 class ImageArrays(TypedDict, total=False):
@@ -122,9 +121,7 @@ def check_names(names: Iterable[str]) -> None:
     known = ProcessorArrays.__annotations__
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"Media.create() got an unexpected keyword argument {name!r}.{hint}")
+            raise TypeError(f"Media.create() got an unexpected keyword argument {name!r}.{suggest(name, known)}")
 
 
 _ALIASES = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +11,13 @@ import numpy as np
 
 from eqx_decoders.errors import (
     CheckedFields,
+    ConfigError,
     DataError,
     EqxDecodersError,
     NonNegativeInt,
     PositiveInt,
-    check,
     missing_package,
+    suggest,
 )
 from eqx_decoders.evaluation.statistics import MeanScore
 
@@ -80,10 +80,11 @@ def find_tasks(names: Sequence[str], settings: HarnessSettings) -> Any:
         raise missing_package("lm_eval", "lm-eval") from error
     manager = TaskManager(include_path=settings.include_path)
     for name in names:
-        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        rule = f"lm-eval has no task {name!r}.{hint} `lm-eval ls tasks` lists all; include_path is for your own."
-        check(name in manager.all_tasks, rule)
+        if name not in manager.all_tasks:
+            raise ConfigError(
+                f"lm-eval has no task {name!r}.{suggest(name, manager.all_tasks)} `lm-eval ls tasks` lists all tasks; "
+                "include_path is for your own tasks."
+            )
     return manager
 
 

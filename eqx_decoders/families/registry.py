@@ -200,7 +200,7 @@ FAMILIES = FamilyRegistry()
 _REGISTERED_MODELS: dict[str, ModelBuilder] = {}
 
 
-def register_family(family: Family, models: Mapping[str, Callable[[], DecoderConfig]] = {}) -> None:
+def register_family(family: Family, models: Mapping[str, ModelBuilder] = {}) -> None:
     """Add a family: `load_hf`, `save_hf` and all programs then read and write its checkpoints.
 
     `models`: see `register_models`. A family that is registered again replaces the former one. Raises ConfigError if
@@ -211,8 +211,10 @@ def register_family(family: Family, models: Mapping[str, Callable[[], DecoderCon
     register_models(models)
 
 
-def register_models(models: Mapping[str, Callable[[], DecoderConfig]]) -> None:
-    """Add models by name, for `get_config` and `--model`. Each function returns the configuration of a model.
+def register_models(models: Mapping[str, ModelBuilder]) -> None:
+    """Add models by name, for `get_config` and `--model`.
+
+    A model is a function that returns its configuration, or the settings of its `config.json` with `model_type`.
 
     A model that is registered again replaces the former one. Raises ConfigError for names of the library's models.
     """
@@ -261,8 +263,7 @@ def get_config(name: str) -> DecoderConfig:
     """Return the configuration of a published model, or of `"tiny"`; edit it with `dataclasses.replace`."""
     if not is_model(name):
         check_option("get_config: name", name, list_models())
-    model = _REGISTERED_MODELS.get(name) or _library_model(name)
-    assert model is not None
+    model: Any = _REGISTERED_MODELS.get(name) or _library_model(name)
     if isinstance(model, Mapping):
         return find_family(model["model_type"]).decode(model)[0]
     return model.add_encoders(get_config(model.text)) if isinstance(model, ExtendedModel) else model()

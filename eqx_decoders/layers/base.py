@@ -25,7 +25,7 @@ class RegisteredConfig(CheckedFields, abc.ABC):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        module = RegisteredConfig._modules.setdefault(cls.__name__, cls.__module__)
+        module = RegisteredConfig._modules.get(cls.__name__, cls.__module__)
         if module != cls.__module__ and module.startswith("eqx_decoders."):
             raise ConfigError(
                 f"class {cls.__name__} of {cls.__module__}: {module} has a class of this name. Use another name, since "

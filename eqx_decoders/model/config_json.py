@@ -1,7 +1,6 @@
 """Lossless conversion of configurations to JSON and back, and changes of single fields by name."""
 
 import dataclasses
-import difflib
 import inspect
 import json
 import types
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 from eqx_decoders.blocks.repeats import find_repeats
-from eqx_decoders.errors import ConfigError, check, check_integer, check_option
+from eqx_decoders.errors import ConfigError, check, check_integer, check_option, suggest
 from eqx_decoders.layers.base import RegisteredConfig
 
 
@@ -40,11 +39,9 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
         }
         class_name = str(value.get("class", ""))
         if class_name not in classes and class_name.isidentifier():
-            near = difflib.get_close_matches(class_name, classes, n=1, cutoff=0.4)
-            suggestion = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{where}: class={class_name!r} is not known.{suggestion} If the class is your own, define it before "
-                "the configuration is read: programs take --plugin FILE.py."
+                f"{where}: class={class_name!r} is not known.{suggest(class_name, classes)} If the class is your own, "
+                "define it before the configuration is read: programs take --plugin FILE.py."
             )
         kind = classes[check_option(f"{where}: class", class_name, classes)]
         hints = typing.get_type_hints(kind)

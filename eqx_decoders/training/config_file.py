@@ -6,7 +6,6 @@ is false for a switch, and both are texts for a prompt.
 
 import collections.abc
 import dataclasses
-import difflib
 import json
 import types
 import typing
@@ -15,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eqx_decoders.errors import ConfigError, check, missing_package
+from eqx_decoders.errors import ConfigError, check, missing_package, suggest
 
 
 T = TypeVar("T")
@@ -116,9 +115,7 @@ def typed_settings(
                 collect(value, f"{name_in_file}.")
                 continue
             if name_in_file not in names:  # only then: comparing names takes a start half a second
-                near = difflib.get_close_matches(name_in_file, names, n=1, cutoff=0.5)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"{path}: {name_in_file!r} is no setting.{hint}")
+                raise ConfigError(f"{path}: {name_in_file!r} is no setting.{suggest(name_in_file, names)}")
             name = names[name_in_file]
             check(name not in settings, f"{path}: {name!r} is there twice, also as {name_in_file!r}. Leave one out.")
             settings[name] = _typed(value, hints[name], f"{path}: {name!r}")

@@ -285,7 +285,10 @@ def test_register_family(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED_MODELS", {})
     llama = find_family("llama")
     own = dataclasses.replace(llama, model_type="own", aliases=("older",))
-    ed.register_family(own, {"own-1b": lambda: ed.get_config("tiny")})
+    settings = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+    models = {"own-1b": lambda: ed.get_config("tiny"), "own-2b": dict(model_type="own", **settings)}
+    ed.register_family(own, models)
+    assert ed.get_config("own-1b") == ed.get_config("tiny") and len(ed.get_config("own-2b").blocks) == 2
     assert find_family("older") is FAMILIES["own"] is own and "own-1b" in ed.list_models()
     again = dataclasses.replace(own, architecture="OwnForCausalLM")
     ed.register_family(again)  # a notebook may run its cell again

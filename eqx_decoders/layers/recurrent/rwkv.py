@@ -48,7 +48,7 @@ class TimeMixConfig(MixerConfig):
         return {"level": state, "mean": state, "stream": ConvShape(taps=1, channels=self.embed_dim)}
 
     def token_products(self, length: int) -> int:
-        """Return the multiplications per token of the weighted mean, which is read once and written once."""
+        """Return the multiplications per token: one update and one read of the weighted mean for each channel."""
         return 2 * self.channels
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "TimeMix":

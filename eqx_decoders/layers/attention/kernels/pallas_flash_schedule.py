@@ -200,9 +200,10 @@ def unpack_lanes(words: Int32[Array, "..."], first_bit: Any, keys: int, axis: in
 def unpack_groups(
     read_word: Callable[[Any], Array], key_groups: Array, low: Any, high: Any, shape: tuple[int, int]
 ) -> Array:
-    """Unpack the bits of a tile's keys, whose groups have their bits in the words `low` to `high - 1`.
+    """Return the selection bits of a tile: for a key of group g, bit `g % 32` of a query's word `g // 32`.
 
-    `read_word(n)` returns the n-th word of each query, as a vector along the axis of queries.
+    Only the words `low` to `high - 1` are read. `read_word(n)` returns the n-th word of each query, as a vector along
+    the axis of queries.
     """
 
     def add_word(n: Any, unpacked: Array) -> Array:
