@@ -128,14 +128,6 @@ class DecoderSizes:
         )
 
 
-def gpt_sizes(
-    embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None, **options: Any
-) -> DecoderSizes:
-    """Return sizes whose heads divide the stream, with an MLP that is four times as wide as it."""
-    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, head_dim=embed_dim // num_heads)
-    return DecoderSizes(embed_dim=embed_dim, num_layers=num_layers, mlp_dim=4 * embed_dim, **heads, **options)
-
-
 def decoder_sizes(
     *,
     num_kv_heads: Any = None,
