@@ -22,7 +22,7 @@ def load_plugin(path: str) -> None:
 
     Raises ConfigError if the file cannot be run, or defines none of these.
     """
-    known = RegisteredConfig.registered_modules()
+    known_classes = RegisteredConfig.registered()
     module = run_python_file(path, "plugin", FLAG, "layers, MODELS or a FAMILY")
     families = getattr(module, "FAMILIES", None) or ([module.FAMILY] if hasattr(module, "FAMILY") else [])
     models = getattr(module, "MODELS", {})
@@ -31,9 +31,9 @@ def load_plugin(path: str) -> None:
             raise ConfigError(f"{FLAG}={path!r}: FAMILY={family!r} must be a Family: write FAMILY = Family(...).")
     if not isinstance(models, dict):
         raise ConfigError(f"{FLAG}={path!r}: MODELS must be a dictionary of models by name.")
-    has_layers = RegisteredConfig.registered_modules() != known or module.__name__ in known
+    defines_layers = RegisteredConfig.registered() != known_classes
     check(
-        bool(families or models or has_layers),
+        bool(families or models or defines_layers),
         f"{FLAG}={path!r} defines no layer, MODELS or FAMILY. A layer's configuration is derived from MixerConfig, "
         "ChannelConfig, ExtraConfig or Residual.",
     )

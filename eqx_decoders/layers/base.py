@@ -21,22 +21,22 @@ class RegisteredConfig(CheckedFields, abc.ABC):
     Defining a subclass registers it. Raises ConfigError if the library has a class of the same name.
     """
 
-    _modules: ClassVar[dict[str, str]] = {}  # by class name: the module that defines the class
+    _classes: ClassVar[dict[str, type["RegisteredConfig"]]] = {}  # by class name
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        module = RegisteredConfig._modules.get(cls.__name__, cls.__module__)
-        if module != cls.__module__ and module.startswith("eqx_decoders."):
+        known = RegisteredConfig._classes.get(cls.__name__, cls)
+        if known.__module__ != cls.__module__ and known.__module__.startswith("eqx_decoders."):
             raise ConfigError(
-                f"class {cls.__name__} of {cls.__module__}: {module} has a class of this name. Use another name, since "
-                "saved configurations refer to classes by their names."
+                f"class {cls.__name__} of {cls.__module__}: {known.__module__} has a class of this name. Use another "
+                "name, since saved configurations refer to classes by their names."
             )
-        RegisteredConfig._modules[cls.__name__] = cls.__module__
+        RegisteredConfig._classes[cls.__name__] = cls
 
-    @staticmethod
-    def registered_modules() -> frozenset[str]:
-        """Return the names of the modules that define registered configurations."""
-        return frozenset(RegisteredConfig._modules.values())
+    @classmethod
+    def registered(cls) -> list[type["RegisteredConfig"]]:
+        """Return this class and its subclasses; of classes with one name, the one that was defined last."""
+        return [registered for registered in RegisteredConfig._classes.values() if issubclass(registered, cls)]
 
 
 class LayerConfig(RegisteredConfig):

@@ -142,7 +142,9 @@ def _kinds(hint: Any) -> list[Any]:
     """Return the types that an annotation allows, including the subclasses of configuration classes."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
-    if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, RegisteredConfig)):
+    if isinstance(hint, type) and issubclass(hint, RegisteredConfig):
+        return list(hint.registered())
+    if dataclasses.is_dataclass(hint):
         kind: Any = hint
         return [kind, *(derived for subclass in kind.__subclasses__() for derived in _kinds(subclass))]
     return [hint]

@@ -68,3 +68,5 @@ def test_plugins_that_define_nothing_or_fail_are_refused(tmp_path):
         file.write_text(text)
         _, err = call("generate", "--plugin", file, "--prompt", "x", code=2)
         assert_names(err, *named)
+    config = ed.get_config("tiny")  # a refused class does not replace the library's
+    assert ed.DecoderConfig.from_json(config.to_json()) == config
