@@ -1,7 +1,7 @@
 """Encoder of images or audio: a stem, scanned layers as in a decoder, and a projector."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,14 +10,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.context import Execution, ForwardContext
-from eqx_decoders.encoders.audio.audio_stem import AudioStem
-from eqx_decoders.encoders.audio.frame_stem import FrameStem
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.media_config import EncoderConfig
-from eqx_decoders.encoders.mobilenet.mobilenet import MobileNet
 from eqx_decoders.encoders.packed_rows import AudioRows, PackedPatches
 from eqx_decoders.encoders.projector import EncoderTokens, Projection, Projector
-from eqx_decoders.encoders.stem import PatchStem
+from eqx_decoders.encoders.stem import Stem
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS
 from eqx_decoders.layers.norm import Norm
@@ -48,7 +45,7 @@ class Encoder(eqx.Module):
     The fields correspond to `EncoderConfig`. `line_end` and `divider` are the learned vectors of `TilesConfig`.
     """
 
-    stem: PatchStem | MobileNet | AudioStem | FrameStem
+    stem: Stem
     scanned_layers: tuple[ScannedLayers, ...]
     pre_norm: Norm | None
     post_norm: Norm | None
@@ -111,8 +108,7 @@ class Encoder(eqx.Module):
         set.
         """
         ctx = self._context(rows, execution)
-        stem: Any = self.stem
-        x = stem(rows, ctx)
+        x = self.stem(rows, ctx)
         x = x if self.pre_norm is None else self.pre_norm(x)
         x, deepstack = self._run_layers(x, ctx)
         beside = self.projector_beside if with_images else None

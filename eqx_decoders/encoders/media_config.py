@@ -8,10 +8,9 @@ from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.geometry import TilesConfig
-from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
-from eqx_decoders.encoders.stem import PatchStemConfig
+from eqx_decoders.encoders.stem import PatchStemConfig, StemConfig, WholeImageStem
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
@@ -27,10 +26,10 @@ class EncoderConfig(CheckedFields):
     **Arguments:**
 
     - `embed_dim`: width of the encoder.
-    - `stem`: input layer for patches, chunks of audio or complete audio clips; or a convolutional backbone
-        (`MobileNetConfig`).
-    - `blocks`: configuration of each layer; attention must have `mask=Bidirectional(...)` or be local. () for a
-        convolutional backbone.
+    - `stem`: input layer for patches, chunks of audio or complete audio clips; or a complete network, such as
+        `MobileNetConfig`.
+    - `blocks`: configuration of each layer; attention must have `mask=Bidirectional(...)` or be local. () if the
+        stem is a complete network.
     - `pre_norm`, `post_norm`: norms before the first and after the last layer; None: no norm.
     - `projector`: maps encoder outputs to features that replace placeholder tokens.
     - `projector_beside`: used instead of `projector` in calls that also have images (Phi-4's audio); None:
@@ -50,7 +49,7 @@ class EncoderConfig(CheckedFields):
     """
 
     embed_dim: PositiveInt
-    stem: PatchStemConfig | MobileNetConfig | AudioStemConfig | FrameStemConfig
+    stem: StemConfig
     blocks: tuple[BlockConfig, ...]
     projector: ProjectorConfig
     projector_beside: ProjectorConfig | None = None
@@ -67,9 +66,9 @@ class EncoderConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         check(
-            bool(self.blocks) != isinstance(self.stem, MobileNetConfig),
-            f"EncoderConfig.blocks has {len(self.blocks)} layers. It must have at least one BlockConfig, or () with a "
-            "MobileNetConfig as stem.",
+            bool(self.blocks) != self.stem.complete,
+            f"EncoderConfig.blocks has {len(self.blocks)} layers. It must have at least one BlockConfig, or () if "
+            "the stem is a complete network, such as MobileNetConfig.",
         )
         pads_clips = getattr(self.stem, "rows_per_clip", None) is not None
         check(
@@ -172,10 +171,10 @@ class MediaConfig(CheckedFields):
     lookup_token: NonNegativeInt = 0
 
     @property
-    def patch_stem(self) -> PatchStemConfig | MobileNetConfig | None:
+    def patch_stem(self) -> PatchStemConfig | WholeImageStem | None:
         """Stem of the vision encoder; None without a vision encoder."""
         stem = None if self.vision is None else self.vision.stem
-        return stem if isinstance(stem, PatchStemConfig | MobileNetConfig) else None
+        return stem if isinstance(stem, PatchStemConfig | WholeImageStem) else None
 
     @property
     def tiles(self) -> TilesConfig | None:
@@ -193,15 +192,21 @@ class MediaConfig(CheckedFields):
         tokens_by_name = {name: getattr(self, name) for name in ("image_token", "video_token", "audio_token")}
         ids = [token for token in tokens_by_name.values() if token is not None]
         check(len(ids) == len({*ids}), f"MediaConfig: the placeholder ids {tokens_by_name} must be different.")
-        for kind, encoder, stems, tokens in (
-            ("vision", self.vision, (PatchStemConfig, MobileNetConfig), (self.image_token, self.video_token)),
-            ("audio", self.audio, (AudioStemConfig, FrameStemConfig), (self.audio_token,)),
+        for kind, encoder, stem, stem_names, tokens in (
+            (
+                "vision",
+                self.vision,
+                self.patch_stem,
+                "PatchStemConfig or a MobileNetConfig",
+                (self.image_token, self.video_token),
+            ),
+            ("audio", self.audio, self.audio_stem, "AudioStemConfig or a FrameStemConfig", (self.audio_token,)),
         ):
             if encoder is not None:
-                stem_names = " or a ".join(stem.__name__ for stem in stems)
                 check(
-                    isinstance(encoder.stem, stems),
-                    f"MediaConfig.{kind}.stem must be a {stem_names}, not a {type(encoder.stem).__name__}.",
+                    stem is not None,
+                    f"MediaConfig.{kind}.stem must be a {stem_names}, or derived from one of them, not a "
+                    f"{type(encoder.stem).__name__}.",
                 )
                 check(
                     any(token is not None for token in tokens),

@@ -1,7 +1,8 @@
-"""Stem of a vision encoder: patch embedding and learned positions."""
+"""Stems of encoders: the base class, and the patch embedding of vision encoders with learned positions."""
 
+import abc
 import dataclasses
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -11,9 +12,41 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.packed_rows import PackedPatches
 from eqx_decoders.errors import CheckedFields, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.layers.base import RegisteredConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in, normal
+
+
+class StemConfig(RegisteredConfig):
+    """Base class of the configurations of stems (`EncoderConfig.stem`). Subclasses are frozen dataclasses.
+
+    Images are split and packed according to the fields of `PatchStemConfig` or of a `WholeImageStem`, and audio
+    according to those of `AudioStemConfig` or `FrameStemConfig`. So a stem is derived from one of these classes,
+    overrides `build`, and reads the same packed inputs.
+
+    - `complete`: whether the stem is a complete network, so that the encoder has no further layers.
+    """
+
+    complete: ClassVar[bool] = False
+
+    @property
+    def group(self) -> int:
+        """Number of the stem's outputs that become one feature."""
+        return 1
+
+    @abc.abstractmethod
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Stem":
+        """Return the stem with new weights, for an encoder with `embed_dim` features."""
+
+
+@runtime_checkable
+class Stem(Protocol):
+    """First layer of an encoder."""
+
+    def __call__(self, rows: Any, ctx: ForwardContext) -> Float[Array, "batch length embed"]:
+        """Return the inputs of the encoder's layers. `rows`: packed patches, chunks or frames (`packed_rows`)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +170,7 @@ def _weighted_sum(table: Array, index: Array, weight: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PatchStemConfig(CheckedFields):
+class PatchStemConfig(StemConfig):
     """Configuration of a patch embedding: `norm(kernel^T patch + bias) + position`.
 
     A patch has `channels x frames x size x size` values.

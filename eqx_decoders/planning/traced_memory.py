@@ -11,8 +11,7 @@ import numpy as np
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.geometry import TilesConfig, grid_of, token_order
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
-from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig, WholeImageStem
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -51,9 +50,9 @@ def abstract_media(
     """
     media = config.media
     stem = None if media is None or media.vision is None else media.vision.stem
-    if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig | MobileNetConfig):
+    if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig | WholeImageStem):
         raise ConfigError(f"images={images} needs a model that sees: this one has no encoder of images.")
-    if isinstance(stem, MobileNetConfig):
+    if isinstance(stem, WholeImageStem):
         arrays, tokens = _whole_images(stem, images, side)
     else:
         tiles = media.tiles
@@ -90,7 +89,7 @@ def _image_tiles(stem: PatchStemConfig, tiles: TilesConfig, images: int, side: i
     return dict(pixel_values=pixels, image_sizes=np.full((images, 2), side)), images * len(order)
 
 
-def _whole_images(stem: MobileNetConfig, images: int, side: int) -> tuple[dict[str, Any], int]:
+def _whole_images(stem: WholeImageStem, images: int, side: int) -> tuple[dict[str, Any], int]:
     side = max(1, side // stem.multiple) * stem.multiple
     return dict(pixel_values=np.zeros((images, stem.channels, side, side), np.float32)), images * stem.side**2
 

@@ -3,10 +3,19 @@
 import re
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.cli import serve
+from eqx_decoders.cli.plan import PlanConfig, plan
+from eqx_decoders.cli.plugins import load_plugin
 from eqx_decoders.families import registry
+from eqx_decoders.numerics.quantized_weight import quantized_weights
+from eqx_decoders.planning.machine import Machine
+from eqx_decoders.serving.engine.request import Request
+from eqx_decoders.sharding.chips import CHIPS
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 from tests.errors import assert_names, refused
 
@@ -44,6 +53,22 @@ def test_a_model_of_a_plugin_is_resumed_sampled_and_adapted(folder):
     adapter = dict(model="my-model", lora_rank=2, lora_targets="*.mlp.*")
     call("train", *options(folder, **adapter), "--run-dir", folder / "adapter")
     assert len(steps_of(folder / "adapter")) == 2
+
+
+def test_a_model_of_a_plugin_is_planned_quantized_and_served(folder):
+    with mock.patch.dict(registry._REGISTERED_MODELS):
+        load_plugin(str(folder / "my_layers.py"))
+        settings = PlanConfig(model="my-model", batch_size=2, seq_len=16, xla_flags="none")
+        with mock.patch.object(Machine, "of", return_value=Machine(CHIPS[0], ((0, (0,), 0),), (1,))):
+            planned, _, _ = plan(settings, jax.devices()[:1])
+        assert planned.memory.total > 0
+        config = serve.parse(flags({"--run-dir": folder / "run", "--quantize": "int8", "--max-length": 64}))
+        model = serve.load(config).model
+        assert quantized_weights(model)
+        engine = serve.make_engine(config, model, {})
+        request = Request(prompt=(3, 4, 5), max_new_tokens=4)
+        new = ed.generate(model, jnp.asarray([request.prompt]), max_new_tokens=4, sampler=ed.Greedy())
+        assert list(engine.run([request])[0]) == new[0].tolist()
 
 
 def test_a_run_whose_layers_are_not_defined_is_refused(folder):

@@ -9,14 +9,15 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.packed_rows import PackedChunks
-from eqx_decoders.errors import CheckedFields, PositiveInt
+from eqx_decoders.encoders.stem import StemConfig
+from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.embedding.embedding import sinusoids
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AudioStemConfig(CheckedFields):
+class AudioStemConfig(StemConfig):
     """Configuration of 3 x 3 convolutions with stride 2 over the bands and frames of a chunk, a linear layer, and
     sinusoidal positions within the chunk.
 
@@ -34,8 +35,6 @@ class AudioStemConfig(CheckedFields):
     filters: PositiveInt
     convolutions: PositiveInt = 3
     activation: ActivationName = "gelu"
-
-    group = 1  # number of tokens that become one feature
 
     def output_size(self, size: int) -> int:
         """Return the number of frames or bands after the convolutions, from the number before them."""

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.packed_rows import PackedFrames
+from eqx_decoders.encoders.stem import StemConfig
 from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
@@ -71,7 +72,7 @@ def _cumulative_sum(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrameStemConfig(CheckedFields):
+class FrameStemConfig(StemConfig):
     """Configuration of layers `act(norm(point(convolution(x))))` and a linear layer.
 
     Convolutions are 3 x 3 with stride 2 over frames and bands. Padding frames are set to zero before each convolution,

@@ -27,7 +27,8 @@ from eqx_decoders.encoders.mobilenet.convolution import (
     build_pointwise,
 )
 from eqx_decoders.encoders.packed_rows import PackedPatches
-from eqx_decoders.errors import CheckedFields, NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.encoders.stem import StemConfig
+from eqx_decoders.errors import NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import RMSNorm
 from eqx_decoders.sharding.explicit import at_layer
 
@@ -38,7 +39,7 @@ BlockAndInputs = tuple[PlaneBlockConfig, int]  # a block and its number of input
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MobileNetConfig(CheckedFields):
+class MobileNetConfig(StemConfig):
     """Configuration of MobileNet V5: `norm(pool(project(gelu(expand(concat(fused stages))))))`.
 
     The first stage reads `gelu(stem * image)`, where `stem` is a 3 x 3 convolution with stride 2. Images are square. An
@@ -65,8 +66,10 @@ class MobileNetConfig(CheckedFields):
     edges: Edges = "same"
     layer_scale: PositiveFloat | None = 1e-5
 
+    complete: ClassVar[bool] = True
+
     # further properties of the `ImageStem` protocol
-    group, merge = 1, 1
+    merge = 1
     positions, window, class_token, class_position = None, None, False, 0
     coordinates, first_coordinate = "row_column", 0
 
