@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import eqx_decoders
+from eqx_decoders.families import registry
 from tests.errors import refused
 from tests.sources import FILES, LIBRARY, nodes
 
@@ -21,7 +23,7 @@ ORDER = [
 
 
 # Packages that import their public names late.
-PACKAGES = ["eqx_decoders", *(f"eqx_decoders.{name}" for name in ("training", "serving", "evaluation"))]
+PACKAGES = ["eqx_decoders", *(f"eqx_decoders.{name}" for name in ("layers", "training", "serving", "evaluation"))]
 
 # JAX has no public way to what its processes tell each other, to where it finds them, and to what its cuDNN attention
 # asks of the GPUs that a step is traced for; nor Orbax to its counter.
@@ -76,6 +78,40 @@ def test_import_needs_what_is_used():
     assert not set(unwanted.split()) & model and {"jax", "equinox", "eqx_decoders.model.decoder"} <= model
 
 
+def test_a_checkpoint_imports_only_the_layers_and_the_family_of_its_model():
+    """A fresh interpreter that reads a Llama."""
+    code = """
+import sys, eqx_decoders
+eqx_decoders.get_config("llama3-8b")
+eqx_decoders.load_hf("tests/fixtures/llama_bf16")
+print(*(name.removeprefix("eqx_decoders.") for name in sys.modules))
+"""
+    modules = set(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=LIBRARY.parent).split())
+    mixers = {name.rpartition(".")[2] for name in modules if name.startswith(("layers.recurrent", "layers.attention"))}
+    unwanted = "gated_conv gated_delta_net kimi_delta lightning mamba1 mamba2 mlstm rg_lru rwkv scans pallas_scan"
+    assert not mixers & set(f"{unwanted} compressed_attention differential dynamic_mask head_mixture".split())
+    assert not {"layers.embedding.engram", "layers.parallel_mixers", "io.gguf.gguf_directory"} & modules
+    lineages = {module.partition(".")[0] for module in registry.MODULES}
+    assert {name.split(".")[1] for name in modules if name.startswith("families.")} & lineages == {"llama"}
+
+
+def test_saved_configurations_name_layers_that_were_not_imported():
+    """A fresh interpreter, in which a user's class cannot have the name of such a layer, either."""
+    text = eqx_decoders.get_config("mamba2-130m").to_json()
+    code = """
+import sys
+from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.base import MixerConfig
+assert not {"eqx_decoders.layers.recurrent.mamba2", "eqx_decoders.layers.recurrent.mlstm"} & set(sys.modules)
+try:
+    class MLSTMConfig(MixerConfig): ...
+except ConfigError:
+    print(DecoderConfig.from_json(sys.stdin.read()).to_json(), end="")
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, input=text) == text
+
+
 @pytest.mark.slow(fast=("io.processors.processor",))
 @pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenization_worker"])
 def test_processes_that_read_files_import_no_model(module):
@@ -112,9 +148,7 @@ def test_nothing_dangerous_is_called():
         assert "pickle" not in set(imported(file)), file
 
 
-@pytest.mark.parametrize(
-    "package", ["eqx_decoders", "eqx_decoders.training", "eqx_decoders.serving", "eqx_decoders.evaluation"]
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_what_is_imported_late_is_what_type_checkers_see(package):
     """The names under TYPE_CHECKING and those of `__getattr__` are the same, and each is there."""
     module = importlib.import_module(package)

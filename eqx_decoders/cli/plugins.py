@@ -22,7 +22,7 @@ def load_plugin(path: str) -> None:
 
     Raises ConfigError if the file cannot be run, or defines none of these.
     """
-    known_classes = RegisteredConfig.registered()
+    known_classes = _user_classes()
     module = run_python_file(path, "plugin", FLAG, "layers, MODELS or a FAMILY")
     families = getattr(module, "FAMILIES", None) or ([module.FAMILY] if hasattr(module, "FAMILY") else [])
     models = getattr(module, "MODELS", {})
@@ -31,7 +31,7 @@ def load_plugin(path: str) -> None:
             raise ConfigError(f"{FLAG}={path!r}: FAMILY={family!r} must be a Family: write FAMILY = Family(...).")
     if not isinstance(models, dict):
         raise ConfigError(f"{FLAG}={path!r}: MODELS must be a dictionary of models by name.")
-    defines_layers = RegisteredConfig.registered() != known_classes
+    defines_layers = _user_classes() != known_classes
     check(
         bool(families or models or defines_layers),
         f"{FLAG}={path!r} defines no layer, MODELS or FAMILY. A layer's configuration is derived from MixerConfig, "
@@ -40,6 +40,10 @@ def load_plugin(path: str) -> None:
     for family in families:
         register_family(family)
     register_models(models)
+
+
+def _user_classes() -> list[type[RegisteredConfig]]:
+    return [kind for kind in RegisteredConfig.registered() if not kind.__module__.startswith("eqx_decoders.")]
 
 
 def load_plugins(args: Sequence[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 Attention mixers
     `AttentionConfig` (with `QKNorm`, `BlockSelection`), `LatentAttentionConfig` (with `IndexerConfig`),
-    `HeadMixtureConfig`, `DifferentialAttentionConfig`, `DynamicMaskConfig`; `LearnedInitConfig`, attention initialized
-    from a teacher.
+    `CompressedAttentionConfig`, `HeadMixtureConfig`, `DifferentialAttentionConfig`, `DynamicMaskConfig`;
+    `LearnedInitConfig`, attention initialized from a teacher.
 
 Recurrent mixers
     `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`,
@@ -34,131 +34,187 @@ Functions without weights
     `attend` with one of the `KERNELS`, `max_scores`; `delta_rule`, `linear_recurrence`.
 """
 
-from eqx_decoders.layers.attention.attention import (
-    Attention as Attention,
-    AttentionConfig as AttentionConfig,
-    QKNorm as QKNorm,
-)
-from eqx_decoders.layers.attention.conformer import (
-    LocalAttention as LocalAttention,
-    LocalAttentionConfig as LocalAttentionConfig,
-)
-from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
-from eqx_decoders.layers.attention.kernels.registry import (
-    KERNELS as KERNELS,
-    Kernel as Kernel,
-    attend as attend,
-    max_scores as max_scores,
-)
-from eqx_decoders.layers.attention.mla import (
-    LatentAttention as LatentAttention,
-    LatentAttentionConfig as LatentAttentionConfig,
-)
-from eqx_decoders.layers.attention.moba import BlockSelection as BlockSelection
-from eqx_decoders.layers.attention.relative_attention import (
-    RelativeAttention as RelativeAttention,
-    RelativeAttentionConfig as RelativeAttentionConfig,
-)
-from eqx_decoders.layers.attention.variants.differential import (
-    DifferentialAttention as DifferentialAttention,
-    DifferentialAttentionConfig as DifferentialAttentionConfig,
-)
-from eqx_decoders.layers.attention.variants.dynamic_mask import (
-    DynamicMaskAttention as DynamicMaskAttention,
-    DynamicMaskConfig as DynamicMaskConfig,
-)
-from eqx_decoders.layers.attention.variants.head_mixture import (
-    HeadMixture as HeadMixture,
-    HeadMixtureConfig as HeadMixtureConfig,
-)
-from eqx_decoders.layers.attention.variants.learned_init import (
-    LearnedInit as LearnedInit,
-    LearnedInitConfig as LearnedInitConfig,
-)
-from eqx_decoders.layers.conformer_conv import (
-    LightConvolution as LightConvolution,
-    LightConvolutionConfig as LightConvolutionConfig,
-)
-from eqx_decoders.layers.embedding.embedding import (
-    LearnedPositions as LearnedPositions,
-    SinusoidalPositions as SinusoidalPositions,
-)
-from eqx_decoders.layers.embedding.engram import (
-    Engram as Engram,
-    EngramConfig as EngramConfig,
-    TokenClasses as TokenClasses,
-)
-from eqx_decoders.layers.embedding.head_transform import (
-    HeadTransform as HeadTransform,
-    HeadTransformConfig as HeadTransformConfig,
-)
-from eqx_decoders.layers.embedding.per_layer_embedding import (
-    PerLayerEmbeddingConfig as PerLayerEmbeddingConfig,
-    PerLayerInputConfig as PerLayerInputConfig,
-)
-from eqx_decoders.layers.mask import (
-    Bidirectional as Bidirectional,
-    Causal as Causal,
-    Chunked as Chunked,
-    SlidingWindow as SlidingWindow,
-    Spans as Spans,
-    spans_of as spans_of,
-)
-from eqx_decoders.layers.mlp import MLP as MLP, Linear as Linear, LinearConfig as LinearConfig, MLPConfig as MLPConfig
-from eqx_decoders.layers.moe.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
-from eqx_decoders.layers.moe.router import (
-    Router as Router,
-    RouterConfig as RouterConfig,
-    RoutingStats as RoutingStats,
-    load_balance_loss as load_balance_loss,
-    router_z_loss as router_z_loss,
-)
-from eqx_decoders.layers.norm import (
-    LayerNorm as LayerNorm,
-    LayerNormConfig as LayerNormConfig,
-    RMSNorm as RMSNorm,
-    RMSNormConfig as RMSNormConfig,
-)
-from eqx_decoders.layers.parallel_mixers import (
-    NamedMixer as NamedMixer,
-    ParallelMixers as ParallelMixers,
-    ParallelMixersConfig as ParallelMixersConfig,
-)
-from eqx_decoders.layers.recurrent.gated_conv import (
-    GatedConvolution as GatedConvolution,
-    GatedConvolutionConfig as GatedConvolutionConfig,
-)
-from eqx_decoders.layers.recurrent.gated_delta_net import (
-    GatedDeltaNet as GatedDeltaNet,
-    GatedDeltaNetConfig as GatedDeltaNetConfig,
-)
-from eqx_decoders.layers.recurrent.kimi_delta import (
-    KimiDeltaAttention as KimiDeltaAttention,
-    KimiDeltaAttentionConfig as KimiDeltaAttentionConfig,
-)
-from eqx_decoders.layers.recurrent.lightning import (
-    LightningAttention as LightningAttention,
-    LightningAttentionConfig as LightningAttentionConfig,
-)
-from eqx_decoders.layers.recurrent.mamba1 import Mamba1 as Mamba1, Mamba1Config as Mamba1Config
-from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
-from eqx_decoders.layers.recurrent.mlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
-from eqx_decoders.layers.recurrent.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
-from eqx_decoders.layers.recurrent.rwkv import (
-    ChannelMix as ChannelMix,
-    ChannelMixConfig as ChannelMixConfig,
-    TimeMix as TimeMix,
-    TimeMixConfig as TimeMixConfig,
-)
-from eqx_decoders.layers.recurrent.scans.recurrence import (
-    delta_rule as delta_rule,
-    linear_recurrence as linear_recurrence,
-)
-from eqx_decoders.layers.rope import (
-    DynamicRope as DynamicRope,
-    LinearRope as LinearRope,
-    Llama3Rope as Llama3Rope,
-    ProportionalRope as ProportionalRope,
-    Rope as Rope,
-    YarnRope as YarnRope,
+from typing import TYPE_CHECKING
+
+from eqx_decoders.core.lazy_imports import lazy
+
+
+# Names are imported on first use, so that a model imports the layers that it has and no others.
+if TYPE_CHECKING:
+    from eqx_decoders.layers.attention.attention import (
+        Attention as Attention,
+        AttentionConfig as AttentionConfig,
+        QKNorm as QKNorm,
+    )
+    from eqx_decoders.layers.attention.compressed_attention import (
+        CompressedAttention as CompressedAttention,
+        CompressedAttentionConfig as CompressedAttentionConfig,
+    )
+    from eqx_decoders.layers.attention.conformer import (
+        LocalAttention as LocalAttention,
+        LocalAttentionConfig as LocalAttentionConfig,
+    )
+    from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
+    from eqx_decoders.layers.attention.kernels.registry import (
+        KERNELS as KERNELS,
+        Kernel as Kernel,
+        attend as attend,
+        max_scores as max_scores,
+    )
+    from eqx_decoders.layers.attention.mla import (
+        LatentAttention as LatentAttention,
+        LatentAttentionConfig as LatentAttentionConfig,
+    )
+    from eqx_decoders.layers.attention.moba import BlockSelection as BlockSelection
+    from eqx_decoders.layers.attention.relative_attention import (
+        RelativeAttention as RelativeAttention,
+        RelativeAttentionConfig as RelativeAttentionConfig,
+    )
+    from eqx_decoders.layers.attention.variants.differential import (
+        DifferentialAttention as DifferentialAttention,
+        DifferentialAttentionConfig as DifferentialAttentionConfig,
+    )
+    from eqx_decoders.layers.attention.variants.dynamic_mask import (
+        DynamicMaskAttention as DynamicMaskAttention,
+        DynamicMaskConfig as DynamicMaskConfig,
+    )
+    from eqx_decoders.layers.attention.variants.head_mixture import (
+        HeadMixture as HeadMixture,
+        HeadMixtureConfig as HeadMixtureConfig,
+    )
+    from eqx_decoders.layers.attention.variants.learned_init import (
+        LearnedInit as LearnedInit,
+        LearnedInitConfig as LearnedInitConfig,
+    )
+    from eqx_decoders.layers.conformer_conv import (
+        LightConvolution as LightConvolution,
+        LightConvolutionConfig as LightConvolutionConfig,
+    )
+    from eqx_decoders.layers.embedding.embedding import (
+        LearnedPositions as LearnedPositions,
+        SinusoidalPositions as SinusoidalPositions,
+    )
+    from eqx_decoders.layers.embedding.engram import (
+        Engram as Engram,
+        EngramConfig as EngramConfig,
+        TokenClasses as TokenClasses,
+    )
+    from eqx_decoders.layers.embedding.head_transform import (
+        HeadTransform as HeadTransform,
+        HeadTransformConfig as HeadTransformConfig,
+    )
+    from eqx_decoders.layers.embedding.per_layer_embedding import (
+        PerLayerEmbeddingConfig as PerLayerEmbeddingConfig,
+        PerLayerInputConfig as PerLayerInputConfig,
+    )
+    from eqx_decoders.layers.mask import (
+        Bidirectional as Bidirectional,
+        Causal as Causal,
+        Chunked as Chunked,
+        SlidingWindow as SlidingWindow,
+        Spans as Spans,
+        spans_of as spans_of,
+    )
+    from eqx_decoders.layers.mlp import (
+        MLP as MLP,
+        Linear as Linear,
+        LinearConfig as LinearConfig,
+        MLPConfig as MLPConfig,
+    )
+    from eqx_decoders.layers.moe.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
+    from eqx_decoders.layers.moe.router import (
+        Router as Router,
+        RouterConfig as RouterConfig,
+        RoutingStats as RoutingStats,
+        load_balance_loss as load_balance_loss,
+        router_z_loss as router_z_loss,
+    )
+    from eqx_decoders.layers.norm import (
+        LayerNorm as LayerNorm,
+        LayerNormConfig as LayerNormConfig,
+        RMSNorm as RMSNorm,
+        RMSNormConfig as RMSNormConfig,
+    )
+    from eqx_decoders.layers.parallel_mixers import (
+        NamedMixer as NamedMixer,
+        ParallelMixers as ParallelMixers,
+        ParallelMixersConfig as ParallelMixersConfig,
+    )
+    from eqx_decoders.layers.recurrent.gated_conv import (
+        GatedConvolution as GatedConvolution,
+        GatedConvolutionConfig as GatedConvolutionConfig,
+    )
+    from eqx_decoders.layers.recurrent.gated_delta_net import (
+        GatedDeltaNet as GatedDeltaNet,
+        GatedDeltaNetConfig as GatedDeltaNetConfig,
+    )
+    from eqx_decoders.layers.recurrent.kimi_delta import (
+        KimiDeltaAttention as KimiDeltaAttention,
+        KimiDeltaAttentionConfig as KimiDeltaAttentionConfig,
+    )
+    from eqx_decoders.layers.recurrent.lightning import (
+        LightningAttention as LightningAttention,
+        LightningAttentionConfig as LightningAttentionConfig,
+    )
+    from eqx_decoders.layers.recurrent.mamba1 import Mamba1 as Mamba1, Mamba1Config as Mamba1Config
+    from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
+    from eqx_decoders.layers.recurrent.mlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
+    from eqx_decoders.layers.recurrent.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
+    from eqx_decoders.layers.recurrent.rwkv import (
+        ChannelMix as ChannelMix,
+        ChannelMixConfig as ChannelMixConfig,
+        TimeMix as TimeMix,
+        TimeMixConfig as TimeMixConfig,
+    )
+    from eqx_decoders.layers.recurrent.scans.recurrence import (
+        delta_rule as delta_rule,
+        linear_recurrence as linear_recurrence,
+    )
+    from eqx_decoders.layers.rope import (
+        DynamicRope as DynamicRope,
+        LinearRope as LinearRope,
+        Llama3Rope as Llama3Rope,
+        ProportionalRope as ProportionalRope,
+        Rope as Rope,
+        YarnRope as YarnRope,
+    )
+
+__getattr__, __all__, __dir__ = lazy(
+    __name__,
+    {
+        "layers.attention.attention": "Attention AttentionConfig QKNorm",
+        "layers.attention.compressed_attention": "CompressedAttention CompressedAttentionConfig",
+        "layers.attention.conformer": "LocalAttention LocalAttentionConfig",
+        "layers.attention.indexer": "Indexer IndexerConfig",
+        "layers.attention.kernels.registry": "KERNELS Kernel attend max_scores",
+        "layers.attention.mla": "LatentAttention LatentAttentionConfig",
+        "layers.attention.moba": "BlockSelection",
+        "layers.attention.relative_attention": "RelativeAttention RelativeAttentionConfig",
+        "layers.attention.variants.differential": "DifferentialAttention DifferentialAttentionConfig",
+        "layers.attention.variants.dynamic_mask": "DynamicMaskAttention DynamicMaskConfig",
+        "layers.attention.variants.head_mixture": "HeadMixture HeadMixtureConfig",
+        "layers.attention.variants.learned_init": "LearnedInit LearnedInitConfig",
+        "layers.conformer_conv": "LightConvolution LightConvolutionConfig",
+        "layers.embedding.embedding": "LearnedPositions SinusoidalPositions",
+        "layers.embedding.engram": "Engram EngramConfig TokenClasses",
+        "layers.embedding.head_transform": "HeadTransform HeadTransformConfig",
+        "layers.embedding.per_layer_embedding": "PerLayerEmbeddingConfig PerLayerInputConfig",
+        "layers.mask": "Bidirectional Causal Chunked SlidingWindow Spans spans_of",
+        "layers.mlp": "MLP Linear LinearConfig MLPConfig",
+        "layers.moe.experts": "Experts ExpertsConfig",
+        "layers.moe.router": "Router RouterConfig RoutingStats load_balance_loss router_z_loss",
+        "layers.norm": "LayerNorm LayerNormConfig RMSNorm RMSNormConfig",
+        "layers.parallel_mixers": "NamedMixer ParallelMixers ParallelMixersConfig",
+        "layers.recurrent.gated_conv": "GatedConvolution GatedConvolutionConfig",
+        "layers.recurrent.gated_delta_net": "GatedDeltaNet GatedDeltaNetConfig",
+        "layers.recurrent.kimi_delta": "KimiDeltaAttention KimiDeltaAttentionConfig",
+        "layers.recurrent.lightning": "LightningAttention LightningAttentionConfig",
+        "layers.recurrent.mamba1": "Mamba1 Mamba1Config",
+        "layers.recurrent.mamba2": "Mamba2 Mamba2Config",
+        "layers.recurrent.mlstm": "MLSTM MLSTMConfig",
+        "layers.recurrent.rg_lru": "RGLRU RGLRUConfig",
+        "layers.recurrent.rwkv": "ChannelMix ChannelMixConfig TimeMix TimeMixConfig",
+        "layers.recurrent.scans.recurrence": "delta_rule linear_recurrence",
+        "layers.rope": "DynamicRope LinearRope Llama3Rope ProportionalRope Rope YarnRope",
+    },
 )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+import eqx_decoders.layers
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, ConfigError
 
@@ -25,6 +26,8 @@ class RegisteredConfig(CheckedFields, abc.ABC):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
+        if not cls.__module__.startswith("eqx_decoders."):
+            getattr(eqx_decoders.layers, cls.__name__, None)  # import the library's class of this name, if there is one
         known = RegisteredConfig._classes.get(cls.__name__, cls)
         if known.__module__ != cls.__module__ and known.__module__.startswith("eqx_decoders."):
             raise ConfigError(

@@ -20,7 +20,6 @@ from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.mlp import MLP, MLPConfig
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
-from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
 from eqx_decoders.numerics.einsum import AbstractWeight, LowRankPair
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.numerics.low_rank import LowRank
@@ -131,7 +130,7 @@ class AidedMixerConfig(MixerConfig):
     - `attention_rank`: rank of this layer's LoRA updates of the query, key and value projections; None for no update.
     """
 
-    mixer: Mamba2Config
+    mixer: MixerConfig
     transformer: SharedTransformerConfig
     norm: RMSNormConfig = RMSNormConfig()
     number: NonNegativeInt = 0
@@ -210,7 +209,7 @@ class AidedMixer(eqx.Module):
 
     linear: Float[Array, "embed mlp"]
     norm: Norm
-    mixer: Mamba2
+    mixer: Any
     mlp_pair: MLPPair | None
     query_pair: QueryPair | None
     key_pair: KeyPair | None

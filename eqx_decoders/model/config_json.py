@@ -8,6 +8,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
+import eqx_decoders.layers
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import ConfigError, check, check_integer, check_option, suggest
 from eqx_decoders.layers.base import RegisteredConfig
@@ -31,13 +32,12 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
     """
     kinds = _kinds(hint)
     if isinstance(value, dict):
-        classes: dict[str, Any] = {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
-        classes = {
-            name: kind
-            for name, kind in classes.items()
-            if dataclasses.is_dataclass(kind) and not inspect.isabstract(kind)
-        }
         class_name = str(value.get("class", ""))
+        classes = _classes(kinds)
+        if class_name not in classes:
+            for name in eqx_decoders.layers.__all__:  # classes register themselves when their module is imported
+                getattr(eqx_decoders.layers, name)
+            classes = _classes(_kinds(hint))
         if class_name not in classes and class_name.isidentifier():
             raise ConfigError(
                 f"{where}: class={class_name!r} is not known.{suggest(class_name, classes)} If the class is your own, "
@@ -148,6 +148,15 @@ def _kinds(hint: Any) -> list[Any]:
         kind: Any = hint
         return [kind, *(derived for subclass in kind.__subclasses__() for derived in _kinds(subclass))]
     return [hint]
+
+
+def _classes(kinds: list[Any]) -> dict[str, Any]:
+    """Return the configuration classes among the types, by name, without abstract ones."""
+    return {
+        kind.__name__: kind
+        for kind in kinds
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not inspect.isabstract(kind)
+    }
 
 
 def _type_names(kinds: list[Any]) -> str:

@@ -86,6 +86,7 @@ def test_plugins_that_define_nothing_or_fail_are_refused(tmp_path):
     )
     for text, named in (
         ("x = 1", [file, "MODELS", "FAMILY"]),
+        ("from eqx_decoders.layers import MLSTMConfig", [file, "MODELS", "FAMILY"]),
         ("MODELS = 3", [file, "MODELS"]),
         ("MODELS = {'tiny': None}", ["'tiny'"]),
         (library_class, ["AttentionConfig"]),

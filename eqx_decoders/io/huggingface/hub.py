@@ -5,8 +5,6 @@ from pathlib import Path
 
 from eqx_decoders.errors import ConversionError, missing_package
 from eqx_decoders.io.atomic_files import expanded
-from eqx_decoders.io.gguf.gguf_directory import GGUFDirectory
-from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.directory import Directory, exists
 from eqx_decoders.io.run_lock import is_of_a_run
 from eqx_decoders.io.text.chat_template import ADDITIONAL
@@ -45,7 +43,9 @@ def resolve(source: str | Path, revision: str | None = None) -> Directory:
             f"serve.py and evaluate.py load it with --run-dir; `python scripts/convert.py export {path} DIRECTORY` "
             "writes a checkpoint."
         )
-    if is_gguf(path) and not path.is_dir():
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        from eqx_decoders.io.gguf.gguf_directory import GGUFDirectory  # needs the extra `gguf`
+
         return GGUFDirectory(path)
     repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)
     if exists(path) or not repository:
