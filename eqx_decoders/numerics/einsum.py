@@ -17,10 +17,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.numerics.gradient_ring import GroupRing, gradient_ring, ring_groups, ring_product
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.matmul import cast_in_loop, product
 from eqx_decoders.numerics.product_plan import ProductPlan, product_plan
+from eqx_decoders.numerics.rings.dense_product import multiply_with_ring
+from eqx_decoders.numerics.rings.grouped_product import GroupRing, ring_groups
 from eqx_decoders.sharding.axes import AXES, AnyArray, Axes
 from eqx_decoders.sharding.layout import Layout
 
@@ -125,9 +126,9 @@ class ArrayWeight(AbstractArrayWeight):
             two_rows = jnp.concatenate([x, x])
             return jnp.einsum(plan.letters, two_rows, weight, preferred_element_type=options.dtype)[:1]
         if layout is not None and options.gathers(plan, weight.size, x):
-            ring = gradient_ring(plan, layout, x, weight)
-            if ring is not None:
-                return ring_product(plan, options.dtype, layout, ring, x, weight)
+            result = multiply_with_ring(plan, x, weight, options.dtype, layout)
+            if result is not None:
+                return result
             weight = layout.gather_weight(weight, plan.right)
         return jnp.einsum(plan.letters, x, weight, preferred_element_type=options.dtype)
 

@@ -32,7 +32,7 @@ class Chip:
         `closed`). 0: the chips are connected by a switch.
     - `ring_box`: extents of the boxes of chips around which gradient rings run, in slices that lack wraparound links
         along some axis. The number of chips in a box equals the number of terms in the gradient ring of a matrix with
-        4096 rows, see `numerics.gradient_ring`. (): keep the order of the chips.
+        4096 rows, see `numerics.rings.levels`. (): keep the order of the chips.
     - `node`: number of chips that the fast network connects. 0: all chips of a slice.
     - `network_bandwidth`: bytes per second per chip between slices or nodes, in one direction.
     - `source`: source of the values.

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.model.weight_table import describe
+from eqx_decoders.numerics.rings.links import ring_load
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import ACTIVATIONS, WEIGHTS, device_bytes
-from eqx_decoders.sharding.links import ring_load
 from eqx_decoders.sharding.mesh import _factorizations
 from eqx_decoders.training import host_rows
 from tests.compare import assert_array_equal

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import Mesh
 
 import eqx_decoders as ed
+from eqx_decoders.numerics.rings.links import ring_load, ring_pairs
 from eqx_decoders.sharding.chips import CHIPS
-from eqx_decoders.sharding.links import busiest_link, ring_load, ring_pairs
+from eqx_decoders.sharding.links import busiest_link
 
 
 CHIP = {chip.name: chip for chip in CHIPS}

@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Int32, PyTree
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.moe.sorted_rows import combine, dispatch, gather_rows, scale_rows, sort_by_expert
 from eqx_decoders.numerics.einsum import RingWeight
-from eqx_decoders.numerics.gradient_ring import GroupRing, group_ring
 from eqx_decoders.numerics.matmul import cast_in_loop
 from eqx_decoders.numerics.quantized_weight import is_quantized
+from eqx_decoders.numerics.rings.grouped_product import GroupRing, group_ring
 from eqx_decoders.remat import get_remat
 from eqx_decoders.sharding.axes import axes, names_of, path_name
 from eqx_decoders.sharding.layout import Layout

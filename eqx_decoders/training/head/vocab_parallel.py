@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from eqx_decoders.numerics.gradient_ring import ring_sum
+from eqx_decoders.numerics.rings.reduce_scatter import ring_sum
 from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.layout import Layout
 

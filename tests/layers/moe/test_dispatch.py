@@ -24,9 +24,10 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.moe.sorted_rows import sort_by_expert
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.numerics import einsum, gradient_ring
+from eqx_decoders.numerics import einsum
 from eqx_decoders.numerics.grouped_matmul import block_rows
 from eqx_decoders.numerics.low_rank import LowRank
+from eqx_decoders.numerics.rings import grouped_product, levels
 from tests.compare import assert_close
 from tests.models import VOCAB, filled, packed
 from tests.numerics.test_grouped_matmul import TRITON
@@ -159,10 +160,11 @@ def rings(monkeypatch):
     """Rings of two levels for small weights on CPUs, too; counts the products that have them."""
     backend = dataclasses.replace(ed.Layout.create(fsdp=8).backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
-    monkeypatch.setattr(gradient_ring, "LANES", 1)
-    monkeypatch.setattr(gradient_ring, "ROWS", 1)
-    monkeypatch.setattr(gradient_ring, "TERM_WIDTH", 8)
-    products = Mock(wraps=gradient_ring.ring_groups)
+    monkeypatch.setattr(grouped_product, "LANES", 1)
+    monkeypatch.setattr(grouped_product, "ROWS", 1)
+    monkeypatch.setattr(levels, "LANES", 1)
+    monkeypatch.setattr(levels, "TERM_WIDTH", 8)
+    products = Mock(wraps=grouped_product.ring_groups)
     monkeypatch.setattr(einsum, "ring_groups", products)
     return products
 
@@ -173,7 +175,7 @@ def test_ring_reduce_scatter_gradients_equal_one_device(rings):
     check_equal(program(ed.Execution(layout=layout)), layer(RICH), x, positions, layout)
     chosen = [ring for (of_each, *_), _ in rings.call_args_list for ring in of_each]
     assert chosen[:3] == [
-        gradient_ring.GroupRing(("fsdp",), (2, 2), dimension, 2) for dimension in (1, 1, 2)
+        grouped_product.GroupRing(("fsdp",), (2, 2), dimension, 2) for dimension in (1, 1, 2)
     ]  # gate, up, down
 
 

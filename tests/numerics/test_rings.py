@@ -14,11 +14,13 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.numerics import gradient_ring as rings
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_groups, ring_product, ring_sum
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.product_plan import product_plan
+from eqx_decoders.numerics.rings import dense_product, grouped_product, levels
+from eqx_decoders.numerics.rings.dense_product import find_ring, gradient_ring, ring_product
+from eqx_decoders.numerics.rings.grouped_product import GroupRing, group_ring, ring_groups
+from eqx_decoders.numerics.rings.reduce_scatter import ring_sum
 from eqx_decoders.sharding.chips import chip_of
 from tests.compare import assert_array_equal, assert_close
 from tests.models import draw
@@ -51,11 +53,11 @@ def gradients(product, *argnums):
 
 
 RINGS = {
-    "2x4": (OUT, MESHES[0], dict(levels=(2, 4), parts=4, turned=True)),
-    "4x2": (OUT, MESHES[0], dict(levels=(4, 2), parts=4, turned=True)),
-    "2x2x2": (OUT, MESHES[0], dict(levels=(2, 2, 2), parts=4, turned=True)),
+    "2x4": (OUT, MESHES[0], dict(levels=(2, 4), parts=4, dimension_first=True)),
+    "4x2": (OUT, MESHES[0], dict(levels=(4, 2), parts=4, dimension_first=True)),
+    "2x2x2": (OUT, MESHES[0], dict(levels=(2, 2, 2), parts=4, dimension_first=True)),
     **{"-".join(sizes): (IN, sizes, {}) for sizes in MESHES},
-    "not turned": (OUT, MESHES[0], dict(turned=False)),
+    "not turned": (OUT, MESHES[0], dict(dimension_first=False)),
     "heads": (HEADS, MESHES[1], {}),
     "heads in 4": (HEADS, MESHES[0], dict(cut=0, parts=4)),
     "heads in 2": (HEADS, MESHES[0], dict(cut=1, parts=2)),
@@ -67,10 +69,10 @@ RINGS = {
 def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, case):
     """Eight devices are two rings of four, whose terms are products, and four of two; the other way round; a cube."""
     pattern, sizes, changes = RINGS[case]
-    monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 8)
+    monkeypatch.setattr(levels, "TERM_WIDTH", 4 if pattern == IN else 8)
     layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
     plan, ring = product_plan(pattern), ring_of(pattern, layout)
-    assert ring is not None and ring.turned == (pattern != IN)
+    assert ring is not None and ring.dimension_first == (pattern != IN)
     assert sizes != MESHES[0] or (ring.levels, ring.parts) == (((4, 2), 4) if pattern == IN else ((2, 4), 2))
     ring = ring._replace(**changes)
 
@@ -158,8 +160,8 @@ def test_a_model_learns_the_same_by_rings(monkeypatch):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
-    for name in ("LANES", "ROWS", "TERM_WIDTH"):
-        monkeypatch.setattr(rings, name, 1)
+    for module, name in ((dense_product, "LANES"), (dense_product, "ROWS"), (levels, "LANES"), (levels, "TERM_WIDTH")):
+        monkeypatch.setattr(module, name, 1)
     got, program = gradients(layout)
     assert program.count("ppermute") >= 2 * 5  # both directions; programs of equal matrices are printed once
     assert_close(jax.device_get(got), jax.device_get(want), units=512)
@@ -174,17 +176,17 @@ def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
     ring = gradient_ring(plan, layout, *shapes[:2])
-    assert ring is not None and ring.axes == ("fsdp",) and not ring.turned
+    assert ring is not None and ring.axes == ("fsdp",) and not ring.dimension_first
     assert ring.levels == (2, 4)  # terms of 512 columns
-    assert all(gradient_ring(plan, layout, *each).turned for each in (shapes[2:], narrow[:2]))
+    assert all(gradient_ring(plan, layout, *each).dimension_first for each in (shapes[2:], narrow[:2]))
     assert gradient_ring(plan, layout, *narrow[2:]) is None
     few = [jnp.zeros(shape) for shape in ((8, 6, 128), (128, 12), (8, 6, 120), (120, 12))]
     ring = gradient_ring(product_plan(IN), layout, *few[:2])
     assert ring is not None and ring.levels == (1, 8)
     assert gradient_ring(product_plan(IN), layout, *few[2:]) is None
-    monkeypatch.setattr(rings, "MAX_ADDITIONS", 3)
+    monkeypatch.setattr(levels, "MAX_ADDITIONS", 3)
     assert gradient_ring(plan, layout, *shapes[:2]).levels == (2, 2, 2)
-    monkeypatch.setattr(rings, "MAX_ADDITIONS", 2)
+    monkeypatch.setattr(levels, "MAX_ADDITIONS", 2)
     assert gradient_ring(plan, layout, *shapes[:2]) is None
 
 
@@ -201,7 +203,7 @@ def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
 )
 def test_terms_are_as_wide_as_their_products_need(kind, across, width):
     """In bfloat16 the operations for each byte of the operands are 0.9 of what the chip does while it reads one."""
-    chip, got = chip_of(kind), rings.term_width(kind, across)
+    chip, got = chip_of(kind), levels.term_width(kind, across)
     assert got == width
     if "v5" in kind and across > 140:
         assert chip is not None and got * across / (got + across) > 0.9 * chip.bf16 / chip.memory_bandwidth
@@ -210,8 +212,8 @@ def test_terms_are_as_wide_as_their_products_need(kind, across, width):
 @pytest.mark.parametrize("pattern, across", [(IN, 3), (OUT, 3), (HEADS, 1)])
 def test_terms_have_half_or_a_quarter_of_what_a_device_has_of_the_other_dimensions(monkeypatch, pattern, across):
     seen = []
-    monkeypatch.setattr(rings, "term_width", lambda kind, across: seen.append(across) or 4)
-    monkeypatch.setattr(rings, "TERM_WIDTH", 1)
+    monkeypatch.setattr(levels, "term_width", lambda kind, across: seen.append(across) or 4)
+    monkeypatch.setattr(levels, "TERM_WIDTH", 1)
     ring = ring_of(pattern, ed.Layout.create(fsdp=2, tensor=4))
     assert ring is not None and seen[0] == across and seen[1:] == ([1] if across == 3 else [])
 
@@ -219,7 +221,7 @@ def test_terms_have_half_or_a_quarter_of_what_a_device_has_of_the_other_dimensio
 def layout_of(monkeypatch, size):
     """A layout of so many devices that no message shares a link."""
     monkeypatch.setattr(ed.Layout, "sizes", property(lambda self: {"fsdp": size}))
-    monkeypatch.setattr(rings, "ring_load", lambda *_: 1)
+    monkeypatch.setattr(levels, "ring_load", lambda *_: 1)
     return ed.Layout()
 
 
@@ -240,7 +242,7 @@ def layout_of(monkeypatch, size):
 )
 def test_terms_are_cut_in_four_where_that_hides_much(monkeypatch, size, columns, across, want):
     layout = layout_of(monkeypatch, size)
-    assert rings.levels_and_parts(layout, ("fsdp",), columns, across, 4) == want
+    assert levels.levels_and_parts(layout, ("fsdp",), columns, across, 4) == want
 
 
 @pytest.mark.parametrize("across, parts", [(24, 4), (26, 2)])
@@ -248,18 +250,18 @@ def test_what_has_no_quarters_is_cut_in_halves(monkeypatch, across, parts):
     layout = ed.Layout.create(fsdp=8)
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
-    monkeypatch.setattr(rings, "TERM_WIDTH", 4)
-    monkeypatch.setattr(rings, "ROWS", 1)
+    monkeypatch.setattr(levels, "TERM_WIDTH", 4)
+    monkeypatch.setattr(grouped_product, "ROWS", 1)
     assert ring_of(IN, layout, ((8, 6, 16), (16, across))).parts == parts
-    assert rings.group_ring(layout, ("fsdp",), (3, 2, across), 1).parts == parts
+    assert group_ring(layout, ("fsdp",), (3, 2, across), 1).parts == parts
 
 
 def test_quarters_of_terms_do_not_wait_for_their_operands(monkeypatch):
     """They would need wider terms, of which there are not as many."""
-    monkeypatch.setattr(rings, "term_width", lambda kind, across: 512 if across >= 1024 else 1024)
+    monkeypatch.setattr(levels, "term_width", lambda kind, across: 512 if across >= 1024 else 1024)
     layout = layout_of(monkeypatch, 16)
-    assert rings.levels_and_parts(layout, ("fsdp",), 2048, 2048, 4) == ((4, 4), 2)
-    assert rings.levels_and_parts(layout, ("fsdp",), 2048, 4096, 4) == ((4, 4), 4)
+    assert levels.levels_and_parts(layout, ("fsdp",), 2048, 2048, 4) == ((4, 4), 2)
+    assert levels.levels_and_parts(layout, ("fsdp",), 2048, 4096, 4) == ((4, 4), 4)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_quarters_of_terms_do_not_wait_for_their_operands(monkeypatch):
     ],
 )
 def test_levels_are_those_that_share_no_links(size, most, shared, want):
-    assert rings.ring_levels(size, most, lambda count, distance: shared.get((count, distance), 1)) == want
+    assert levels.ring_levels(size, most, lambda count, distance: shared.get((count, distance), 1)) == want
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_levels_are_those_that_share_no_links(size, most, shared, want):
 )
 def test_levels_of_sums_without_products_have_few_additions(size, shared, want):
     load = lambda count, distance: shared.get((count, distance), 1)  # noqa: E731
-    assert rings.ring_levels(size, size, load, products=False) == want
+    assert levels.ring_levels(size, size, load, products=False) == want
 
 
 def test_layouts_without_devices_have_rings(monkeypatch):
@@ -300,14 +302,14 @@ def test_layouts_without_devices_have_rings(monkeypatch):
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
     assert ring_of(IN, layout) is not None
-    assert rings.group_ring(layout, ("fsdp",), (3, 256, 512), 1) is not None
+    assert group_ring(layout, ("fsdp",), (3, 256, 512), 1) is not None
     summed = layout.shard_map(lambda x: ring_sum(layout, x[0], ("fsdp",), 0), P("fsdp"), P("fsdp"))
     assert jax.eval_shape(summed, jnp.zeros((8, 16, 4))).shape == (16, 4)
 
 
 def test_a_first_level_has_a_bound(monkeypatch):
-    monkeypatch.setattr(rings, "term_width", lambda kind, across: 1)
-    monkeypatch.setattr(rings, "MAX_TERMS", 3)
+    monkeypatch.setattr(levels, "term_width", lambda kind, across: 1)
+    monkeypatch.setattr(levels, "MAX_TERMS", 3)
     assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)
 
 
@@ -331,7 +333,7 @@ def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
 def test_rings_of_grouped_products_give_the_gradients_of_one_device():
     """Rows of experts as on a TPU, of which the last ones belong to none and hold anything."""
     layout, counts = ed.Layout.create(fsdp=8), jnp.asarray(np.random.default_rng(0).integers(0, 4, (8, 3), np.int32))
-    kinds = rings.GroupRing(("fsdp",), (4, 2), 1, 2), rings.GroupRing(("fsdp",), (2, 4), 2, 4)
+    kinds = GroupRing(("fsdp",), (4, 2), 1, 2), GroupRing(("fsdp",), (2, 4), 2, 4)
     x, weights = draw(1, (8, 12, 8)), (draw(2, (3, 8, 6)), draw(3, (3, 8, 16)))
     filled = jnp.arange(12)[None, :, None] < counts.sum(1)[:, None, None]
 
