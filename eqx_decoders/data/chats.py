@@ -68,15 +68,15 @@ def render_documents(
 
 
 def _reason_to_drop(document: Document) -> str:
-    """Return why a rendered document is left out."""
+    """Return why a rendered document is left out, one of `DROP_REASONS`."""
     if document.chat is None:
-        return "with an empty completion"
+        return "empty_completion"
     roles = {str(message.get("role")) for message in document.chat.messages[document.chat.first :]}
     if "assistant" not in roles:
-        return f"without an assistant message (roles: {', '.join(sorted(roles))[:80]})"
+        return f"no_assistant_message: {', '.join(sorted(roles))[:80]}"
     if document.chat.excluded:
-        return "whose assistant messages are all excluded by flags (weight, train)"
-    return "with empty answers"
+        return "excluded"
+    return "empty_answers"
 
 
 def _rendered(

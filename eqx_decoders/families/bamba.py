@@ -31,7 +31,10 @@ FAMILY = Family(
         decoder_sizes(num_kv_heads=8, eps=1e-5, keys={"head_dim": None}),
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
         Numbers("attn_layer_indices", _full, (), name="full"),
-        Check(lambda values: bool(values["full"]), "no layer has attention: check attn_layer_indices."),
+        Check(
+            lambda values: bool(values["full"]),
+            "attn_layer_indices must have the index of at least one attention layer.",
+        ),
         rope_settings(fraction=0.5),
         Check(lambda values: values["rope"].fraction == 0.5, "transformers always rotates half of a head."),
         Only("attn_rotary_emb", lambda values: values["shape"].head_dim // 2),

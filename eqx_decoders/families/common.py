@@ -302,7 +302,7 @@ def hybrid_layers(*attention: type, other: str = HYBRID_TYPES[0], word: str = HY
             types = [kinds[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
         full = tuple(legacy.get(kind, kind) == word for kind in types)
         if not any(full):
-            raise fields.error("no layer has attention: check layer_types.")
+            raise fields.error(f"layer_types must have at least one attention layer, {word!r}.")
         return full
 
     def write(config: DecoderConfig) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def _read_every(fields: Fields, values: Values, kind: str, period: int, offset: 
 def _read_full(fields: Fields, values: Values) -> range:
     full = _read_every(fields, values, "attn", 8, 4)
     if not full:
-        raise fields.error("no layer has attention: check attn_layer_offset.")
+        raise fields.error(
+            "attn_layer_offset must be less than num_hidden_layers, so that there is an attention layer."
+        )
     return full
 
 

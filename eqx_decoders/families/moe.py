@@ -25,7 +25,10 @@ EXPERT_PATHS = {"intermediate_size": "experts.mlp_dim", "hidden_act": "experts.a
 
 def need_experts(config: DecoderConfig) -> DecoderConfig:
     """Return the configuration; raise ConfigError where no layer has experts."""
-    check(bool(sparse_layers(config)), "no layer has experts: check the settings that say which layers do.")
+    check(
+        bool(sparse_layers(config)),
+        "DecoderConfig.blocks must have at least one layer with experts, but all layers are dense.",
+    )
     return config
 
 

@@ -98,7 +98,7 @@ def _read_pattern(fields: Fields, values: Values) -> str:
     if not isinstance(pattern, str) or not pattern or set(pattern) - set(_LETTERS):
         raise fields.error(f"hybrid_override_pattern must have one of {' '.join(_LETTERS)} for each layer.")
     if "*" not in pattern:
-        raise fields.error("no layer has attention: check hybrid_override_pattern and layers_block_type.")
+        raise fields.error("hybrid_override_pattern or layers_block_type must have at least one attention layer.")
     fields.content["num_hidden_layers"] = len(pattern)  # which transformers does not read
     return pattern
 

@@ -54,7 +54,7 @@ def _halve(fields: Fields, values: Values) -> None:
 def _read_cycle(fields: Fields, values: Values) -> tuple[str, ...]:
     cycle = tuple(fields.words("block_types", _KINDS, None) or _CYCLE)
     if _KINDS[1] not in cycle[: values["shape"].num_layers]:
-        raise fields.error("no layer has attention: check block_types.")
+        raise fields.error("block_types must have at least one attention layer.")
     return cycle
 
 

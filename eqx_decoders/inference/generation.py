@@ -84,7 +84,7 @@ def generate(
 
     Raises ConfigError if the arguments do not fit the model.
     """
-    request = _Request.create(model, prompt, max_new_tokens, sampler, key, options)
+    request = _Request.create("generate", model, prompt, max_new_tokens, sampler, key, options)
     tokens, _ = _generate(unstack_layers(model), request, np.asarray(pad_id, np.int32))
     if tokens.shape[1] == max_new_tokens:
         return tokens
@@ -109,7 +109,7 @@ def stream(
 
     Takes the arguments of `generate`. Errors are raised by the call, not at the first token.
     """
-    request = _Request.create(model, prompt, max_new_tokens, sampler, key, options)
+    request = _Request.create("stream", model, prompt, max_new_tokens, sampler, key, options)
     return _stream(unstack_layers(model), request, np.asarray(pad_id, np.int32))
 
 
@@ -178,6 +178,7 @@ class _Request(eqx.Module):
     @classmethod
     def create(
         cls,
+        function: str,
         model: Decoder,
         prompt: Any,
         max_new_tokens: int,
@@ -185,10 +186,10 @@ class _Request(eqx.Module):
         key: PRNGKeyArray | None,
         options: GenerationOptions,
     ) -> "_Request":
-        """Validate and pad the arguments of `generate`, before anything is compiled."""
-        model.config.check_logits("generate()")
+        """Validate and pad the arguments of `function`, "generate" or "stream", before anything is compiled."""
+        model.config.check_logits(f"{function}()")
         for name in options.keys() - GenerationOptions.__annotations__.keys():
-            raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         cache_dtype = options.get("cache_dtype")
         media = options.get("media")
         drafts = options.get("drafts")

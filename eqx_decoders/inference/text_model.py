@@ -166,8 +166,13 @@ class TextModel:
     ) -> list[np.ndarray]:
         if not conversations:
             return []
-        if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
+        if self.chat is None:
             raise ConfigError("This model has no chat template. Pass a text instead of messages.")
+        if not isinstance(self.tokenizer, JsonTokenizer):
+            raise ConfigError(
+                f"Messages need the tokenizer of a tokenizer.json (JsonTokenizer), but this model has a "
+                f"{type(self.tokenizer).__name__}. Pass a text instead of messages, or add tokenizer.json."
+            )
         requests: list[Conversation] = []
         continued: list[str | None] = []  # content of the last message if the model continues this message; else None
         for messages, variables in conversations:
@@ -207,7 +212,7 @@ class TextModel:
         # All processes use the ids of the first process: chat templates may insert the date, which may differ.
         local_ids, media = self.prepare(prompt, files) if jax.process_index() == 0 else (None, None)
         ids = np.asarray(from_first("prompt", None if local_ids is None else local_ids.tolist()), np.int32)
-        check(len(ids) > 0, "prompt='' is empty, and the tokenizer adds no bos token. Pass a non-empty prompt.")
+        check(len(ids) > 0, "The prompt has no tokens. Pass a prompt that is not empty.")
         tokens = stream(
             self.model,
             ids[None],

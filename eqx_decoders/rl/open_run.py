@@ -99,14 +99,20 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     return OpenedMethod(trained, sets, method, critic, rl.critic.warmup_steps)
 
 
+_REWRITTEN_TURNS = {"plain": "answers", "reasoning": "answers with reasoning"}
+
+
 def _check_template(template: ChatTemplate | None) -> None:
     """Print a line if the template writes earlier turns of conversations another way. Raises ConfigError."""
     one = jax.process_count() == 1
     check(one, f"rl.environment: a run has one process, not {jax.process_count()}. Take rl.reward, or one process.")
     rewritten = rewritten_turns(template)
     if rewritten:
-        line = f"the chat template writes earlier {rewritten} another way: their episodes go on in rows of their own"
-        print_status(f"{line} (forked_rows)")
+        names = " and ".join(_REWRITTEN_TURNS[kind] for kind in rewritten)
+        print_status(
+            f"the chat template changes earlier {names} when a message follows: such episodes continue in other rows "
+            "(forked_rows)"
+        )
 
 
 def _engine_config(rl: RLConfig, longest: int, length: int) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 from collections.abc import Sequence
+from typing import Literal
 
 from eqx_decoders.data.prompt_batches import encode_beginning, encode_rendered
 from eqx_decoders.errors import ConversionError
@@ -114,19 +115,25 @@ def takes_calls_as_text(template: ChatTemplate | None) -> bool:
     return isinstance(render_all(template, [Conversation((QUESTION, *turns), {}, True)])[0], Rendered)
 
 
-def rewritten_turns(template: ChatTemplate | None) -> str:
-    """Return what a template writes another way as soon as a conversation goes on, in words; empty: nothing."""
-    answers = {"answers": "1", "answers with thoughts": THOUGHTS + "1"}
+RewrittenTurn = Literal["plain", "reasoning"]
+
+
+def rewritten_turns(template: ChatTemplate | None) -> tuple[RewrittenTurn, ...]:
+    """Return the kinds of assistant messages that a template renders differently when a message follows them.
+
+    "plain": messages without reasoning; "reasoning": messages with reasoning.
+    """
     if template is None:
-        return ""
-    if "think" not in template.source:
-        del answers["answers with thoughts"]
+        return ()
+    answers: dict[RewrittenTurn, str] = {"plain": "1"}
+    if "think" in template.source:
+        answers["reasoning"] = THOUGHTS + "1"
     talks = [(QUESTION, {"role": "assistant", "content": answer}, QUESTION) for answer in answers.values()]
     first, *later = render_all(template, [Conversation(talk, {}, True) for talk in ((QUESTION,), *talks)])
-    words = []
+    rewritten = []
     for (name, answer), rendered in zip(answers.items(), later, strict=True):
         if isinstance(first, ConversionError) or isinstance(rendered, ConversionError):
             continue
         if added_from(first.text, answer, "", rendered.text) is None:
-            words.append(name)
-    return " and ".join(words)
+            rewritten.append(name)
+    return tuple(rewritten)

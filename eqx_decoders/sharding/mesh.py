@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from eqx_decoders.errors import ConfigError, check, check_integer
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.sharding.chips import chip_of, slice_of
 
 
@@ -26,7 +26,8 @@ def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[st
     )
     for name, size in sizes.items():
         if name not in free_axes:
-            check_integer(f"Layout.{name}", size)
+            is_valid = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+            check(is_valid, f"Layout.{name}={size!r} must be an integer of at least 1, or -1 for all other devices.")
     required = math.prod(size for size in sizes.values() if size != -1)
     product = _product_text(sizes) or "Layout.data=1"
     hint = ""

@@ -71,15 +71,10 @@ class Pipeline(PipelineConfig):
         """Raise ConfigError if the pipeline does not fit the batch size or the number of stages."""
         count = self.microbatches
         check(
-            self.delay or count >= stages,
-            f"Pipeline.microbatches={count} must be at least Layout.stage={stages}, because the first stage would wait "
-            "for the last one. Use more microbatches or fewer stages.",
-        )
-        check(
-            not self.delay or count >= 2 * stages,
-            f"Pipeline.microbatches={count} must be at least {2 * stages}, twice Layout.stage={stages}, with "
-            "Pipeline.delay=True, because the first stage would wait for the last one. Use more microbatches or fewer "
-            "stages.",
+            count >= self.lag * stages,
+            f"Pipeline.microbatches={count} must be at least {self.lag * stages}: {self.lag} for each of the "
+            f"Layout.stage={stages} stages with Pipeline.delay={self.delay}, so that all stages have work at the same "
+            "time. Use more microbatches or fewer stages.",
         )
         check(
             batch_size % count == 0,

@@ -66,6 +66,11 @@ def test_stream_gives_the_tokens_of_generate(model, sampler):
     assert (whole[:, pieces.shape[1] :] == 31).all()
 
 
+def test_stream_names_itself_in_errors(model):
+    with pytest.raises(TypeError, match=r"^stream\(\) got an unexpected keyword argument 'foo'"):
+        ed.stream(model, [[1, 2]], max_new_tokens=2, foo=1)
+
+
 def test_stop_ids_end_a_row_and_padding_follows(model):
     prompt = some_tokens(3, 5)
     free = np.asarray(ed.generate(model, prompt, max_new_tokens=9))  # by a program of the test above

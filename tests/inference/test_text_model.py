@@ -125,9 +125,11 @@ def test_prompts_that_cannot_be_encoded_are_refused(shapes):
     with refused(ConfigError, "chat template"):
         write(learned(32), HELLO)
     text = load_text_model(CHAT)
+    with refused(ConfigError, "tokenizer.json", "ByteTokenizer"):
+        write(dataclasses.replace(text, tokenizer=ByteTokenizer()), HELLO)
     without = load_tokenizer(CHAT)
     without.start_ids = ()  # type: ignore[attr-defined]
-    with refused(ConfigError, "prompt=''"):
+    with refused(ConfigError, "no tokens"):
         write(dataclasses.replace(text, tokenizer=without), "")
     with refused(ConversionError, "Roles must alternate"):
         write(text, HELLO * 2)

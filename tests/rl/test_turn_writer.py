@@ -75,10 +75,10 @@ def test_thoughts_that_a_template_removes_start_another_part(tokenizer):
     writer = TurnWriter(tokenizer, template)
     assert writer.go_on(first.text, THOUGHTS + "4", end, second) is None
     assert writer.go_on(first.text, THOUGHTS + "4", end, third) is not None  # thoughts before a tool's answer stay
-    assert "thoughts" in rewritten_turns(template)
-    assert rewritten_turns(ChatTemplate(source=TRIMS)) == "" == rewritten_turns(None)
+    assert "reasoning" in rewritten_turns(template)
+    assert rewritten_turns(ChatTemplate(source=TRIMS)) == () == rewritten_turns(None)
     rewritten = rewritten_turns(ChatTemplate(source=TRIMS.replace("<a>", "<a>!")))
-    assert rewritten and "thoughts" not in rewritten
+    assert rewritten == ("plain",)
 
 
 def test_without_a_template_contents_are_joined():

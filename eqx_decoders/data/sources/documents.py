@@ -31,12 +31,24 @@ PAIRS = "To train on preference pairs, use --method dpo or another preference me
 PAIR_FIELDS = (("chosen", "rejected"), tuple(OPENAI_PAIRS))
 NO_TEXT = "a text or a list of messages"
 
+# Reasons for which records are left out, and their description in reports. The reason no_assistant_message is followed
+# by the roles of the conversation: "no_assistant_message: human, user".
+DROP_REASONS = {
+    "empty_text": "with an empty text",
+    "no_messages": "without messages",
+    "no_prompt": "without a prompt",
+    "empty_completion": "with an empty completion",
+    "no_assistant_message": "without an assistant message",
+    "excluded": "whose assistant messages are all excluded by flags (weight, train)",
+    "empty_answers": "with empty answers",
+}
+
 LARGE_SHARE = 0.1  # share of records left out above which a report starts with "warning"
 
 
 @dataclasses.dataclass
 class ReadReport:
-    """Number of records that were left out, for each reason (`dropped`), and of records with each warning (`notes`)."""
+    """Number of records left out by reason (`dropped`, see `DROP_REASONS`), and of records with warnings (`notes`)."""
 
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -56,8 +68,12 @@ def warning_prefix(dropped: int, read: int) -> str:
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """Return `3 with an empty text, 1 without …`, the largest count first."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
+    """Return `3 with an empty text, 1 without …` for counts of `DROP_REASONS`, the largest count first."""
+    phrases = []
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        kind, _, roles = reason.partition(": ")
+        phrases.append(f"{count:,} {DROP_REASONS[kind]}" + (f" (roles: {roles})" if roles else ""))
+    return ", ".join(phrases)
 
 
 class ChatDocument(NamedTuple):
@@ -148,19 +164,19 @@ def _reason_for_null(record: Mapping[str, Any], normalized: Mapping[str, Any], f
     """Return why a record is left out whose text or message fields are all null; None for other records."""
     if _has_form(list(normalized), field) or {"chosen", "rejected"} <= normalized.keys():
         return None
-    reasons = {field: "with an empty text", "messages": "without messages", "conversations": "without messages"}
-    reasons |= {"prompt": "without a prompt", "completion": "with an empty completion"}
-    reasons |= {"instruction": "without a prompt", "output": "with an empty completion"}
+    reasons = {field: "empty_text", "messages": "no_messages", "conversations": "no_messages"}
+    reasons |= {"prompt": "no_prompt", "completion": "empty_completion"}
+    reasons |= {"instruction": "no_prompt", "output": "empty_completion"}
     nulls = (reason for name, reason in reasons.items() if name in record and record[name] is None)
     return next(nulls, None)
 
 
 def _reason_to_drop(document: Document) -> str | None:
     if document.chat is not None:
-        return None if document.chat.messages else "without messages"
+        return None if document.chat.messages else "no_messages"
     if not document.text:
-        return "with an empty text"
-    return None if document.spans is None or document.spans[0][0] < document.spans[0][1] else "with an empty completion"
+        return "empty_text"
+    return None if document.spans is None or document.spans[0][0] < document.spans[0][1] else "empty_completion"
 
 
 def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:

@@ -87,7 +87,7 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
             if document.text or document.chat or (document.tokens is not None and len(document.tokens)):
                 yield document._replace(folder=folder, drawn=document.draw())
             elif reading.report is not None:
-                reading.report.dropped["with an empty text"] += 1
+                reading.report.dropped["empty_text"] += 1
 
 
 def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:

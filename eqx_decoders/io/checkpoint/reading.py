@@ -4,6 +4,7 @@ An error in one process would leave the others waiting there. So each reads alon
 fall back to an older step together.
 """
 
+import collections
 import errno
 import itertools
 import time
@@ -177,8 +178,12 @@ def _filled(template: PyTree, prefix: str, loaded: dict[str, Any]) -> PyTree:
 def arrays_of(tree: PyTree) -> dict[str, Any]:
     """Return the arrays of a tree by path, without its other leaves. Raises CheckpointError for NumPy arrays."""
     named = named_leaves(tree)
-    clash = len(named) != len(jax.tree.leaves(tree))
-    check(not clash, "Two leaves of the tree have the same dotted path: use keys without dots.", CheckpointError)
+    if len(named) != len(jax.tree.leaves(tree)):
+        names = collections.Counter(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+        ((duplicate, count),) = names.most_common(1)
+        raise CheckpointError(
+            f"{count} leaves of the tree have the same dotted path {duplicate!r}. Use keys without dots."
+        )
     for name, leaf in named.items():
         host = isinstance(leaf, np.ndarray | np.generic)
         check(not host, f"{name} is a NumPy array: make it a jax.Array, or it could not be sharded.", CheckpointError)

@@ -105,12 +105,15 @@ def exact(number: float) -> float:
     return float(str(np.float32(number)))
 
 
-def type_sizes(kind: int) -> tuple[str, int, int]:
-    """Return the name of a type of tensors, the numbers in one of its blocks, and the block's bytes."""
+def type_sizes(kind: int, tensor: str) -> tuple[str, int, int]:
+    """Return the name of a tensor's type, the number of values in a block, and the number of bytes of a block."""
     constants = gguf_package().constants
     known = {each.value: each for each in constants.GGMLQuantizationType}
     if kind not in known:
-        raise ConversionError(f"tensors of type {kind} are not known here: must be one of {len(known)} types.")
+        raise ConversionError(
+            f"{tensor} has the unknown tensor type {kind}. The installed package gguf knows {len(known)} types: update "
+            "it, or use another file."
+        )
     return known[kind].name, *constants.GGML_QUANT_SIZES[known[kind]]
 
 
@@ -135,6 +138,7 @@ class _Reader:
         check(stat.S_ISREG(mode), f"{path} is no regular file: give a GGUF file.", ConversionError)
         check(self.size >= 24, f"{path} has {self.size} bytes: it is no GGUF file.", ConversionError)
         self._at, self._values = 0, 0
+        self._key = ""  # of the metadata that is being read
 
     def read(self) -> tuple[dict[str, Any], dict[str, Description]]:
         """Return the metadata and the tensors."""
@@ -151,8 +155,10 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             name = self._string()
-            self._check(name not in metadata, f"the key {name[:80]!r} stands twice")
+            self._check(name not in metadata, f"its metadata has the key {name[:80]!r} twice")
+            self._key = name
             metadata[name] = self._value(self._number("I"))
+        self._key = ""
         alignment = metadata.get("general.alignment", ALIGNMENT)
         power = type(alignment) is int and 0 < alignment <= 2**20 and alignment & (alignment - 1) == 0
         self._check(power, f"general.alignment={str(alignment)[:40]} must be a power of two")
@@ -164,7 +170,7 @@ class _Reader:
         tensors: dict[str, Description] = {}
         begin = next_offset = self._at + -self._at % alignment
         for tensor, offset in found:
-            self._check(tensor.name not in tensors, f"the tensor {tensor.name[:80]!r} stands twice")
+            self._check(tensor.name not in tensors, f"it has the tensor {tensor.name[:80]!r} twice")
             wrong = f"{tensor.name[:80]} begins at {offset:,}, but {next_offset - begin:,} follows from those before it"
             self._check(begin + offset == next_offset, wrong)
             end = next_offset + tensor.size
@@ -179,7 +185,7 @@ class _Reader:
         self._check(1 <= dimensions <= 4, f"{name[:80]} has {dimensions} dimensions: must be 1 to 4")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         self._check(0 < math.prod(shape) < 2**60, f"{name[:80]} has the shape {shape}: must have some numbers")
-        kind, each, bytes_each = type_sizes(self._number("I"))
+        kind, each, bytes_each = type_sizes(self._number("I"), f"{self.path}: the tensor {name[:80]!r}")
         offset = self._number("Q")
         whole = shape[-1] % each == 0
         self._check(whole, f"{name[:80]} has rows of {shape[-1]} numbers: {kind} has blocks of {each}")
@@ -212,13 +218,13 @@ class _Reader:
             length = int.from_bytes(content[at : at + 8], "little")
             begin = at + 8
             at = begin + length
-            self._check(at <= self.size, "a text in its metadata is longer than the file")
+            self._check(at <= self.size, f"a string of the key {self._key[:80]!r} of its metadata ends after the file")
             texts.append(content[begin:at])
         self._at = at
         try:
             return [text.decode("utf-8") for text in texts]
         except UnicodeDecodeError as error:
-            raise ConversionError(f"{self.path}: a text in its metadata is no UTF-8: {error}.") from error
+            raise self._not_utf8(error) from error
 
     def _string(self) -> str:
         length = self._number("Q")
@@ -226,7 +232,11 @@ class _Reader:
         try:
             return self._take(length).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ConversionError(f"{self.path}: a text in its metadata is no UTF-8: {error}.") from error
+            raise self._not_utf8(error) from error
+
+    def _not_utf8(self, error: UnicodeDecodeError) -> ConversionError:
+        where = f"the key {self._key[:80]!r} of its metadata" if self._key else "a name in its header"
+        return ConversionError(f"{self.path}: {where} has a string that is not UTF-8: {error}. Download it again.")
 
     def _number(self, letter: str) -> Any:
         (value,) = struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))

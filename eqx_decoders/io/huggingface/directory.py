@@ -1,5 +1,6 @@
 """Untrusted checkpoint directories, read as data: JSON and safetensors files inside of them, and nothing else."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -107,8 +108,9 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
     def unique(pairs):
         members = dict(pairs)
-        same = len(members) == len(pairs)
-        check(same, f"{where}: a key stands twice in one object: keep one of them.", ConversionError)
+        if len(members) != len(pairs):
+            duplicate, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
+            raise ConversionError(f"{where}: an object has the key {duplicate[:80]!r} twice. Keep one of them.")
         return members
 
     try:
@@ -301,8 +303,11 @@ def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
             remedy = f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
         raise ConversionError(f"{directory.path} has no {single}{remedy}.")
     table = directory.json(index, INDEX_BYTES).get("weight_map")
-    if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
-        raise ConversionError(f"{where}: weight_map must give a file name for every tensor.")
+    if not isinstance(table, dict) or not table:
+        raise ConversionError(f"{where}: weight_map must be an object with the file name of each tensor.")
+    for name, file in table.items():
+        if not isinstance(file, str):
+            raise ConversionError(f"{where}: weight_map[{name[:80]!r}]={str(file)[:80]} must be a file name.")
     many = len(table)
     check(many <= MOST_TENSORS, f"{where} lists {many:,} tensors: must be at most {MOST_TENSORS:,}.", ConversionError)
     shards: dict[str, set[str]] = {}

@@ -190,7 +190,9 @@ class MediaFiles:
         except TimeoutError as error:
             raise ApiError(400, f"The files take longer than {seconds:g} s to read: send fewer, or smaller.") from error
         except DataError as error:
-            raise ApiError(400, str(error)) from error
+            uploads = [upload for of_kind in files.values() for upload in of_kind]
+            field = next((upload.where for upload in uploads if str(error).startswith(upload.where)), None)
+            raise ApiError(400, str(error), param=field) from error
         except asyncio.CancelledError as error:
             if work.cancelled():  # before a thread has started
                 raise ApiError(503, "The server is stopping.", retry_after=1) from error

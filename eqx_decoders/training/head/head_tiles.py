@@ -79,6 +79,7 @@ class HeadForm(CheckedFields):
     Raises ConfigError for options out of range.
     """
 
+    checked_name = ""  # errors name the arguments of the functions of this package
     tied: bool
     soft_cap: PositiveFloat | None = None
     temperature: PositiveFloat = 1.0

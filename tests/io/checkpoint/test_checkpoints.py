@@ -680,3 +680,8 @@ def test_sigkill_while_saving_leaves_a_loadable_step(tmp_path, mode, trials):
             tree = {"x": jnp.full(1 << 20, before, jnp.float32), "n": jnp.int32(before)}
             checkpoints.save(before, tree, data_state={"next": before}, config={})
         assert {path.name for path in tmp_path.iterdir()} == set(map(str, checkpoints.steps)), "leftovers are removed"
+
+
+def test_names_a_dotted_path_that_two_leaves_have():
+    with refused(CheckpointError, "'a.b'"):
+        reading.arrays_of({"a.b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}})

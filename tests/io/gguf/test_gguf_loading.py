@@ -217,7 +217,9 @@ TWICE = header("odd", place(0, 1), "odd", place(32, 1), count=2).ljust(256, b"\0
         pytest.param(header(LONG, keys=1), [HUGE, "10,000,000"], id="text"),
         pytest.param(header("a", 9, 4, LONG, keys=1), [HUGE, "5,000,000"], id="array of integers"),
         pytest.param(header("a", 9, 8, LONG, keys=1), [HUGE, "5,000,000"], id="array of texts"),
-        pytest.param(header("a", 9, 8, struct.pack("<QQ", 2, 2**50), keys=1), ["metadata"], id="text in an array"),
+        pytest.param(
+            header("a", 9, 8, struct.pack("<QQ", 2, 2**50), keys=1), ["'a'", "metadata"], id="text in an array"
+        ),
         pytest.param(header("a", 9, 9, struct.pack("<Q", 1), keys=1), ["type 9"], id="array of arrays"),
         pytest.param(header("a", 77, keys=1), ["type 77"], id="type of a value"),
         pytest.param(header("a", 4, 1, "a", 4, 1, keys=2), ["'a'"], id="equal keys"),
@@ -228,7 +230,9 @@ TWICE = header("odd", place(0, 1), "odd", place(32, 1), count=2).ljust(256, b"\0
         pytest.param(header("odd", place(0, 0), count=1), ["odd", "(0,)"], id="empty tensor"),
         pytest.param(header("odd", place(7, 1), count=1), ["odd", "7", "0"], id="offset"),
         pytest.param(header("odd", place(0, 5, kind=8), count=1), ["odd", "5", "Q8_0", "32"], id="part of a block"),
-        pytest.param(header("odd", place(0, 1, kind=999), count=1), ["type 999"], id="type of a tensor"),
+        pytest.param(
+            header("odd", place(0, 1, kind=999), count=1), ["x.gguf", "'odd'", "type 999"], id="type of a tensor"
+        ),
         pytest.param(header("odd", struct.pack("<I", 9), count=1), ["odd", "9 dimensions"], id="dimensions"),
         pytest.param(TWICE, ["'odd'"], id="equal tensors"),
         pytest.param(header("a" * 80, keys=3)[:70], ["70 bytes"], id="cut in the header"),

@@ -129,7 +129,7 @@ case("config 11 MB", text('{"model_type": "' + "a" * 11 * MIB + '"}'), "config.j
 case("config deep", text("[" * 200_000), "config.json", "JSON")
 case("config deep key", text('{"model_type":' + '{"a":' * 100_000 + "1"), "config.json", "JSON")
 case("config a number of 5000 digits", text('{"hidden_size": ' + "9" * 5000 + "}"), "config.json", "JSON")
-case("config key twice", again("config.json", "hidden_size"), "config.json", "key")
+case("config key twice", again("config.json", "hidden_size"), "config.json", "'hidden_size'")
 case("config link out", link_out("config.json"), "config.json")
 case("config a directory", folder_instead("config.json"), "config.json")
 
@@ -447,7 +447,7 @@ for number, file in enumerate(PATHS):
     index_case(f"index path {number}", outside(file), INDEX, "weight_map", TABLE)
 index_case("index a pickle", sends("pytorch_model.bin"), "pytorch_model.bin")
 for name, value in {"null": None, "number": 3, "list": [FIRST], "object": {}}.items():
-    index_case(f"index file {name}", sends(value), INDEX, "weight_map")
+    index_case(f"index file {name}", sends(value), INDEX, "weight_map", TABLE)
 index_case("index file missing", sends("model-00009-of-00003.safetensors"), "model-00009-of-00003.safetensors")
 index_case("shard missing", remove(SECOND), SECOND)
 index_case("shard link out", link_out(SECOND), SECOND)

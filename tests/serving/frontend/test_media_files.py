@@ -144,8 +144,9 @@ def test_invalid_base64_is_refused(reading, runner, text, name):
         async with reading.read({"image": [Upload("url", text)]}):
             pass
 
-    with refused(ApiError, "url", name):
+    with refused(ApiError, "url", name) as error:
         runner.run(run())
+    assert error.value.param == "url"
 
 
 def test_files_that_become_too_much_are_refused_with_the_first_that_is(folder, runner):
