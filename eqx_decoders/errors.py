@@ -8,7 +8,7 @@ Configurations derive from `CheckedFields` and declare the valid values of a fie
     class RouterConfig(CheckedFields):
         num_experts: PositiveInt
         score: Literal["softmax", "sigmoid"] = "softmax"
-        jitter: Annotated[float, InRange(least=0, below=1)] = 0.0
+        jitter: Annotated[float, InRange(minimum=0, below=1)] = 0.0
         top_groups: PositiveInt | None = None
         layers: Annotated[tuple[NonNegativeInt, ...], NonEmpty("layer")] = (0,)
         activation: Annotated[str, OneOf(tuple(ACTIVATIONS))] = "silu"
@@ -73,11 +73,11 @@ def check(condition: bool, message: str, error: type[EqxDecodersError] = ConfigE
         raise error(message)
 
 
-def check_integer(field: str, value: Any, minimum: int = 1, most: int | None = None) -> None:
-    """Raise ConfigError unless `value` is an integer between `minimum` and `most`. Booleans are not integers."""
+def check_integer(field: str, value: Any, minimum: int = 1, maximum: int | None = None) -> None:
+    """Raise ConfigError unless `value` is an integer between `minimum` and `maximum`. Booleans are not integers."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < minimum or (most is not None and value > most):
-        upper_bound = "" if most is None else f" and at most {most}"
+    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+        upper_bound = "" if maximum is None else f" and at most {maximum}"
         raise ConfigError(f"{field}={value!r} must be an integer of at least {minimum}{upper_bound}.")
 
 
@@ -86,53 +86,53 @@ def check_number(
     value: Any,
     *,
     above: int | float | None = None,
-    least: int | float | None = None,
+    minimum: int | float | None = None,
     below: int | float | None = None,
-    most: int | float | None = None,
+    maximum: int | float | None = None,
 ) -> None:
     """Raise ConfigError unless `value` is a finite number within the bounds.
 
     **Arguments:**
 
     - `above`, `below`: exclusive lower and upper bound; None: unbounded.
-    - `least`, `most`: inclusive lower and upper bound; None: unbounded.
+    - `minimum`, `maximum`: inclusive lower and upper bound; None: unbounded.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_valid = is_number and value - value == 0  # neither NaN nor infinite
-    is_valid = is_valid and (above is None or value > above) and (least is None or value >= least)
-    if not (is_valid and (below is None or value < below) and (most is None or value <= most)):
-        bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
+    is_valid = is_valid and (above is None or value > above) and (minimum is None or value >= minimum)
+    if not (is_valid and (below is None or value < below) and (maximum is None or value <= maximum)):
+        bounds = {"above": above, "of at least": minimum, "below": below, "of at most": maximum}
         range_text = " and".join(f" {relation} {bound}" for relation, bound in bounds.items() if bound is not None)
         raise ConfigError(f"{field}={value!r} must be a finite number{range_text}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class AtLeast:
-    """Declare an integer field with inclusive bounds: `Annotated[int, AtLeast(2)]`, or `AtLeast(1, most=64)`."""
+    """Declare an integer field with inclusive bounds: `Annotated[int, AtLeast(2)]`, or `AtLeast(1, maximum=64)`."""
 
     minimum: int
-    most: int | None = None
+    maximum: int | None = None
 
     def check(self, field: str, value: Any) -> None:
         """Raise ConfigError unless the value is an integer within the bounds."""
-        check_integer(field, value, self.minimum, self.most)
+        check_integer(field, value, self.minimum, self.maximum)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InRange:
-    """Declare a field of finite numbers: `Annotated[float, InRange(least=0, below=1)]`.
+    """Declare a field of finite numbers: `Annotated[float, InRange(minimum=0, below=1)]`.
 
-    `above` and `below` are exclusive bounds, `least` and `most` inclusive ones (see `check_number`).
+    `above` and `below` are exclusive bounds, `minimum` and `maximum` inclusive ones (see `check_number`).
     """
 
     above: int | float | None = None
-    least: int | float | None = None
+    minimum: int | float | None = None
     below: int | float | None = None
-    most: int | float | None = None
+    maximum: int | float | None = None
 
     def check(self, field: str, value: Any) -> None:
         """Raise ConfigError unless the value is a finite number within the bounds."""
-        check_number(field, value, above=self.above, least=self.least, below=self.below, most=self.most)
+        check_number(field, value, above=self.above, minimum=self.minimum, below=self.below, maximum=self.maximum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +188,8 @@ class _Elements:
 PositiveInt = Annotated[int, AtLeast(1)]
 NonNegativeInt = Annotated[int, AtLeast(0)]
 PositiveFloat = Annotated[float, InRange(above=0)]
-NonNegativeFloat = Annotated[float, InRange(least=0)]
-Rate = Annotated[float, InRange(least=0, below=1)]
+NonNegativeFloat = Annotated[float, InRange(minimum=0)]
+Rate = Annotated[float, InRange(minimum=0, below=1)]
 FiniteFloat = Annotated[float, InRange()]
 
 

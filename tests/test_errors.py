@@ -29,11 +29,11 @@ class Declared(CheckedFields):
     positive: PositiveInt = 1
     natural: NonNegativeInt = 0
     pair: Annotated[int, AtLeast(2)] = 2
-    capped: Annotated[int, AtLeast(1, most=8)] = 8
+    capped: Annotated[int, AtLeast(1, maximum=8)] = 8
     above: PositiveFloat = 1.0
     least: NonNegativeFloat = 0.0
     rate: Rate = 0.0
-    share: Annotated[float, InRange(above=0, most=1)] = 1.0
+    share: Annotated[float, InRange(above=0, maximum=1)] = 1.0
     finite: FiniteFloat = 0.0
     word: Literal["left", "right"] = "left"
     number: Literal[2, 4] = 2

@@ -91,7 +91,7 @@ class ServeConfig(ModelSource, EngineLimits):
     """Tokens to guess at each step."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all of this machine."""
-    port: Annotated[int, AtLeast(0, most=65535)] = 8000
+    port: Annotated[int, AtLeast(0, maximum=65535)] = 8000
     """Port to listen at; 0: any that is free."""
     served_name: str | None = None
     """Name by which clients ask for the model; None: that of --model or of the run directory."""

@@ -17,7 +17,7 @@ from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveI
 from eqx_decoders.sharding.axes import AnyArray
 
 
-Probability = Annotated[float, InRange(above=0, most=1)]
+Probability = Annotated[float, InRange(above=0, maximum=1)]
 T = TypeVar("T")
 
 

@@ -36,7 +36,7 @@ class Rope(CheckedFields):
     """
 
     theta: PositiveFloat = 10_000.0
-    fraction: Annotated[float, InRange(above=0, most=1)] = 1.0
+    fraction: Annotated[float, InRange(above=0, maximum=1)] = 1.0
     pairing: Literal["half", "interleaved", "half_of_axis"] = "half"
     sections: tuple[NonNegativeInt, ...] = ()
     interleaved_sections: bool = True
@@ -185,7 +185,7 @@ class AxialRope(Rope):
 class LinearRope(Rope):
     """Position interpolation (Chen et al. 2023): all frequencies are divided by `factor`."""
 
-    factor: Annotated[float, InRange(least=1)]
+    factor: Annotated[float, InRange(minimum=1)]
 
     def frequencies(self, dim: int) -> np.ndarray:
         return super().frequencies(dim) / self.factor
@@ -200,7 +200,7 @@ class NTKRope(Rope):
     - `alpha`: factor by which the longest wavelength grows.
     """
 
-    alpha: Annotated[float, InRange(least=1)]
+    alpha: Annotated[float, InRange(minimum=1)]
 
     def frequencies(self, dim: int) -> np.ndarray:
         check(dim > 2, f"NTKRope: dim={dim} must be above 2.")
@@ -216,7 +216,7 @@ class ProportionalRope(Rope):
     `theta^(-2k/head_dim) / factor`.
     """
 
-    factor: Annotated[float, InRange(least=1)] = 1.0
+    factor: Annotated[float, InRange(minimum=1)] = 1.0
 
     def rotated(self, head_dim: int) -> int:
         check(head_dim % 2 == 0, f"ProportionalRope: head_dim={head_dim} must be even.")
@@ -242,14 +242,14 @@ class Llama3Rope(Rope):
     - `original_length`: context length before scaling, in tokens.
     """
 
-    factor: Annotated[float, InRange(least=1)] = 8.0
+    factor: Annotated[float, InRange(minimum=1)] = 8.0
     low_frequency_factor: PositiveFloat = 1.0
     high_frequency_factor: float = 4.0
     original_length: PositiveInt = 8192
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("Llama3Rope.high_frequency_factor", self.high_frequency_factor, least=self.low_frequency_factor)
+        check_number("Llama3Rope.high_frequency_factor", self.high_frequency_factor, minimum=self.low_frequency_factor)
 
     def frequencies(self, dim: int) -> np.ndarray:
         plain = super().frequencies(dim)
@@ -277,7 +277,7 @@ class DynamicRope(Rope):
     - `original_length`: context length of training, in tokens.
     """
 
-    factor: Annotated[float, InRange(least=1)]
+    factor: Annotated[float, InRange(minimum=1)]
     original_length: PositiveInt
 
     @property
@@ -312,7 +312,7 @@ class LongRope(Rope):
     short_factors: tuple[PositiveFloat, ...]
     long_factors: tuple[PositiveFloat, ...]
     original_length: Annotated[int, InRange(above=1)]
-    factor: Annotated[float, InRange(least=1)] = 1.0
+    factor: Annotated[float, InRange(minimum=1)] = 1.0
     attention_factor: PositiveFloat | None = None
     long_attention_factor: PositiveFloat | None = None
     keeps_short: bool = False
@@ -371,7 +371,7 @@ class YarnRope(Rope):
     - `attention_factor`: multiplies cosine and sine instead of the factor that follows from `mscale`.
     """
 
-    factor: Annotated[float, InRange(least=1)]
+    factor: Annotated[float, InRange(minimum=1)]
     original_length: PositiveInt
     beta_fast: float = 32.0
     beta_slow: PositiveFloat = 1.0
@@ -382,7 +382,7 @@ class YarnRope(Rope):
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("YarnRope.beta_fast", self.beta_fast, least=self.beta_slow)
+        check_number("YarnRope.beta_fast", self.beta_fast, minimum=self.beta_slow)
         check(self.theta > 1, f"YarnRope.theta={self.theta} must be above 1.")
         check(
             self.mscale is None or (self.mscale_all_dim is not None and self.attention_factor is None),

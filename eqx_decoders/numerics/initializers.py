@@ -32,7 +32,7 @@ def shapes_alone() -> Iterator[None]:
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, stddev: float) -> Float[Array, "..."]:
     """Sample a normal distribution with standard deviation `stddev` in float32, and cast to `dtype`."""
-    check_number("normal stddev", stddev, least=0.0)
+    check_number("normal stddev", stddev, minimum=0.0)
     if _ONLY_SHAPES.get():
         return jnp.zeros(shape, dtype)
     return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

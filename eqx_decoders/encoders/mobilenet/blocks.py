@@ -27,7 +27,7 @@ from eqx_decoders.numerics.initializers import fan_in
 
 
 _CHANNEL_MULTIPLE = 8
-Stride = Annotated[int, AtLeast(1, most=2)]
+Stride = Annotated[int, AtLeast(1, maximum=2)]
 
 
 def hidden_features(size: float) -> int:

@@ -167,9 +167,9 @@ class LogMel(CheckedFields):
     - `window`, `hop`: samples in a window, and from one window to the next.
     """
 
-    rate: Annotated[int, AtLeast(1, most=RATES[1])] = 16_000
-    bands: Annotated[int, AtLeast(1, most=MOST_BANDS)] = 128
-    window: Annotated[int, AtLeast(1, most=MOST_WINDOW)] = 400
+    rate: Annotated[int, AtLeast(1, maximum=RATES[1])] = 16_000
+    bands: Annotated[int, AtLeast(1, maximum=MOST_BANDS)] = 128
+    window: Annotated[int, AtLeast(1, maximum=MOST_WINDOW)] = 400
     hop: PositiveInt = 160
 
     @classmethod

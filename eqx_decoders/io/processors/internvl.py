@@ -63,7 +63,7 @@ class InternVLImages(CheckedFields):
 
     side: PositiveInt = 448
     least: PositiveInt = 1
-    most: Annotated[int, AtLeast(1, most=MOST_TILES)] = 12
+    most: Annotated[int, AtLeast(1, maximum=MOST_TILES)] = 12
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     words: InternVLWords = InternVLWords()

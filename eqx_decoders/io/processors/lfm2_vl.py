@@ -74,7 +74,7 @@ class Lfm2VLImages(CheckedFields):
     tolerance: PositiveFloat = 2.0
     tile: PositiveInt = 512
     least_tiles: PositiveInt = 2
-    most_tiles: Annotated[int, AtLeast(1, most=MOST_TILES)] = 10
+    most_tiles: Annotated[int, AtLeast(1, maximum=MOST_TILES)] = 10
     whole: bool = True
     resample: int = BILINEAR
     normalization: Normalization = Normalization(steps="joint")

@@ -34,7 +34,7 @@ class Llama4Images(CheckedFields):
     """
 
     side: PositiveInt = 336
-    tiles: Annotated[int, AtLeast(1, most=MOST_TILES)] = 16
+    tiles: Annotated[int, AtLeast(1, maximum=MOST_TILES)] = 16
     largest: bool = False
     resample: int = BILINEAR
     normalization: Normalization = Normalization(steps="bfloat16")
@@ -52,7 +52,7 @@ class Llama4Images(CheckedFields):
         """Read the rules from the settings of a directory."""
         fields, processor = settings.images, settings.processor
         ratio = processor.number("pixel_shuffle_ratio", 0.5)
-        check_number(f"{processor.where}: pixel_shuffle_ratio", ratio, least=0.01)
+        check_number(f"{processor.where}: pixel_shuffle_ratio", ratio, minimum=0.01)
         return cls(
             side=read_side(fields, 336),
             tiles=fields.integer("max_patches", 16),

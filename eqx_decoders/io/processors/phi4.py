@@ -36,7 +36,7 @@ class Phi4Images(CheckedFields):
     """
 
     side: PositiveInt = 448
-    most: Annotated[int, AtLeast(1, most=MOST_TILES)] = 36
+    most: Annotated[int, AtLeast(1, maximum=MOST_TILES)] = 36
     patch: PositiveInt = 14
     normalization: Normalization = Normalization(steps="joint")
     placeholder: str = "<|image|>"
@@ -126,13 +126,13 @@ class LogPowers(CheckedFields):
     - `emphasis`: factor of each sample that is subtracted from the next one.
     """
 
-    rate: Annotated[int, AtLeast(1, most=RATES[1])] = 16_000
-    bands: Annotated[int, AtLeast(1, most=MOST_BANDS)] = 80
+    rate: Annotated[int, AtLeast(1, maximum=RATES[1])] = 16_000
+    bands: Annotated[int, AtLeast(1, maximum=MOST_BANDS)] = 80
     lowest: NonNegativeFloat = 0.0
     highest: PositiveFloat = 7690.0
-    window: Annotated[int, AtLeast(2, most=MOST_WINDOW)] = 400
+    window: Annotated[int, AtLeast(2, maximum=MOST_WINDOW)] = 400
     hop: PositiveInt = 160
-    transformed: Annotated[int, AtLeast(2, most=MOST_WINDOW)] = 512
+    transformed: Annotated[int, AtLeast(2, maximum=MOST_WINDOW)] = 512
     emphasis: NonNegativeFloat = 0.97
 
     def __call__(self, samples: Samples) -> Float[np.ndarray, "frames bands"]:

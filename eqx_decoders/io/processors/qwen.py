@@ -42,7 +42,7 @@ class QwenImages(CheckedFields):
     """
 
     size: PositiveInt = 14
-    frames: Annotated[int, AtLeast(1, most=MOST_FRAMES)] = 2
+    frames: Annotated[int, AtLeast(1, maximum=MOST_FRAMES)] = 2
     merge: PositiveInt = 2
     least: PositiveInt = 56 * 56
     most: PositiveInt = 28 * 28 * 1280
@@ -108,7 +108,7 @@ class QwenVideos(CheckedFields):
     """
 
     size: PositiveInt = 14
-    frames: Annotated[int, AtLeast(1, most=MOST_FRAMES)] = 2
+    frames: Annotated[int, AtLeast(1, maximum=MOST_FRAMES)] = 2
     merge: PositiveInt = 2
     least: PositiveInt = 128 * 28 * 28
     most: PositiveInt = 768 * 28 * 28

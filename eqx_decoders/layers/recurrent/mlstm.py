@@ -46,7 +46,7 @@ class MLSTMConfig(MixerConfig):
     num_heads: PositiveInt
     key_dim: PositiveInt
     value_dim: PositiveInt
-    gate_cap: Annotated[float, InRange(above=0, most=_MAX_GATE_CAP)] = 15.0
+    gate_cap: Annotated[float, InRange(above=0, maximum=_MAX_GATE_CAP)] = 15.0
     eps: PositiveFloat = 1e-6
     norm_eps: PositiveFloat = 1e-6
 

@@ -34,7 +34,7 @@ class DistillConfig(CheckedFields):
     """Share of the teacher in the mixture of jsd and jsd_scaled."""
     temperature: PositiveFloat = 1.0
     """Temperature that softens both distributions."""
-    alpha: Annotated[float, InRange(least=0, most=1)] = 1.0
+    alpha: Annotated[float, InRange(minimum=0, maximum=1)] = 1.0
     """Weight of the divergence, times the temperature's square; the rest is that of the next tokens' cross-entropy."""
 
     hidden: HiddenStates = dataclasses.field(default_factory=HiddenStates)

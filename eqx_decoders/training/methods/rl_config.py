@@ -48,9 +48,9 @@ class CriticConfig(CheckedFields):
     """Its updates on the answers of a step."""
     clip: PositiveFloat = 0.2
     """How far a value may move from that at the time of the draws before its loss has no gradient."""
-    gamma: Annotated[float, InRange(least=0, most=1)] = 1.0
+    gamma: Annotated[float, InRange(minimum=0, maximum=1)] = 1.0
     """What the return of the next token counts."""
-    lam: Annotated[float, InRange(least=0, most=1)] = 0.95
+    lam: Annotated[float, InRange(minimum=0, maximum=1)] = 0.95
     """Lambda of generalized advantages. 1: rewards that came, less the value; 0: one step, and the next value."""
     bootstrap: bool = True
     """Whether the return of an answer that a limit cut goes on with the value of what would have come; otherwise it
@@ -185,7 +185,7 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     routing_replay: bool = False
     """Send tokens to the experts that they were sent to when they were drawn (R3): routers of trainer and sampler can
     choose others where scores are almost equal. Weights and gradients are those of the trainer's own scores."""
-    max_staleness: Annotated[int, InRange(least=0, most=1)] = 0
+    max_staleness: Annotated[int, InRange(minimum=0, maximum=1)] = 0
     """Steps that the weights may be old which draw a step's answers. 0: they are those that learn from them; 1, with
     sampler.devices: answers are drawn while the step before is trained, and policy.correction is tis if not set."""
     eval_samples: PositiveInt = 1

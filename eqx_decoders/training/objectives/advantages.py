@@ -172,7 +172,7 @@ def overlong_penalty(lengths: Shaped[np.ndarray, "answers"], limit: int, buffer:
     DAPO (arXiv 2503.14476): 0 up to `limit - buffer` tokens, -1 from `limit` on.
     """
     check_integer("limit", limit)
-    check_integer("buffer", buffer, most=limit)
+    check_integer("buffer", buffer, maximum=limit)
     return np.clip((limit - buffer - np.asarray(lengths, np.float64)) / buffer, -1.0, 0.0) + 0.0
 
 

@@ -56,7 +56,7 @@ class DistillObjective(eqx.Module):
     def __check_init__(self):
         self.divergence.checked()
         check_number("DistillObjective.temperature", self.temperature, above=0.0)
-        check_number("DistillObjective.alpha", self.alpha, least=0.0, most=1.0)
+        check_number("DistillObjective.alpha", self.alpha, minimum=0.0, maximum=1.0)
         rule = "compares with all of a teacher's layers: give DistillObjective.teacher, too"
         check(self.teacher is not None or self.hidden.weight == 0, f"HiddenStates.weight={self.hidden.weight} {rule}.")
 

@@ -57,7 +57,7 @@ class PairLoss(CheckedFields):
     """Formula of the loss; sigmoid is DPO."""
     beta: PositiveFloat = 0.1
     """How much a difference of log-probs counts; of `orpo` the weight of the odds. SimPO's authors take 2 to 10."""
-    smoothing: Annotated[float, InRange(least=0, below=0.5)] = 0.0
+    smoothing: Annotated[float, InRange(minimum=0, below=0.5)] = 0.0
     """Share of pairs whose answers are taken to be the wrong way round."""
     over: Literal["sums", "tokens"] | None = None
     """Log-probs of answers: sums, or means over tokens; None: sums, of `simpo` and `orpo` means. `ipo` must say it."""

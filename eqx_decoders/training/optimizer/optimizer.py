@@ -42,9 +42,9 @@ class OptimizerConfig(CheckedFields):
     """Course of the learning rate after the warm-up; wsd: constant, then linear to the end."""
     warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; None: a tenth of the run, 1000 at most."""
-    decay_fraction: Annotated[float, InRange(least=0, most=1)] = 0.2
+    decay_fraction: Annotated[float, InRange(minimum=0, maximum=1)] = 0.2
     """wsd: the share of all steps in which the learning rate falls."""
-    min_lr_ratio: Annotated[float, InRange(least=0, most=1)] = 0.1
+    min_lr_ratio: Annotated[float, InRange(minimum=0, maximum=1)] = 0.1
     """cosine, wsd, linear: learning rate at the end, as a share of the peak."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, times the learning rate."""
