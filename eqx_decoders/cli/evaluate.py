@@ -185,7 +185,7 @@ def evaluate_model(config: EvaluateConfig, source: ModelSource, plan: Evaluation
     """Load a model, and measure it on everything."""
     text = source.load()
     text = dataclasses.replace(text, model=unstack_in_place(text.model))
-    text = text if config.special_tokens_in_content else text.with_letters()
+    text = text if config.special_tokens_in_content else text.with_special_tokens_as_text()
     engine = make_engine(text, limits(config, text))
     with StatusLine("compiling"):
         engine.warm_up()

@@ -115,7 +115,7 @@ def load(config: GenerateConfig) -> TextModel:
         f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",
     )
     text = dataclasses.replace(text, model=unstack_in_place(text.model))
-    return text if config.special_tokens_in_content else text.with_letters()
+    return text if config.special_tokens_in_content else text.with_special_tokens_as_text()
 
 
 def read_prompts(answer: Callable[[str], None]) -> None:
@@ -172,7 +172,7 @@ class ChatSession:
 
 def write(text: TextModel, config: GenerateConfig, prompt: Prompt, files: Files = Files()) -> str:
     """Print the model's answer piece by piece, and return it."""
-    written = text.write(
+    written = text.stream(
         prompt,
         max_new_tokens=config.max_new_tokens,
         sampler=text.model.generation_config.sampler(**config.sampling()),

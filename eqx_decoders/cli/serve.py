@@ -46,7 +46,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
+from eqx_decoders.model.quantize import GROUPED, QuantizationMode, group_sizes, quantize
 from eqx_decoders.numerics.low_rank import low_rank_weights
 from eqx_decoders.serving import Engine
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
@@ -69,7 +69,7 @@ BASIC = ("model", "run_dir", "host", "port", "max_batch_size", "max_length", "qu
 class ServeConfig(ModelSource, EngineLimits):
     """Serve a model over HTTP."""
 
-    quantize: Literal["keep", "none", QuantizationName] = "keep"
+    quantize: Literal["keep", "none", QuantizationMode] = "keep"
     """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
     so at the start (fp8_block: by 128 x 128)."""
     group_size: PositiveInt | None = None

@@ -26,7 +26,7 @@ from eqx_decoders.errors import check, check_option
 from eqx_decoders.io.atomic_files import new_directory
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate, read_chat_template
-from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer, train_bpe, with_letters
+from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer, train_bpe, with_special_tokens_as_text
 
 
 # Stores that `open_tokens` opened in this process and that are still in use, by all their arguments.
@@ -83,7 +83,7 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
 
 def written_by(config: DataConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the template that writes conversations, with or without special tokens in messages by the settings."""
-    return template if config.special_tokens_in_content else with_letters(template, tokenizer)
+    return template if config.special_tokens_in_content else with_special_tokens_as_text(template, tokenizer)
 
 
 def token_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:

@@ -29,7 +29,7 @@ from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import AnyArray
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -390,7 +390,7 @@ def _stream(model: Decoder, request: _Request, pad_id: np.ndarray) -> Iterator[n
         state, window = _next_step((model, request.rules, np.asarray(num_yielded, np.int32)), state)
 
 
-@typed
+@run_with_auto_axes
 def _prefill(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
     """Run the prompts, choose the first new token of each sequence, and draft the tokens after it."""
     rules = request.rules
@@ -416,7 +416,7 @@ def _prefill(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _G
     return state.append(rules, token, jnp.ones_like(zeros))
 
 
-@typed
+@run_with_auto_axes
 def _decode(model: Decoder, rules: _DecodingRules, state: _GenerationState) -> _GenerationState:
     """Run one decoding step. Sequences that have ended write nothing to the cache."""
     tokens = jnp.take_along_axis(state.tokens, state.count[:, None] - 1, axis=1)
@@ -473,7 +473,7 @@ def _generate(
     return jax.tree.map(model.execution.layout.replicate, (state.tokens, state.steps))
 
 
-@typed
+@run_with_auto_axes
 def _final_state(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
     """Run the prompts, then decode until all sequences have ended."""
     return jax.lax.while_loop(

@@ -29,7 +29,7 @@ from eqx_decoders.io.text.chat_template import (
     up_to_end_mark,
     with_end_mark,
 )
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_letters
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_special_tokens_as_text
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.backend import backend_of
@@ -71,12 +71,12 @@ class TextModel:
     chat: ChatTemplate | None = None
     stops: tuple[int, ...] | None = None
 
-    def with_letters(self) -> "TextModel":
+    def with_special_tokens_as_text(self) -> "TextModel":
         """Return a copy that encodes the names of special tokens in message contents as ordinary text.
 
         See `ChatTemplate.literal`.
         """
-        return dataclasses.replace(self, chat=with_letters(self.chat, self.tokenizer))
+        return dataclasses.replace(self, chat=with_special_tokens_as_text(self.chat, self.tokenizer))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class TextModel:
         tokenizer = self.tokenizer if isinstance(self.tokenizer, JsonTokenizer) else None
         processor = Processor.load(origin.directory, tokenizer=tokenizer)
         if self.chat is not None:
-            processor = processor.with_letters(self.chat.literal)
+            processor = processor.with_special_tokens_as_text(self.chat.literal)
         paths_by_kind: dict[str, Any] = {kind: paths for kind, paths in files._asdict().items() if paths}
         if isinstance(prompt, str):
             num_files = {kind: len(paths) for kind, paths in paths_by_kind.items()}
@@ -191,7 +191,7 @@ class TextModel:
             ids.append(self.tokenizer.encode(rendered.text, special=True, literal=rendered.literal))
         return ids
 
-    def write(
+    def stream(
         self,
         prompt: Prompt,
         *,

@@ -219,7 +219,7 @@ def default_cache_format(execution: Execution) -> CacheFormat:
     return CacheFormat(dtype=np.dtype(np.float32) if upcasts else dtype)
 
 
-def placed(model: Decoder) -> Decoder:
+def prepare_for_engine(model: Decoder) -> Decoder:
     """Return the model as the serving engine runs it: with unstacked layers, on a mesh with Auto axes."""
     return unstack_layers(_with_auto_mesh(model))
 

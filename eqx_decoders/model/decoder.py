@@ -57,7 +57,7 @@ from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.einsum import AbstractWeight
 from eqx_decoders.numerics.rounded_weight import round_weights
 from eqx_decoders.sharding.axes import AnyArray
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.sharding.layout import Layout
 
 
@@ -207,7 +207,7 @@ class Decoder(eqx.Module):
         rounded = self._rounded("vision", None)._rounded("audio", None)
         return encode_media(rounded.vision, rounded.audio, media, self.execution, self.config.embed_dim)
 
-    @typed
+    @run_with_auto_axes
     def run(
         self,
         tokens: Integer[AnyArray, "batch length"] | None = None,
@@ -242,7 +242,7 @@ class Decoder(eqx.Module):
             cache = cache.commit(proposal.entries, proposal.positions, proposal.rope_offset)
         return hidden, cache, stats
 
-    @typed
+    @run_with_auto_axes
     def forward_uncommitted(
         self,
         tokens: Integer[AnyArray, "batch length"] | None = None,
@@ -323,7 +323,7 @@ class Decoder(eqx.Module):
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         return ctx.constrain(x, "batch length embed")
 
-    @typed
+    @run_with_auto_axes
     def predict_mtp(
         self,
         hidden: Float[Array, "batch length stream_embed"],
@@ -382,13 +382,13 @@ class Decoder(eqx.Module):
         mtp = self._rounded("mtp", key).mtp or self.mtp
         return run_depths(mtp.unstacked(), self.mtp_input(hidden), embed, ctx, order=order, key=key)
 
-    @typed
+    @run_with_auto_axes
     def mtp_input(self, hidden: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length *rest"]:
         """Return the input of the first MTP depth for `Output.hidden`."""
         assert self.mtp is not None
         return self.final_norm(hidden) if self.mtp.config.normed_stream and self.final_norm is not None else hidden
 
-    @typed
+    @run_with_auto_axes
     def head_input(
         self, hidden: Float[Array, "batch length stream_embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length head_embed"]:
@@ -408,7 +408,7 @@ class Decoder(eqx.Module):
             hidden = hidden / self.config.logit_divisor
         return dropout(hidden, self.config.dropout, self._keys(key)[2])
 
-    @typed
+    @run_with_auto_axes
     def logits(
         self, hidden: Float[Array, "batch length stream_embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
@@ -482,7 +482,7 @@ class Decoder(eqx.Module):
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _compiled_call(model: Decoder, arrays: TokenInputs, cache, key, inputs, media) -> Output:
     tokens, positions, segment_ids, embeds = arrays
     hidden, cache, stats = model.run(
@@ -492,12 +492,12 @@ def _compiled_call(model: Decoder, arrays: TokenInputs, cache, key, inputs, medi
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _compiled_embedding(model: Decoder, tokens: Array) -> Float[Array, "batch length embed"]:
     return merge.embed_tokens(model, tokens, model._head_context(tokens))
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _compiled_encode(model: Decoder, media: Media) -> Encoded:
     return model._encode(media)

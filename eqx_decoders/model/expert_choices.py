@@ -24,7 +24,7 @@ def check_choices(config: DecoderConfig, name: str) -> None:
     )
 
 
-def choices_of(config: DecoderConfig) -> tuple[int, int]:
+def choices_shape(config: DecoderConfig) -> tuple[int, int]:
     """Return the number of layers with experts, and the maximum over these layers of the experts per token."""
     layers = expert_layers(config)
     return len(layers), max(layer.num_experts_per_token for layer in layers)

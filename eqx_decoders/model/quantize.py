@@ -30,7 +30,7 @@ from eqx_decoders.sharding.axes import Axes, axes, matching, named_leaves, path_
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
 
-QuantizationName = Literal["int8", "int4", "fp8", "fp8_block", "nf4"]
+QuantizationMode = Literal["int8", "int4", "fp8", "fp8_block", "nf4"]
 
 
 GROUPED = tuple(name for name, quantization in QUANTIZATIONS.items() if quantization.groups)
@@ -112,7 +112,7 @@ def _modes_by_path(modes: Mapping[str, str | None], axis_names: Mapping[str, Axe
     mode_of: dict[str, str | None] = {}
     for pattern, mode in modes.items():
         if mode is not None:
-            check_option(f"quantize: modes[{pattern!r}]", mode, get_args(QuantizationName))
+            check_option(f"quantize: modes[{pattern!r}]", mode, get_args(QuantizationMode))
         matched = matching(axis_names, (pattern,), "quantize: modes")
         supported = [path for path in axis_names if path in matched and _is_supported(path, axis_names[path], pattern)]
         check(

@@ -7,11 +7,11 @@ from jaxtyping import Array, UInt32
 
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 
 
 @jax.jit
-@typed
+@run_with_auto_axes
 def weights_fingerprint(model: Decoder) -> UInt32[Array, ""]:
     """Return a 32-bit hash of all bits of a model's weights. It does not depend on the mesh."""
     total = jnp.zeros((), jnp.uint32)

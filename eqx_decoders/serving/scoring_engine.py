@@ -15,7 +15,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.config import EngineLimits
 from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput
 from eqx_decoders.serving.engine.request_queue import RequestQueue
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ScoringEngine:
 
 
 @eqx.filter_jit
-@typed
+@run_with_auto_axes
 def text_scores(
     model: Decoder, tokens: Int32[np.ndarray | Array, "batch length"], lengths: Int32[np.ndarray | Array, "batch"]
 ) -> Float32[Array, "batch scores"]:

@@ -111,7 +111,7 @@ def mesh_of(tree: PyTree) -> Any:
     return jax.typeof(jax.tree.leaves(tree)[0]).sharding.mesh
 
 
-def typed(function: Callable[P, T]) -> Callable[P, T]:
+def run_with_auto_axes(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function whose first argument is a decoder, so that it runs with Auto axes on an explicit mesh.
 
     The return annotation determines the shardings of the results, see `Layout.automatically`.

@@ -34,11 +34,11 @@ def wrote(monkeypatch):
     """The prompts and samplers that models were given; each answer is `answer 1`, `answer 2`, …"""
     prompts = []
 
-    def write(self, prompt, **options):
+    def stream(self, prompt, **options):
         prompts.append((prompt if isinstance(prompt, str) else list(prompt), options))
         return iter([f"answer {len(prompts)}"])
 
-    monkeypatch.setattr(TextModel, "write", write)
+    monkeypatch.setattr(TextModel, "stream", stream)
     return prompts
 
 
@@ -129,7 +129,7 @@ def test_every_setting_has_an_effect(wrote):
 @pytest.mark.slow
 def test_names_of_special_tokens_in_prompts_may_be_text(monkeypatch):
     found = []
-    monkeypatch.setattr(TextModel, "write", lambda self, prompt, **_: found.append(self.encode(prompt)) or iter([""]))
+    monkeypatch.setattr(TextModel, "stream", lambda self, prompt, **_: found.append(self.encode(prompt)) or iter([""]))
     for flags in ([], ["--no-special-tokens-in-content"]):
         call("generate", "--model", CHAT, "--prompt", "a<|end|>b", *flags)
     end = load_tokenizer(CHAT).encode("<|end|>", special=True).tolist()
@@ -152,7 +152,9 @@ def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
 def test_weights_on_a_mesh_are_sharded(wrote):
     """Completions are compared in tests/inference/test_generation.py."""
     models = []
-    with mock.patch.object(TextModel, "write", lambda self, *args, **options: models.append(self.model) or iter(["x"])):
+    with mock.patch.object(
+        TextModel, "stream", lambda self, *args, **options: models.append(self.model) or iter(["x"])
+    ):
         for words in ((), ("--mesh.fsdp", 4, "--mesh.data", -1)):
             call("generate", "--model", CHAT, "--prompt", "x", *words, devices=8)
     one, split = (model.embedding.table for model in models)

@@ -48,7 +48,7 @@ def shapes(monkeypatch):
 
 
 def write(text: TextModel, prompt, new: int = 8) -> str:
-    return "".join(text.write(prompt, max_new_tokens=new, sampler=Greedy()))
+    return "".join(text.stream(prompt, max_new_tokens=new, sampler=Greedy()))
 
 
 def test_a_conversation_is_fed_as_transformers_encodes_it(shapes):
@@ -85,7 +85,7 @@ def test_it_ends_with_any_of_the_ids_that_the_files_name(shapes, tmp_path):
 def test_characters_come_whole(shapes):
     text = load_text_model(CHAT)
     shapes["tokens"] = text.tokenizer.encode("Grö🦊é").tolist()
-    pieces = list(text.write(HELLO, max_new_tokens=9, sampler=Greedy()))
+    pieces = list(text.stream(HELLO, max_new_tokens=9, sampler=Greedy()))
     assert "".join(pieces) == "Grö🦊é" and not any("\ufffd" in piece for piece in pieces)
 
 
@@ -159,8 +159,8 @@ def test_the_model_of_a_directory_writes():
     """The one test here that compiles: greedy, until the end or the last token."""
     text = load_text_model(CHAT)
     sampler = Sample(temperature=0.8)
-    one = "".join(text.write(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
-    assert one == "".join(text.write(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
+    one = "".join(text.stream(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
+    assert one == "".join(text.stream(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
     assert one and "<|" not in one
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.text.tokenizer import load_tokenizer, with_letters
+from eqx_decoders.io.text.tokenizer import load_tokenizer, with_special_tokens_as_text
 from eqx_decoders.rl.environments import Environment, checked_beginning, checked_turn
 from eqx_decoders.rl.episodes import EpisodeAnswerer
 from eqx_decoders.rl.tools import ToolEnvironment, tool_schema
@@ -251,7 +251,7 @@ def file(tmp_path_factory):
 
 def play(file, tokenizer, name, answers, *, which="Sums", task=None, **settings: Any):
     """Play an episode with a template, in which the model generates `answers`."""
-    template = with_letters(template_of(name), tokenizer)
+    template = with_special_tokens_as_text(template_of(name), tokenizer)
     config = RLConfig(environment=f"{file}:{which}", reward_workers=1, **settings)
     stops = [
         each for each in range(tokenizer.vocab_size) if tokenizer.name_of(each) in ("<|im_end|>", "<|eot_id|>", "</s>")

@@ -3,7 +3,7 @@
 import pytest
 
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
-from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer, with_letters
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer, with_special_tokens_as_text
 from eqx_decoders.rl.turn_writer import THOUGHTS, TurnWriter, added_from, render_all, rewritten_turns
 from tests.data.test_chats import FOLDER, template_of
 
@@ -43,7 +43,7 @@ def tokenizer():
 )
 def test_added_tokens_complete_the_tokens_of_the_text(name, written, tokenizer):
     """For an answer in the tokenizer's own tokens, prompt + answer + added tokens encode the conversation."""
-    template = with_letters(template_of(name), tokenizer)
+    template = with_special_tokens_as_text(template_of(name), tokenizer)
     assert template is not None
     answer, stop = written.split("4")[0] + "4", written.split("4")[1]
     more = [*TALK[:2], {"role": "user", "content": f"is {stop} the end?"}]

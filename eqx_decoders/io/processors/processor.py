@@ -287,8 +287,8 @@ class Processor(FileReader):
         encode = functools.partial(self.tokenizer.encode, special=True) if begun else self.tokenizer.encode_prompt
         return Prepared(input_ids=encode(whole, literal=literal)[None], arrays=arrays, text=whole)
 
-    def with_letters(self, literal: Sequence[str]) -> "Processor":
-        """Return the same with names of special tokens as letters in messages (`ChatTemplate.literal`)."""
+    def with_special_tokens_as_text(self, literal: Sequence[str]) -> "Processor":
+        """Return a copy with names of special tokens in messages as ordinary text, see `ChatTemplate.literal`."""
         template = None if self.template is None else dataclasses.replace(self.template, literal=tuple(literal))
         return dataclasses.replace(self, template=template)
 

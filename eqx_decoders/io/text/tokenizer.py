@@ -242,8 +242,8 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
     return np.asarray([*(() if tuple(ids[: len(start)].tolist()) == start else start), *ids.tolist()], np.int32)
 
 
-def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template with the names of the tokenizer's special tokens as letters in messages."""
+def with_special_tokens_as_text(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template with names of special tokens in messages as ordinary text, see `ChatTemplate.literal`."""
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return template
     return dataclasses.replace(template, literal=tokenizer.special_names)

@@ -17,12 +17,12 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from eqx_decoders.inference.drafters import Drafter, with_models
-from eqx_decoders.inference.unstack import inference_cache, placed
+from eqx_decoders.inference.unstack import inference_cache, prepare_for_engine
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.model.expert_choices import choices_of
+from eqx_decoders.model.expert_choices import choices_shape
 from eqx_decoders.serving.engine import programs
 from eqx_decoders.serving.engine.adapters import EngineAdapters
 from eqx_decoders.serving.engine.engine_weights import EngineWeights, Models
@@ -92,7 +92,9 @@ class ModelRunner:
 
     def __init__(self, model: Decoder, config: RunnerConfig, drafter: Drafter | None = None):
         model = model.replace(expert_choices=config.expert_choices)
-        models = Models(placed(model), None if drafter is None else with_models(placed, drafter))
+        models = Models(
+            prepare_for_engine(model), None if drafter is None else with_models(prepare_for_engine, drafter)
+        )
         model, self.weights = models.model, EngineWeights(models)
         layout, slots, length = model.execution.layout, config.num_slots, config.length
         cache = inference_cache(model, slots, length, config.cache_format, pages=config.pages)
@@ -105,7 +107,7 @@ class ModelRunner:
             drafts = models.drafter.empty(model, slots, length, config.cache_format)
         experts = None
         if config.expert_choices:
-            experts = jnp.zeros((slots, length, *choices_of(model.config)), jnp.int16)
+            experts = jnp.zeros((slots, length, *choices_shape(model.config)), jnp.int16)
         tokens, experts = jax.device_put((tokens, experts), layout.replicated())
         state = EngineState(cache=cache, tokens=tokens, drafts=drafts, experts=experts)
         self._leaves, self._tree = jax.tree.flatten(programs.without_aliases(state))
@@ -125,7 +127,7 @@ class ModelRunner:
 
     def load(self, model: Decoder) -> None:
         """Take the weights of a model like the first (see `EngineWeights.load`)."""
-        self.weights.load(placed(model))
+        self.weights.load(prepare_for_engine(model))
 
     @property
     def _state(self) -> EngineState:

@@ -36,7 +36,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.engine.sequence import SequenceState
 from eqx_decoders.sharding.axes import AnyArray
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 
 
 MAX_FEATURE_BYTES = 1 << 30  # of the features that wait
@@ -243,7 +243,7 @@ def _settle(settle: Callable[[Any], None], value: Any) -> None:
         settle(value)
 
 
-@typed
+@run_with_auto_axes
 def _prefill_prompt(
     model: Decoder, prepared: PreparedMedia, length: int, cache_format: CacheFormat
 ) -> tuple[Any, Float32[Array, "1 vocab"]]:

@@ -30,7 +30,7 @@ from eqx_decoders.serving.engine.sampler import (
     score_tokens,
 )
 from eqx_decoders.sharding.axes import AnyArray
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def _feed(
     return state.with_experts(slots, targets, verified.experts), verified, report
 
 
-@typed
+@run_with_auto_axes
 def forward(
     models: Models,
     state: EngineState,
@@ -264,7 +264,7 @@ def forward(
     return state, logits
 
 
-@typed
+@run_with_auto_axes
 def decode(
     models: Models,
     state: EngineState,
@@ -304,7 +304,7 @@ def decode(
     return dataclasses.replace(state, tokens=ids, drafts=drafts), result
 
 
-@typed
+@run_with_auto_axes
 def prefill(
     models: Models,
     state: EngineState,
@@ -345,13 +345,13 @@ def prefill(
     return state.with_experts(slot[None], targets[None], stats.choices), result
 
 
-@typed
+@run_with_auto_axes
 def next_logits(models: Models, hidden: Float[Array, "1 1 embed"]) -> Float32[Array, "1 vocab"]:
     """Return the logits of the token after a prompt, from the hidden state of its last one."""
     return models.execution.layout.replicate(models.model.logits(hidden)[:, 0])
 
 
-@typed
+@run_with_auto_axes
 def prompt_scores(
     models: Models, hidden: Float[Array, "1 length embed"], following: Int[Array, "1 length"], *, num_top: int
 ) -> Scores:

@@ -15,7 +15,7 @@ from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import check, check_number
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.head.divergence import Divergence, linear_divergence, top_divergence
 from eqx_decoders.training.head.head_tiles import HeadForm, cut, joined, tile_length
 from eqx_decoders.training.head.log_probs import linear_log_probs
@@ -174,7 +174,7 @@ def top_tokens(teacher: Decoder, batch: Batch, *, top: int, temperature: float =
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _top_tokens(teacher: Decoder, batch: Batch, top: int, temperature: float) -> TopTokens:
     _, weights = next_tokens(batch)
     length, layout = batch.tokens.shape[1], teacher.execution.layout

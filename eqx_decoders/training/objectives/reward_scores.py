@@ -11,7 +11,7 @@ from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.objectives.answers import answer_lengths, answer_means, answer_sums
 from eqx_decoders.training.objectives.preference_loss import Sums, pair_figures, reward_loss
 from eqx_decoders.training.objectives.token_log_probs import needed
@@ -34,7 +34,7 @@ def reward_scores(model: Decoder, batch: Batch) -> Float32[Array, "batch answers
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _reward_scores(model: Decoder, batch: Batch) -> Float32[Array, "batch answers"]:
     assert batch.signals is not None
     (answers,) = needed(batch.signals, "answers")

@@ -14,7 +14,7 @@ from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.expert_choices import with_choices
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
 from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens, of_next
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
@@ -52,7 +52,7 @@ class TargetLogProbs(NamedTuple):
     signals: Signals
 
 
-@typed
+@run_with_auto_axes
 def target_hidden(model: Decoder, batch: Batch) -> TargetHidden:
     """Compute the stream behind the last block, and line up with it what belongs to the next tokens; no dropout.
 
@@ -72,7 +72,7 @@ def target_hidden(model: Decoder, batch: Batch) -> TargetHidden:
     return TargetHidden(hidden, targets, real, _of_targets(signals, real))
 
 
-@typed
+@run_with_auto_axes
 def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> TargetLogProbs:
     """Compute the log-probs of all targets of a batch, in float32, at the temperature at which they were drawn.
 
@@ -110,7 +110,7 @@ def token_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _token_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float32[Array, "batch length"]:
     found, real, _ = target_log_probs(model, batch, temperature=temperature)
     log_probs = jnp.where(real, found.log_probs, 0.0)

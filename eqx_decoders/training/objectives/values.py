@@ -10,7 +10,7 @@ from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, PositiveFloat, check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.objectives.answers import masked_sum
 from eqx_decoders.training.objectives.policy_loss import Sums, value_is_clipped, value_loss
 from eqx_decoders.training.objectives.token_log_probs import in_row_order, needed, target_hidden
@@ -30,7 +30,7 @@ def values_behind(model: Decoder, batch: Batch) -> Float32[Array, "batch length"
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _values_behind(model: Decoder, batch: Batch) -> Float32[Array, "batch length"]:
     hidden = target_hidden(model, dataclasses.replace(batch, signals=None)).hidden
     return in_row_order(model.logits(hidden)[..., 0], model.execution)

@@ -27,7 +27,7 @@ from eqx_decoders.model.mtp import same_document, shift_left
 from eqx_decoders.numerics.einsum import as_weight
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.chips import chip_of
-from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.sharding.explicit import run_with_auto_axes
 from eqx_decoders.training.head.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.head.vocab_parallel import HeadWeights
 from eqx_decoders.training.step.balance import expert_configs, has_routing_loss, routing_loss
@@ -100,7 +100,7 @@ class Forward(NamedTuple):
 MoreLoss = Callable[[Forward], tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]]
 
 
-@typed
+@run_with_auto_axes
 def token_loss_sum(
     model: Decoder,
     batch: Batch,
@@ -275,7 +275,7 @@ def next_token_loss(
 
 
 @jit_if_eager
-@typed
+@run_with_auto_axes
 def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PRNGKeyArray | None):
     loss, metrics = token_loss_sum(model, batch, z_loss=z_loss, fused=fused, key=key)
     return loss / or_one(metrics.tokens), metrics
@@ -339,7 +339,7 @@ class EvaluationSums(eqx.Module):
     proposed: Float32[Array, "depths"] | None = None
 
 
-@typed
+@run_with_auto_axes
 def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     """Compute the sums of one batch; a fraction of a target counts as that much of a token."""
     in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])

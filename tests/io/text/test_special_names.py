@@ -15,7 +15,13 @@ from eqx_decoders.errors import DataError
 from eqx_decoders.io.processors.prompts import PromptFiles, expand, in_order
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, load_chat_template
 from eqx_decoders.io.text.chat_template_worker import EscapedNames, SpecialNames
-from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, hidden, load_tokenizer, with_letters
+from eqx_decoders.io.text.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    hidden,
+    load_tokenizer,
+    with_special_tokens_as_text,
+)
 from tests.errors import refused
 
 
@@ -34,7 +40,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def template(tokenizer):
-    return with_letters(ChatTemplate(source=SOURCE), tokenizer)
+    return with_special_tokens_as_text(ChatTemplate(source=SOURCE), tokenizer)
 
 
 def render(template, content, **variables):
@@ -77,7 +83,7 @@ def test_renders_the_same_text_and_the_spans_of_names(template, content, found):
 def test_spans_are_those_of_the_text_with_ascii_json(tokenizer):
     source = "{{ messages[0].content | tojson(ensure_ascii=true) }}{% for m in messages %}<{{ m.content }}>"
     source += "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    found = render(with_letters(ChatTemplate(source=source), tokenizer), "é<|end|>")
+    found = render(with_special_tokens_as_text(ChatTemplate(source=source), tokenizer), "é<|end|>")
     assert found.text == '"\\u00e9<|end|>"<é<|end|>>é<|end|>' and letters(found) == ["<|end|>"] * 3
     assert found.generated == [[25, 33]] and found.messages == [[0, 15, 33]]
     assert found.literal == [[7, 14], [17, 24], [26, 33]]
@@ -153,7 +159,7 @@ def test_substituted_names_are_random(tokenizer):
 @pytest.mark.slow
 def test_messages_without_names_encode_as_in_transformers(tokenizer):
     recorded = json.loads((FIXTURE / "rendered.json").read_text())
-    template = with_letters(load_chat_template(FIXTURE), tokenizer)
+    template = with_special_tokens_as_text(load_chat_template(FIXTURE), tokenizer)
     for one in recorded["chats"]:
         found = template.rendered(one["messages"], add_generation_prompt=one["add_generation_prompt"])
         literal = [found.text[start:stop] for start, stop in found.literal if stop - start > 1]

@@ -18,7 +18,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.model.expert_choices import check_choices, choices_of
+from eqx_decoders.model.expert_choices import check_choices, choices_shape
 from eqx_decoders.training.objectives.token_log_probs import target_log_probs
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
@@ -59,7 +59,7 @@ def model(request):
 def own(model):
     """Its own choice, `[rows, length, layers, choices]`."""
     choices = model.replace(expert_choices=True)(batch_of(None).tokens).stats.choices
-    assert choices.shape == (3, ROWS, LENGTH, 3) and choices_of(CONFIG) == (3, 3)
+    assert choices.shape == (3, ROWS, LENGTH, 3) and choices_shape(CONFIG) == (3, 3)
     return np.moveaxis(np.asarray(choices), 0, 2).astype(np.int16)
 
 
