@@ -89,13 +89,13 @@ _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _WI = ("mlpwi_0", "mlpwi_1", "mlpwi")
 _MINIMAL = (*_QKV, "out_proj", *_WI, "mlpwo")
 
-# The names and contents are MaxText's `remat_policy` options. None: no `jax.checkpoint`.
+# The names and contents are MaxText's `remat_policy` options, without `minimal_flash`, which is the same as
+# `minimal_with_context`. None: no `jax.checkpoint`.
 POLICIES: dict[str, Remat | None] = {
     "none": None,
     "full": Remat(),
     "minimal": Remat(save=_MINIMAL),
     "minimal_with_context": Remat(save=(*_MINIMAL, "context")),
-    "minimal_flash": Remat(save=(*_MINIMAL, "context")),
     "minimal_with_quantization": Remat(save=(*_MINIMAL, "quantization")),
     "minimal_with_context_and_quantization": Remat(save=(*_MINIMAL, "context", "quantization")),
     "save_dot_with_context_except_mlp": Remat(save=(*_QKV, "out_proj", "context")),
@@ -113,7 +113,6 @@ RematName = Literal[
     "full",
     "minimal",
     "minimal_with_context",
-    "minimal_flash",
     "minimal_with_quantization",
     "minimal_with_context_and_quantization",
     "save_dot_with_context_except_mlp",

@@ -145,7 +145,7 @@ def training(devices: Sequence[Any], shapes: Shapes) -> Program:
     """Make a step with AdamW, state in float32, activations in bfloat16, weights and rows split over the devices."""
     layout, rows = ed.Layout.create(fsdp=-1, devices=list(devices)), shapes.rows * len(devices)
     precision = ed.Precision(compute=jnp.bfloat16)
-    model = ed.abstract(ed.get_config(shapes.model), layout=layout, precision=precision, remat="minimal_flash")
+    model = ed.abstract(ed.get_config(shapes.model), layout=layout, precision=precision, remat="minimal_with_context")
     trainer = Trainer.create(OptimizerConfig(), model, steps=1000)
     state = trainer.abstract(model, key=jax.random.key(0))
 

@@ -110,7 +110,7 @@ def test_training_steps_compile(devices, name):
     assert sent >= set(kinds) and compiled.memory_analysis().peak_memory_in_bytes > 0
 
 
-@pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("minimal_flash", 1), ("none", 1)])
+@pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("minimal_with_context", 1), ("none", 1)])
 def test_what_cudnn_keeps_is_saved_by_name(devices, remat, forward):
     """Attention is computed again in the backward pass only where its context is not saved."""
     layout = ed.Layout.create(fsdp=4, devices=devices)

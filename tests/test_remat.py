@@ -104,7 +104,7 @@ def test_saving_more_recomputes_less():
 
 def test_table_has_the_known_names():
     assert {
-        "none", "full", "minimal", "minimal_with_context", "minimal_flash", "minimal_with_quantization",
+        "none", "full", "minimal", "minimal_with_context", "minimal_with_quantization",
         "minimal_with_context_and_quantization", "save_dot_with_context_except_mlp", "save_dot_except_mlpwi",
         "save_dot_except_mlp", "save_qkv_proj", "qkv_proj_offloaded", "minimal_offloaded", "save_out_proj",
     } == set(POLICIES)  # fmt: skip

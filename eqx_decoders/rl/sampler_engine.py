@@ -11,9 +11,9 @@ import jax
 from eqx_decoders.context import Execution
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import EqxDecodersError, check
-from eqx_decoders.inference.compute_dtype import cast_weights, weights_cast_to_compute_dtype
 from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.rl.compute_dtype import cast_weights, weights_cast_to_compute_dtype
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.serving.engine.request import Request, RequestOutput
 from eqx_decoders.sharding.layout import Layout

@@ -243,7 +243,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
 
 
 def with_special_tokens_as_text(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template with names of special tokens in messages as ordinary text, see `ChatTemplate.literal`."""
+    """Return the template with names of special tokens in messages as ordinary text, see `ChatTemplate.literal`."""
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return template
     return dataclasses.replace(template, literal=tokenizer.special_names)

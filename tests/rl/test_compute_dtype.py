@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.compute_dtype import cast_weights, weights_cast_to_compute_dtype
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.rl.compute_dtype import cast_weights, weights_cast_to_compute_dtype
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.backend import backend_of
 from tests.commands import ROOT
