@@ -123,6 +123,14 @@ def round_weights(model: T, config: LowPrecision | None, *, below: str, key: PRN
 # --- the product ---
 
 
+class WeightShardings(NamedTuple):
+    """Shardings of a weight in a product, of the stored weight, and of its gradient."""
+
+    gathered: NamedSharding
+    stored: NamedSharding
+    gradient: NamedSharding
+
+
 class ProductSharding(NamedTuple):
     """Placement of a product on a mesh.
 
@@ -133,12 +141,12 @@ class ProductSharding(NamedTuple):
     - `parts`: pairs of axis name and number of shards into which the mesh splits this axis. If such an axis is
         contracted, each device scales its partial sum and casts it to the dtype of the result before the all-reduce,
         which then costs as much as for a product that is not quantized.
-    - `weight`: shardings of the weight in the product and of its gradient; None leaves both to XLA.
+    - `weight`: shardings of the weight; None leaves them to XLA.
     """
 
     native: bool
     parts: tuple[tuple[str, int], ...] = ()
-    weight: tuple[NamedSharding, NamedSharding] | None = None
+    weight: WeightShardings | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,16 +186,16 @@ class _Product:
         It is sent as uint8: for a product's operand, XLA would choose a ring of partial products, which sends twice as
         many bytes.
         """
-        if self.sharding.weight is None:
+        weight = self.sharding.weight
+        if weight is None:
             return quantized
-        gathered, stored = self.sharding.weight
-        octets = lax.with_sharding_constraint(lax.bitcast_convert_type(quantized, jnp.uint8), stored)
-        return lax.bitcast_convert_type(lax.with_sharding_constraint(octets, gathered), quantized.dtype)
+        octets = lax.with_sharding_constraint(lax.bitcast_convert_type(quantized, jnp.uint8), weight.stored)
+        return lax.bitcast_convert_type(lax.with_sharding_constraint(octets, weight.gathered), quantized.dtype)
 
     def scatter(self, gradient: Array) -> Array:
-        """Shard the gradient of the weight like the stored weight."""
+        """Shard the gradient of the weight."""
         weight = self.sharding.weight
-        return gradient if weight is None else lax.with_sharding_constraint(gradient, weight[1])
+        return gradient if weight is None else lax.with_sharding_constraint(gradient, weight.gradient)
 
 
 def rounded_product(
@@ -218,9 +226,12 @@ def _product_sharding(
     if not gathers:
         return ProductSharding(native)
     left, right, _ = operand_axes
-    return ProductSharding(
-        native, _shard_counts(left, right, x, weight, layout), layout.gather_shardings(right, weight)
-    )
+    shardings = layout.gather_shardings(right, weight)
+    if shardings is not None:
+        # with gradients_over_data, the gradient is split over more mesh axes than the stored weight
+        stored = NamedSharding(layout.current_mesh, layout.weight_spec(right))
+        shardings = WeightShardings(shardings[0], stored, shardings[1])
+    return ProductSharding(native, _shard_counts(left, right, x, weight, layout), shardings)
 
 
 def _shard_counts(

@@ -459,3 +459,12 @@ def test_each_step_uses_new_random_values_for_stochastic_rounding(model):
 def test_chips_with_8_bit_formats_are_faster_in_8_bits():
     for chip in CHIPS:
         assert set(chip.formats) <= {"int8", "fp8"} and bool(chip.formats) == (chip.eight_bit > 1.5 * chip.bf16)
+
+
+def test_weights_that_are_replicated_over_data_are_not_gathered_over_data():
+    layout = dataclasses.replace(ed.Layout.create(data=8), gradients_over_data=True)
+    pattern, config = "batch length embed, embed mlp -> batch length mlp", LowPrecision()
+    x = jax.device_put(draw(0, (16, 8, 64)), layout.activation_sharding("batch length embed", (16, 8, 64)))
+    w = jax.device_put(draw(1, (64, 128)), layout.weight_sharding("embed mlp", (64, 128)))
+    product = jax.jit(lambda x, w: einsum(pattern, x, Rounded(w, None, config), layout=layout))
+    assert "all-gather" not in product.lower(x, w).compile().as_text()
