@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Num
 
@@ -11,6 +12,7 @@ from eqx_decoders.layers.attention.kernels.common import Scales
 from eqx_decoders.layers.attention.kernels.selection import Selected, Selection
 from eqx_decoders.layers.mask import AttentionPositions, Mask
 from eqx_decoders.sharding.backend import Backend, backend_of
+from eqx_decoders.sharding.chips import compute_capability
 
 
 class AttentionInputs(NamedTuple):
@@ -56,7 +58,7 @@ class AttentionOptions:
         padding.
     - `needs_lse`: whether the caller reads the log-sum-exp; otherwise it may be NaN.
     - `local`: whether the arrays are local to one device: inside `shard_map`, or without a mesh.
-    - `platform`: platform of the devices.
+    - `platform`: platform of the devices; `attend` and `max_scores` default to JAX's default devices.
     - `compute_capability`: compute capability of NVIDIA GPUs; None for other devices.
     """
 
@@ -140,9 +142,13 @@ def group_arguments(
 ) -> tuple[AttentionInputs, AttentionOptions]:
     """Split the keyword arguments of `attend`, except `kernel`, into arrays and static options.
 
-    Raises TypeError for missing or unknown keywords.
+    Without `platform`, the options describe JAX's first default device. Raises TypeError
+    for missing or unknown keywords.
     """
     positions = {name: keywords.pop(name) for name in AttentionPositions._fields if name in keywords}
     selected, scales = (keywords.pop(name, None) for name in ("selected", "scales"))
+    if "platform" not in keywords:
+        device = jax.devices()[0]
+        keywords |= dict(platform=device.platform, compute_capability=compute_capability(device))
     inputs = AttentionInputs(query, key, value, AttentionPositions(**positions), selected, scales)
     return inputs, AttentionOptions(**keywords)

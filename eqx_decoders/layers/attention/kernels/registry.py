@@ -207,7 +207,7 @@ def attend_gradients(
 
 def max_scores(
     query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    key: Num[Array, "batch kv_length kv_heads head_dim"],
     *,
     mask: Mask,
     query_positions: Int[Array, "batch length"],
@@ -226,6 +226,7 @@ def run_max_scores(inputs: AttentionInputs, options: AttentionOptions) -> Float3
     """Compute `max_scores`, from arguments that are already split into arrays and options; values are ignored."""
     call = _describe_call(inputs, options)
     query, key = jax.lax.stop_gradient((inputs.query, inputs.key))
+    key = key if inputs.scales is None else decode(key, inputs.scales.key, query.dtype)
     return blockwise_max(inputs.with_slopes(options)._replace(query=query, key=key), call)
 
 

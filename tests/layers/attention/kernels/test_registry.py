@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.alibi import Alibi
+from eqx_decoders.layers.attention.kernels.common import Scales
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
+from eqx_decoders.layers.cache.format import decode, encode
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
@@ -370,6 +373,23 @@ def test_auto_goes_by_platform_and_shapes(monkeypatch):
         with contextlib.suppress(Exception):  # the spy returns nothing
             attend(q, k, v, **places, mask=Causal(), platform=platform)
     assert chosen == ["chunked", "dot", "dot", "chunked"]
+
+
+def test_platform_defaults_to_default_device(monkeypatch):
+    places = {"query_positions": plain(3), "key_positions": plain(3)}
+    with refused(ConfigError, "the platform 'cpu'"):
+        attend(*make(3), **places, mask=Causal(), kernel="triton")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu", compute_capability="8.0")])
+    with refused(ConfigError, "compute capability (8, 0)"):
+        attend(*make(3), **places, mask=Causal(), kernel="triton")
+
+
+def test_largest_scores_of_quantized_keys():
+    query, key, _ = make(6)
+    options = dict(mask=Causal(), query_positions=plain(6), key_positions=plain(6))
+    stored, scale = encode(key, jnp.int8, 2)
+    found = max_scores(query, stored, scales=Scales(scale, scale), **options)
+    assert_allclose(found, max_scores(query, decode(stored, scale, jnp.float32), **options))
 
 
 def test_refusals(monkeypatch):
