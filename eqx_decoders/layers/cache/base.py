@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.sharding.axes import axes, named_leaves, replaced
 
 
@@ -176,7 +177,7 @@ def commit(caches: Any, entries: Any, positions: Int[Array, "batch length"]) -> 
 
 
 class LayerCacheRows(LayerCache):
-    """View of some batch rows of a cache, which are read in place."""
+    """View of some batch rows of a cache, which are read in place. It cannot be written: see `Cache.at_rows`."""
 
     cache: LayerCache
     row_indices: Int[Array, "rows"]
@@ -186,3 +187,9 @@ class LayerCacheRows(LayerCache):
 
     def past(self, slices: Any) -> Any:
         return self.cache.past_of_rows(slices, self.row_indices)
+
+    def commit(self, entries: Any, positions: Int[Array, "rows length"]) -> LayerCache:
+        raise ConfigError(
+            "Cache.at_rows returns a view that cannot be written. Run Decoder.forward_uncommitted with the view, and "
+            "write the proposed entries with Cache.commit_rows of the complete cache."
+        )

@@ -69,7 +69,8 @@ class Cache(eqx.Module):
     def at_rows(self, rows: Int[Array, "rows"]) -> "Cache":
         """Return a view of the batch rows with these (unique) indices, for `Decoder.forward_uncommitted`.
 
-        The rows are read in place. Write the proposed entries with `commit_rows`.
+        The rows are read in place. The view cannot be written: write the proposed entries with `commit_rows` of this
+        cache. `commit` of the view raises ConfigError.
         """
 
         def view(cache: Any) -> LayerCacheRows:

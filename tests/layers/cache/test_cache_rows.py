@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from tests.compare import assert_allclose
+from tests.errors import refused
 from tests.layers.cached_mixers import MIXERS, decoder
 from tests.models import filled
 
@@ -23,6 +25,13 @@ STATES = GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=6, value_dim=
 def with_pages(cache):
     pages = jnp.arange(ROWS * 4, dtype=jnp.int32).reshape(ROWS, 4)
     return cache.with_tables(pages)
+
+
+def test_view_of_rows_cannot_be_committed():
+    model = filled(decoder("keys"))
+    cache = ed.init_cache(model.config, 2, 4, dtype="float32")
+    with refused(ConfigError, "Cache.commit_rows"):
+        model(np.zeros((1, 1), np.int32), cache=cache.at_rows(jnp.asarray([1])))
 
 
 KINDS = (*MIXERS, "states", "pages")
