@@ -111,10 +111,19 @@ def run_on_mesh(
         run_round = lambda tokens: _run_overlapped(exchange, [tokens])[0]  # noqa: E731
         if remat is not None:
             run_round = jax.checkpoint(run_round, policy=remat.policy(), prevent_cse=False)
-        rounds = [jax.tree.map(lambda array: array.reshape(num_rounds, -1, array.shape[1]), part) for part in flat]
+        padding = -len(x) % num_rounds
+        no_expert = plan.local_experts * plan.expert_shards  # index of padding tokens
+
+        def split(array: Array, fill: int) -> Array:
+            padded = jnp.pad(array, ((0, padding), (0, 0)), constant_values=fill)
+            return padded.reshape(num_rounds, -1, array.shape[1])
+
+        outputs = [
+            lax.map(run_round, (split(x, 0), split(indices, no_expert), split(gates, 0))) for x, indices, gates in flat
+        ]
         return [
-            lax.map(run_round, part_rounds).reshape(part[0].shape)
-            for part_rounds, part in zip(rounds, parts, strict=True)
+            output.reshape(-1, output.shape[2])[: len(x)].reshape(part[0].shape)
+            for output, part in zip(outputs, parts, strict=True)
         ]
 
     specs = jax.tree_util.tree_map_with_path(weight_spec, weights, is_leaf=is_quantized)
@@ -183,17 +192,15 @@ class _ExchangePlan:
         return self.expert_axes + self.mlp_axes
 
     def num_rounds(self, tokens: int, experts_per_token: int, token_bytes: int, max_bytes: int) -> int:
-        """Return the number of rounds for the tokens of a device: the smallest suitable divisor of `tokens`.
+        """Return the smallest number of rounds for the tokens of a device; at most one round per token.
 
         In a round, the tokens that a device gathers, or may receive in the worst case, fit into `max_bytes`.
         """
-        if tokens == 0:
-            return 1
         copies = (
             self.expert_shards * min(experts_per_token, self.local_experts) if self.all_to_all else self.gather_size
         )
-        min_rounds = max(1, min(tokens, -(-tokens * copies * token_bytes // max_bytes)))
-        return next(count for count in range(min_rounds, tokens + 1) if tokens % count == 0)
+        max_tokens = max(1, max_bytes // (copies * token_bytes))
+        return max(1, -(-tokens // max_tokens))
 
     def ring(self, layout: Layout, spec: PartitionSpec, shard_shape: tuple[int, ...]) -> GroupRing | None:
         """Return the ring reduce-scatter for the gradient of a weight that is multiplied once; None if it has none.

@@ -155,6 +155,20 @@ def test_a_mesh_equals_one_device(name):
     check_equal(run, layer(config, pairs), *tokens(8, 6), layout)
 
 
+def test_rounds_pad_tokens_that_they_do_not_divide(monkeypatch):
+    """A prime number of tokens takes as few rounds as fit, and no token is lost."""
+    maps = Mock(wraps=lax.map)
+    monkeypatch.setattr(lax, "map", maps)
+    module, (x, positions) = layer(NARROW), tokens(8, 7)
+    layout = ed.Layout.create(fsdp=8)
+    run = jax.jit(lambda module, x, where: module(x, ed.ForwardContext(positions=positions, execution=where))[0],
+                  static_argnums=2)  # fmt: skip
+    found = run(*placed(module, x, layout), ed.Execution(layout=layout, exchange_bytes=3 * 8 * 4))
+    assert_close(found, run(module, x, ed.Execution(experts="dense")), units=256)
+    (_, (rows, indices, _)), _ = maps.call_args
+    assert rows.shape == (3, 3, 8) and indices.shape[:2] == (3, 3)
+
+
 @pytest.fixture
 def rings(monkeypatch):
     """Rings of two levels for small weights on CPUs, too; counts the products that have them."""
