@@ -130,10 +130,10 @@ class ExpertsConfig(ChannelConfig):
         return self.router.random or (self.shared is not None and self.shared.dropout > 0)
 
     def capacity(self, length: int) -> int:
-        """Return the maximum number of tokens of a sequence that an expert accepts."""
+        """Return the maximum number of tokens of a sequence that an expert accepts; at least 1."""
         assert self.capacity_factor is not None
         mean = -(-length * self.num_experts_per_token // self.num_experts)
-        return int(max(mean * self.capacity_factor, self.capacity_factor))
+        return max(1, int(mean * self.capacity_factor))
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Experts":
         keys = jax.random.split(key, 6)
@@ -482,8 +482,6 @@ class Experts(eqx.Module):
         num_experts = self.config.num_experts
         capacity = self.config.capacity(x.shape[1])
         num_assignments = jnp.sum(indices < num_experts, dtype=jnp.float32)
-        if capacity == 0:
-            return jnp.zeros_like(x), num_assignments
         assign = partial(assign_with_capacity, num_experts=num_experts, capacity=capacity)
         destinations, sources = jax.vmap(assign)(indices)
         destinations, sources = (save(index, "moe_routing_maps") for index in (destinations, sources))
