@@ -1,5 +1,6 @@
-"""Helpers shared by recurrent mixers: cache shapes, short causal convolutions, and proposed cache updates."""
+"""Shared by recurrent mixers: base class, cache shapes, short causal convolutions, and proposed cache updates."""
 
+import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
+from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import (
     ConvInputs,
     ConvShape,
@@ -21,6 +23,20 @@ from eqx_decoders.layers.cache.recurrent_state import (
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
 from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.remat import save
+
+
+class RecurrentLayer(eqx.Module):
+    """Base class of layers that read their cache only in `__call__`."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: ForwardContext, cache: dict[str, Any] | None = None
+    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
+        """Return the layer's output, and the proposed updates of its cache by name."""
+
+    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """Implement `BranchLayer`."""
+        return BranchResult(*self(x, ctx, past))
 
 
 def zero_padding(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:

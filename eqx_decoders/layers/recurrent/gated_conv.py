@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvShape
-from eqx_decoders.layers.recurrent.common import convolve_channels, read_cache
+from eqx_decoders.layers.recurrent.common import RecurrentLayer, convolve_channels, read_cache
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -63,7 +63,7 @@ class GatedConvolutionConfig(MixerConfig):
         )
 
 
-class GatedConvolution(eqx.Module):
+class GatedConvolution(RecurrentLayer):
     """Gated short convolution `out(c * conv(b * x))`; `inputs` are the projections to b, c and x, in this order."""
 
     inputs: Float[Array, "embed inputs mlp"]
@@ -86,7 +86,3 @@ class GatedConvolution(eqx.Module):
         gated = save(ctx.constrain(output_gate * convolved, "batch length mlp"), "attention_out")
         out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"stream": update}
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))

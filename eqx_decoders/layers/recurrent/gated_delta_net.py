@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt, check
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
+    RecurrentLayer,
     cache_shapes,
     l2_normalize,
     project_and_convolve,
@@ -110,7 +111,7 @@ class GatedDeltaNetConfig(MixerConfig):
         )
 
 
-class GatedDeltaNet(eqx.Module):
+class GatedDeltaNet(RecurrentLayer):
     """Gated DeltaNet `out(norm(o) * act(gate x))`, where o is the recurrence's output."""
 
     query: Float[Array, "embed key_heads key_dim"]
@@ -151,10 +152,6 @@ class GatedDeltaNet(eqx.Module):
         gated = (self.norm(scan_out).astype(jnp.float32) * gate).astype(x.dtype)
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), updates
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _decay_and_beta(
         self, x: Array, ctx: ForwardContext

@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
+    RecurrentLayer,
     cache_shapes,
     init_dt_bias,
     l2_normalize,
@@ -97,7 +98,7 @@ class KimiDeltaAttentionConfig(MixerConfig):
         )
 
 
-class KimiDeltaAttention(eqx.Module):
+class KimiDeltaAttention(RecurrentLayer):
     """Kimi delta attention `out(norm(o) * sigmoid(gate x))`, where o is the recurrence's output."""
 
     query: Float[Array, "embed heads head_dim"]
@@ -137,10 +138,6 @@ class KimiDeltaAttention(eqx.Module):
         gated = (self.norm(scan_out.astype(jnp.float32)) * gate).astype(x.dtype)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), updates
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _low_rank(
         self, x: Array, down: Array, up: Array, ctx: ForwardContext

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import read_cache, state_update, zero_padding
+from eqx_decoders.layers.recurrent.common import RecurrentLayer, read_cache, state_update, zero_padding
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -90,7 +90,7 @@ class LightningAttentionConfig(MixerConfig):
         )
 
 
-class LightningAttention(eqx.Module):
+class LightningAttention(RecurrentLayer):
     """Lightning attention `out(norm(o) * sigmoid(gate x))`, where o is the recurrence's output.
 
     `rates` holds the decay rate of each head.
@@ -129,10 +129,6 @@ class LightningAttention(eqx.Module):
         gated = normed * jax.nn.sigmoid(self._project(x, self.gate, ctx))
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), updates
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _project(self, x: Array, weight: Array, ctx: ForwardContext) -> Float[Array, "batch length heads head_dim"]:
         pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"

@@ -15,11 +15,17 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import convolve_channels, init_dt_bias, read_cache, zero_padding
+from eqx_decoders.layers.recurrent.common import (
+    RecurrentLayer,
+    convolve_channels,
+    init_dt_bias,
+    read_cache,
+    zero_padding,
+)
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -84,7 +90,7 @@ class Mamba1Config(MixerConfig):
         )
 
 
-class Mamba1(eqx.Module):
+class Mamba1(RecurrentLayer):
     """Mamba layer `out(o * silu(gate))`, where o is the recurrence's output.
 
     `inputs` projects to values and gates, `scan_inputs` to the low-rank features of dt, keys and queries.
@@ -131,10 +137,6 @@ class Mamba1(eqx.Module):
         gated = scan_out * jax.nn.silu(projected[:, :, 1])
         out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": update, "stream": conv_update}
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _scan_inputs(
         self, value: Float[Array, "batch length mlp"], ctx: ForwardContext

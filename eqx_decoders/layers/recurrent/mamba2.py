@@ -22,10 +22,11 @@ from eqx_decoders.errors import (
     check,
     check_number,
 )
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
+    RecurrentLayer,
     cache_shapes,
     init_dt_bias,
     project_and_convolve,
@@ -145,7 +146,7 @@ class Mamba2Config(MixerConfig):
         )
 
 
-class Mamba2(eqx.Module):
+class Mamba2(RecurrentLayer):
     """Mamba-2 layer `out(norm(o * silu(gate x)))`, where o is the recurrence's output.
 
     `dt = softplus(in_scales[4] * (W_dt x + dt_in_bias) + dt_bias)`: `dt_in_bias` is added before the scale, `dt_bias`
@@ -199,10 +200,6 @@ class Mamba2(eqx.Module):
         gated = self._gated(scan_out, x, ctx)
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), updates
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _dt(self, x: Array, ctx: ForwardContext) -> Float32[Array, "batch length heads"]:
         """Compute `clip(softplus(scale * (dt x + dt_in_bias) + dt_bias))`, and 0 at padding."""

@@ -18,10 +18,16 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import InRange, PositiveFloat, PositiveInt
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import last_value_update, read_cache, state_update, zero_padding
+from eqx_decoders.layers.recurrent.common import (
+    RecurrentLayer,
+    last_value_update,
+    read_cache,
+    state_update,
+    zero_padding,
+)
 from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MAX, LOG_ZERO, scan_on_mesh
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
@@ -86,7 +92,7 @@ class MLSTMConfig(MixerConfig):
         )
 
 
-class MLSTM(eqx.Module):
+class MLSTM(RecurrentLayer):
     """mLSTM layer `out(sigmoid(gate x) * norm(h))`, where h is the recurrence's output."""
 
     query: Float[Array, "embed heads key_dim"]
@@ -131,10 +137,6 @@ class MLSTM(eqx.Module):
         gated = (gate * self._normalize(save(hidden, "attention_out"))).astype(x.dtype)
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), updates
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _gates(
         self, x: Array, ctx: ForwardContext

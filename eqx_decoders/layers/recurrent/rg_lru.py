@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
-from eqx_decoders.layers.base import BranchResult, MixerConfig
+from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import convolve_heads, read_cache, zero_padding
+from eqx_decoders.layers.recurrent.common import RecurrentLayer, convolve_heads, read_cache, zero_padding
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -90,7 +90,7 @@ class RGLRUConfig(MixerConfig):
         )
 
 
-class RGLRU(eqx.Module):
+class RGLRU(RecurrentLayer):
     """RG-LRU layer `out(h * act(gate x))`, where h is the recurrence's output."""
 
     value: Float[Array, "embed heads value_dim"]
@@ -133,10 +133,6 @@ class RGLRU(eqx.Module):
         pattern = "batch length heads value_dim, heads value_dim embed -> batch length embed"
         out = add_bias(ctx.einsum(pattern, gated, self.out), self.out_bias)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": update, "stream": conv_update}
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _scan_inputs(
         self,

@@ -16,10 +16,16 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
-from eqx_decoders.layers.base import BranchResult, ChannelConfig, MixerConfig
+from eqx_decoders.layers.base import ChannelConfig, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.layers.recurrent.common import convolve_channels, last_value_update, read_cache, zero_padding
+from eqx_decoders.layers.recurrent.common import (
+    RecurrentLayer,
+    convolve_channels,
+    last_value_update,
+    read_cache,
+    zero_padding,
+)
 from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MEAN, LOG_ZERO, State, scan_on_mesh, weighted_mean
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -72,7 +78,7 @@ class TimeMixConfig(MixerConfig):
         )
 
 
-class TimeMix(eqx.Module):
+class TimeMix(RecurrentLayer):
     """RWKV-4's time mixing `out(sigmoid(gate) * o)`, where o is the weighted mean of values."""
 
     key: Float[Array, "embed mlp"]
@@ -102,10 +108,6 @@ class TimeMix(eqx.Module):
         means = save(ctx.constrain(means.astype(x.dtype), "batch length mlp"), "attention_out")
         out = ctx.einsum(_DOWN, gate * means, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), {**updates, "stream": stream_update}
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
     def _weighted_means(
         self,
@@ -164,7 +166,7 @@ class ChannelMixConfig(ChannelConfig):
         )
 
 
-class ChannelMix(eqx.Module):
+class ChannelMix(RecurrentLayer):
     """RWKV-4's channel mixing `sigmoid(gate) * value relu(key)^2`."""
 
     key: Float[Array, "embed mlp"]
@@ -186,10 +188,6 @@ class ChannelMix(eqx.Module):
         hidden = ctx.constrain(jnp.square(jax.nn.relu(key)), "batch length mlp")
         out = gate * ctx.constrain(ctx.einsum(_DOWN, hidden, self.value), "batch length embed")
         return save(out, "mlpwo"), {"stream": stream_update}
-
-    def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
-        return BranchResult(*self(x, ctx, past))
 
 
 # --- token shift: mixing each token with the previous token ---
