@@ -41,7 +41,6 @@ class Backend:
     - `short_attention`: if there are fewer queries or keys than this, attention computes all scores at once.
     - `attention_kernels`: names of the platform's attention kernels for longer sequences, in order of preference.
     - `attention_tiles`: query and key tile sizes of the `chunked` attention kernel.
-    - `unrolled_attention`: maximum float32 sequence length for which the `chunked` kernel does not loop over key tiles.
     - `materializes_masks`: an attention mask is computed once for all heads. The compiler would compute it for each
         head.
     - `values_by_head`: attention reads cached values in the memory order of the cache, heads before tokens.
@@ -76,7 +75,6 @@ class Backend:
     short_attention: int = 512
     attention_kernels: tuple[str, ...] = ()
     attention_tiles: tuple[int, int] = (512, 512)
-    unrolled_attention: int = 0
     materializes_masks: bool = False
     values_by_head: bool = False
     pallas_tpu: bool = False
@@ -110,7 +108,6 @@ BACKENDS = {
         loss_tile_bytes=64 * 2**20,
         short_attention=32,
         attention_tiles=(128, 256),  # measured: the tile of all heads must fit into the CPU's cache
-        unrolled_attention=512,
         materializes_masks=True,
         values_by_head=True,
     ),
