@@ -12,7 +12,7 @@ sees no key has out = 0 and lse = EMPTY.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack, get_args
+from typing import TypedDict, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -60,17 +60,6 @@ def with_sink(
 # --- the registry ---
 
 
-def no_gradients(*args: Any) -> Gradients:
-    """Raise ConfigError: the kernel cannot compute gradients from a given log-sum-exp."""
-    raise ConfigError(
-        "This attention kernel cannot compute gradients from a given log-sum-exp. Use attention='chunked' or 'dot'."
-    )
-
-
-def all_supported(call: AttentionCall) -> None:
-    """Return None: the fields of `Kernel` already describe all limits."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
     """An attention kernel, and the features that it supports.
@@ -79,19 +68,20 @@ class Kernel:
 
     - `name`: name for the option `attention`.
     - `function`: `(inputs, call) -> (out, lse)`, as defined by `attend`.
-    - `gradients`: `(inputs, call, cotangents) -> gradients`, as defined by `attend_gradients`. Kernels without lse have
-        no such function.
+    - `gradients`: `(inputs, call, cotangents) -> gradients`, as defined by `attend_gradients`. None: the kernel cannot
+        compute gradients from a given log-sum-exp.
     - `masks`: supported classes of masks.
     - `soft_cap`, `alibi`, `segments`, `spans`, `selection`, `unequal_value_dim`, `float16`, `lse`: whether the feature
         is supported.
     - `scales`: whether the kernel reads quantized keys and values; otherwise they are dequantized before the call.
-    - `unsupported`: `(call) -> str | None`, names a further property of the call that is not supported.
+    - `unsupported`: `(call) -> str | None`, names a further property of the call that is not supported. None: there
+        are no further limits.
     - `platforms`: supported platforms.
     """
 
     name: str
     function: Callable[..., Result]
-    gradients: Callable[..., Gradients] = no_gradients
+    gradients: Callable[..., Gradients] | None = None
     masks: tuple[type, ...] = get_args(Mask)
     soft_cap: bool = True
     alibi: bool = False
@@ -102,7 +92,7 @@ class Kernel:
     float16: bool = True
     lse: bool = True
     scales: bool = False
-    unsupported: Callable[[AttentionCall], str | None] = all_supported
+    unsupported: Callable[[AttentionCall], str | None] | None = None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
     @property
@@ -119,7 +109,7 @@ class Kernel:
                 return feature
         if call.platform not in self.platforms:
             return f"the platform {call.platform!r}"
-        return self.unsupported(call)
+        return None if self.unsupported is None else self.unsupported(call)
 
 
 _FEATURES = {
@@ -202,7 +192,12 @@ def attend_gradients(
     ConfigError for kernels without log-sum-exp.
     """
     call = _describe_call(inputs, options)
-    return _find(kernel, call).gradients(inputs.with_slopes(options), call, cotangents)
+    selected = _find(kernel, call)
+    if selected.gradients is None:
+        raise ConfigError(
+            f"kernel={selected.name!r} cannot compute gradients from a given log-sum-exp. Use 'chunked' or 'dot'."
+        )
+    return selected.gradients(inputs.with_slopes(options), call, cotangents)
 
 
 def max_scores(
