@@ -16,7 +16,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.sharding.axes import axes, named_leaves, replaced
@@ -44,15 +44,6 @@ class LayerCache(eqx.Module):
     def stacked(self, entries: Sequence[Any]) -> Any:
         """Stack the new entries of all layers, for `commit`."""
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *entries)
-
-    def reset(self, rows: Bool[Array, "batch"]) -> "LayerCache":
-        """Empty the batch rows where `rows` is True."""
-
-        def reset_array(leaf: Array, axis: int) -> Array:
-            selected = rows.reshape((1,) * axis + (-1,) + (1,) * (leaf.ndim - axis - 1))
-            return jnp.where(selected, empty_value(leaf.dtype), leaf)
-
-        return _map_arrays(reset_array, self)
 
     def row(self, index: int | Int[Array, ""]) -> "LayerCache":
         """Return one batch row, as a cache of one sequence."""

@@ -42,10 +42,9 @@ class Cache(eqx.Module):
 
     @keeping_types
     def reset(self, rows: Bool[Array, "batch"]) -> "Cache":
-        """Empty the batch rows where `rows` is True."""
-        emptied = jax.tree.map(lambda cache: cache.reset(rows), self.layer_caches, is_leaf=is_layer_cache)
-        offset = None if self.rope_offset is None else jnp.where(rows, 0.0, self.rope_offset)
-        return Cache(layer_caches=emptied, length=jnp.where(rows, 0, self.length), rope_offset=offset)
+        """Empty the batch rows where `rows` is True, see `empty_rows`."""
+        count = rows.shape[0]
+        return self.empty_rows(jnp.where(rows, jnp.arange(count), count))
 
     @keeping_types
     def with_row(self, row: int | Int[Array, ""], source: "Cache", source_row: int | Int[Array, ""] = 0) -> "Cache":

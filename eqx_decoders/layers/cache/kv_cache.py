@@ -315,7 +315,7 @@ class KVCache(LayerCache):
         if isinstance(row, KVCache) and row._row_format == self._row_format:
             return super().with_row(index, row)
         # caches of another length, format or class: write the tokens one by one at their positions
-        empty = self.row(index).reset(jnp.ones((1,), bool))
+        empty = self.row(index).empty_rows(jnp.zeros((1,), jnp.int32))
         return super().with_row(index, empty.commit(row.entries(), row.positions))
 
     @property

@@ -289,11 +289,8 @@ class PagedKVCache(Pages, LayerCache):
 
     # --- assignment of pages ---
 
-    def reset(self, rows: Bool[Array, "batch"]) -> "PagedKVCache":
-        """Empty the batch rows where `rows` is True. They keep their pages."""
-        return dataclasses.replace(self, lengths=jnp.where(rows, 0, self.lengths))
-
     def empty_rows(self, rows: Int[Array, "rows"]) -> "PagedKVCache":
+        """Empty the batch rows with these indices. They keep their pages."""
         return dataclasses.replace(self, lengths=self.lengths.at[rows].set(0, mode="drop"))
 
     @property
@@ -309,12 +306,6 @@ class PagedKVCache(Pages, LayerCache):
         if table is None:
             return self
         return dataclasses.replace(self, table=table, lengths=self.lengths if lengths is None else lengths)
-
-    def copied(self, sources: Int[Array, "count"], targets: Int[Array, "count"]) -> "PagedKVCache":
-        """Copy the contents of the pages `sources` to the pages `targets`. Targets below 0 are ignored."""
-        valid_targets = jnp.where(targets < 0, self.key.shape[1], targets)
-        stored = self.stored.map(lambda x: x.at[:, valid_targets].set(x[:, sources], mode="drop"))
-        return dataclasses.replace(self, **stored._asdict())
 
 
 def build_pages(

@@ -113,7 +113,7 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
 def test_rows_are_reset_and_copied_alone(shape):
     empty = shape.build(LAYERS, BATCH, jnp.float32)
     full = jax.tree.map(lambda leaf: leaf + 1 + jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), empty)
-    reset = full.reset(jnp.asarray([False, True, False]))
+    reset = full.empty_rows(jnp.asarray([1]))
     copied = full.with_row(2, full.row(jnp.int32(0)))
     for old, none, gone, new in zip(*map(jax.tree.leaves, (full, empty, reset, copied)), strict=True):
         rows = old.ndim > 2  # behind the layers, which positions don't have

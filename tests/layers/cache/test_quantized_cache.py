@@ -143,7 +143,7 @@ def test_rows_are_copied_bit_by_bit_wherever_they_go(dtype):
     wide = empty(2, 12, kind=CacheFormat(dtype="float32")).with_row(0, source)
     back = empty(2, 9).with_row(0, wide.row(0))
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), back.row(0), source))
-    gone = same.reset(jnp.asarray([False, False, True]))
+    gone = same.empty_rows(jnp.asarray([2]))
     assert not gone.key.any() and (gone.positions == -1).all()
 
 
