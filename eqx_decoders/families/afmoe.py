@@ -3,8 +3,8 @@
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, v3_router
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights, renamed
+from eqx_decoders.families.deepseek.blocks import MLP, v3_router
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Number, only

@@ -3,9 +3,9 @@
 import functools
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import DEPTH, num_shared, v3_experts, v3_router
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import LAYER, decoder_sizes, llama_weights, renamed
+from eqx_decoders.families.deepseek.blocks import DEPTH, num_shared, v3_experts, v3_router
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, only

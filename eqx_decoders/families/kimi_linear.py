@@ -8,8 +8,15 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import WEIGHTS, latent_attention, latent_ranks, latent_sizes, num_shared, v3_router
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, hybrid_layers
+from eqx_decoders.families.deepseek.blocks import (
+    WEIGHTS,
+    latent_attention,
+    latent_ranks,
+    latent_sizes,
+    num_shared,
+    v3_router,
+)
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Defaults, Flag, Group, Integer, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight

@@ -8,7 +8,6 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, v3_router_settings
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
     LAYER,
@@ -20,6 +19,7 @@ from eqx_decoders.families.common import (
     renamed,
     write_masks,
 )  # fmt: skip
+from eqx_decoders.families.deepseek.blocks import MLP, V3_EXPERTS, v3_router_settings
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import AUTO_MAP, Group, Integer, Number, Only, Renamed, Rule, Unused, Values

@@ -3,8 +3,8 @@
 import functools
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router_settings
 from eqx_decoders.families.common import decoder_sizes, llama_weights
+from eqx_decoders.families.deepseek.blocks import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router_settings
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Only

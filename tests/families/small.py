@@ -1,9 +1,9 @@
 """Small decoders of families with layers of their own."""
 
-from eqx_decoders.families._deepseek import deepseek, latent_attention, v3_router
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.gemma3n import gemma3n, per_layer_of, residual_of
-from eqx_decoders.families.gemma4 import gemma4
+from eqx_decoders.families.deepseek.blocks import deepseek, latent_attention, v3_router
+from eqx_decoders.families.gemma.gemma3n import gemma3n, per_layer_of, residual_of
+from eqx_decoders.families.gemma.gemma4 import gemma4
 from eqx_decoders.families.longcat_flash import longcat_flash
 from eqx_decoders.families.maxtext import deepseek_custom
 from eqx_decoders.layers.embedding.engram import TokenClasses

@@ -8,7 +8,7 @@ from pytest import approx
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import PostNorm
 from eqx_decoders.families import qwen2, qwen3
-from eqx_decoders.families.deepseek_v4 import CHOSEN, HEAVY, SLIDING
+from eqx_decoders.families.deepseek.v4 import CHOSEN, HEAVY, SLIDING
 from eqx_decoders.families.moe import sparse_layers
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.load import decode_config

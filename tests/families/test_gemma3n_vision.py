@@ -17,7 +17,7 @@ from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_
 from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
 from eqx_decoders.encoders.mobilenet.convolution import build_depthwise
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
-from eqx_decoders.families._mobilenet import architectures
+from eqx_decoders.families.gemma.mobilenet import architectures
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.planning.traced_memory import abstract_media
 from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows

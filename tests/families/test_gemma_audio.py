@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import eqx_decoders as ed
-from eqx_decoders.families._gemma4_audio import ConformerSizes, gemma4_audio
-from eqx_decoders.families.gemma4_vision import gemma4_vision
+from eqx_decoders.families.gemma.audio import ConformerSizes, gemma4_audio
+from eqx_decoders.families.gemma.gemma4_vision import gemma4_vision
 from eqx_decoders.families.registry import FAMILIES, find_family
 from eqx_decoders.sharding.axes import axes, frozen, named_leaves
 from eqx_decoders.sharding.rules import WEIGHTS

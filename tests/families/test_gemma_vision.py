@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.families._siglip import siglip
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.gemma3 import gemma3
-from eqx_decoders.families.gemma3_vision import gemma3_vision
-from eqx_decoders.families.gemma4 import gemma4
-from eqx_decoders.families.gemma4_vision import gemma4_encoder, gemma4_vision
+from eqx_decoders.families.gemma.gemma3_vision import gemma3_vision
+from eqx_decoders.families.gemma.gemma4 import gemma4
+from eqx_decoders.families.gemma.gemma4_vision import gemma4_encoder, gemma4_vision
+from eqx_decoders.families.gemma.text import gemma3
 from eqx_decoders.families.registry import FAMILIES, find_family
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import pkgutil
 
 import pytest
 

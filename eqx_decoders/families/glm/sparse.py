@@ -1,14 +1,19 @@
-"""GLM-5 (Z.ai 2026): DeepSeek-V3.2's attention, whose layers may share the keys that an indexer chooses."""
+"""GLM-4.5 to 4.7 (GLM Team 2025), GLM-4.7-Flash and GLM-5 (Z.ai 2026), with DeepSeek-V3's experts."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import (
+from eqx_decoders.families._mtp import DEPTHS
+from eqx_decoders.families.common import decoder_sizes, llama_weights
+from eqx_decoders.families.deepseek.blocks import (
+    DEPTH,
     INDEXER,
     MLP,
     V3_COPIES,
+    V3_EXPERTS,
     V3_ROPE,
     V3_WEIGHTS,
     deepseek_v3,
@@ -16,14 +21,87 @@ from eqx_decoders.families._deepseek import (
     indexer_settings,
     latent_mixer,
     latent_sizes,
+    v3_experts,
     v3_router_settings,
     with_indexer,
-)  # fmt: skip
-from eqx_decoders.families._mtp import DEPTHS
+)
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import AUTO_MAP, Only, Rule, Values
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Only, Rule, Values
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+# --- GLM-4.5, 4.6 and 4.7: attention that rotates half of each head ---
+
+
+glm4_moe = functools.partial(v3_experts, output_bias=False)
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    settings=(
+        AUTO_MAP,
+        decoder_sizes(num_kv_heads=8, eps=1e-5),
+        rope_settings(fraction=0.5),
+        Flag("use_qk_norm", "attention.qk_norm", False, name="normalized"),
+        *v3_router_settings(scale=1.0),
+        *expert_settings(num_experts=128, chosen=8, shared=1, expert_dim=1408),
+        moe.dense_layers(1),
+        DEPTHS,
+    ),
+    build=glm4_moe,
+    weights=(*llama_weights(experts=V3_EXPERTS), *DEPTH),
+    fused=moe.fused_experts(MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"moe_router_dtype": "scores are in float32"},
+    copies=V3_COPIES,
+)
+
+
+_GLM4_MOE_KEYS = dict(
+    model_type="glm4_moe",
+    vocab_size=151_552,
+    hidden_size=5120,
+    num_hidden_layers=92,
+    num_attention_heads=96,
+    head_dim=128,
+    intermediate_size=12_288,
+    attention_bias=True,
+    rope_theta=1_000_000.0,
+)
+
+_355B = _GLM4_MOE_KEYS | dict(
+    first_k_dense_replace=3,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    routed_scaling_factor=2.5,
+    use_qk_norm=True,
+)
+
+
+# --- GLM-4.7-Flash: DeepSeek-V3's blocks with wider heads ---
+
+
+GLM4_MOE_LITE = Family(
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    settings=(
+        *v3_router_settings(scale=1.8),
+        *latent_sizes(nope_dim=192, eps=1e-5),
+        V3_ROPE,
+        latent_mixer(768, value_dim=256),
+        *expert_settings(num_experts=64, chosen=4, shared=1, expert_dim=1536),
+        moe.dense_layers(1, listed=True),
+        DEPTHS,
+    ),
+    build=deepseek_v3,
+    weights=V3_WEIGHTS,
+    fused=moe.fused_experts(MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+    copies=V3_COPIES,
+)
+
+
+# --- GLM-5: DeepSeek-V3.2's attention, whose layers may share the keys that an indexer selects ---
 
 
 _INDEXED, _KINDS = "indexed_attention", ("shared", "full")
@@ -59,7 +137,7 @@ def _write_chooses(config: DecoderConfig) -> dict[str, Any]:
     return kinds | {"first_k_dense_replace": moe.sparse_layers(config)[0]}
 
 
-FAMILY = Family(
+GLM_MOE_DSA = Family(
     model_type="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
     settings=(
@@ -85,7 +163,17 @@ FAMILY = Family(
 )
 
 
+FAMILIES = (GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA)
+
 MODELS = {
+    "glm4.5-air-106b-a12b": _GLM4_MOE_KEYS | dict(hidden_size=4096, num_hidden_layers=46, intermediate_size=10_944),
+    "glm4.5-355b-a32b": _355B,
+    "glm4.6-355b-a32b": _355B,
+    "glm4.7-355b-a32b": _355B,
+    "glm4.7-flash-30b-a3b": dict(
+        model_type="glm4_moe_lite", vocab_size=154_880, hidden_size=2048, num_hidden_layers=47, num_attention_heads=20,
+        intermediate_size=10_240, rope_theta=1_000_000.0,
+    ),
     "glm5-744b-a40b": dict(
         model_type="glm_moe_dsa", vocab_size=154_880, hidden_size=6144, num_hidden_layers=78, num_attention_heads=64,
         intermediate_size=12_288, rope_theta=1_000_000.0,

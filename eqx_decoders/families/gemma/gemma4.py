@@ -12,7 +12,8 @@ from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families._gemma import (
+from eqx_decoders.families.common import LAYER_TYPES, DecoderSizes, attentions, llama_weights, read_masks, write_masks
+from eqx_decoders.families.gemma.text import (
     IGNORED_ACTIVATION_KEY,
     PER_LAYER_WEIGHTS,
     gemma_sizes,
@@ -21,7 +22,6 @@ from eqx_decoders.families._gemma import (
     shared_key_settings,
     unused_kv_tensors,
 )
-from eqx_decoders.families.common import LAYER_TYPES, DecoderSizes, attentions, llama_weights, read_masks, write_masks
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
 from eqx_decoders.families.rope_config import read_ropes, write_ropes

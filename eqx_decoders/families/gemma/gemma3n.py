@@ -11,7 +11,8 @@ from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.altup import AltUp
 from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families._gemma import (
+from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
+from eqx_decoders.families.gemma.text import (
     IGNORED_ACTIVATION_KEY,
     PER_LAYER_WEIGHTS,
     gemma_sizes,
@@ -19,7 +20,6 @@ from eqx_decoders.families._gemma import (
     shared_key_settings,
     unused_kv_tensors,
 )
-from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Number, Only, Rule, Values

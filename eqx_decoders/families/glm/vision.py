@@ -1,4 +1,4 @@
-"""Vision encoder of GLM-4.1V and GLM-4.5V (GLM-V Team 2025), and their settings and tensors."""
+"""GLM-4.1V and 4.5V (GLM-V Team 2025), and 4.6V (Z.ai 2025): images of any shape, positions of time, row and column."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,6 @@ from eqx_decoders.encoders.projector import GroupConvolutionConfig, ProjectionCo
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import expert_settings, v3_router_settings
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families._qwen_vision import (
     QWEN_KEYS,
@@ -19,7 +18,16 @@ from eqx_decoders.families._qwen_vision import (
     with_media,
 )
 from eqx_decoders.families.common import NO_BIAS, decoder_sizes
-from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, linear, nested, token, with_rope
+from eqx_decoders.families.deepseek.blocks import expert_settings, v3_router_settings
+from eqx_decoders.families.multimodal import (
+    ExtendedModel,
+    MultimodalFamily,
+    encoder_layer,
+    linear,
+    nested,
+    token,
+    with_rope,
+)
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Rule, activation
 from eqx_decoders.families.vision_fields import (
@@ -186,3 +194,23 @@ def _glm_v_family(
         own_settings=nested(*media_keys(IGNORED_KEYS)),
         **options,
     )
+
+
+_GLM4_IMAGE, _IMAGE = 151_343, 151_363
+
+# GLM-4-0414 with images
+GLM4V = dense_family(model_type="glm4v", architecture="Glm4vForConditionalGeneration", image=_GLM4_IMAGE)
+# GLM-4.5 with images
+GLM4V_MOE = sparse_family(model_type="glm4v_moe", architecture="Glm4vMoeForConditionalGeneration", image=_IMAGE)
+# either of the two; videos are sampled otherwise
+_GLM46V: dict[str, Any] = dict(model_type="glm46v", architecture="Glm46VForConditionalGeneration", image=_GLM4_IMAGE)
+GLM46V = dense_family(**_GLM46V, alternatives=(sparse_family(**_GLM46V, writes_fused=True),))
+
+FAMILIES = (GLM4V, GLM4V_MOE, GLM46V)
+
+MODELS = {
+    "glm4.1v-9b": ExtendedModel("glm4-0414-9b", with_glm_vision(13_696, _GLM4_IMAGE)),
+    "glm4.5v-106b-a12b": ExtendedModel("glm4.5-air-106b-a12b", with_glm_vision(10_944, _IMAGE)),
+    "glm4.6v-flash-9b": ExtendedModel("glm4-0414-9b", with_glm_vision(13_696, _IMAGE)),
+    "glm4.6v-106b-a12b": ExtendedModel("glm4.5-air-106b-a12b", with_glm_vision(10_944, _IMAGE)),
+}  # fmt: skip

@@ -12,9 +12,9 @@ from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig, FrameSt
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
-from eqx_decoders.families._gemma import unused_kv_tensors
-from eqx_decoders.families._gemma4_audio import CLIP, CONFORMER, ConformerSizes, conformer_block
-from eqx_decoders.families._mobilenet import architectures, network_weights, read_network, write_network
+from eqx_decoders.families.gemma.audio import CLIP, CONFORMER, ConformerSizes, conformer_block
+from eqx_decoders.families.gemma.mobilenet import architectures, network_weights, read_network, write_network
+from eqx_decoders.families.gemma.text import unused_kv_tensors
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, token
 from eqx_decoders.families.settings_table import (
     Check,

@@ -15,9 +15,13 @@ from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedAxes
-from eqx_decoders.families import _gemma4_audio
-from eqx_decoders.families._gemma import unused_kv_tensors
-from eqx_decoders.families._gemma4_audio import gemma4_audio, maybe_clipped
+from eqx_decoders.families.gemma.audio import (
+    SETTINGS as AUDIO_SETTINGS,
+    WEIGHTS as AUDIO_WEIGHTS,
+    gemma4_audio,
+    maybe_clipped,
+)
+from eqx_decoders.families.gemma.text import unused_kv_tensors
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, attention, linear, token, with_spans
 from eqx_decoders.families.settings_table import (
     ABSENT,
@@ -232,7 +236,7 @@ WEIGHTS = (
     Weight("model.vision_tower.std_bias", "vision.projector.bias", "norm -> norm"),
     Weight("model.vision_tower.std_scale", "vision.projector.scale", "norm -> norm"),
     *linear("model.embed_vision.embedding_projection", "vision.projector.layers.0"),
-    *_gemma4_audio.WEIGHTS,
+    *AUDIO_WEIGHTS,
 )
 _NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
 FAMILY = MultimodalFamily(
@@ -242,7 +246,7 @@ FAMILY = MultimodalFamily(
     architecture="Gemma4ForConditionalGeneration",
     settings=(
         _VISION,
-        _gemma4_audio.SETTINGS,
+        AUDIO_SETTINGS,
         Check(_has_encoder, "vision_config is missing: it describes the encoder. Without one: text_only=True."),
         Rule("whole", lambda fields, _: fields.content["text_config"].get("use_bidirectional_attention") == "vision"),
         token("image_token_id", "image_token", IMAGE),
