@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.families._qwen_vision import qwen3_vl, qwen_vision
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.qwen3 import qwen3
+from eqx_decoders.families.qwen.text import qwen3
+from eqx_decoders.families.qwen.vision import qwen3_vl, qwen_vision
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.rope import Rope
 

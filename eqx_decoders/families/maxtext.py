@@ -9,9 +9,9 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel
-from eqx_decoders.families._qwen import qwen3_moe
 from eqx_decoders.families.common import DecoderSizes, attentions
 from eqx_decoders.families.deepseek.blocks import deepseek, latent_attention, v3_router, with_indexer
+from eqx_decoders.families.qwen.text import qwen3_moe
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig

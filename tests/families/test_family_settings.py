@@ -7,9 +7,9 @@ from pytest import approx
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import PostNorm
-from eqx_decoders.families import qwen2, qwen3
 from eqx_decoders.families.deepseek.v4 import CHOSEN, HEAVY, SLIDING
 from eqx_decoders.families.moe import sparse_layers
+from eqx_decoders.families.qwen import text as qwen
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.load import decode_config
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
@@ -1230,9 +1230,12 @@ MODELS = {
     **{
         name: {"mixer.mask": Causal(), "mixer.rope.theta": 1e6, "tied": False, "mixer.qkv_bias": True,
                "mixer.out_bias": False, "mixer.qk_norm": None}
-        for name in qwen2.MODELS
+        for name, model in qwen.MODELS.items() if model["model_type"] == "qwen2"
     },
-    **{name: {"mixer.rope.theta": 1e6} for name in qwen3.MODELS},
+    **{
+        name: {"mixer.rope.theta": 1e6}
+        for name, model in qwen.MODELS.items() if model["model_type"] == "qwen3"
+    },
     "qwen3-4b-thinking-2507": {"mixer.rope.theta": 5e6},
     "qwen3-30b-a3b": {"mlp.router.renormalize": True},
     "smollm3-3b": {rotated: [True, True, True, False] * 9},

@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
-from eqx_decoders.families import qwen3_omni
-from eqx_decoders.families._qwen_hybrid import delta_net, qwen3_5, with_depths
-from eqx_decoders.families._qwen_vision import qwen3_5_vision, qwen3_vl, qwen_vision
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.qwen3_moe import qwen3_moe
+from eqx_decoders.families.qwen import omni
+from eqx_decoders.families.qwen.hybrid import delta_net, qwen3_5, with_depths
+from eqx_decoders.families.qwen.text import qwen3_moe
+from eqx_decoders.families.qwen.vision import qwen3_5_vision, qwen3_vl, qwen_vision
 from eqx_decoders.families.registry import FAMILIES, find_family
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Bidirectional
@@ -317,7 +317,7 @@ def test_multi_token_prediction_stays_beside_an_encoder(tmp_path):
 
 
 def test_a_new_thinker_has_the_tokens_that_transformers_looks_for():
-    assert not set(FAMILIES["qwen3_omni_moe_thinker"].default_settings) - set(qwen3_omni.FAMILY.ignored_keys)
+    assert not set(FAMILIES["qwen3_omni_moe_thinker"].default_settings) - set(omni.FAMILY.ignored_keys)
     written = FAMILIES["qwen3_omni_moe_thinker"].encode(ed.get_config("qwen3-omni-30b-a3b-thinker"))
     audio = written["audio_config"]
     assert (audio["n_window"], audio["n_window_infer"], audio["downsample_hidden_size"]) == (50, 800, 480)

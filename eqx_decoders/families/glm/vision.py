@@ -9,14 +9,6 @@ from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families._qwen_vision import (
-    QWEN_KEYS,
-    SAME_OUT_DIM,
-    VL_NAMES,
-    joint_attention,
-    media_keys,
-    with_media,
-)
 from eqx_decoders.families.common import NO_BIAS, decoder_sizes
 from eqx_decoders.families.deepseek.blocks import expert_settings, v3_router_settings
 from eqx_decoders.families.multimodal import (
@@ -27,6 +19,14 @@ from eqx_decoders.families.multimodal import (
     nested,
     token,
     with_rope,
+)
+from eqx_decoders.families.qwen.vision import (
+    QWEN_KEYS,
+    SAME_OUT_DIM,
+    VL_NAMES,
+    joint_attention,
+    media_keys,
+    with_media,
 )
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Rule, activation

@@ -7,8 +7,10 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
-from eqx_decoders.families._qwen import IGNORED_QWEN2_KEYS, LATE_WINDOWS
-from eqx_decoders.families._qwen_vision import (
+from eqx_decoders.families.common import NO_BIAS, decoder_sizes
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, nested, with_rope
+from eqx_decoders.families.qwen.text import IGNORED_QWEN2_KEYS, LATE_WINDOWS
+from eqx_decoders.families.qwen.vision import (
     IGNORED_KEYS,
     IGNORED_VISION_KEYS,
     QWEN_KEYS,
@@ -18,8 +20,6 @@ from eqx_decoders.families._qwen_vision import (
     vision_weights,
     with_media,
 )
-from eqx_decoders.families.common import NO_BIAS, decoder_sizes
-from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, nested, with_rope
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Defaults, Integer, Numbers, Rule, activation, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, vision_config

@@ -1,4 +1,4 @@
-"""Vision encoder of Qwen3-VL, Qwen3-Omni and Qwen3.5 (Bai et al. 2025), and their settings and tensors."""
+"""Qwen3-VL (Bai et al. 2025) and Qwen3.5 (Qwen Team 2026) with images and videos; Qwen3-Omni has the same encoder."""
 
 import dataclasses
 import functools
@@ -11,18 +11,12 @@ from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families._qwen import VL_SECTIONS
-from eqx_decoders.families.common import plain_mlp
-from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, linear, token, with_rope
-from eqx_decoders.families.settings_table import (
-    Check,
-    Integer,
-    Numbers,
-    Only,
-    Setting,
-    Table,
-    activation,
-)
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import decoder_sizes, llama_weights, plain_mlp
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, linear, token, with_rope
+from eqx_decoders.families.qwen.text import VL_SECTIONS, sparse_text_settings
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Check, Integer, Numbers, Only, Setting, Table, activation
 from eqx_decoders.families.vision_fields import (
     KERNEL_IN_TIME,
     EncoderSizes,
@@ -182,6 +176,8 @@ VL_WEIGHTS = vision_weights(
     second="linear_fc2",
     normed="norm",
 )
+_small = functools.partial(EncoderSizes, embed_dim=768, layers=12, heads=12, mlp_dim=3072, size=16)
+_middle = functools.partial(EncoderSizes, embed_dim=1024, layers=24, heads=16, mlp_dim=4096, size=16)
 LARGE = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, mlp_dim=4304, size=16)
 LARGE_DEEPSTACK = (8, 16, 24)
 
@@ -246,3 +242,101 @@ def qwen3_5_vision(text: DecoderConfig, vision: EncoderConfig) -> DecoderConfig:
 def with_large_vision(text: DecoderConfig) -> DecoderConfig:
     """Return a decoder with the largest encoder."""
     return qwen3_5_vision(text, qwen_vision(LARGE(out_dim=text.embed_dim)))
+
+
+# --- Qwen3-VL: images and videos that enter at three depths ---
+
+
+# with experts and without, the layers have full attention
+QWEN3_VL = qwen3_vl_family(
+    "qwen3",
+    dict(
+        model_type="qwen3_vl_text",
+        architecture="Qwen3VLTextModel",
+        settings=(
+            decoder_sizes(num_kv_heads=32, head_dim=128),
+            rope_settings(theta=500_000.0, sections=VL_SECTIONS),
+        ),
+        ignored_keys={},
+    ),
+    model_type="qwen3_vl",
+    kind="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+)
+
+
+def _with_middle_vl_vision(text: DecoderConfig) -> DecoderConfig:
+    return with_vl_vision(text, _middle, (5, 11, 17))
+
+
+# --- Qwen3-VL with experts ---
+
+
+_MLP = "model.layers.{layer}.mlp."
+
+
+# published files have matrices `[in, out]`; transformers 5 also writes `[out, in]`
+_TRANSPOSED = moe.fused_experts(_MLP, gate_up="experts embed mlp", down="experts mlp embed")
+QWEN3_VL_MOE = qwen3_vl_family(
+    "qwen3_moe",
+    dict(
+        model_type="qwen3_vl_moe_text",
+        architecture="Qwen3VLMoeTextModel",
+        settings=(
+            Only("norm_topk_prob", True, written=True),  # transformers always does it
+            *sparse_text_settings(
+                num_kv_heads=16, mlp_dim=5632, expert_dim=1408, num_experts=60, num_experts_per_token=4, theta=500_000.0
+            ),
+        ),
+        weights=llama_weights(experts=moe.fused_experts(_MLP)),
+        fused=(),
+        transposed=_TRANSPOSED,
+    ),
+    model_type="qwen3_vl_moe",
+    kind="qwen3_vl_moe_vision",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    # the class of the decoder's settings ties tables by default, and the outer value counts
+    own_settings=lambda content: {"tie_word_embeddings": False, **content},
+)
+
+
+# --- Qwen3.5: positions rotate heads of the layers that have attention ---
+
+
+QWEN3_5 = qwen3_5_family("qwen3_5_text", model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")
+
+
+def _with_small_vision(text: DecoderConfig) -> DecoderConfig:
+    return qwen3_5_vision(text, qwen_vision(_small(out_dim=text.embed_dim)))
+
+
+def _with_middle_vision(text: DecoderConfig) -> DecoderConfig:
+    return qwen3_5_vision(text, qwen_vision(_middle(out_dim=text.embed_dim)))
+
+
+# --- Qwen3.5 with experts ---
+
+
+QWEN3_5_MOE = qwen3_5_family(
+    "qwen3_5_moe_text", model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration"
+)
+
+
+FAMILIES = (QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE)
+
+MODELS = {
+    "qwen3-vl-2b": ExtendedModel("qwen3-1.7b", _with_middle_vl_vision),
+    "qwen3-vl-4b": ExtendedModel("qwen3-4b", _with_middle_vl_vision),
+    "qwen3-vl-8b": ExtendedModel("qwen3-8b", with_vl_vision),
+    "qwen3-vl-32b": ExtendedModel("qwen3-32b", with_vl_vision),
+    "qwen3-vl-30b-a3b": ExtendedModel("qwen3-30b-a3b", with_vl_vision),
+    "qwen3-vl-235b-a22b": ExtendedModel("qwen3-235b-a22b", with_vl_vision),
+    "qwen3.5-0.8b-vision": ExtendedModel("qwen3.5-0.8b", _with_small_vision),
+    "qwen3.5-2b-vision": ExtendedModel("qwen3.5-2b", _with_middle_vision),
+    "qwen3.5-4b-vision": ExtendedModel("qwen3.5-4b", _with_middle_vision),
+    "qwen3.5-9b-vision": ExtendedModel("qwen3.5-9b", with_large_vision),
+    "qwen3.5-27b-vision": ExtendedModel("qwen3.5-27b", with_large_vision),
+    "qwen3.5-35b-a3b-vision": ExtendedModel("qwen3.5-35b-a3b", with_large_vision),
+    "qwen3.5-122b-a10b-vision": ExtendedModel("qwen3.5-122b-a10b", with_large_vision),
+    "qwen3.5-397b-a17b-vision": ExtendedModel("qwen3.5-397b-a17b", with_large_vision),
+}  # fmt: skip

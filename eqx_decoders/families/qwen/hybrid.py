@@ -1,4 +1,7 @@
-"""Blocks, settings and tensors that Qwen3-Next and Qwen3.5 share: gated delta nets, gated attention and experts."""
+"""Qwen3-Next (Qwen Team 2025) and Qwen3.5, text (Qwen Team 2026): three gated delta nets to one gated attention.
+
+Published checkpoints have a layer of multi-token prediction that `config.json` does not mention.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,14 +9,15 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings
-from eqx_decoders.families.common import PRE_NORMS, DecoderSizes, hybrid_layers
+from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.qwen.text import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Group, Integer, Only, Setting
-from eqx_decoders.families.weight_rows import Weight, gated_mlp, joined_kernels, mtp_rows, self_attention, sharing
+from eqx_decoders.families.settings_table import Check, Defaults, Flag, Group, Integer, Only, Rule, Setting
+from eqx_decoders.families.weight_rows import Weight, joined_kernels, mtp_rows, self_attention, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.rope import Rope
@@ -50,12 +54,6 @@ def qwen3_next(
 def every_fourth(layers: int) -> tuple[bool, ...]:
     """Return flags for attention in every fourth layer."""
     return tuple((index + 1) % 4 == 0 for index in range(layers))
-
-
-def qwen_experts(shape: DecoderSizes, *, renormalize: bool = True, **options: Any) -> ExpertsConfig:
-    """Return experts, and a shared one with a gate for each token."""
-    router = RouterConfig(order="score_first", renormalize=renormalize)
-    return shape.experts(shared_gate=True, router=router, **options)
 
 
 def delta_net(shape: DecoderSizes, **sizes: Any) -> GatedDeltaNetConfig:
@@ -97,18 +95,8 @@ def hybrid_settings(*delta: Setting, **words: str) -> tuple[Setting, ...]:
 HYBRID_SETTINGS = hybrid_settings()
 
 
-def expert_settings(*, num: int, chosen: int, expert_dim: int = 512, shared_dim: int = 512) -> tuple[Setting, ...]:
-    """Return the rows of the experts; the arguments are transformers' defaults."""
-    return (
-        *moe.expert_counts("num_experts", num=num, chosen=chosen),
-        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim),
-        Integer("shared_expert_intermediate_size", "experts.shared.mlp_dim", shared_dim, name="shared_dim"),
-    )
-
-
 LAYER = "model.layers.{layer}."
 LINEAR = LAYER + "linear_attn."
-_MLP = LAYER + "mlp."
 KEYS, VALUES = "(key_heads key_dim)", "(heads value_dim)"
 _QUERY = "(heads head_dim) embed -> embed heads head_dim"
 # queries, keys, values
@@ -130,12 +118,6 @@ SHARED_WEIGHTS = (
     Weight(LINEAR + "norm.weight", "mixer.norm.scale", "norm -> norm"),
     Weight(LINEAR + "out_proj.weight", "mixer.out", f"embed {VALUES} -> heads value_dim embed"),
 )
-EXPERTS = (
-    *moe.separate_experts(_MLP),
-    *gated_mlp(_MLP + "shared_expert.", "mlp.shared."),
-    Weight(_MLP + "shared_expert_gate.weight", "mlp.shared_gate", "1 embed -> embed"),
-)
-FUSED_EXPERTS = moe.fused_experts(_MLP)
 
 
 def with_depth_rows(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
@@ -193,3 +175,138 @@ QWEN3_5_WEIGHTS = (
     Weight(LINEAR + "in_proj_b.weight", "mixer.beta", "heads embed -> embed heads"),
     Weight(LINEAR + "in_proj_a.weight", "mixer.dt", "heads embed -> embed heads"),
 )
+
+
+# --- Qwen3-Next ---
+
+
+def _qwen3_next(
+    shape: DecoderSizes, *, experts: ExpertsConfig, dense_layers: frozenset[int], **options: Any
+) -> DecoderConfig:
+    mlps = tuple(shape.mlp() if index in dense_layers else experts for index in range(shape.num_layers))
+    return moe.need_experts(qwen3_next(shape, mlps=mlps, **options))
+
+
+_NEXT_EXPERTS = (*expert_settings(num=512, chosen=10), Flag("norm_topk_prob", "experts.router.renormalize", True))
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    settings=(
+        Defaults({"intermediate_size": 5632}),
+        decoder_sizes(num_kv_heads=2, head_dim=256, keys=NO_BIAS),
+        Group("experts", qwen_experts, _NEXT_EXPERTS, uses=("shape",)),
+        moe.sparse_steps(),
+        *HYBRID_SETTINGS,
+        rope_settings(fraction=0.25),
+        *depth_settings("num_nextn_predict_layers", always=False),
+    ),
+    build=_qwen3_next,
+    weights=(
+        *ENDS,
+        *with_depth_rows(
+            (
+                *SHARED_WEIGHTS,
+                *GATED_MLP,
+                *EXPERTS,
+                *sharing(  # with each key head the value heads that use it
+                    LINEAR + "in_proj_qkvz.weight",
+                    *(("mixer.query", INTO_KEYS), ("mixer.key", INTO_KEYS)),
+                    *(("mixer.value", INTO_VALUES), ("mixer.gate", INTO_VALUES)),
+                    within="key_heads",
+                ),
+                *sharing(
+                    LINEAR + "in_proj_ba.weight",
+                    *((f"mixer.{name}", "heads embed -> embed heads") for name in ("beta", "dt")),
+                    within="key_heads",
+                ),
+            )
+        ),
+        *DEPTH,
+    ),
+    fused=with_depth_rows(FUSED_EXPERTS),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+    with_depths=with_depths,
+)
+
+
+# --- Qwen3.5, dense ---
+
+
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    settings=(
+        Defaults({"intermediate_size": 12_288}),
+        decoder_sizes(num_kv_heads=4, head_dim=256, keys=NO_BIAS),
+        Rule("mlp", lambda fields, values: values["shape"].mlp()),
+        *QWEN3_5_SETTINGS,
+    ),
+    build=qwen3_5,
+    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
+    ignored_keys=IGNORED_STATE_KEYS,
+    with_depths=with_depths,
+)
+
+
+_QWEN3_5_KEYS = dict(model_type="qwen3_5_text", vocab_size=248_320, rope_theta=10_000_000.0)
+
+
+# --- Qwen3.5 with experts, whose weights always sum to 1 ---
+
+
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    settings=(
+        moe.mlp_like_experts(512),
+        decoder_sizes(num_kv_heads=2, head_dim=256, keys=NO_BIAS, paths={"intermediate_size": None}),
+        Group("mlp", qwen_experts, expert_settings(num=256, chosen=8), uses=("shape",)),
+        *QWEN3_5_SETTINGS,
+    ),
+    build=qwen3_5,
+    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *EXPERTS)), *DEPTH),
+    fused=with_depth_rows(FUSED_EXPERTS),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS,
+    with_depths=with_depths,
+)
+
+
+_QWEN3_5_MOE_KEYS = dict(
+    model_type="qwen3_5_moe_text", vocab_size=248_320, num_attention_heads=32, rope_theta=10_000_000.0
+)
+
+
+FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+
+MODELS = {
+    "qwen3-next-80b": dict(
+        model_type="qwen3_next", vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16,
+        rope_theta=10_000_000.0,
+    ),
+    "qwen3.5-0.8b": _QWEN3_5_KEYS | dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2, intermediate_size=3584,
+        linear_num_value_heads=16, tie_word_embeddings=True,
+    ),
+    "qwen3.5-2b": _QWEN3_5_KEYS | dict(
+        hidden_size=2048, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2, intermediate_size=6144,
+        linear_num_value_heads=16, tie_word_embeddings=True,
+    ),
+    "qwen3.5-4b": _QWEN3_5_KEYS | dict(
+        hidden_size=2560, num_hidden_layers=32, num_attention_heads=16, intermediate_size=9216,
+        tie_word_embeddings=True,
+    ),
+    "qwen3.5-9b": _QWEN3_5_KEYS | dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=16),
+    "qwen3.5-27b": _QWEN3_5_KEYS | dict(
+        hidden_size=5120, num_hidden_layers=64, num_attention_heads=24, intermediate_size=17_408,
+        linear_num_value_heads=48,
+    ),
+    "qwen3.5-35b-a3b": _QWEN3_5_MOE_KEYS | dict(hidden_size=2048, num_hidden_layers=40, num_attention_heads=16),
+    "qwen3.5-122b-a10b": _QWEN3_5_MOE_KEYS | dict(
+        hidden_size=3072, num_hidden_layers=48, linear_num_value_heads=64, moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+    ),
+    "qwen3.5-397b-a17b": _QWEN3_5_MOE_KEYS | dict(
+        hidden_size=4096, num_hidden_layers=60, linear_num_value_heads=64, moe_intermediate_size=1024, num_experts=512,
+        num_experts_per_tok=10, shared_expert_intermediate_size=1024,
+    ),
+}  # fmt: skip

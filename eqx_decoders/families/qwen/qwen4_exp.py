@@ -16,19 +16,16 @@ from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
-from eqx_decoders.families._qwen_hybrid import (
-    EXPERTS,
-    FUSED_EXPERTS,
+from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.qwen.hybrid import (
     IGNORED_STATE_KEYS,
     LAYER,
     QWEN3_5_WEIGHTS,
-    expert_settings,
     hybrid_settings,
-    qwen_experts,
     with_depth_rows,
 )
-from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.qwen.text import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Group, Integer, Only, Rule, Values, Word, read_all, value_at, write_all
 from eqx_decoders.families.weight_rows import Weight, sharing

@@ -12,17 +12,6 @@ from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families._qwen import VL_SECTIONS, sparse_text_settings
-from eqx_decoders.families._qwen_vision import (
-    IGNORED_KEYS,
-    LARGE,
-    LARGE_DEEPSTACK,
-    media_tokens,
-    qwen_vision,
-    qwen_vision_config,
-    vision_weights,
-    with_media,
-)
 from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
@@ -32,6 +21,17 @@ from eqx_decoders.families.multimodal import (
     linear,
     token,
     with_rope,
+)
+from eqx_decoders.families.qwen.text import VL_SECTIONS, sparse_text_settings
+from eqx_decoders.families.qwen.vision import (
+    IGNORED_KEYS,
+    LARGE,
+    LARGE_DEEPSTACK,
+    media_tokens,
+    qwen_vision,
+    qwen_vision_config,
+    vision_weights,
+    with_media,
 )
 from eqx_decoders.families.settings_table import (
     Check,

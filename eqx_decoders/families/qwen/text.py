@@ -1,0 +1,356 @@
+"""Qwen2 and 2.5 (Yang et al. 2024) and Qwen3 (Yang et al. 2025), dense and with experts.
+
+Llama's block: Qwen2 has biases on queries, keys and values, and Qwen3 normalizes queries and keys.
+"""
+
+import dataclasses
+from typing import Any
+
+from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import (
+    LAYER,
+    NO_BIAS,
+    DecoderSizes,
+    decoder_sizes,
+    find_window,
+    llama_weights,
+    read_masks,
+    write_masks,
+)
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import (
+    Defaults,
+    Flag,
+    Group,
+    Integer,
+    Renamed,
+    Rule,
+    Setting,
+    Unused,
+    Values,
+    only,
+)
+from eqx_decoders.families.weight_rows import Weight, gated_mlp
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+VL_SECTIONS = (24, 20, 20)
+IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}
+IGNORED_QWEN2_KEYS = IGNORED_WINDOW_KEYS | {"attention_bias qkv_bias": "the biases are always there"}
+
+
+def qwen2(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
+    """Return a decoder of Qwen2 blocks; without `masks`, one for each layer, all are causal."""
+    return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope, qkv_bias=True)))
+
+
+def qwen3(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
+    """Return a decoder of Qwen3 blocks; without `masks`, one for each layer, all are causal."""
+    return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope, qk_norm=shape.qk_norm)))
+
+
+def qwen3_moe(
+    shape: DecoderSizes,
+    *,
+    expert_dim: int,
+    num_experts: int = 128,
+    num_experts_per_token: int = 8,
+    renormalize: bool = True,
+    dense_layers: frozenset[int] = frozenset(),
+    rope: Rope = Rope(theta=1e6),
+    mask: Mask = Causal(),
+) -> DecoderConfig:
+    """Return a decoder of Qwen3 blocks with experts; `dense_layers`, counted from 0, have `shape`'s MLP."""
+    experts = shape.experts(
+        num_experts=num_experts,
+        num_experts_per_token=num_experts_per_token,
+        mlp_dim=expert_dim,
+        router=RouterConfig(order="score_first", renormalize=renormalize),
+    )
+    mixers = shape.attention_by_mask((mask,) * shape.num_layers, rope, rope, qk_norm=shape.qk_norm)
+    return moe.sparse_decoder(shape, mixers, experts, dense_layers)
+
+
+def _read_window_settings(fields: Fields) -> tuple[int | None, int]:
+    """Return the size of windows, None where they are off, and the layer where they begin or end."""
+    on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None, least=0)
+    return (size or None) if on else None, fields.integer("max_window_layers", 28, least=0)
+
+
+def _read_late_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
+    window, first = _read_window_settings(fields)
+    return read_masks(fields, values, window, lambda index: window is not None and index >= first)
+
+
+def _write_late_windows(config: DecoderConfig) -> dict[str, Any]:
+    masks = write_masks(config)
+    if masks["sliding_window"] is None:
+        return masks | {"use_sliding_window": False}
+    return masks | {"use_sliding_window": True, "max_window_layers": masks["layer_types"].index("sliding_attention")}
+
+
+# windows from layer `max_window_layers` on, or as `layer_types` says
+LATE_WINDOWS = Rule("masks", _read_late_windows, _write_late_windows)
+
+
+def _read_early_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
+    window, end = _read_window_settings(fields)
+    return read_masks(fields, values, window, lambda index: window is not None and index % 2 == 0 and index < end)
+
+
+def _write_early_windows(config: DecoderConfig) -> dict[str, Any]:
+    masks = write_masks(config, default=0)  # as transformers writes it
+    return masks | {"use_sliding_window": masks["sliding_window"] > 0}
+
+
+# windows in every other layer before layer `max_window_layers`, or as `layer_types` says
+EARLY_WINDOWS = Rule("masks", _read_early_windows, _write_early_windows)
+
+
+def _read_window(fields: Fields, values: Values) -> Mask:
+    on, window = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
+    return SlidingWindow(window) if on and window is not None else Causal()
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    window = find_window(config)
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
+WINDOW = Rule("mask", _read_window, _write_window)
+
+
+def sparse_settings(
+    *, num_kv_heads: int, mlp_dim: int, expert_dim: int, num_experts: int, num_experts_per_token: int
+) -> tuple[Setting, ...]:
+    """Return the rows of Qwen3's sizes and experts; the arguments are transformers' defaults."""
+    return (
+        Defaults({"intermediate_size": mlp_dim}),
+        decoder_sizes(num_kv_heads=num_kv_heads),
+        moe.sparse_steps(),
+        # these stand in Qwen3-Coder's files, and transformers does not read them
+        *only(use_qk_norm=True, qkv_bias=False, shared_expert_intermediate_size=0),
+        Renamed({"num_local_experts": "num_experts"}),
+        *moe.expert_counts("num_experts", num=num_experts, chosen=num_experts_per_token, width=expert_dim),
+    )
+
+
+def sparse_text_settings(*, theta: float, **defaults: int) -> tuple[Setting, ...]:
+    """Return the rows of Qwen3 with experts, as a decoder with positions of three dimensions."""
+    unwindowed = ("sliding_window", "use_sliding_window", "max_window_layers")
+    return (
+        # transformers reads none of them: all layers have full attention
+        Unused(" ".join(unwindowed), "all layers have full attention"),
+        dataclasses.replace(WINDOW, reads=lambda fields, values: Causal()),
+        *sparse_settings(**defaults),
+        rope_settings(theta=theta, sections=VL_SECTIONS),
+    )
+
+
+# --- experts with a gated shared one, of Qwen2 and of Qwen3-Next and its successors ---
+
+
+_MLP = LAYER + "mlp."
+
+
+def qwen_experts(shape: DecoderSizes, *, renormalize: bool = True, **options: Any) -> ExpertsConfig:
+    """Return experts, and a shared one with a gate for each token."""
+    router = RouterConfig(order="score_first", renormalize=renormalize)
+    return shape.experts(shared_gate=True, router=router, **options)
+
+
+def expert_settings(*, num: int, chosen: int, expert_dim: int = 512, shared_dim: int = 512) -> tuple[Setting, ...]:
+    """Return the rows of the experts; the arguments are transformers' defaults."""
+    return (
+        *moe.expert_counts("num_experts", num=num, chosen=chosen),
+        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim),
+        Integer("shared_expert_intermediate_size", "experts.shared.mlp_dim", shared_dim, name="shared_dim"),
+    )
+
+
+EXPERTS = (
+    *moe.separate_experts(_MLP),
+    *gated_mlp(_MLP + "shared_expert.", "mlp.shared."),
+    Weight(_MLP + "shared_expert_gate.weight", "mlp.shared_gate", "1 embed -> embed"),
+)
+FUSED_EXPERTS = moe.fused_experts(_MLP)
+
+
+# --- Qwen2 and Qwen2.5 ---
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    settings=(
+        decoder_sizes(num_kv_heads=32, keys=NO_BIAS),
+        rope_settings(),
+        LATE_WINDOWS,
+    ),
+    build=qwen2,
+    weights=llama_weights(),
+    ignored_keys=IGNORED_QWEN2_KEYS,
+)
+
+_QWEN2_KEYS = dict(model_type="qwen2", vocab_size=152_064, rope_theta=1_000_000.0)
+
+
+# --- Qwen3 ---
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    settings=(
+        decoder_sizes(num_kv_heads=32, head_dim=128),
+        rope_settings(),
+        LATE_WINDOWS,
+    ),
+    build=qwen3,
+    weights=llama_weights(),
+    ignored_keys=IGNORED_WINDOW_KEYS,
+)
+
+_QWEN3_KEYS = dict(model_type="qwen3", vocab_size=151_936, num_key_value_heads=8, rope_theta=1_000_000.0)
+
+_QWEN3_1_7B = _QWEN3_KEYS | dict(
+    hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144, tie_word_embeddings=True
+)
+_QWEN3_4B = _QWEN3_KEYS | dict(
+    hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, intermediate_size=9728, tie_word_embeddings=True
+)
+_QWEN3_8B = _QWEN3_KEYS | dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12_288)
+_QWEN3_14B = _QWEN3_KEYS | dict(
+    hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, intermediate_size=17_408
+)
+
+
+# --- Qwen3 with experts: layers with experts and dense ones mixed at will ---
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    settings=(
+        *sparse_settings(num_kv_heads=4, mlp_dim=6144, expert_dim=768, num_experts=128, num_experts_per_token=8),
+        WINDOW,
+        Unused("max_window_layers", "transformers gives all layers the window"),
+        Flag("norm_topk_prob", "experts.router.renormalize", False),
+        rope_settings(),
+    ),
+    build=qwen3_moe,
+    weights=llama_weights(experts=moe.separate_experts(_MLP)),
+    fused=FUSED_EXPERTS,
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+)
+
+
+_QWEN3_MOE_KEYS = dict(model_type="qwen3_moe", vocab_size=151_936, head_dim=128, norm_topk_prob=True)
+
+
+# --- Qwen1.5-MoE and Qwen2-57B-A14B ---
+
+
+def qwen2_moe(
+    shape: DecoderSizes, *, experts: ExpertsConfig, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = (),
+    dense_layers: frozenset[int] = frozenset(),
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder of Qwen2 blocks with experts; `dense_layers`, counted from 0, have `shape`'s MLP."""
+    mixers = shape.attention_by_mask(masks, rope, rope, out_bias=False)
+    return moe.sparse_decoder(shape, mixers, experts, dense_layers)
+
+
+_QWEN2_EXPERTS = (
+    *expert_settings(num=60, chosen=4, expert_dim=1408, shared_dim=5632),
+    Flag("norm_topk_prob", "experts.router.renormalize", False),
+)
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    settings=(
+        Defaults({"intermediate_size": 5632}),
+        decoder_sizes(num_kv_heads=16, attention_bias=True, keys={"attention_bias": "qkv_bias"}),
+        Group("experts", qwen_experts, _QWEN2_EXPERTS, uses=("shape",)),
+        moe.sparse_steps(),
+        EARLY_WINDOWS,
+        rope_settings(),
+    ),
+    build=qwen2_moe,
+    weights=llama_weights(experts=EXPERTS),
+    fused=FUSED_EXPERTS,
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_WINDOW_KEYS,
+)
+
+
+_QWEN2_MOE_KEYS = dict(model_type="qwen2_moe", vocab_size=151_936, rope_theta=1_000_000.0)
+
+
+FAMILIES = (QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE)
+
+MODELS = {
+    "qwen2.5-0.5b": _QWEN2_KEYS | dict(
+        vocab_size=151_936, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        intermediate_size=4864, tie_word_embeddings=True,
+    ),
+    "qwen2.5-1.5b": _QWEN2_KEYS | dict(
+        vocab_size=151_936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        intermediate_size=8960, tie_word_embeddings=True,
+    ),
+    "qwen2.5-3b": _QWEN2_KEYS | dict(
+        vocab_size=151_936, hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
+        intermediate_size=11_008, tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": _QWEN2_KEYS | dict(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18_944,
+    ),
+    "qwen2.5-14b": _QWEN2_KEYS | dict(
+        hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8, intermediate_size=13_824,
+    ),
+    "qwen2.5-32b": _QWEN2_KEYS | dict(
+        hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, intermediate_size=27_648,
+    ),
+    "qwen2.5-72b": _QWEN2_KEYS | dict(
+        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=29_568,
+    ),
+    "qwen3-0.6b": _QWEN3_KEYS | dict(
+        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-1.7b": _QWEN3_1_7B,
+    "qwen3-1.7b-base": _QWEN3_1_7B,
+    "qwen3-4b": _QWEN3_4B,
+    "qwen3-4b-base": _QWEN3_4B,
+    "qwen3-4b-thinking-2507": _QWEN3_4B | dict(rope_theta=5_000_000.0),
+    "qwen3-8b": _QWEN3_8B,
+    "qwen3-8b-base": _QWEN3_8B,
+    "qwen3-14b": _QWEN3_14B,
+    "qwen3-14b-base": _QWEN3_14B,
+    "qwen3-32b": _QWEN3_KEYS | dict(
+        hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, intermediate_size=25_600,
+    ),
+    "qwen3-30b-a3b": _QWEN3_MOE_KEYS | dict(
+        hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, rope_theta=10_000_000.0,
+    ),
+    "qwen3-30b-a3b-base": _QWEN3_MOE_KEYS | dict(
+        hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, rope_theta=1_000_000.0,
+    ),
+    "qwen3-235b-a22b": _QWEN3_MOE_KEYS | dict(
+        hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, moe_intermediate_size=1536,
+        rope_theta=5_000_000.0,
+    ),
+    "qwen3-480b-a35b": _QWEN3_MOE_KEYS | dict(
+        hidden_size=6144, num_hidden_layers=62, num_attention_heads=96, num_key_value_heads=8,
+        moe_intermediate_size=2560, num_experts=160, rope_theta=10_000_000.0,
+    ),
+    "qwen1.5-moe-a2.7b": _QWEN2_MOE_KEYS | dict(hidden_size=2048, num_hidden_layers=24, num_attention_heads=16),
+    "qwen2-57b-a14b": _QWEN2_MOE_KEYS | dict(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        moe_intermediate_size=2560, num_experts=64, num_experts_per_tok=8, shared_expert_intermediate_size=20_480,
+    ),
+}  # fmt: skip
