@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from eqx_decoders.families._granite import STREAM_SCALES, granite
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.granite.text import STREAM_SCALES, granite
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Inverse, Number

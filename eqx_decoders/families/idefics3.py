@@ -1,13 +1,122 @@
-"""Idefics 3 (Laurençon et al. 2024): Llama with a SigLIP encoder (Zhai et al. 2023).
+"""Idefics 3 (Laurençon et al. 2024) and SmolVLM 2 (Marafioti et al. 2025): Llama with a SigLIP encoder."""
 
-Learned positions are found at the same fraction of an image's side; neighboring patches are joined to few tokens.
-"""
+import dataclasses
 
-from collections.abc import Callable
+from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedGrid
+from eqx_decoders.families._siglip import siglip, siglip_weights
+from eqx_decoders.families.multimodal import LLAMA_SIZES, MultimodalFamily, linear, needs_model_type, token, with_images
+from eqx_decoders.families.settings_table import Defaults, Integer, Number, Only, Rule, Table, Unused, activation
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
 
-from eqx_decoders.families._idefics3 import idefics3_family
-from eqx_decoders.model.decoder_config import DecoderConfig
+
+IMAGE = 128_257
 
 
-FAMILY = idefics3_family("idefics3", "Idefics3ForConditionalGeneration")
-MODELS: dict[str, Callable[[], DecoderConfig]] = {}
+def idefics3_encoder(sizes: EncoderSizes, *, side: int, eps: float = 1e-6) -> EncoderConfig:
+    """Return SigLIP with positions at the same fraction of a grid of `side x side`; patches of a token are joined."""
+    encoder = siglip(sizes, side=side, eps=eps)
+    return dataclasses.replace(
+        encoder,
+        stem=dataclasses.replace(encoder.stem, positions=LearnedGrid(side=side, resample="fraction")),
+        projector=ProjectorConfig(group=sizes.merge**2, layers=(ProjectionConfig(dim=sizes.out_dim),)),
+    )
+
+
+# --- config.json ---
+
+
+def _vision_config(model_type: str) -> Table:
+    return vision_config(
+        idefics3_encoder,
+        *encoder_sizes(width=1152, heads=16, layers=12, mlp_dim=3072, size=32),
+        Rule("merge", lambda fields, values: values["_merge"]),
+        activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
+        *grid_side(224),
+        Number("layer_norm_eps", "post_norm.eps", 1e-6),
+        model_type=model_type,
+        ignored={
+            "initializer_range": "of new weights",
+            "size": "of the processor",
+            "max_image_size": "of the processor",
+            "use_base_siglip": "the sizes say it",
+            "tie_word_embeddings": "an encoder has none",
+        },
+    )
+
+
+WEIGHTS = (
+    *siglip_weights("model.vision_model."),
+    *linear("model.connector.modality_projection.proj", "vision.projector.layers.0"),
+)
+
+
+def idefics3_family(kind: str, architecture: str) -> MultimodalFamily:
+    """Return a family of checkpoints whose settings and tensors have Idefics 3's names."""
+    return MultimodalFamily(
+        text_type="llama",
+        text_settings=(
+            Defaults(LLAMA_SIZES),
+            needs_model_type("llama"),
+            Only("qk_layer_norms", False),
+            Only("use_resampler", False),
+            Unused(
+                "perceiver_config pixel_shuffle_factor neftune_noise_alpha",
+                "of a resampler that is not there, of the encoder, and of training",
+            ),
+        ),
+        model_type=kind,
+        architecture=architecture,
+        settings=(
+            Integer("scale_factor", "media.vision.stem.merge", 2, name="_merge"),
+            _vision_config(f"{kind}_vision"),
+            token("image_token_id", "image_token", IMAGE),
+        ),
+        build=with_images,
+        weights=WEIGHTS,
+        text_names={"model.": "model.text_model.", "lm_head.": "lm_head."},
+        ignored_keys={
+            "vocab_size": "text_config has it",
+            "_pad_token_id": "for tokenizers and generation",
+            "image_seq_len": "the sizes say it",
+            "use_reentrant_checkpointing": "how transformers trains it",
+        },
+    )
+
+
+IDEFICS3 = idefics3_family("idefics3", "Idefics3ForConditionalGeneration")
+SMOLVLM = idefics3_family("smolvlm", "SmolVLMForConditionalGeneration")
+
+_SMOLVLM_KEYS = dict(
+    model_type="smolvlm",
+    image_token_id=49_190,
+    scale_factor=4,
+    vision_config=dict(image_size=512, patch_size=16, hidden_size=768, num_attention_heads=12),
+)
+
+
+FAMILIES = (IDEFICS3, SMOLVLM)
+
+MODELS = {
+    "smolvlm2-256m": _SMOLVLM_KEYS | dict(
+        text_config=dict(
+            num_key_value_heads=3, rms_norm_eps=1e-05, rope_theta=100_000.0, hidden_size=576, intermediate_size=1536,
+            num_attention_heads=9, num_hidden_layers=30, vocab_size=49_280,
+        ),
+    ),
+    "smolvlm2-500m": _SMOLVLM_KEYS | dict(
+        text_config=dict(
+            num_key_value_heads=5, rms_norm_eps=1e-05, rope_theta=100_000.0, hidden_size=960, intermediate_size=2560,
+            num_attention_heads=15, vocab_size=49_280,
+        ),
+    ),
+    "smolvlm2-2.2b": _SMOLVLM_KEYS | dict(
+        scale_factor=3,
+        text_config=dict(
+            rms_norm_eps=1e-05, rope_theta=130_000.0, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24,
+            vocab_size=49_280,
+        ),
+        vision_config=dict(image_size=378, patch_size=14, intermediate_size=4304, num_hidden_layers=27),
+    ),
+}  # fmt: skip

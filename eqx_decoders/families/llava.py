@@ -1,11 +1,305 @@
-"""LLaVA 1.5 (Liu et al. 2023): a decoder with images of one size, encoded by CLIP or SigLIP."""
+"""LLaVA 1.5 (Liu et al. 2023) and LLaVA-NeXT (Liu et al. 2024): a decoder with images encoded by CLIP or SigLIP."""
 
-from eqx_decoders.families._llava import llava_family, with_clip
-from eqx_decoders.families.multimodal import ExtendedModel
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.encoders.geometry import SIZES, TilesConfig
+from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedGrid
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families._siglip import siglip, siglip_weights
+from eqx_decoders.families.config_keys import ACTIVATIONS
+from eqx_decoders.families.multimodal import (
+    LANGUAGE_MODEL,
+    LLAMA_SIZES,
+    ExtendedModel,
+    MultimodalFamily,
+    linear,
+    token,
+    with_images,
+    with_rope,
+)
+from eqx_decoders.families.settings_table import (
+    ABSENT,
+    Defaults,
+    Flag,
+    Integer,
+    Number,
+    Renamed,
+    Rule,
+    Setting,
+    Values,
+    Word,
+    activation,
+    value_at,
+)
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
+from eqx_decoders.families.weight_rows import Weight, norm
+from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-FAMILY = llava_family("llava", "LlavaForConditionalGeneration")
+# --- CLIP ---
+
+
+def clip(sizes: EncoderSizes, *, side: int, eps: float = 1e-5) -> EncoderConfig:
+    """Return the encoder of images of `side x side` patches with a class token; with SigLIP's projector."""
+    encoder = siglip(sizes, side=side, eps=eps)
+    positions = LearnedGrid(side=side, class_first=True)
+    stem = dataclasses.replace(encoder.stem, bias=False, positions=positions, class_token=True)
+    return dataclasses.replace(encoder, stem=stem, pre_norm=LayerNormConfig(eps=eps))
+
+
+def clip_weights(prefix: str) -> tuple[Weight, ...]:
+    """Return the rows of the encoder, without its projector."""
+    return (
+        *siglip_weights(prefix),
+        Weight(prefix + "embeddings.class_embedding", "vision.stem.class_embedding", "embed -> embed"),
+        *norm(prefix + "pre_layrnorm", "vision.pre_norm"),
+    )
+
+
+# --- LLaVA ---
+
+
+IMAGE = 32_000
+
+
+def llava_encoder(
+    sizes: EncoderSizes,
+    *,
+    side: int,
+    siglip_tower: bool = False,
+    eps: float = 1e-5,
+    depths: tuple[int, ...],
+    tiles: TilesConfig | None = None,
+    hidden_activation: str = "gelu",
+    bias: bool = True,
+) -> EncoderConfig:
+    """Return CLIP, or SigLIP, whose features behind these numbers of layers are projected together."""
+    encoder = (siglip if siglip_tower else clip)(sizes, side=side, eps=eps)
+    layers = (
+        ProjectionConfig(dim=sizes.out_dim, bias=bias, activation=hidden_activation),
+        ProjectionConfig(dim=sizes.out_dim, bias=bias),
+    )
+    return dataclasses.replace(encoder, depths=depths, tiles=tiles, projector=ProjectorConfig(layers=layers))
+
+
+def llava(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
+    """Return a decoder with this encoder of images, whose features are multiplied as embeddings are."""
+    config = with_images(text, vision, image_token=image_token)
+    media = dataclasses.replace(value_at(config, "media"), feature_scale=text.embedding_scale)
+    return dataclasses.replace(config, media=media)
+
+
+# --- config.json ---
+
+_LAYERS = "vision_feature_layer"
+
+
+def _is_siglip(encoder: EncoderConfig) -> bool:
+    return not value_at(encoder, "stem.class_token")
+
+
+def _read_layers(fields: Fields, values: Values) -> list[int]:
+    value = fields.take(_LAYERS, -2)
+    value = value if isinstance(value, list) else [value]
+    if not value or not all(type(layer) is int for layer in value):
+        raise fields.error(f"{_LAYERS}={value} must be the number of a layer, or a list of these.")
+    return value
+
+
+def _read_depths(fields: Fields, values: Values) -> tuple[int, ...]:
+    """Return the numbers of layers behind which features are taken: `hidden_states[0]` stands before the first one."""
+    count, layers = values["layers"] + 1, values["_layers"]
+    if not all(-count <= layer < count for layer in layers):
+        raise fields.error(f"{_LAYERS}={layers}: there are num_hidden_layers={values['layers']} layers.")
+    return tuple(layer % count for layer in layers)
+
+
+def _write_layers(config: DecoderConfig) -> dict[str, Any]:
+    encoder = value_at(config, "media.vision")
+    layers = [depth - len(encoder.blocks) - 1 for depth in encoder.depths]
+    return {_LAYERS: layers if len(layers) > 1 else layers[0]}
+
+
+def _read_tiles(fields: Fields, values: Values) -> TilesConfig | None:
+    sizes = values.get("_sizes")
+    return None if sizes is None else TilesConfig(side=values["_pixels"], sizes=sizes)
+
+
+def _check_strategy(fields: Fields, values: Values) -> None:
+    """Refuse features with that of a class token, and those of patches without the first one."""
+    wanted, kind = ("full", "SigLIP") if _is_siglip(values["vision"]) else ("default", "CLIP")
+    select = fields.take("vision_feature_select_strategy", "default")
+    if select != wanted:
+        rule = f"must be {wanted!r}: {kind} has {'no' if wanted == 'full' else 'a'} class token"
+        raise fields.error(f"vision_feature_select_strategy={select!r} {rule}.")
+
+
+def _write_strategy(config: DecoderConfig) -> dict[str, Any]:
+    strategy = "full" if _is_siglip(value_at(config, "media.vision")) else "default"
+    return {"vision_feature_select_strategy": strategy}
+
+
+def _pixels(encoder: EncoderConfig) -> int:
+    return (
+        encoder.tiles.side
+        if encoder.tiles
+        else value_at(encoder, "stem.positions.side") * value_at(encoder, "stem.size")
+    )
+
+
+def _by_kind(clip: Any, siglip: Any) -> Callable[[Values], Any]:
+    return lambda values: siglip if values["siglip_tower"] else clip
+
+
+_HIDDEN = "media.vision.projector.layers.0."
+_, *_GRID = grid_side(224)
+_VISION = vision_config(
+    llava_encoder,
+    Word(
+        "model_type",
+        _is_siglip,
+        "clip_vision_model",
+        known={"clip_vision_model": False, "siglip_vision_model": True},
+        name="siglip_tower",
+    ),
+    *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=_by_kind(32, 16)),
+    Rule("merge", lambda fields, values: 1),
+    *(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in ("hidden_activation", "bias")),
+    Integer("image_size", _pixels, 224, name="_pixels"),
+    *_GRID,
+    Word("hidden_act", "mlp.activation", _by_kind("quick_gelu", "gelu_pytorch_tanh"), known=ACTIVATIONS),
+    Number("layer_norm_eps", "post_norm.eps", _by_kind(1e-5, 1e-6)),
+    # nothing reads what it makes
+    Flag("vision_use_head", lambda encoder: False if _is_siglip(encoder) else ABSENT, True, name="_head"),
+    Rule("depths", _read_depths),
+    Rule("tiles", _read_tiles),
+    model_type=None,
+    ignored={
+        "initializer_range": "of new weights",
+        "initializer_factor": "of new weights",
+        "projection_dim": "of CLIP's projection, which is not used",
+        "vocab_size": "an encoder has none",
+    },
+)
+_WEIGHTS = (
+    *clip_weights("vision_tower."),
+    *linear("multi_modal_projector.linear_1", "vision.projector.layers.0"),
+    *linear("multi_modal_projector.linear_2", "vision.projector.layers.1"),
+)
+_NEWLINE = Weight("image_newline", "vision.line_end", "embed -> embed")
+_RENAMED = {
+    **LANGUAGE_MODEL["renamed"],
+    r"^(model\.)?vision_tower\.(vision_model\.)?": "vision_tower.",
+    r"^model\.image_newline$": "image_newline",
+}
+_MODULES = {**LANGUAGE_MODEL["modules"], r"^image_newline$": "model.image_newline"}
+
+
+def llava_family(kind: str, architecture: str, *settings: Setting, tiled: bool = False) -> MultimodalFamily:
+    """Return a family of checkpoints whose settings and tensors have LLaVA's names; `settings` stand before them."""
+    return MultimodalFamily(
+        text_type="llama",
+        other_texts=("llama", "granite", "mistral", "qwen2"),  # Mistral without windows is written as Llama: the same
+        text_settings=(Defaults(LLAMA_SIZES),),
+        model_type=kind,
+        architecture=architecture,
+        settings=(
+            Renamed({"image_token_id": "image_token_index"}),
+            *settings,
+            Rule("_layers", _read_layers, _write_layers),
+            activation("projector_hidden_act", _HIDDEN + "activation", "gelu", name="_hidden_activation"),
+            Flag("multimodal_projector_bias", _HIDDEN + "bias", True, name="_bias"),
+            _VISION,
+            Rule("", _check_strategy, _write_strategy),
+            token("image_token_index", "image_token", IMAGE),
+        ),
+        build=llava,
+        weights=(*_WEIGHTS, _NEWLINE) if tiled else _WEIGHTS,
+        **{**LANGUAGE_MODEL, "renamed": _RENAMED, "modules": _MODULES},
+        ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|vision_tower\.head\..*",
+        ignored_keys={
+            "image_seq_length": "the sizes say it",
+            "use_image_newline_parameter": "transformers always has it",
+            "vocab_size": "text_config has it",
+            "ignore_index": "of labels",
+        },
+    )
+
+
+# --- published sizes ---
+
+_CLIP = functools.partial(
+    EncoderSizes, embed_dim=1024, layers=24, heads=16, mlp_dim=4096, size=14, merge=1, activation="quick_gelu"
+)
+
+
+def with_clip(text: DecoderConfig, tiles: TilesConfig | None = None) -> DecoderConfig:
+    """Return a decoder with CLIP, whose last layer is not used, for images or tiles of 336 x 336 pixels."""
+    text = dataclasses.replace(text, vocab_size=32_064)
+    vision = llava_encoder(_CLIP(out_dim=text.embed_dim), side=24, depths=(23,), tiles=tiles)
+    return llava(text, vision, image_token=IMAGE)
+
+
+LLAVA = llava_family("llava", "LlavaForConditionalGeneration")
+
+
+# --- LLaVA-NeXT: tiles of images of any shape; Granite Vision (IBM 2025) with Granite's decoder ---
+
+
+_SIZES = "image_grid_pinpoints"
+
+
+def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    tiles = value_at(config, "media.vision").tiles
+    if tiles is None:
+        raise ConversionError("EncoderConfig.tiles=None: LLaVA-NeXT cuts images into tiles. LLaVA does not.")
+    return {_SIZES: [list(size) for size in tiles.sizes]}
+
+
+LLAVA_NEXT = llava_family(
+    "llava_next",
+    "LlavaNextForConditionalGeneration",
+    Rule("_sizes", lambda fields, values: fields.pairs(_SIZES, SIZES), _write_sizes),
+    tiled=True,
+)
+
+
+def _with_tiles(text: DecoderConfig) -> DecoderConfig:
+    return with_clip(text, TilesConfig(side=336, sizes=SIZES))
+
+
+def _granite_vision(text: DecoderConfig) -> DecoderConfig:
+    """Return Granite 3.1 with another base of its rotary embedding, and SigLIP's features at four depths."""
+    most = {1: 10, 2: 5, 3: 3, 4: 2, 5: 2}  # columns of tiles by rows
+    sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 11) for columns in range(1, most.get(rows, 1) + 1))
+    text = with_rope(dataclasses.replace(text, vocab_size=49_156), theta=300_000.0)
+    vision = llava_encoder(
+        EncoderSizes(
+            embed_dim=1152, layers=27, heads=16, mlp_dim=4304, out_dim=text.embed_dim, size=14, merge=1
+        ),
+        side=27,
+        siglip_tower=True,
+        eps=1e-6,
+        depths=(4, 8, 16, 27),
+        tiles=TilesConfig(side=384, sizes=sizes),
+    )  # fmt: skip
+    return llava(text, vision, image_token=49_155)
+
+
+FAMILIES = (LLAVA, LLAVA_NEXT)
+
 MODELS = {
     "llava1.5-7b": ExtendedModel("llama2-7b", with_clip),
     "llava1.5-13b": ExtendedModel("llama2-13b", with_clip),
-}
+    "llava1.6-vicuna-7b": ExtendedModel("llama2-7b", _with_tiles),
+    "llava1.6-vicuna-13b": ExtendedModel("llama2-13b", _with_tiles),
+    "llava1.6-mistral-7b": ExtendedModel("mistral-7b", _with_tiles),
+    "granite-vision-3.2-2b": ExtendedModel("granite3.1-2b", _granite_vision),
+}  # fmt: skip

@@ -4,9 +4,9 @@ import functools
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families._olmo import olmo_block
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, hybrid_layers, llama_weights
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.olmo.text import olmo_block
 from eqx_decoders.families.qwen.hybrid import INTO_KEYS, INTO_VALUES, KEYS, LINEAR, VALUES
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import Check, Defaults, Flag, Group, Integer, Rule, Values, value_at

@@ -1,13 +1,17 @@
-"""Blocks, settings and tensors that LFM2 and LFM2-MoE share."""
+"""LFM2 (Liquid AI 2025): gated short convolutions, and attention with normalized queries and keys."""
 
+import functools
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.families import moe
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, hybrid_layers, renamed
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Renamed, Rule, Values
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, Renamed, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -83,3 +87,87 @@ WEIGHTS = (
     Weight(_LAYER + "conv.out_proj.bias", "mixer.out_bias", "embed -> embed"),
     *renamed(gated_mlp(MLP), MLP_NAMES),
 )
+
+
+# --- LFM2 ---
+
+
+def _fit_mlp(fields: Fields, values: Values) -> None:
+    """Replace `intermediate_size` by the features that the MLPs really have."""
+    size, multiple = fields.integer("intermediate_size", 12_288), fields.integer("block_multiple_of", 256)
+    factor = fields.number("block_ffn_dim_multiplier", 1.0, null=None)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        size = int(2 * size / 3) if factor is None else int(factor * int(2 * size / 3))
+        size = -(-size // multiple) * multiple
+    fields.content["intermediate_size"] = size
+
+
+LFM2 = Family(
+    model_type="lfm2",
+    architecture="Lfm2ForCausalLM",
+    settings=(
+        Renamed({"block_ff_dim": "intermediate_size"}),
+        Rule("", _fit_mlp, lambda config: {"block_auto_adjust_ff_dim": False}),
+        *SETTINGS,
+    ),
+    build=lfm2,
+    weights=WEIGHTS,
+    ignored_keys={
+        "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init "
+        "conv_dim conv_dim_out conv_use_xavier_init num_heads use_pos_enc": "transformers does not read it",
+    },
+)  # fmt: skip
+
+
+_LFM2_KEYS = dict(
+    model_type="lfm2",
+    vocab_size=65_536,
+    num_hidden_layers=16,
+    block_auto_adjust_ff_dim=False,
+    layer_types=["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+)
+
+
+# --- LFM2-MoE: experts with sigmoid scores after the first layers ---
+
+
+_router = functools.partial(RouterConfig, score="sigmoid", order="score_first")
+LFM2_MOE = Family(
+    model_type="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    settings=(
+        *SETTINGS,
+        Integer("moe_intermediate_size", "experts.mlp_dim", 1792, name="mlp_dim"),
+        *moe.expert_counts("num_experts", num=32, chosen=4),
+        moe.num_dense_layers("num_dense_layers", 2),
+        Group(
+            "router",
+            _router,
+            (
+                Flag("use_expert_bias", "experts.router.selection_bias", True),
+                Flag("norm_topk_prob", "experts.router.renormalize", True),
+                Number("routed_scaling_factor", "experts.router.scaling_factor", 1.0),
+            ),
+        ),
+    ),
+    build=lfm2,
+    weights=(
+        *WEIGHTS,
+        *renamed(moe.separate_experts(MLP, bias="expert_bias"), MLP_NAMES),
+    ),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+)
+
+
+FAMILIES = (LFM2, LFM2_MOE)
+
+MODELS = {
+    "lfm2-350m": _LFM2_KEYS | dict(hidden_size=1024, num_attention_heads=16, intermediate_size=4608),
+    "lfm2-700m": _LFM2_KEYS | dict(hidden_size=1536, num_attention_heads=24, intermediate_size=6912),
+    "lfm2-1.2b": _LFM2_KEYS | dict(hidden_size=2048, num_attention_heads=32, intermediate_size=8192),
+    "lfm2-8b-a1b": dict(
+        model_type="lfm2_moe", vocab_size=65_536, hidden_size=2048, num_hidden_layers=24, num_attention_heads=32,
+        intermediate_size=7168,
+        layer_types=["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    ),
+}  # fmt: skip

@@ -1,0 +1,216 @@
+"""Granite 3 (Granite Team 2024; IBM 2025), dense and with experts.
+
+Llama's block with multipliers of embeddings, branches, scores and logits.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import DecoderSizes, NormPlaces, decoder_sizes, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, value_at
+from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def scaled(
+    shape: DecoderSizes, blocks: Iterable[BlockConfig], *, residual_scale: float = 1.0, **scales: Any
+) -> DecoderConfig:
+    """Return a decoder with these blocks and a multiplier of their branches; the scales are those of its ends."""
+    residual = Sequential(residual_scale=residual_scale)
+    return shape.decoder((dataclasses.replace(block, residual=residual) for block in blocks), **scales)
+
+
+def granite(
+    shape: DecoderSizes,
+    mlp: MLPConfig | ExpertsConfig | None = None,
+    *,
+    rope: Rope = Rope(),
+    query_scale: float = 1.0,
+    norms: NormPlaces = "pre",
+    **scales: Any,
+) -> DecoderConfig:
+    """Return a decoder of Granite blocks, all with this MLP or experts; the scales are those of `scaled`."""
+    block = shape.block(shape.attention(rope=rope, query_scale=query_scale), mlp, norms=norms)
+    return scaled(shape, [block] * shape.num_layers, **scales)
+
+
+# transformers 4 writes this key for models in which all layers have a rotary embedding.
+POSITIONS = Only("position_embedding_type", "rope")
+STREAM_SCALES = (
+    Number("embedding_multiplier", "embedding_scale", 1.0),
+    Number("residual_multiplier", "blocks.0.residual.residual_scale", 1.0),
+)
+MULTIPLIERS = (
+    *STREAM_SCALES,
+    Number("attention_multiplier", "attention.query_scale", 1.0),
+    Number("logits_scaling", "logit_divisor", 1.0),
+)
+
+_LAYER = "model.layers.{layer}."
+_INTO, _OUT = "mlp embed -> embed mlp", "embed mlp -> mlp embed"
+_EACH_INTO = "experts mlp embed -> experts embed mlp"
+_MOE = _LAYER + "block_sparse_moe."
+EXPERTS = (
+    *sharing(_MOE + "input_linear.weight", ("mlp.gate", _EACH_INTO), ("mlp.up", _EACH_INTO), axis=1),
+    Weight(_MOE + "output_linear.weight", "mlp.down", "experts embed mlp -> experts mlp embed"),
+    Weight(_MOE + "router.layer.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+)
+
+
+def shared_mlp(path: str = "mlp.shared.") -> tuple[Weight, ...]:
+    """Return the rows of the MLP that every token uses."""
+    return (
+        *sharing(_LAYER + "shared_mlp.input_linear.weight", (path + "gate", _INTO), (path + "up", _INTO)),
+        Weight(_LAYER + "shared_mlp.output_linear.weight", path + "down", _OUT),
+    )
+
+
+# --- Granite 3.0 to 3.3 ---
+
+
+def granite_dense(shape: DecoderSizes, *, mlp_bias: bool = False, rope: Rope = Rope(), **scales: Any) -> DecoderConfig:
+    """Return a decoder of Granite blocks; scores are multiplied by `query_scale` alone."""
+    return granite(shape, shape.mlp(bias=mlp_bias), rope=rope, **scales)
+
+
+GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    settings=(decoder_sizes(), Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"), rope_settings(), *MULTIPLIERS),
+    build=granite_dense,
+    weights=llama_weights(),
+)
+
+
+_GRANITE_KEYS = dict(
+    model_type="granite",
+    vocab_size=49_155,
+    num_hidden_layers=40,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    rms_norm_eps=1e-05,
+    tie_word_embeddings=True,
+)
+
+
+# --- Granite 3 with experts: a softmax over the selected of many experts ---
+
+
+def granite_moe(shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, **options: Any) -> DecoderConfig:
+    """Return a decoder of Granite blocks with experts; the other options are those of `granite`."""
+    experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    return granite(shape, experts, **options)
+
+
+GRANITE_MOE = Family(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    settings=(
+        decoder_sizes(paths=moe.EXPERT_PATHS),
+        *moe.expert_counts("num_local_experts", num=8, chosen=2),
+        POSITIONS,
+        rope_settings(),
+        *MULTIPLIERS,
+    ),
+    build=granite_moe,
+    weights=llama_weights(mlp=EXPERTS),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+)
+
+
+_GRANITE_MOE_KEYS = dict(
+    model_type="granitemoe",
+    vocab_size=49_155,
+    num_key_value_heads=8,
+    intermediate_size=512,
+    attention_multiplier=0.015625,
+    embedding_multiplier=12.0,
+    logits_scaling=6.0,
+    num_experts_per_tok=8,
+    residual_multiplier=0.22,
+    tie_word_embeddings=True,
+)
+
+
+# --- Granite with experts and a shared one: an MLP beside its experts ---
+
+
+def granite_moe_shared(
+    shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, shared_dim: int = 0, **options: Any
+) -> DecoderConfig:
+    """Return a decoder of Granite blocks with experts; every token uses an MLP of `shared_dim`, unless that is 0."""
+    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    return granite(shape, shape.experts(shared_dim=shared_dim or None, **counts), **options)
+
+
+def _shared_dim(config: DecoderConfig) -> int:
+    shared = value_at(config, "experts.shared")
+    return shared.mlp_dim if shared else 0
+
+
+GRANITE_MOE_SHARED = Family(
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    settings=(
+        decoder_sizes(paths=moe.EXPERT_PATHS),
+        *moe.expert_counts("num_local_experts", num=8, chosen=2),
+        Integer("shared_intermediate_size", _shared_dim, 0, least=0, name="shared_dim"),
+        POSITIONS,
+        rope_settings(),
+        *MULTIPLIERS,
+    ),
+    build=granite_moe_shared,
+    weights=llama_weights(mlp=EXPERTS + shared_mlp()),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+)
+
+
+FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED)
+
+MODELS = {
+    "granite3-2b": _GRANITE_KEYS | dict(
+        hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
+    ),
+    "granite3-8b": _GRANITE_KEYS | dict(
+        hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125, logits_scaling=16.0,
+    ),
+    "granite3.1-2b": _GRANITE_KEYS | dict(
+        hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
+        rope_theta=5_000_000.0,
+    ),
+    "granite3.1-8b": _GRANITE_KEYS | dict(
+        hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125, logits_scaling=16.0,
+        rope_theta=10_000_000.0,
+    ),
+    "granite3.3-2b": _GRANITE_KEYS | dict(
+        vocab_size=49_159, hidden_size=2048, intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8.0,
+        rope_theta=10_000_000.0,
+    ),
+    "granite3.3-8b": _GRANITE_KEYS | dict(
+        vocab_size=49_159, hidden_size=4096, intermediate_size=12_800, attention_multiplier=0.0078125,
+        logits_scaling=16.0, rope_theta=10_000_000.0,
+    ),
+    "granite3-1b-a400m": _GRANITE_MOE_KEYS | dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_local_experts=32,
+    ),
+    "granite3-3b-a800m": _GRANITE_MOE_KEYS | dict(
+        hidden_size=1536, num_hidden_layers=32, num_attention_heads=24, num_local_experts=40,
+    ),
+    "granite3.1-1b-a400m": _GRANITE_MOE_KEYS | dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_local_experts=32, rope_theta=1_500_000.0,
+    ),
+    "granite3.1-3b-a800m": _GRANITE_MOE_KEYS | dict(
+        hidden_size=1536, num_hidden_layers=32, num_attention_heads=24, num_local_experts=40, rope_theta=10_000_000.0,
+    ),
+}  # fmt: skip
