@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import pathlib
 import re
 import subprocess
@@ -97,9 +98,10 @@ print(*(name.removeprefix("eqx_decoders.") for name in sys.modules))
 
 def test_saved_configurations_name_layers_that_were_not_imported():
     """A fresh interpreter, in which a user's class cannot have the name of such a layer, either."""
-    text = eqx_decoders.get_config("mamba2-130m").to_json()
+    models = ("mamba2-130m", "gemma3n-e2b-vision")
+    texts = [eqx_decoders.get_config(name).to_json() for name in models]
     code = """
-import sys
+import json, sys
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.base import MixerConfig
@@ -107,9 +109,10 @@ assert not {"eqx_decoders.layers.recurrent.mamba2", "eqx_decoders.layers.recurre
 try:
     class MLSTMConfig(MixerConfig): ...
 except ConfigError:
-    print(DecoderConfig.from_json(sys.stdin.read()).to_json(), end="")
+    print(json.dumps([DecoderConfig.from_json(text).to_json() for text in json.load(sys.stdin)]))
 """
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, input=text) == text
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, input=json.dumps(texts))
+    assert json.loads(out) == texts
 
 
 @pytest.mark.slow(fast=("io.processors.processor",))

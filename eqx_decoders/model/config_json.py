@@ -35,8 +35,7 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
         class_name = str(value.get("class", ""))
         classes = _classes(kinds)
         if class_name not in classes:
-            for name in eqx_decoders.layers.__all__:  # classes register themselves when their module is imported
-                getattr(eqx_decoders.layers, name)
+            _import_classes()
             classes = _classes(_kinds(hint))
         if class_name not in classes and class_name.isidentifier():
             raise ConfigError(
@@ -148,6 +147,14 @@ def _kinds(hint: Any) -> list[Any]:
         kind: Any = hint
         return [kind, *(derived for subclass in kind.__subclasses__() for derived in _kinds(subclass))]
     return [hint]
+
+
+def _import_classes() -> None:
+    """Import the modules of the library that are imported on first use; their configurations register themselves."""
+    from eqx_decoders.encoders.mobilenet import mobilenet as mobilenet
+
+    for name in eqx_decoders.layers.__all__:
+        getattr(eqx_decoders.layers, name)
 
 
 def _classes(kinds: list[Any]) -> dict[str, Any]:
