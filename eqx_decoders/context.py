@@ -236,11 +236,5 @@ class ForwardContext(eqx.Module):
         return self.execution.layout.constrain(x, axis_names)
 
     def einsum(self, pattern: str, x: Array, weight: Array | AbstractWeight, **options: Any) -> Array:
-        """Call `numerics.einsum`, with `flatten` set as the layout's devices need it.
-
-        Flattening a contraction to one matrix product is faster on a single CPU device. On accelerators, XLA selects
-        the layout of products, and flattening dimensions that are split over different mesh axes would cost
-        communication.
-        """
-        layout = self.execution.layout
-        return einsum(pattern, x, weight, layout=layout, flatten=layout.backend.flat_products, **options)
+        """Call `numerics.einsum` with the layout of the model."""
+        return einsum(pattern, x, weight, layout=self.execution.layout, **options)

@@ -19,6 +19,7 @@ from eqx_decoders.layers.xielu import XIELU
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract
+from eqx_decoders.sharding.layout import Layout
 
 
 VOCAB, EMBED, HEAD_DIM = 32, 16, 8
@@ -79,6 +80,11 @@ def filled(config: DecoderConfig, seed: int = 0, **execution) -> Decoder:
 
 def some_tokens(rows: int, length: int, seed: int = 3) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), jnp.int32)
+
+
+def layout_of(*, flatten: bool) -> Layout | None:
+    """A layout with which `einsum` flattens products on CPUs; None, with which it does not."""
+    return Layout() if flatten else None
 
 
 def draw(seed: int, shape: Sequence[int], dtype: DTypeLike = "float32") -> jax.Array:

@@ -27,11 +27,18 @@ from eqx_decoders.sharding.layout import Layout
 
 
 class ProductOptions(NamedTuple):
-    """Options of a product: dtype of the result, whether to flatten it to a matrix product, and the layout (mesh)."""
+    """Options of a product: dtype of the result, and the layout (mesh and platform)."""
 
     dtype: np.dtype
-    flatten: bool = False
     layout: Layout | None = None
+
+    @property
+    def flatten(self) -> bool:
+        """Whether to compute `[rows, contracted] @ [contracted, out]`, which is fast on CPUs, as are its gradients.
+
+        It merges dimensions, which needs communication if they are sharded over several mesh axes.
+        """
+        return self.layout is not None and self.layout.backend.flat_products
 
     def gathers(self, plan: ProductPlan, weight_size: int, x: Array) -> bool:
         """Return whether to all-gather a weight for its product: on a mesh, if it is not larger than the activation."""
@@ -183,7 +190,6 @@ def einsum(
     x: Float[Array, "..."],
     weight: Float[Array, "..."] | AbstractWeight,
     *,
-    flatten: bool = False,
     out_dtype: DTypeLike | None = None,
     layout: Layout | None = None,
 ) -> Float[Array, "..."]:
@@ -196,15 +202,13 @@ def einsum(
     **Arguments:**
 
     - `pattern`: axes of x, of the weight and of the result; `...` stands for any number of axes of `x`.
-    - `flatten`: multiplies matrices, `[rows, contracted]` by `[contracted, out]`, which is fast on CPUs, and so are the
-        gradients. It merges dimensions, which needs communication if they are sharded over several mesh axes: do not
-        use it on TPU and GPU. No effect on patterns that are not a matrix product.
     - `out_dtype`: dtype of the result; None: that of `x`.
-    - `layout`: mesh of the product. On a mesh, a weight that is not larger than the activation is all-gathered; for a
+    - `layout`: mesh and platform of the product. On a single CPU device, patterns of matrix products are flattened to
+        a product of two matrices. On a mesh, a weight that is not larger than the activation is all-gathered; for a
         larger weight the partitioning is left to XLA.
     """
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    return contract(product_plan(pattern), x, weight, ProductOptions(dtype, flatten, layout))
+    return contract(product_plan(pattern), x, weight, ProductOptions(dtype, layout))
 
 
 def grouped_products(

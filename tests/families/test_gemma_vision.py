@@ -27,7 +27,7 @@ from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.sharding.axes import frozen, named_leaves
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused
-from tests.models import filled
+from tests.models import filled, layout_of
 
 
 IMAGE, VIDEO, VOCAB = 29, 30, 32
@@ -407,7 +407,7 @@ def clipped(*bounds: float) -> ClippedWeight:
 @pytest.mark.slow(fast=("True",))
 @pytest.mark.parametrize("flatten", [False, True])
 def test_bounds_clip_on_both_sides(flatten):
-    got = einsum(PATTERN, jnp.asarray(X), clipped(-0.5, 0.7, -0.9, 0.4), flatten=flatten)
+    got = einsum(PATTERN, jnp.asarray(X), clipped(-0.5, 0.7, -0.9, 0.4), layout=layout_of(flatten=flatten))
     want = np.clip(np.clip(X, -0.5, 0.7) @ W, -0.9, 0.4)
     assert_allclose(np.asarray(got), want, rtol=0, atol=1e-6)
     assert (want == 0.4).any() and (want == -0.9).any()

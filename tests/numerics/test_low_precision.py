@@ -34,7 +34,7 @@ from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_allclose, assert_close
 from tests.errors import refused
 from tests.laws import check_pieces, forward
-from tests.models import draw, filled, packed, rich_decoder, run, some_tokens
+from tests.models import draw, filled, layout_of, packed, rich_decoder, run, some_tokens
 from tests.numerics.test_grouped_matmul import RAGGED_DOT, TRITON
 
 
@@ -107,7 +107,8 @@ def test_values_and_gradients_match_numpy(kind):
         for mode, same, dtype in cases:
             config = LowPrecision(mode=mode, weight_gradient=same)
             for flatten in (False, True):
-                product = lambda x, w: einsum(pattern, x, Rounded(w, None, config), flatten=flatten)  # noqa: B023, E731
+                layout = layout_of(flatten=flatten)
+                product = lambda x, w: einsum(pattern, x, Rounded(w, None, config), layout=layout)  # noqa: B023, E731
                 y, back = jax.vjp(product, x.astype(dtype), w)
                 found[mode, same, dtype, flatten] = (y, *back(g.astype(dtype)))
         return found

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.numerics import matmul
 from eqx_decoders.numerics.einsum import einsum
@@ -18,7 +19,7 @@ from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import Layout
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.models import draw
+from tests.models import draw, layout_of
 
 
 PATTERNS = {
@@ -46,7 +47,7 @@ def operands(pattern, dtype, weight_dtype, seed=0):
 
 def value_and_gradients(pattern, flatten, x, weight):
     def loss(x, weight):
-        y = einsum(pattern, x, weight, flatten=flatten)
+        y = einsum(pattern, x, weight, layout=layout_of(flatten=flatten))
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
     return jax.tree.leaves(jax.grad(loss, argnums=(0, 1), has_aux=True)(x, weight))
@@ -133,12 +134,16 @@ def test_casts_of_weights_are_not_hoisted_out_of_loops():
 def test_einsum_matches_numpy(flatten):
     x, weight = operands("b l h k, h k d -> b l d", "float32", "float32")
     expected = np.einsum("blhk,hkd->bld", np.asarray(x, np.float64), np.asarray(weight, np.float64))
-    assert_close(einsum("b l h k, h k d -> b l d", x, weight, flatten=flatten), expected.astype(np.float32), units=16)
+    assert_close(
+        einsum("b l h k, h k d -> b l d", x, weight, layout=layout_of(flatten=flatten)),
+        expected.astype(np.float32),
+        units=16,
+    )
 
 
 def test_gradient_of_f32_weights_is_not_rounded_to_16_bits():
     x, weight = operands(MLP, "bfloat16", "float32")
-    gradient = jax.grad(lambda w: jnp.sum(einsum(MLP, x, w, flatten=True, out_dtype=jnp.float32)))(weight)
+    gradient = jax.grad(lambda w: jnp.sum(einsum(MLP, x, w, layout=ed.Layout(), out_dtype=jnp.float32)))(weight)
     expected = np.asarray(x, np.float64).sum((0, 1))[:, None] * np.ones((1, 12))
     assert_close(gradient, expected.astype(np.float32), units=16)
 
@@ -146,7 +151,7 @@ def test_gradient_of_f32_weights_is_not_rounded_to_16_bits():
 @pytest.mark.parametrize("flatten", [False, True])
 def test_sums_are_kept_in_f32(flatten):
     x, weight = jnp.ones((1, 1, 4096), jnp.bfloat16), jnp.full((4096, 1), 1 + 2**-7)
-    y = einsum("b l d, d f -> b l f", x, weight, flatten=flatten, out_dtype=jnp.float32)
+    y = einsum("b l d, d f -> b l f", x, weight, layout=layout_of(flatten=flatten), out_dtype=jnp.float32)
     assert y.dtype == jnp.float32 and y.item() == 4096 + 32
 
 
@@ -156,7 +161,9 @@ def test_in_scan_with_checkpoint(dtype):
     weights, x = draw(1, (3, 8, 8), "float32") / 3, draw(0, (2, 5, 8), dtype)
 
     def loss(weights, x, flatten, wrap):
-        body = wrap(lambda x, w: (jnp.tanh(einsum("b l d, d f -> b l f", x, w, flatten=flatten)), None))
+        body = wrap(
+            lambda x, w: (jnp.tanh(einsum("b l d, d f -> b l f", x, w, layout=layout_of(flatten=flatten))), None)
+        )
         return jnp.sum(jax.lax.scan(body, x, weights)[0].astype(jnp.float32))
 
     policy = jax.checkpoint_policies.save_only_these_names("cast_weight")
@@ -179,7 +186,9 @@ def test_only_a_real_cast_is_named_and_remat_may_save_it(flatten, capsys):
     def saved(dtype):
         policy = jax.checkpoint_policies.save_only_these_names("cast_weight")
         x, weight = operands(MLP, dtype, "float32")
-        body = jax.checkpoint(lambda x, w: jnp.sum(jnp.sin(einsum(MLP, x, w, flatten=flatten))), policy=policy)
+        body = jax.checkpoint(
+            lambda x, w: jnp.sum(jnp.sin(einsum(MLP, x, w, layout=layout_of(flatten=flatten)))), policy=policy
+        )
         jax.ad_checkpoint.print_saved_residuals(body, x, weight)
         return capsys.readouterr().out
 
@@ -191,7 +200,7 @@ def test_forward_mode_in_f32():
     x, weight = operands(MLP, "float32", "float32")
     tangents = operands(MLP, "float32", "float32", seed=1)
     flat, plain = (
-        jax.jvp(lambda x, w, f=flatten: einsum(MLP, x, w, flatten=f), (x, weight), tangents)
+        jax.jvp(lambda x, w, f=flatten: einsum(MLP, x, w, layout=layout_of(flatten=f)), (x, weight), tangents)
         for flatten in (True, False)
     )
     jax.tree.map(lambda a, b: assert_close(a, b, units=16), flat, plain)
@@ -204,7 +213,7 @@ def test_under_vmap_and_on_a_mesh(dtype):
     x, weight = draw(0, (3, 4, 5, 8), dtype), draw(1, (3, 8, 12), "float32")
 
     def loss(x, weight, flatten):
-        return jnp.sum(jnp.sin(einsum(MLP, x, weight, flatten=flatten).astype(jnp.float32)))
+        return jnp.sum(jnp.sin(einsum(MLP, x, weight, layout=layout_of(flatten=flatten)).astype(jnp.float32)))
 
     def run(x, weight, flatten):
         return jax.jit(jax.vmap(jax.grad(lambda x, w: loss(x, w, flatten), argnums=(0, 1))))(x, weight)
@@ -224,9 +233,11 @@ def test_under_vmap_and_on_a_mesh(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_token_and_one_token(dtype):
     weight = jnp.ones((8, 12))
-    assert einsum(MLP, jnp.ones((0, 5, 8), dtype), weight, flatten=True).shape == (0, 5, 12)
-    assert einsum(MLP, jnp.ones((1, 1, 8), dtype), weight, flatten=True).tolist() == [[[8.0] * 12]]
-    gradient = jax.jit(jax.grad(lambda w: jnp.sum(einsum(MLP, jnp.ones((0, 5, 8), dtype), w, flatten=True))))(weight)
+    assert einsum(MLP, jnp.ones((0, 5, 8), dtype), weight, layout=ed.Layout()).shape == (0, 5, 12)
+    assert einsum(MLP, jnp.ones((1, 1, 8), dtype), weight, layout=ed.Layout()).tolist() == [[[8.0] * 12]]
+    gradient = jax.jit(jax.grad(lambda w: jnp.sum(einsum(MLP, jnp.ones((0, 5, 8), dtype), w, layout=ed.Layout()))))(
+        weight
+    )
     assert not gradient.any()
 
 
@@ -254,11 +265,11 @@ def test_malformed_patterns(pattern, named):
 @pytest.mark.parametrize("flatten", [False, True])
 def test_shapes_that_do_not_fit(flatten):
     with refused(ConfigError, "h=2", "h=3"):  # the flattened sizes alone would fit
-        einsum("b h k, h k d -> b d", jnp.ones((1, 2, 3)), jnp.ones((3, 2, 5)), flatten=flatten)
+        einsum("b h k, h k d -> b d", jnp.ones((1, 2, 3)), jnp.ones((3, 2, 5)), layout=layout_of(flatten=flatten))
     with refused(ConfigError, "x ", "(1, 2, 3)"):
-        einsum("b d, d f -> b f", jnp.ones((1, 2, 3)), jnp.ones((3, 4)), flatten=flatten)
+        einsum("b d, d f -> b f", jnp.ones((1, 2, 3)), jnp.ones((3, 4)), layout=layout_of(flatten=flatten))
     with refused(ConfigError, "weight", "(3,)"):
-        einsum("... d, d f -> ... f", jnp.ones((3,)), jnp.ones((3,)), flatten=flatten)
+        einsum("... d, d f -> ... f", jnp.ones((3,)), jnp.ones((3,)), layout=layout_of(flatten=flatten))
 
 
 def test_precision():

@@ -24,7 +24,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.models import draw, filled, rich_decoder, some_tokens
+from tests.models import draw, filled, layout_of, rich_decoder, some_tokens
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
 
@@ -95,7 +95,7 @@ def test_products_match_the_array(kind, flatten):
         for block in (8, 99):
             node = quantized(weight, NF4, (block, 1), inner, outer)
             for one in (node, node.array()):
-                y, back = jax.vjp(lambda x, one=one: einsum(pattern, x, one, flatten=flatten), x)
+                y, back = jax.vjp(lambda x, one=one: einsum(pattern, x, one, layout=layout_of(flatten=flatten)), x)
                 results.append((y, back(jnp.cos(y))))
         return results
 

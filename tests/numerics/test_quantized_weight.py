@@ -31,7 +31,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 from tests.errors import refused
-from tests.models import draw
+from tests.models import draw, layout_of
 from tests.numerics.test_grouped_matmul import RAGGED_DOT, TRITON
 
 
@@ -178,7 +178,10 @@ def test_products_match_the_array(kind):
     nodes["zeros"] = QuantizedWeight(nodes["int4"].values, nodes["int4"].scales, zeros, *SHAPES_OF(nodes["int4"]))
 
     def both(x, node, flatten, dtype):
-        y, back = jax.vjp(lambda x: einsum(pattern, x.astype(dtype), node, flatten=flatten, out_dtype=jnp.float32), x)
+        y, back = jax.vjp(
+            lambda x: einsum(pattern, x.astype(dtype), node, layout=layout_of(flatten=flatten), out_dtype=jnp.float32),
+            x,
+        )
         return y, back(jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))[0]
 
     @jax.jit

@@ -15,7 +15,7 @@ from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.rounded_weight import Rounded
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.models import draw
+from tests.models import draw, layout_of
 from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
 
@@ -38,7 +38,9 @@ def test_kinds_are_nested(flatten):
     """A clipped weight over a low-rank pair over any base: as written out with arrays."""
     x, (low, high) = draw(0, (5, 16)), (jnp.asarray(-0.5), jnp.asarray(0.75))
     bounds = dict(input_min=low, input_max=high, output_min=2 * low, output_max=2 * high)
-    product = jax.jit(lambda x, weight: einsum("rows embed, embed mlp -> rows mlp", x, weight, flatten=flatten))
+    product = jax.jit(
+        lambda x, weight: einsum("rows embed, embed mlp -> rows mlp", x, weight, layout=layout_of(flatten=flatten))
+    )
     for name, weight in kinds().items():
         want = np.clip(product(np.clip(x, low, high), weight), 2 * low, 2 * high)
         assert_array_equal(product(x, ClippedWeight(weight, **bounds)), want, err_msg=name)

@@ -28,7 +28,7 @@ from eqx_decoders.training.step.step_config import StepConfig
 from tests.adapters import CONFIG, RICH, pairs, shapes, trained
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
-from tests.models import filled, some_tokens
+from tests.models import filled, layout_of, some_tokens
 
 
 BLOCK = ed.BlockConfig(
@@ -92,7 +92,7 @@ def test_the_product_is_that_of_the_merged_weight(kind):
         for flatten in (False, True):
             for dtype in ("float32", "bfloat16"):
                 gradient = jax.grad(parts, argnums=(0, 1, 2, 3), has_aux=True)
-                got[flatten, dtype] = gradient(x.astype(dtype), *weights, flatten=flatten)
+                got[flatten, dtype] = gradient(x.astype(dtype), *weights, layout=layout_of(flatten=flatten))
         return want, got
 
     ((want_x, want_a, want_b), want_y), results = run(x, base, a, b)
