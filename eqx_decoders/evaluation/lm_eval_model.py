@@ -102,8 +102,8 @@ class EngineMethods:
         Without `add_generation_prompt` the text ends with the last message, which is the task's `gen_prefix`, and the
         model continues the message, as with `continue_final_message` in transformers.
         """
-        check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
-        assert self.text.chat is not None
+        if self.text.chat is None:
+            raise ConfigError("This model has no chat template: leave out --lm-eval-chat.")
         self._is_templated = True
         if add_generation_prompt:
             return self.text.chat.render(list(chat_history))

@@ -70,7 +70,8 @@ def _request(context: Tokens, continuation: Tokens, most: int) -> Request:
 
 def _likelihood(output: RequestOutput, continuation: Tokens) -> Likelihood:
     scores: tuple[TokenScore, ...] = (*output.prompt_scores, *output.scores)
-    assert [score.token for score in scores] == list(continuation), "the engine has scored other tokens"
+    if [score.token for score in scores] != list(continuation):
+        raise RuntimeError("The engine scored other tokens than those of the continuation.")
     greedy = all(score.top[0][0] == score.token for score in scores)
     return Likelihood(math.fsum(score.logprob for score in scores), greedy)
 

@@ -26,9 +26,11 @@ def find_cluster(seconds: int | float) -> tuple[str, int, int]:
     values = {name: os.environ.get(name) for name in VARIABLES}
     listed = ", ".join(VARIABLES)
     if values["JAX_NUM_PROCESSES"] is None and values["JAX_PROCESS_ID"] is None:
-        from jax._src.clusters import ClusterEnv
-
         try:
+            from jax._src.clusters import (
+                ClusterEnv,
+            )  # only `jax.distributed.initialize` is public, and it also connects
+
             detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, round(seconds))
         except Exception as error:
             raise ConfigError(f"distributed=True, but the cluster is not told: {error}. Set {listed}.") from error

@@ -23,7 +23,7 @@ from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders import merge
 from eqx_decoders.encoders.encoder import Encoder, encode_media
 from eqx_decoders.encoders.media import Encoded, Media
-from eqx_decoders.errors import check
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.cache.cache import Cache, Proposal
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding.embedding import (
@@ -350,12 +350,11 @@ class Decoder(eqx.Module):
         - `order`: for each column the index of its token in the text, if tokens are reordered; see `mtp.shift_left`.
         - `contiguous`: see `ForwardContext`.
         """
-        check(
-            self.mtp is not None,
-            "Decoder.predict_mtp needs a model with multi-token prediction, but DecoderConfig.mtp is None: "
-            "use a checkpoint that has it, or add_mtp.",
-        )
-        assert self.mtp is not None
+        if self.mtp is None:
+            raise ConfigError(
+                "Decoder.predict_mtp needs a model with multi-token prediction, but DecoderConfig.mtp is None: "
+                "use a checkpoint that has it, or add_mtp."
+            )
         inputs = Inputs() if inputs is None else inputs
         key = as_key(key)
         if media is not None:
@@ -384,8 +383,11 @@ class Decoder(eqx.Module):
 
     @run_with_auto_axes
     def mtp_input(self, hidden: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length *rest"]:
-        """Return the input of the first MTP depth for `Output.hidden`."""
-        assert self.mtp is not None
+        """Return the input of the first MTP depth for `Output.hidden`. Raises ConfigError without MTP."""
+        if self.mtp is None:
+            raise ConfigError(
+                "Decoder.mtp_input needs a model with multi-token prediction, but DecoderConfig.mtp is None."
+            )
         return self.final_norm(hidden) if self.mtp.config.normed_stream and self.final_norm is not None else hidden
 
     @run_with_auto_axes

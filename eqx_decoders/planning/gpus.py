@@ -128,7 +128,7 @@ def tracing_for(devices: list[Any]) -> Iterator[None]:
     Its cuDNN attention asks for the compute capability. Pallas asks for the kind of GPU, which a `shard_map` tells it
     by its mesh, and in a program of one device the context.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as module
+    from jax._src.cudnn import fused_attention_stablehlo as module  # JAX has no public option for other GPUs
 
     def at_least(capability: str) -> bool:
         return tuple(map(int, devices[0].compute_capability.split("."))) >= tuple(map(int, capability.split(".")))

@@ -225,6 +225,8 @@ def test_logits_do_not_depend_on_the_depths():
     assert model.without_mtp().config.mtp is None
     with refused(ed.ConfigError, "predict_mtp"):
         model.without_mtp().predict_mtp(jnp.zeros((4, 13, 16)), tokens)
+    with refused(ed.ConfigError, "mtp_input"):
+        model.without_mtp().mtp_input(jnp.zeros((4, 13, 16)))
 
 
 @pytest.fixture(scope="module")

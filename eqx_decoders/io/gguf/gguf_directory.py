@@ -128,8 +128,8 @@ def _settings(file: GGUFFile) -> tuple[Architecture, dict[str, Any]]:
     found = Found(Fields(own, where), file.tensors.keys(), _factors(file))
     row = find_architecture(file.architecture, found)
     table = file.tensors.get(_TABLE)
-    check(table is not None and len(table.shape) == 2, f"{file.path}: {_TABLE} is missing.", ConversionError)
-    assert table is not None
+    if table is None or len(table.shape) != 2:
+        raise ConversionError(f"{file.path}: the matrix {_TABLE} is missing.")
     return row, row.settings(found, table.shape[0])
 
 

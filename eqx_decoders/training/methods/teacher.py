@@ -1,7 +1,7 @@
 """The teacher of a run: a model with the same tokens."""
 
 from eqx_decoders.context import Execution
-from eqx_decoders.errors import check
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.status import StatusLine
@@ -27,9 +27,8 @@ def check_same_tokens(tokenizer: Tokenizer, others: Tokenizer, name: str, whose:
     if tokenizer.content_hash == others.content_hash:
         return
     rule = f"{name} has another vocabulary"
-    named = isinstance(tokenizer, JsonTokenizer) and isinstance(others, JsonTokenizer)
-    check(named, f"{rule}: a {type(others).__name__}, and not a {type(tokenizer).__name__}. {remedy}.")
-    assert isinstance(tokenizer, JsonTokenizer) and isinstance(others, JsonTokenizer)
+    if not (isinstance(tokenizer, JsonTokenizer) and isinstance(others, JsonTokenizer)):
+        raise ConfigError(f"{rule}: a {type(others).__name__}, and not a {type(tokenizer).__name__}. {remedy}.")
     for index in range(max(tokenizer.vocab_size, others.vocab_size)):
         one, other = tokenizer.name_of(index), others.name_of(index)
         check(one == other, f"{rule}: id {index} is {other!r}, and {whose} {one!r}. {remedy}.")
