@@ -30,7 +30,7 @@ def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Se
 
 def hand_over(batch: Batch, layout: Layout, rows: int) -> Batch:
     """Place a batch that nobody will write to: on one CPU it is read where it is, which takes no time."""
-    whole = jax.process_count() == 1 and batch.media is None and layout.single and layout.backend.shares_cores
+    whole = jax.process_count() == 1 and batch.media is None and layout.single and layout.backend.devices_share_cores
     return batch if whole else place(batch, layout, rows)
 
 

@@ -215,7 +215,7 @@ def default_cache_format(execution: Execution) -> CacheFormat:
     XLA's CPU backend multiplies 16-bit numbers as float32, and would upcast the full cache for every token.
     """
     dtype = np.dtype(execution.precision.compute)
-    upcasts = execution.layout.backend.upcasts_half and dtype.itemsize == 2
+    upcasts = execution.layout.backend.upcasts_16_bit and dtype.itemsize == 2
     return CacheFormat(dtype=np.dtype(np.float32) if upcasts else dtype)
 
 

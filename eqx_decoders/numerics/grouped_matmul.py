@@ -54,7 +54,7 @@ def choose_form(
     """
     if backend.pallas_gpu and grouped_matmul_gpu.fits(device, dtype, largest):
         return GroupedForm("triton")
-    if backend.grouped_matmul_tiles:
+    if backend.grouped_matmul_loop:
         return GroupedForm("blocks", block_rows(rows, groups))
     return GroupedForm("megablox" if megablox.fits(device.device_kind, dtype) else "ragged_dot")
 

@@ -117,7 +117,7 @@ def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = N
 
     Data sheets are of bf16; measured is a product in `dtype`. Devices of a CPU share it, so it counts once.
     """
-    count = 1 if layout.mesh is None or layout.backend.shares_cores else layout.mesh.size
+    count = 1 if layout.mesh is None or layout.backend.devices_share_cores else layout.mesh.size
     known = peak_flops(layout.device.device_kind) if peak_tflops is None else peak_tflops * 1e12
     return count * (measured_flops(dtype) if known is None else known)
 

@@ -45,9 +45,10 @@ def test_a_mesh_disables_choices_for_a_single_device():
 def test_an_unknown_platform_has_the_default_choices():
     assert differing(backend_of("new"), Backend(platform="new")) == set()
     assert backend_of("new").describe() == "new: default choices"
-    choices = "duplicates_single_row=True, unrolled_layers=True, reads_before_writes=True, branches_wait=True"
-    choices += ", loss_tile_bytes=1073741824, attention_kernels=('cudnn', 'triton'), pallas_gpu=True"
-    assert backend_of("gpu").describe() == f"gpu: {choices}, paged_kernel=triton"
+    choices = "duplicates_single_row=True, loss_tile_bytes=1073741824, pallas_gpu=True"
+    choices += ", attention_kernels=('cudnn', 'triton'), paged_kernel=triton"
+    choices += ", unrolled_layers=True, reads_before_writes=True, branches_block_host=True"
+    assert backend_of("gpu").describe() == f"gpu: {choices}"
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ class CachedKV(Past):
 
 def _multiply_in_float32(query: Array, execution: Execution) -> bool:
     """Return whether there are few 16-bit queries, on a backend that upcasts 16-bit operands to float32 anyway."""
-    return query.dtype.itemsize == 2 and execution.layout.backend.upcasts_half and query.shape[1] < 32
+    return query.dtype.itemsize == 2 and execution.layout.backend.upcasts_16_bit and query.shape[1] < 32
 
 
 class KVCache(LayerCache):

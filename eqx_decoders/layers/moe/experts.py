@@ -265,7 +265,7 @@ class Experts(eqx.Module):
         has_capacity = self.config.capacity_factor is not None
         if name == "auto":
             prefers_all_experts = (
-                ctx.execution.layout.backend.few_token_experts
+                ctx.execution.layout.backend.all_experts_for_few_tokens
                 and num_tokens <= MAX_ALL_EXPERTS_TOKENS
                 and self._has_plain_products()
             )

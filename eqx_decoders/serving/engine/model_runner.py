@@ -123,7 +123,7 @@ class ModelRunner:
         self._reads: dict[Any, _Reads] = {}
         self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # of those to sample from, by their number
         self._drafts = models.drafter is not None
-        self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_wait else (None,)
+        self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_block_host else (None,)
 
     def load(self, model: Decoder) -> None:
         """Take the weights of a model like the first (see `EngineWeights.load`)."""

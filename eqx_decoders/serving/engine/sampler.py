@@ -1,8 +1,8 @@
 """Parameters of requests as rows of a batch, and their effect on logits before a token is chosen; log-probabilities.
 
 All parameters are arrays, so requests of any kind share one program; steps that no row needs are skipped
-(`jax.lax.cond`). Where a branch makes the host wait (`Backend.branches_wait`), usual batches have programs without one,
-each for a `SamplingForm`. Filters and draws are those of `core/sampling.py`.
+(`jax.lax.cond`). Where a branch makes the host wait (`Backend.branches_block_host`), usual batches have
+programs without one, each for a `SamplingForm`. Filters and draws are those of `core/sampling.py`.
 """
 
 import dataclasses

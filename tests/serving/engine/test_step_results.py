@@ -213,7 +213,7 @@ def test_drafts_are_read_first(monkeypatch):
 @pytest.mark.slow
 def test_answers_are_the_same_where_branches_would_wait_for_the_host(engine, monkeypatch):
     """Programs without branches for usual batches; penalties and constraints have one with them."""
-    backend = dataclasses.replace(engine.model.execution.layout.backend, branches_wait=True)
+    backend = dataclasses.replace(engine.model.execution.layout.backend, branches_block_host=True)
     with monkeypatch.context() as patch:
         patch.setattr(ed.Layout, "backend", backend)
         other = engine_for("llama_rope")

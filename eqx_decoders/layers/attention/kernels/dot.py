@@ -71,7 +71,7 @@ def _weighted_sum(weights: Array, value: Array, call: AttentionCall) -> Array:
 
     The shape of the weights is [batch, kv_heads, queries_per_kv, length, keys].
     """
-    if not call.backend.values_by_head or call.aligned:
+    if not call.backend.cached_values_by_head or call.aligned:
         return jnp.einsum("bngts,bsnv->btngv", weights, value)
     # Cached values are the right operand, with heads before keys as in the cache: otherwise XLA would transpose them.
     batch, kv_heads, queries_per_kv, length, keys = weights.shape

@@ -266,7 +266,7 @@ def select_kernel(call: AttentionCall) -> str:
     first of the platform's fused kernels that supports the call. Fused kernels need arrays that are local to one
     device, because XLA cannot partition them. "chunked" supports every call.
     """
-    if min(call.length, call.kv_length) < call.backend.short_attention:
+    if min(call.length, call.kv_length) < call.backend.min_blockwise_attention:
         return "dot"
     fused = call.backend.attention_kernels if call.local else ()
     return next((name for name in fused if KERNELS[name].lacks(call) is None), "chunked")

@@ -108,7 +108,7 @@ def _run_tokens(query, key, value, log_decay, beta, state, resets, platform) -> 
         # The decay is applied to query and key instead of the state, and both are multiplied in one product: decoding
         # then reads the state once, unmodified.
         decayed = query_key[:, :, None] * decay[..., None, :]
-        if backend_of(platform).sums_state_reads:  # a matrix product would copy the state into another layout
+        if backend_of(platform).reads_state_by_sums:  # a matrix product would copy the state into another layout
             from_query, from_key = ((decayed[:, :, :, x, :, None] * state).sum(-2) for x in (0, 1))
         else:
             from_query, from_key = jnp.moveaxis(jnp.einsum("bhrxk,bhrkv->bhrxv", decayed, state), 3, 0)
