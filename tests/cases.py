@@ -158,7 +158,7 @@ CHANNELS = {
     ),
 }
 RESIDUALS = {
-    **{name: name for name in ("sequential", "parallel", "plain", "chained")},
+    **{name: name for name in ("sequential", "parallel", "none", "chained")},
     "scaled": Sequential(residual_scale=0.5, output_scale=True),
     "weighted": Weighted(keeps_normed=True, gains=True),
     "post-norm": PostNorm(),
@@ -276,7 +276,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("mixer", SELECTING, "mask", tuple(MASKS)[1:]),  # they select from the whole past
     # equal tokens have equal biases, of which rounding chooses, unless their positions are in the stream
     ("mixer", ("dynamic mask",), "rope", tuple(ROPES)[1:]),
-    ("mixer", ("dynamic mask",), "residual", ("plain",)),
+    ("mixer", ("dynamic mask",), "residual", ("none",)),
     ("mixer", ("dynamic mask",), "norm", ("after only",)),  # and large ones hide the rest of scores
     ("mixer", ("dynamic mask",), "further", ("engram",)),  # whose slopes have no bound
     ("mixer", ("latent",), "mask", SPANS),  # it has none

@@ -643,7 +643,7 @@ def test_a_key_is_not_read_without_a_rate(kind):
 
 @pytest.mark.slow
 def test_wirings_differ():
-    found = [logits(block(residual=residual)) for residual in ("sequential", "parallel", "plain", "chained")]
+    found = [logits(block(residual=residual)) for residual in ("sequential", "parallel", "none", "chained")]
     assert all(differ(one, other) for i, one in enumerate(found) for other in found[:i])
 
 
@@ -738,7 +738,7 @@ DATA = {
     "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
     "CompressedShape", "AdapterSettings", "Adapter", "ServedAdapters",
-    "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
+    "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "HeadSplit",
     "DeviceHead", "ChannelShape", "EncoderSizes", "ConformerSizes", "SpeechSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
     "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
@@ -915,7 +915,7 @@ BAD = [
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=1.0), "below 1"),
     (ed.BlockConfig, dict(mlp=MLP, post_mixer_norm=RMS), dict(mixer=None), "post_mixer_norm"),
     (ed.BlockConfig, dict(mixer=MIXER, pre_mlp_norm=RMS), dict(mlp=None), "pre_mlp_norm"),
-    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(residual="plane"), "Did you mean 'plain'"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(residual="nope"), "Did you mean 'none'"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(residual="chained"), "needs a mixer and an mlp"),
     (ed.BlockConfig, dict(mixer=MIXER, mlp=None), dict(residual="chained"), "needs a mixer and an mlp"),
     (AttentionConfig, vars(MIXER), dict(out_dim=0), "AttentionConfig.out_dim=0 must be an integer of at least 1"),

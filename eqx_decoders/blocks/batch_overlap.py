@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.block_run import AnyBlock, BlockRun
-from eqx_decoders.blocks.residual.base import ReadWriteResidual
+from eqx_decoders.blocks.block import Block
+from eqx_decoders.blocks.block_run import BlockRun
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import Execution, ForwardContext
 from eqx_decoders.errors import check
@@ -45,13 +45,12 @@ def join_batch(parts: Parts) -> Float[Array, "batch length *streams embed"]:
 
 
 def run_staggered(
-    block: AnyBlock, parts: Parts, ctx: ForwardContext, past: None, *, key: PRNGKeyArray | None
+    block: Block, parts: Parts, ctx: ForwardContext, past: None, *, key: PRNGKeyArray | None
 ) -> tuple[Parts, dict[str, Any], BlockStats]:
     """Run `block` on all parts of a batch, and overlap the communication of its layers with computation.
 
-    Returns the streams of the parts, the entries of the full batch, and statistics with a leading axis of parts. If the
-    residual connection is not a `ReadWriteResidual`, the parts run one after another without overlap. `past` is always
-    None, because batch overlap does not support caches.
+    Returns the streams of the parts, the entries of the full batch, and statistics with a leading axis of parts.
+    `past` is always None, because batch overlap does not support caches.
     """
     ctx_arrays, ctx_static = eqx.partition(ctx, eqx.is_array)
     ctx_parts = jax.tree.map(lambda leaf: split_microbatches(leaf, len(parts)), ctx_arrays)
@@ -59,17 +58,9 @@ def run_staggered(
         eqx.combine(jax.tree.map(lambda leaf, i=index: leaf[i], ctx_parts), ctx_static) for index in range(len(parts))
     ]
     keys = [None if key is None else jax.random.fold_in(key, index) for index in range(len(parts))]
-    if isinstance(block.residual, ReadWriteResidual):
-        part_runs = [
-            _PartRun(block, block.residual, part_ctx, part_key)
-            for part_ctx, part_key in zip(contexts, keys, strict=True)
-        ]
-        outputs = _stagger(part_runs, parts, ctx.execution.layout)
-        results = [part_run.run.leave(x) for part_run, x in zip(part_runs, outputs, strict=True)]
-    else:
-        results = [
-            block(x, part_ctx, key=part_key) for x, part_ctx, part_key in zip(parts, contexts, keys, strict=True)
-        ]
+    part_runs = [_PartRun(block, part_ctx, part_key) for part_ctx, part_key in zip(contexts, keys, strict=True)]
+    outputs = _stagger(part_runs, parts, ctx.execution.layout)
+    results = [part_run.run.leave(x) for part_run, x in zip(part_runs, outputs, strict=True)]
     streams, entries, stats = zip(*results, strict=True)
     entries = jax.tree.map(lambda *leaves: join_microbatches(jnp.stack(leaves)), *entries)
     return streams, entries, jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
@@ -88,9 +79,9 @@ class _AtLayer(NamedTuple):
 class _PartRun:
     """Progress of one part of the batch through the layers of a block."""
 
-    def __init__(self, block: AnyBlock, residual: ReadWriteResidual, ctx: ForwardContext, key: PRNGKeyArray | None):
-        self.run = BlockRun(block, ctx, None, key)
-        self.residual = residual
+    def __init__(self, block: Block, ctx: ForwardContext, key: PRNGKeyArray | None):
+        self.run = BlockRun(block.config, ctx, None, key)
+        self.residual = block.residual
         self.layers = block.layers()
         self.next = 0  # index of the next layer
         self.state = None

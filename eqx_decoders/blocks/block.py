@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.block_run import SHARED_SUFFIX, BlockLayer, BlockResult, BlockRun
-from eqx_decoders.blocks.residual.base import ResidualModule
-from eqx_decoders.blocks.residual.residual import RESIDUALS, ResidualOrName, Sequential, SequentialResidual
+from eqx_decoders.blocks.block_run import SHARED_SUFFIX, BlockResult, BlockRun
+from eqx_decoders.blocks.residual.base import BlockLayer, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.residual import RESIDUALS, ResidualName, Sequential
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_option
 from eqx_decoders.layers.base import BranchLayer, ChannelConfig, ExtraConfig, LayerConfig, MixerConfig
@@ -63,7 +63,8 @@ class BlockConfig(CheckedFields):
     - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms of the inputs and outputs of mixer and
         MLP; None for no norm. The norms of outputs may also be a `LayerScaleConfig`. In a parallel block without
         `pre_mlp_norm` the MLP reads the mixer's normalized input.
-    - `residual`: one of `eqx_decoders.blocks.residual`, or `"sequential"`, `"parallel"`, `"plain"`, `"chained"`.
+    - `residual`: one of `eqx_decoders.blocks.residual`, or one of the names `"sequential"`, `"parallel"`, `"none"`
+        and `"chained"`, which are replaced by configurations.
     - `dropout`: dropout rate. It applies to the sum of the branches in a parallel block, and to the complete output of
         any other block (as in MaxText).
     - `pre_layers`, `post_layers`: extra layers before the mixer and after the MLP.
@@ -79,7 +80,7 @@ class BlockConfig(CheckedFields):
     post_mixer_norm: NormConfig | LayerScaleConfig | None = None
     pre_mlp_norm: NormConfig | None = None
     post_mlp_norm: NormConfig | LayerScaleConfig | None = None
-    residual: ResidualOrName = Sequential()
+    residual: Residual | ResidualName = Sequential()
     dropout: Rate = 0.0
     pre_layers: tuple[ExtraLayerConfig, ...] = ()
     post_layers: tuple[ExtraLayerConfig, ...] = ()
@@ -99,7 +100,7 @@ class BlockConfig(CheckedFields):
                 f"BlockConfig.{part}=None leaves {' and '.join(norms)} without a layer. Set {part} or leave them out.",
             )
         check(
-            self.residual.streams == 1 or self.shortcut_from is None,
+            self.residual_config.streams == 1 or self.shortcut_from is None,
             f"BlockConfig.shortcut_from={self.shortcut_from!r} needs a residual connection with one stream, "
             f"not {self.residual}.",
         )
@@ -107,15 +108,21 @@ class BlockConfig(CheckedFields):
             self.mixer is not None and self.mlp is not None and not self.pre_layers and not self.post_layers
         )
         check(
-            only_mixer_and_mlp or not self.residual.chains,
+            only_mixer_and_mlp or not self.residual_config.chains,
             "BlockConfig.residual='chained' needs a mixer and an mlp, and no pre_layers or post_layers.",
         )
         out_dim = None if self.mixer is None else self.mixer.out_dim
         check(
-            out_dim is None or self.residual.chains,
+            out_dim is None or self.residual_config.chains,
             f"AttentionConfig.out_dim={out_dim} needs BlockConfig.residual='chained': other residual connections add "
             "the mixer's output to the stream, so it must have the stream's features.",
         )
+
+    @property
+    def residual_config(self) -> Residual:
+        """The residual connection; `residual` itself may be a name only in the call of the constructor."""
+        assert isinstance(self.residual, Residual)
+        return self.residual
 
     def branches(self) -> dict[str, LayerConfig]:
         """Return the layers' configurations by name, in order: `pre_layers.0`, `mixer`, `mlp`, `post_layers.0`."""
@@ -192,7 +199,7 @@ class BlockConfig(CheckedFields):
             post_mixer_norm=norm(self.post_mixer_norm),
             pre_mlp_norm=norm(self.pre_mlp_norm),
             post_mlp_norm=norm(self.post_mlp_norm),
-            residual=self.residual.build(embed_dim, branches=branches, inner_dim=inner_dim, key=residual_key),
+            residual=self.residual_config.build(embed_dim, branches=branches, inner_dim=inner_dim, key=residual_key),
             config=self,
         )
 
@@ -208,7 +215,7 @@ class Block(eqx.Module):
     post_mixer_norm: Norm | LayerScale | None
     pre_mlp_norm: Norm | None
     post_mlp_norm: Norm | LayerScale | None
-    residual: ResidualModule
+    residual: ReadWriteResidual
     config: BlockConfig = eqx.field(static=True)
 
     def __call__(
@@ -220,19 +227,16 @@ class Block(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> BlockResult:
         """Return the block's output, the new cache entries of its layers by name, and statistics."""
-        run = BlockRun(self, ctx, past, key)
-        x = run.enter(x)
-        if type(self.residual) is SequentialResidual:  # same as its `__call__`, without the nested function calls
-            for layer in self.layers():
-                x = self.residual.write(x, run(layer, x))
-            x = self.residual.end(x, run.dropout, ctx)
-        else:
-            x = self.residual(x, [layer.function(run) for layer in self.layers()], run.dropout, ctx)
-        return run.leave(x)
+        run = BlockRun(self.config, ctx, past, key)
+        state = self.residual.begin(run.enter(x))
+        for layer in self.layers():
+            y, coefficients = self.residual.read(state, layer, ctx)
+            state = self.residual.write(state, run(layer, y), coefficients)
+        return run.leave(self.residual.end(state, run.dropout, ctx))
 
     def layers(self) -> list[BlockLayer]:
         """Return the layers with their norms, in order."""
-        shared_norm = self.pre_mixer_norm if self.config.residual.shares_norm else None
+        shared_norm = self.pre_mixer_norm if self.config.residual_config.shares_norm else None
         pre_mlp_norm = shared_norm if self.pre_mlp_norm is None else self.pre_mlp_norm
         layers = [
             *_extra_layers("pre_layers", self.pre_layers),
@@ -241,15 +245,18 @@ class Block(eqx.Module):
             *_extra_layers("post_layers", self.post_layers),
         ]
         configs = self.config.branches()
-        layers = [
-            layer._replace(reads_streams=configs[layer.name].reads_streams) for layer in layers if layer.name in configs
-        ]
-        if not self.config.residual.keeps_normed:
-            return layers
-        return [
-            layer if layer.reads_streams else layer._replace(pre_norm=None, stream_norm=layer.pre_norm)
-            for layer in layers
-        ]
+        placed: list[BlockLayer] = []
+        position = 0
+        for layer in layers:
+            if layer.name not in configs:
+                continue
+            reads_streams = configs[layer.name].reads_streams
+            layer = layer._replace(reads_streams=reads_streams, position=position)
+            if self.config.residual_config.keeps_normed and not reads_streams:
+                layer = layer._replace(pre_norm=None, stream_norm=layer.pre_norm)
+            placed.append(layer)
+            position += not reads_streams
+        return placed
 
 
 def _extra_layers(name: str, extras: tuple[ExtraLayer, ...]) -> list[BlockLayer]:

@@ -1,60 +1,21 @@
 """One forward pass of a block: runs its layers with their norms, and collects cache entries and statistics."""
 
-import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jaxtyping import Array, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.base import BlockLayer
 from eqx_decoders.blocks.stats import ActivationStats, BlockStats
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.base import BranchInputs, BranchResult
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.layers.norm import LayerScale, Norm
 from eqx_decoders.remat import save
-
-
-class BlockLayer(NamedTuple):
-    """A layer of a block with its norms: `scale * post_norm(layer(pre_norm(x)))`.
-
-    **Arguments:**
-
-    - `reads_streams`: whether the layer itself reads and writes all residual streams; otherwise the block's residual
-        connection computes its input and adds its output.
-    - `stream_norm`: norm that replaces the residual stream by its normalized value before the layer; None for no norm.
-    """
-
-    name: str
-    layer: Any
-    pre_norm: Norm | None
-    post_norm: Norm | LayerScale | None
-    scale: float = 1.0
-    reads_streams: bool = False
-    stream_norm: Norm | None = None
-
-    def function(self, run: "BlockRun") -> BranchFunction:
-        """Return the layer as a function of its input, for the forward pass `run`."""
-        return BranchFunction(functools.partial(run, self), self.reads_streams, self.stream_norm, self.name)
 
 
 # Suffix of the names of those entries of a block that are shared with later layers and not written to a cache.
 SHARED_SUFFIX = ".shared"
 BlockResult = tuple[Array, dict[str, Any], BlockStats]
-
-
-@runtime_checkable
-class AnyBlock(Protocol):
-    """Interface of a block: its residual connection, its layers in order, and its call."""
-
-    residual: Any
-    config: Any
-
-    def layers(self) -> list[BlockLayer]: ...
-
-    def __call__(
-        self, x: Array, ctx: ForwardContext, past: dict[str, Any] | None = None, *, key: PRNGKeyArray | None = None
-    ) -> BlockResult: ...
 
 
 class BlockRun:
@@ -63,11 +24,11 @@ class BlockRun:
     `entries` has the new cache entries of the layers that have run, by name, and `stats` their statistics.
     """
 
-    def __init__(self, block: AnyBlock, ctx: ForwardContext, past: dict[str, Any] | None, key: PRNGKeyArray | None):
+    def __init__(self, config: Any, ctx: ForwardContext, past: dict[str, Any] | None, key: PRNGKeyArray | None):
         self.ctx = ctx
         self.past = past
-        self.dropout_rate = block.config.dropout
-        self.shortcut = block.config.shortcut_from
+        self.dropout_rate = config.dropout
+        self.shortcut = config.shortcut_from
         self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)
         self.entries: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}

@@ -46,7 +46,7 @@ def _read_norms(fields: Fields, values: Values) -> int:
 
 def _write_form(config: DecoderConfig) -> dict[str, Any]:
     attention, block = value_at(config, "attention"), config.blocks[0]
-    parallel, norms = block.residual.shares_norm, 1 if block.pre_mlp_norm is None else 2
+    parallel, norms = block.residual_config.shares_norm, 1 if block.pre_mlp_norm is None else 2
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
     form = {"num_kv_heads": heads, "multi_query": kv_heads == 1, "new_decoder_architecture": False}
     if parallel and (norms == 2 or kv_heads not in (1, heads)):

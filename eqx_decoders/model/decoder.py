@@ -52,7 +52,7 @@ from eqx_decoders.model.forward_inputs import (
     positions_after,
     prepare_inputs,
 )
-from eqx_decoders.model.mtp import MTP, MTPOutput, add_streams, flat_streams, run_depths, shift_left
+from eqx_decoders.model.mtp import MTP, MTPOutput, flat_streams, reduce_streams, run_depths, shift_left
 from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.einsum import AbstractWeight
 from eqx_decoders.numerics.rounded_weight import round_weights
@@ -284,7 +284,7 @@ class Decoder(eqx.Module):
         if self.config.returns_all_streams:
             hidden = flat_streams(x)
         else:
-            hidden = add_streams(self.config.residual, self, x, batch.ctx)
+            hidden = reduce_streams(self.config.residual, self.streams, x, batch.ctx)
         positions = batch.ctx.positions if cache is None else positions_after(x, batch.ctx)
         proposal = Proposal(entries=entries, positions=positions, rope_offset=batch.rope_offset)
         return hidden, proposal, join_layer_stats(stats)
@@ -402,7 +402,7 @@ class Decoder(eqx.Module):
         check(depth == 0 or self.mtp is not None, f"depth={depth} needs a model with multi-token prediction: use 0.")
         owner = self if depth == 0 or self.mtp is None else self.mtp.unstacked()[depth - 1]
         if self.config.returns_all_streams:
-            hidden = add_streams(self.config.residual, owner, hidden, self._head_context(hidden))
+            hidden = reduce_streams(self.config.residual, owner.streams, hidden, self._head_context(hidden))
         norm = self.final_norm if self.mtp is None or self.mtp.config.model_norm else owner.final_norm
         hidden = hidden if norm is None else norm(hidden)
         hidden = hidden if self.head_transform is None else self.head_transform(hidden, self._head_context(hidden))

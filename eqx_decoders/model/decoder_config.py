@@ -74,7 +74,7 @@ class DecoderConfig(CheckedFields):
         for index, block in enumerate(self.blocks):
             if not isinstance(block, BlockConfig):
                 raise ConfigError(f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
-        stream_counts = sorted({block.residual.streams for block in self.blocks})
+        stream_counts = sorted({block.residual_config.streams for block in self.blocks})
         check(
             len(stream_counts) == 1,
             "DecoderConfig.blocks must have the same number of residual streams in all layers, "
@@ -116,7 +116,7 @@ class DecoderConfig(CheckedFields):
     @property
     def residual(self) -> Residual:
         """Residual connection of the first layer; all layers have the same number of residual streams."""
-        return self.blocks[0].residual
+        return self.blocks[0].residual_config
 
     @property
     def table_features(self) -> int:
@@ -197,7 +197,7 @@ def _check_mtp_streams(mtp: MTPConfig, residual: Residual) -> None:
         f"DecoderConfig.mtp must have all_streams=True if {type(residual).__name__}.weighted_sum is True: "
         "otherwise the depths would read an unweighted sum of the streams.",
     )
-    same_streams = isinstance(residual, HyperConnections | GatedStreams) and mtp.block.residual == residual
+    same_streams = isinstance(residual, HyperConnections | GatedStreams) and mtp.block.residual_config == residual
     check(
         same_streams or not mtp.all_streams,
         "DecoderConfig.mtp.all_streams=True needs HyperConnections or GatedStreams as residual connection, "

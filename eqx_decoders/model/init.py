@@ -131,7 +131,7 @@ def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTP
         num_depths=num_depths,
         block=block,
         norm=norm,
-        all_streams=block.residual.weighted_sum,
+        all_streams=block.residual_config.weighted_sum,
         loss_weight=loss_weight,
     )
 

@@ -5,7 +5,7 @@ At token t, depth k reads the stream of depth k - 1 and the embedding of token t
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -54,7 +54,7 @@ class MTPDepth(eqx.Module):
         - `embedded`: embedding of the later token that this depth reads at each position.
         - `past`: cached keys and values of the block, by layer name.
         """
-        residual = self.block.config.residual
+        residual = self.block.config.residual_config
         all_streams = self.config.all_streams
         pattern = "batch length joined, joined embed -> batch length embed"
         embed_part = ctx.einsum(pattern, self.embed_norm(embedded), self.embed_kernel)
@@ -93,22 +93,14 @@ def _split_streams(
     return x.reshape(*x.shape[:2], -1, embed_dim)
 
 
-@runtime_checkable
-class HasStreams(Protocol):
-    """A decoder or an MTP depth; `streams` is None if the sum of its residual streams has no weights."""
-
-    @property
-    def streams(self) -> StreamMapping | None: ...
-
-
-def add_streams(residual: Residual, owner: HasStreams, x: Array, ctx: ForwardContext) -> Array:
-    """Reduce the residual streams to one stream, with the weights of `owner.streams` unless these are None.
+def reduce_streams(residual: Residual, streams: StreamMapping | None, x: Array, ctx: ForwardContext) -> Array:
+    """Reduce the residual streams to one stream, with the weights of `streams` unless these are None.
 
     The streams of `x` are on a separate axis, or concatenated as in `flat_streams`.
     """
     if residual.streams > 1 and x.ndim == 3:
         x = _split_streams(x, x.shape[2] // residual.streams)
-    return residual.reduce(x) if owner.streams is None else owner.streams.reduce(x, ctx)
+    return residual.reduce(x) if streams is None else streams.reduce(x, ctx)
 
 
 class MTP(eqx.Module):
@@ -120,18 +112,20 @@ class MTP(eqx.Module):
 
     @classmethod
     def build(cls, config: MTPConfig, embed_dim: int, *, key: PRNGKeyArray) -> "MTP":
+        residual = config.block.residual_config
+
         def build_depth(key: PRNGKeyArray) -> MTPDepth:
             kernel_key, block_key = jax.random.split(key)
             streams_key = jax.random.fold_in(key, 2)
             kernel = fan_in(kernel_key, (2 * embed_dim, embed_dim), jnp.float32, 2 * embed_dim)
-            norm_dim = embed_dim * (config.block.residual.streams if config.joint_norm else 1)
+            norm_dim = embed_dim * (residual.streams if config.joint_norm else 1)
             return MTPDepth(
                 embed_norm=config.norm.build(embed_dim),
                 stream_norm=config.norm.build(norm_dim),
                 embed_kernel=kernel[:embed_dim],
                 stream_kernel=kernel[embed_dim:],
                 block=config.block.build(embed_dim, key=block_key),
-                streams=config.block.residual.build_maps(embed_dim, key=streams_key) if config.all_streams else None,
+                streams=residual.build_maps(embed_dim, key=streams_key) if config.all_streams else None,
                 final_norm=None if config.model_norm else config.norm.build(embed_dim),
                 config=config,
             )

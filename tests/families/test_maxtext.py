@@ -133,7 +133,7 @@ NORMS = dict(
 )
 def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, mlp):
     norms = {name: norm for name, norm in NORMS.items() if {"mixer": mixer, "mlp": mlp}[name.split("_")[1]]}
-    config = ed.BlockConfig(mixer=mixer, mlp=mlp, residual="plain", **norms)
+    config = ed.BlockConfig(mixer=mixer, mlp=mlp, residual="none", **norms)
     decoder = ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(config,), final_norm=None)
     model = filled(decoder)
     (block,) = model.unstacked()
@@ -181,7 +181,7 @@ def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
 @pytest.mark.slow
 def test_plain_attention_decodes_as_it_runs():
     mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)
-    block = ed.BlockConfig(mixer=mixer, mlp=LinearConfig(), residual="plain", pre_mixer_norm=RMSNormConfig())
+    block = ed.BlockConfig(mixer=mixer, mlp=LinearConfig(), residual="none", pre_mixer_norm=RMSNormConfig())
     model = filled(ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(block,), final_norm=None))
     cache, pieces = ed.init_cache(model.config, 2, 4, dtype=jnp.float32), []
     for token in range(4):
@@ -258,7 +258,7 @@ def test_it_has_no_hugging_face_form(custom, tmp_path):
 
 
 def test_a_narrow_output_needs_a_chained_block():
-    for residual in ("sequential", "parallel", "plain"):
+    for residual in ("sequential", "parallel", "none"):
         with refused(ed.ConfigError, "out_dim=4", "BlockConfig.residual='chained'"):
             dataclasses.replace(CUSTOM.blocks[0], residual=residual)
 

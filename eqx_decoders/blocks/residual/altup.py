@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.base import BlockLayer, Dropout, ReadWriteResidual, Residual
 from eqx_decoders.blocks.residual.laurel import Laurel, LaurelResidual
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
 from eqx_decoders.context import ForwardContext
@@ -102,13 +102,13 @@ class AltUpResidual(ReadWriteResidual):
     def begin(self, x: Float[Array, "batch length streams embed"]) -> AltUpState:
         return AltUpState(x)
 
-    def read(self, state: AltUpState, reader: Reader, ctx: ForwardContext) -> tuple[Array, tuple[AltUpState, Any]]:
-        if reader.reads_streams or reader.name.startswith("post_layers"):
+    def read(self, state: AltUpState, layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, tuple[AltUpState, Any]]:
+        if layer.reads_streams or layer.name.startswith("post_layers"):
             state = self._corrected(state, ctx)
-            y = state.streams if reader.reads_streams else self._read_first(state, reader)
-            return y, (state, reader.reads_streams)
+            y = state.streams if layer.reads_streams else self._read_first(state, layer)
+            return y, (state, layer.reads_streams)
         state = self._predicted(state, ctx)
-        y, coefficients = self.inner.read(state.inner, reader, ctx)
+        y, coefficients = self.inner.read(state.inner, layer, ctx)
         return y, (state, coefficients)
 
     def write(self, state: AltUpState, out: Array, coefficients: Any = None) -> AltUpState:
@@ -155,10 +155,10 @@ class AltUpResidual(ReadWriteResidual):
         corrected = [stream + (1.0 + gain[k]) * change for k, stream in enumerate(predicted)]
         return AltUpState(jnp.stack(corrected, axis=2).astype(state.streams.dtype))
 
-    def _read_first(self, state: AltUpState, reader: Reader) -> Float[Array, "batch length embed"]:
+    def _read_first(self, state: AltUpState, layer: BlockLayer) -> Float[Array, "batch length embed"]:
         x = state.streams[:, :, 0]
         x = x if self.scale is None else x * self.scale.astype(x.dtype)[None, None]
-        return x if reader.stream_norm is None else reader.stream_norm(x)
+        return x if layer.stream_norm is None else layer.stream_norm(x)
 
 
 # Sums over streams are Python loops, because matrices of a few streams are too small for a matrix unit.

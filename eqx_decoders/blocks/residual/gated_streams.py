@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import CountingResidual, Reader, Residual
+from eqx_decoders.blocks.residual.base import BlockLayer, ReadWriteResidual, Residual
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
 from eqx_decoders.layers.norm import RMSNormConfig, normalize_streams
@@ -115,18 +115,16 @@ class GatedConnection(eqx.Module):
         return self.mean.read(n, ctx), 2 * jax.nn.sigmoid(gate / x.shape[2])
 
 
-class GatedConnections(CountingResidual):
+class GatedConnections(ReadWriteResidual):
     """Connections of one block: one for each layer that reads one stream."""
 
     connections: tuple[GatedConnection, ...]
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Array | None]:
-        x, used = state
-        return (x, None) if reader.reads_streams else self.connections[used](x, ctx)
+    def read(self, state: Array, layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, Array | None]:
+        return (state, None) if layer.reads_streams else self.connections[layer.position](state, ctx)
 
-    def write(self, state: tuple[Array, int], out: Array, coefficients: Array | None = None) -> tuple[Array, int]:
-        x, used = state
+    def write(self, state: Array, out: Array, coefficients: Array | None = None) -> Array:
         if coefficients is None:
-            return x + out, used
+            return state + out
         gated = coefficients[..., None] * out.astype(jnp.float32)[:, :, None]
-        return (x.astype(jnp.float32) + gated).astype(x.dtype), used + 1
+        return (state.astype(jnp.float32) + gated).astype(state.dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import CountingResidual, Reader, Residual
+from eqx_decoders.blocks.residual.base import BlockLayer, ReadWriteResidual, Residual
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -164,24 +164,20 @@ class StreamSum(eqx.Module):
         return _read(x, jnp.moveaxis(jax.nn.sigmoid(h) + self.config.eps, -1, 0))
 
 
-class HyperConnected(CountingResidual):
+class HyperConnected(ReadWriteResidual):
     """Hyper-connections of one block: one connection for each layer that reads one stream."""
 
     connections: tuple[Connection, ...]
     config: HyperConnections = eqx.field(static=True)
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Coefficients | None]:
-        x, used = state
-        if reader.reads_streams:
-            return x, None
-        coefficients = self.connections[used](x, ctx)
-        return _read(x, coefficients.read), coefficients
+    def read(self, state: Array, layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, Coefficients | None]:
+        if layer.reads_streams:
+            return state, None
+        coefficients = self.connections[layer.position](state, ctx)
+        return _read(state, coefficients.read), coefficients
 
-    def write(
-        self, state: tuple[Array, int], out: Array, coefficients: Coefficients | None = None
-    ) -> tuple[Array, int]:
-        x, used = state
-        return (x + out, used) if coefficients is None else (_mixed(x, out, coefficients), used + 1)
+    def write(self, state: Array, out: Array, coefficients: Coefficients | None = None) -> Array:
+        return state + out if coefficients is None else _mixed(state, out, coefficients)
 
 
 # Sums over streams are Python loops, because matrices of a few streams are too small for a matrix unit.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import Reader, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.base import BlockLayer, ReadWriteResidual, Residual
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -46,9 +46,9 @@ class LaurelResidual(ReadWriteResidual):
     right: Float[Array, "latent embed"]
     norm: Norm
 
-    def read(self, state: Array, reader: Reader, ctx: ForwardContext) -> tuple[Array, Array | None]:
-        x = state if reader.stream_norm is None else reader.stream_norm(state)
-        if reader.name != "mixer":
+    def read(self, state: Array, layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, Array | None]:
+        x = state if layer.stream_norm is None else layer.stream_norm(state)
+        if layer.name != "mixer":
             return x, None
         latent = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.left)
         out = ctx.einsum("batch length latent, latent embed -> batch length embed", latent, self.right)

@@ -1,13 +1,13 @@
 """Residual connections with a single residual stream."""
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import CountingResidual, Dropout, Reader, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.base import BlockLayer, Dropout, ReadWriteResidual, Residual
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveFloat, check
 from eqx_decoders.layers.norm import LayerNormConfig, Norm, NormConfig
@@ -74,18 +74,16 @@ class PostNorm(Residual):
         return PostNormResidual(norms=tuple(self.norm.build(embed_dim) for _ in range(branches)))
 
 
-class PostNormResidual(CountingResidual):
+class PostNormResidual(ReadWriteResidual):
     """Residual connection `x = norm(x + layer(x))` for each layer in order."""
 
     norms: tuple[Norm, ...]
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Norm | None]:
-        x, used = state
-        return x, None if reader.reads_streams else self.norms[used]
+    def read(self, state: Array, layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, Norm | None]:
+        return state, None if layer.reads_streams else self.norms[layer.position]
 
-    def write(self, state: tuple[Array, int], out: Array, coefficients: Norm | None = None) -> tuple[Array, int]:
-        x, used = state
-        return (x + out, used) if coefficients is None else (coefficients(x + out), used + 1)
+    def write(self, state: Array, out: Array, coefficients: Norm | None = None) -> Array:
+        return state + out if coefficients is None else coefficients(state + out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,27 +120,29 @@ class Gain(eqx.Module):
     scale: Float[Array, "embed"]
 
 
-class WeightedResidual(CountingResidual):
+class WeightedResidual(ReadWriteResidual):
     """Residual connection `x = keep * gain * s + add * layer(s)` for each layer in order."""
 
     gains: tuple[Gain, ...] | None
     config: Weighted = eqx.field(static=True)
 
-    def read(self, state: tuple[Array, int], reader: Reader, ctx: ForwardContext) -> tuple[Array, Array | None]:
-        x = state[0] if reader.stream_norm is None else reader.stream_norm(state[0])
-        return x, None if reader.reads_streams else x
+    def read(self, state: Array, layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, tuple[Array, int] | None]:
+        x = state if layer.stream_norm is None else layer.stream_norm(state)
+        return x, None if layer.reads_streams else (x, layer.position)
 
-    def write(self, state: tuple[Array, int], out: Array, coefficients: Array | None = None) -> tuple[Array, int]:
-        """Return the state after a layer; `coefficients` is the stream s, or None for a layer with `reads_streams`."""
-        stream, index = state
+    def write(self, state: Array, out: Array, coefficients: tuple[Array, int] | None = None) -> Array:
+        """Return the stream after a layer.
+
+        `coefficients` are the stream s and the layer's position; None for a layer with `reads_streams`.
+        """
         if coefficients is None:
-            return stream + out, index
-        x = coefficients
+            return state + out
+        x, index = coefficients
         if self.gains is not None:
             x = x * self.gains[index].scale.astype(x.dtype)[None, None]
         keep = self.config.keep[index] if self.config.keep else 1.0
         add = self.config.add[index] if self.config.add else 1.0
-        return scale(x, keep) + scale(out, add), index + 1
+        return scale(x, keep) + scale(out, add)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class ParallelResidual(ReadWriteResidual):
     def begin(self, x: Array) -> tuple[Array, Array | None]:
         return x, None
 
-    def read(self, state: tuple[Array, Array | None], reader: Reader, ctx: ForwardContext) -> tuple[Array, None]:
+    def read(self, state: tuple[Array, Array | None], layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, None]:
         return state[0], None
 
     def write(self, state: tuple[Array, Array | None], out: Array, coefficients: None = None) -> tuple[Array, Array]:
@@ -209,7 +209,7 @@ class ChainedResidual(ReadWriteResidual):
     def begin(self, x: Array) -> tuple[Array, Array]:
         return x, x
 
-    def read(self, state: tuple[Array, Array], reader: Reader, ctx: ForwardContext) -> tuple[Array, None]:
+    def read(self, state: tuple[Array, Array], layer: BlockLayer, ctx: ForwardContext) -> tuple[Array, None]:
         return state[1], None
 
     def write(self, state: tuple[Array, Array], out: Array, coefficients: None = None) -> tuple[Array, Array]:
@@ -220,15 +220,10 @@ class ChainedResidual(ReadWriteResidual):
         return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", latent, self.up))
 
 
+ResidualName = Literal["sequential", "parallel", "none", "chained"]
 RESIDUALS: dict[str, Residual] = {
     "sequential": Sequential(),
     "parallel": Parallel(),
-    "plain": NoResidual(),
+    "none": NoResidual(),
     "chained": Chained(),
 }
-
-# At run time `BlockConfig.residual` also accepts the names in `RESIDUALS`.
-if TYPE_CHECKING:
-    ResidualOrName = Residual
-else:
-    ResidualOrName = Residual | Literal["sequential", "parallel", "plain", "chained"]

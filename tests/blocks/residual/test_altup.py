@@ -6,9 +6,10 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.altup import AltUp
-from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.base import BlockLayer
 from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.layers.norm import RMSNormConfig
+from tests.blocks.residual.common import run_residual
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
 from tests.layers.common import context, drawn, normal
@@ -22,13 +23,13 @@ MATRICES = [0.6 * normal(EMBED, EMBED, seed=seed) for seed in range(3)]
 CTX = context(np.broadcast_to(np.arange(5), (2, 5)))
 
 
-def branches(streams: bool = False) -> list[BranchFunction]:
+def branches(streams: bool = False) -> list[BlockLayer]:
     """A mixer with a norm, an MLP, and a layer after it; with `streams` another that reads all streams, first."""
     functions = [lambda y, m=m: jnp.tanh(y @ m) for m in MATRICES]
     names = ("mixer", "mlp", "post_layers.0")
     norms = (NORM, None, None)
-    found = [BranchFunction(f, False, norm, name) for f, norm, name in zip(functions, norms, names, strict=True)]
-    return [BranchFunction(lambda y: 0.5 * y, True, None, "pre_layers.0"), *found] if streams else found
+    found = [BlockLayer(name, f, stream_norm=norm) for f, norm, name in zip(functions, norms, names, strict=True)]
+    return [BlockLayer("pre_layers.0", lambda y: 0.5 * y, reads_streams=True), *found] if streams else found
 
 
 def numbers(residual, x, weight):
@@ -64,17 +65,17 @@ def test_streams_are_predicted_corrected_and_added_to(streams):
     residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))
     x = normal(2, 5, STREAMS, EMBED)
     want = np.array([[token_by_hand(residual, token * 1.5 if streams else token) for token in row] for row in wide(x)])
-    assert_close(residual(jnp.asarray(x), branches(streams), lambda y: y, CTX), want, units=64)
+    assert_close(run_residual(residual, jnp.asarray(x), branches(streams), ctx=CTX), want, units=64)
 
 
 def test_a_layer_that_reads_all_streams_behind_the_others_reads_corrected_ones():
     residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))
     x = jnp.asarray(normal(2, 5, STREAMS, EMBED))
     *first, last = branches()
-    plain = residual(x, first, lambda y: y, CTX)
-    reader = BranchFunction(lambda y: -y, True, None, "post_layers.0")
-    assert not np.any(residual(x, [*first, reader], lambda y: y, CTX))
-    assert not np.allclose(residual(x, [*first, last], lambda y: y, CTX), plain)
+    plain = run_residual(residual, x, first, ctx=CTX)
+    reader = BlockLayer("post_layers.0", lambda y: -y, reads_streams=True)
+    assert not np.any(run_residual(residual, x, [*first, reader], ctx=CTX))
+    assert not np.allclose(run_residual(residual, x, [*first, last], ctx=CTX), plain)
 
 
 def test_streams_begin_as_large_as_the_embedding_and_end_as_their_mean():

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.base import BlockLayer
 from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.init import with_mtp
+from tests.blocks.residual.common import run_residual
 from tests.compare import assert_close
 from tests.errors import refused
 from tests.models import rich_decoder
@@ -40,15 +41,15 @@ def mean_by_hand(mean, x):
 
 def test_streams_are_read_and_written_by_the_formula():
     residual = drawn(CONFIG.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0)))
-    branches = [BranchFunction(lambda y, m=m: jnp.tanh(y @ m)) for m in MATRICES]
+    branches = [BlockLayer("", lambda y, m=m: jnp.tanh(y @ m)) for m in MATRICES]
     x = wide(X)
     for connection, matrix in zip(residual.connections, wide(MATRICES), strict=True):
         y, flat = mean_by_hand(connection.mean, x)
         gate = 2 * sigmoid(flat @ wide(connection.write) / STREAMS)
         x = x + gate[..., None] * np.tanh(y @ matrix)[:, :, None]
-    assert_close(residual(jnp.asarray(X), branches, lambda y: y, CTX), x, units=64)
-    every = BranchFunction(lambda y: 2 * y, reads_streams=True)
-    assert_close(residual(jnp.asarray(X), [every], lambda y: y, CTX), 3 * X)
+    assert_close(run_residual(residual, jnp.asarray(X), branches, ctx=CTX), x, units=64)
+    every = BlockLayer("", lambda y: 2 * y, reads_streams=True)
+    assert_close(run_residual(residual, jnp.asarray(X), [every], ctx=CTX), 3 * X)
 
 
 def test_behind_the_last_layer_is_such_a_mean():

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.base import BlockLayer
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.norm import RMSNormConfig
+from tests.blocks.residual.common import run_residual
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
 from tests.oracles import sigmoid, wide
@@ -35,7 +36,7 @@ def drawn(config: HyperConnections, branches: int = 2):
 
 
 def run(residual, x, branches=BRANCHES):
-    return residual(x, [BranchFunction(branch) for branch in branches], lambda y: y, CTX)
+    return run_residual(residual, x, [BlockLayer("", branch) for branch in branches], ctx=CTX)
 
 
 def test_streams_are_summed_with_weights_of_the_token():
@@ -142,8 +143,8 @@ def test_streams_have_no_order():
 
 def test_a_branch_of_all_streams_is_added():
     residual = drawn(SINKHORN, branches=1)
-    double = BranchFunction(lambda x: 2 * x, reads_streams=True)
-    got = residual(jnp.asarray(X), [double, BranchFunction(BRANCHES[0])], lambda y: y, CTX)
+    double = BlockLayer("", lambda x: 2 * x, reads_streams=True)
+    got = run_residual(residual, jnp.asarray(X), [double, BlockLayer("", BRANCHES[0])], ctx=CTX)
     assert_close(got, run(residual, jnp.asarray(3 * X), BRANCHES[:1]))
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.base import BlockLayer
 from eqx_decoders.blocks.residual.residual import PostNorm, Weighted
 from eqx_decoders.layers.mlp import LinearConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from tests.blocks.residual.common import run_residual
 from tests.compare import assert_close
 from tests.errors import refused
 from tests.layers.common import context, drawn
@@ -47,8 +48,10 @@ def test_each_sum_has_a_norm_but_those_of_branches_that_write_themselves():
     x, *matrices = (generator.normal(size=(2, 5, 6)) for _ in range(4))
     residual = PostNorm(norm=RMSNormConfig(eps=0.1)).build(6, branches=2, inner_dim=6, key=jax.random.key(0))
     residual = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), leaf.dtype), residual)
-    branches = [BranchFunction(lambda y, m=m: y * m.astype(np.float32), m is matrices[1]) for m in matrices]
-    got = residual(jnp.asarray(x, jnp.float32), branches, lambda y: 2 * y, context(np.zeros((2, 5))))
+    branches = [
+        BlockLayer("", lambda y, m=m: y * m.astype(np.float32), reads_streams=m is matrices[1]) for m in matrices
+    ]
+    got = run_residual(residual, jnp.asarray(x, jnp.float32), branches, lambda y: 2 * y, context(np.zeros((2, 5))))
 
     def normed(y, norm):
         return y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + 0.1) * wide(norm.scale)
