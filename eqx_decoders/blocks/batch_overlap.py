@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.block import Block
-from eqx_decoders.blocks.block_run import BlockRun
+from eqx_decoders.blocks.block import Block, BlockRun
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import Execution, ForwardContext
 from eqx_decoders.errors import check

@@ -1,9 +1,9 @@
-"""Run a stack of scanned layers, optionally with pipeline parallelism over the mesh axis `stage`."""
+"""Run scanned layers with pipeline parallelism over the mesh axis `stage`."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key, PyTree
 
 from eqx_decoders.blocks.block import Block
-from eqx_decoders.blocks.layer_inputs import LayerInputs
 from eqx_decoders.blocks.stack import ScannedLayers, ScanOutput
 from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import ForwardContext
@@ -24,70 +23,23 @@ from eqx_decoders.sharding.pipeline import run_pipeline, split_microbatches
 from eqx_decoders.sharding.pipeline_config import AXIS
 
 
-class StackOutput(NamedTuple):
-    """Result of a stack: the residual stream, and the cache entries and statistics of each `ScannedLayers`."""
-
-    x: Array
-    entries: tuple[tuple[dict[str, Any], ...], ...]
-    stats: list[tuple[BlockStats, ...]]
-
-
-def run_stack(
-    stack: tuple[ScannedLayers, ...],
-    x: Float[Array, "batch length *streams embed"],
-    ctx: ForwardContext,
-    caches: tuple[Any, ...] | None,
-    *,
-    keys: Key[Array, "layers"] | None,
-    by_layer: dict[str, Array],
-) -> StackOutput:
-    """Run all layers of a stack.
-
-    **Arguments:**
-
-    - `caches`: the caches of each `ScannedLayers`, or None for a pass without a cache.
-    - `keys`: one key per layer, for dropout.
-    - `by_layer`: inputs of individual layers; see `LayerInputs`.
-    """
-    entries, stats = [], []
-    start = 0
-    layer_inputs = LayerInputs(by_layer)
-    for index, layers in enumerate(stack):
-        unit = tuple(block.config for block in layers.unit)
-        end = start + layers.repeats * len(unit)
-        output = run_scanned_layers(
-            layers,
-            x,
-            ctx,
-            None if caches is None else caches[index],
-            keys=None if keys is None else keys[start:end],
-            inputs=layer_inputs.cut(unit, layers.repeats),
-        )
-        x = output.x
-        ctx = dataclasses.replace(ctx, shared=output.shared)
-        start = end
-        entries.append(output.entries)
-        stats.append(output.stats)
-    layer_inputs.finish()
-    return StackOutput(x, tuple(entries), stats)
-
-
-def run_scanned_layers(
+def run_in_pipeline(
     layers: ScannedLayers,
     x: Float[Array, "batch length *streams embed"],
     ctx: ForwardContext,
-    caches: tuple[dict[str, Any], ...] | None = None,
+    caches: None = None,
     *,
     keys: Key[Array, "layers"] | None = None,
     inputs: tuple[dict[str, Array], ...] = (),
 ) -> ScanOutput:
-    """Run scanned layers, in a pipeline if `Execution.pipeline` is set.
+    """Run scanned layers in the pipeline `Execution.pipeline`; the arguments are those of `ScannedLayers.__call__`.
 
     The pipeline runs the largest number of repeats that fills all stages equally; the remaining repeats run after it.
+    A pipeline does not support caches.
     """
-    count = 0 if caches is not None else pipelined_repeats(layers, ctx)
+    count = pipelined_repeats(layers, ctx)
     if count == 0:
-        return layers(x, ctx, caches, keys=keys, inputs=inputs)
+        return layers(x, ctx, keys=keys, inputs=inputs)
     keys = None if keys is None else keys.reshape(layers.repeats, -1)
     arrays, static = eqx.partition(layers.unit, eqx.is_array)
 

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.blocks.layer_inputs import per_layer_input_configs
-from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_stack
+from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_in_pipeline
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.residual.base import StreamMapping
-from eqx_decoders.blocks.stack import ScannedLayers
+from eqx_decoders.blocks.stack import ScannedLayers, run_stack
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
 from eqx_decoders.context import Execution, ExecutionOptions, ForwardContext, Inputs, Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
@@ -270,7 +270,8 @@ class Decoder(eqx.Module):
             inputs, segment_ids = merge.merge_media_inputs(media, inputs, segment_ids)
         arrays = TokenInputs(tokens, positions, segment_ids, embeds)
         batch = prepare_inputs(self.config, self.execution, arrays, inputs, cache, promises)
-        if cache is None:
+        pipelined = cache is None and self.execution.pipeline is not None
+        if pipelined:
             check_pipeline(self.scanned_layers, batch.ctx)
         embed_key, block_key, _ = self._keys(key)
         x, by_layer = self._embed_inputs(batch, media, encoded, embed_key)
@@ -280,7 +281,15 @@ class Decoder(eqx.Module):
         scanned_layers = self._rounded("scanned_layers", key).scanned_layers
         layer_ctx = share(batch.ctx, self.shared, x)
         layer_caches = None if cache is None else cache.layer_caches
-        x, entries, stats = run_stack(scanned_layers, x, layer_ctx, layer_caches, keys=layer_keys, by_layer=by_layer)
+        x, entries, stats = run_stack(
+            scanned_layers,
+            x,
+            layer_ctx,
+            layer_caches,
+            keys=layer_keys,
+            by_layer=by_layer,
+            run_layers=run_in_pipeline if pipelined else ScannedLayers.__call__,
+        )
         if self.config.returns_all_streams:
             hidden = flat_streams(x)
         else:

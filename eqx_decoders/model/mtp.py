@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.block import Block
-from eqx_decoders.blocks.block_run import SHARED_SUFFIX
-from eqx_decoders.blocks.checkpointing import checkpointed
+from eqx_decoders.blocks.block import SHARED_SUFFIX, Block
 from eqx_decoders.blocks.residual.base import Residual, StreamMapping
-from eqx_decoders.blocks.stack import at_layer
+from eqx_decoders.blocks.stack import at_layer, checkpointed
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.norm import Norm

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.pipelined_stack import run_scanned_layers
+from eqx_decoders.blocks.pipelined_stack import run_in_pipeline
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -257,7 +257,7 @@ def test_dropout_is_that_of_microbatches_run_one_by_one():
 
     def piped(model, x):
         ctx = ed.ForwardContext(positions=positions, execution=model.execution)
-        y = run_scanned_layers(model.scanned_layers[0], x, ctx, keys=keys, inputs=({},)).x
+        y = run_in_pipeline(model.scanned_layers[0], x, ctx, keys=keys, inputs=({},)).x
         return jnp.sum(jnp.sin(3 * y)), y
 
     run = eqx.filter_jit(eqx.filter_value_and_grad(plain, has_aux=True))

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
-from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.repeats import find_repeats
-from eqx_decoders.blocks.stack import map_layers
+from eqx_decoders.blocks.stack import checkpointed, map_layers
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.mobilenet.blocks import PlaneBlock, PlaneBlockConfig, gelu, hidden_features
 from eqx_decoders.encoders.mobilenet.convolution import (
