@@ -1,19 +1,18 @@
-"""Merging of media features into the inputs of a decoder: token embeddings, layer inputs, and checks."""
+"""Merge media features into the token embeddings and layer inputs of a decoder."""
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.context import ForwardContext, Inputs
+from eqx_decoders.context import Inputs
 from eqx_decoders.core.auto_jit import concrete
 from eqx_decoders.encoders.media import Encoded, Media, gather_features, merge_features
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.errors import check
 from eqx_decoders.layers.deepstack import DEEPSTACK
-from eqx_decoders.layers.embedding.embedding import TokenEmbedding
 
 
 def with_encoded(
@@ -32,41 +31,6 @@ def stacked_deepstack(encoded: Encoded, index: Int[Array, "batch length"]) -> di
     if not encoded.deepstack:
         return {}
     return {DEEPSTACK: jnp.stack([gather_features(features, index) for features in encoded.deepstack])}
-
-
-@runtime_checkable
-class HasOwnTokens(Protocol):
-    """Encoder that may embed some token ids instead of the decoder (`EncoderConfig.tokens`)."""
-
-    def with_own_tokens(
-        self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: ForwardContext
-    ) -> Float[Array, "batch length embed"]:
-        """Replace the embeddings of these token ids."""
-        ...
-
-
-@runtime_checkable
-class HasEmbeddings(Protocol):
-    """Decoder with a token embedding, and optional encoders."""
-
-    @property
-    def embedding(self) -> TokenEmbedding: ...
-
-    @property
-    def vision(self) -> HasOwnTokens | None: ...
-
-    @property
-    def audio(self) -> HasOwnTokens | None: ...
-
-
-def embed_tokens(
-    model: HasEmbeddings, tokens: Int[Array, "batch length"], ctx: ForwardContext
-) -> Float[Array, "batch length embed"]:
-    """Return the embeddings of tokens; encoders replace the embeddings of the token ids that they embed."""
-    embeds = model.embedding(tokens, ctx)
-    for encoder in (model.vision, model.audio):
-        embeds = embeds if encoder is None else encoder.with_own_tokens(embeds, tokens, ctx)
-    return embeds
 
 
 def merge_media_inputs(media: Media, inputs: Inputs, segment_ids: Any) -> tuple[Inputs, Any]:

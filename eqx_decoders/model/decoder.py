@@ -303,13 +303,13 @@ class Decoder(eqx.Module):
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Array]]:
         """Return the input of the first layer, and the inputs of individual layers by name (see `Inputs.by_layer`)."""
         tokens, ctx, by_layer = batch.tokens, batch.ctx, batch.by_layer
-        embeds = merge.embed_tokens(self, jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
+        embeds = self._token_embeddings(jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
         if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
             embeds = ctx.constrain(merge.with_encoded(self.config.media, embeds, encoded, index), "batch length embed")
             by_layer = by_layer | merge.stacked_deepstack(encoded, index)
             tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
-        x = self._inputs(embeds, ctx, key)
+        x = self._first_input(embeds, ctx, key)
         x = self.config.residual.expand(x) if self.streams is None else self.streams.expand(x, ctx)
         if self.per_layer_embedding is not None:
             by_layer = by_layer | {INPUT: self.per_layer_embedding(tokens, embeds, ctx)}
@@ -319,14 +319,26 @@ class Decoder(eqx.Module):
         self, tokens: Int[Array, "batch length"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         """Return the embeddings of tokens with dropout, absolute positions and the embedding norm."""
-        return self._inputs(merge.embed_tokens(self, tokens, ctx), ctx, key)
+        return self._first_input(self._token_embeddings(tokens, ctx), ctx, key)
 
     def embed_tokens(self, tokens: Integer[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
         """Return the embeddings of tokens for the argument `embeds`: scaled, without dropout and positions."""
         check_inputs(self.config, tokens)
         return _compiled_embedding(self, jnp.asarray(as_int32("tokens", tokens)))
 
-    def _inputs(self, x: Array, ctx: ForwardContext, key: PRNGKeyArray | None) -> Float[Array, "batch length embed"]:
+    def _token_embeddings(
+        self, tokens: Int[Array, "batch length"], ctx: ForwardContext
+    ) -> Float[Array, "batch length embed"]:
+        """Look up the embeddings of tokens; encoders embed some ids instead (`EncoderConfig.tokens`)."""
+        embeds = self.embedding(tokens, ctx)
+        for encoder in (self.vision, self.audio):
+            embeds = embeds if encoder is None else encoder.with_own_tokens(embeds, tokens, ctx)
+        return embeds
+
+    def _first_input(
+        self, x: Array, ctx: ForwardContext, key: PRNGKeyArray | None
+    ) -> Float[Array, "batch length embed"]:
+        """Apply dropout, absolute positions and the embedding norm to embeddings."""
         x = dropout(x.astype(self.execution.precision.compute), self.config.dropout, key)
         x = x if self.positions is None else self.positions(x, ctx)
         x = x if self.embedding_norm is None else self.embedding_norm(x)
@@ -381,11 +393,11 @@ class Decoder(eqx.Module):
         )
 
         def embed(count: int, later_ctx: ForwardContext, key: PRNGKeyArray | None) -> Array:
-            later_embeds = merge.embed_tokens(self, shift_left(token_ids, count, order), later_ctx)
+            later_embeds = self._token_embeddings(shift_left(token_ids, count, order), later_ctx)
             if media is not None and encoded is not None:
                 index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
                 later_embeds = merge.with_encoded(self.config.media, later_embeds, encoded, index)
-            return self._inputs(later_embeds, later_ctx, key)
+            return self._first_input(later_embeds, later_ctx, key)
 
         mtp = self._rounded("mtp", key).mtp or self.mtp
         return run_depths(mtp.unstacked(), self.mtp_input(hidden), embed, ctx, order=order, key=key)
@@ -505,7 +517,7 @@ def _compiled_call(model: Decoder, arrays: TokenInputs, cache, key, inputs, medi
 @jit_if_eager
 @run_with_auto_axes
 def _compiled_embedding(model: Decoder, tokens: Array) -> Float[Array, "batch length embed"]:
-    return merge.embed_tokens(model, tokens, model._head_context(tokens))
+    return model._token_embeddings(tokens, model._head_context(tokens))
 
 
 @jit_if_eager
