@@ -44,8 +44,7 @@ from eqx_decoders.layers.recurrent.common import zero_padding
 from eqx_decoders.layers.shared_transformer import SharedTransformers, share
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.forward_inputs import (
-    PreparedInputs,
-    TokenInputs,
+    ForwardInputs,
     as_arrays,
     as_int32_inputs,
     layer_positions,
@@ -187,17 +186,17 @@ class Decoder(eqx.Module):
         - `media`: images, videos and audio, created by `Media.create` for these tokens; placeholder ids may then be
             outside of the vocabulary. With a cache, only the media of this call's tokens.
         """
-        arrays = as_int32_inputs(TokenInputs(tokens, positions, segment_ids, embeds))
-        checked_tokens = arrays.tokens if media is None else merge.without_placeholders(arrays.tokens, media)
+        arguments = as_int32_inputs(ForwardInputs(tokens, positions, segment_ids, embeds, inputs, media))
+        checked_tokens = arguments.tokens if media is None else merge.without_placeholders(arguments.tokens, media)
         check_inputs(
             self.config,
             checked_tokens,
-            arrays.positions,
-            arrays.segment_ids,
+            arguments.positions,
+            arguments.segment_ids,
             embeds=embeds,
             packed=cache is None,
         )
-        return _compiled_call(self, arrays, cache, key, inputs, media)
+        return _compiled_call(self, arguments, cache, key)
 
     def encode(self, media: Media) -> Encoded:
         """Run the encoders: return the features of images and audio that replace the placeholder tokens' embeddings."""
@@ -263,23 +262,18 @@ class Decoder(eqx.Module):
         `cache.commit(proposal.entries, positions, proposal.rope_offset)`; before, it sets the positions of rejected
         tokens to -1.
         """
-        inputs = Inputs() if inputs is None else inputs
-        if media is not None:
-            merge.check_tokens(tokens, media)
-            encoded = self._encode(media) if encoded is None else encoded
-            inputs, segment_ids = merge.merge_media_inputs(media, inputs, segment_ids)
-        arrays = TokenInputs(tokens, positions, segment_ids, embeds)
-        batch = prepare_inputs(self.config, self.execution, arrays, inputs, cache, promises)
+        arguments = self._with_media(ForwardInputs(tokens, positions, segment_ids, embeds, inputs, media, encoded))
+        arguments, ctx, rope_offset = prepare_inputs(self.config, self.execution, arguments, cache, promises)
         pipelined = cache is None and self.execution.pipeline is not None
         if pipelined:
-            check_pipeline(self.scanned_layers, batch.ctx)
+            check_pipeline(self.scanned_layers, ctx)
         embed_key, block_key, _ = self._keys(key)
-        x, by_layer = self._embed_inputs(batch, media, encoded, embed_key)
+        x, by_layer = self._embed_inputs(arguments, ctx, embed_key)
         if cache is not None:  # idle sequences read an old token; a NaN in its embedding must not reach the cache
-            x = zero_padding(x, batch.ctx.positions)
+            x = zero_padding(x, ctx.positions)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         scanned_layers = self._rounded("scanned_layers", key).scanned_layers
-        layer_ctx = share(batch.ctx, self.shared, x)
+        layer_ctx = share(ctx, self.shared, x)
         layer_caches = None if cache is None else cache.layer_caches
         x, entries, stats = run_stack(
             scanned_layers,
@@ -293,17 +287,31 @@ class Decoder(eqx.Module):
         if self.config.returns_all_streams:
             hidden = flat_streams(x)
         else:
-            hidden = reduce_streams(self.config.residual, self.streams, x, batch.ctx)
-        positions = batch.ctx.positions if cache is None else positions_after(x, batch.ctx)
-        proposal = Proposal(entries=entries, positions=positions, rope_offset=batch.rope_offset)
+            hidden = reduce_streams(self.config.residual, self.streams, x, ctx)
+        positions = ctx.positions if cache is None else positions_after(x, ctx)
+        proposal = Proposal(entries=entries, positions=positions, rope_offset=rope_offset)
         return hidden, proposal, join_layer_stats(stats)
 
+    def _with_media(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Return the inputs with the features of their media, and with missing inputs taken from the media."""
+        media = inputs.media
+        if media is None:
+            return inputs
+        merge.check_tokens(inputs.tokens, media)
+        layer_inputs = Inputs() if inputs.layer_inputs is None else inputs.layer_inputs
+        layer_inputs, segment_ids = merge.merge_media_inputs(media, layer_inputs, inputs.segment_ids)
+        encoded = self._encode(media) if inputs.encoded is None else inputs.encoded
+        return inputs._replace(segment_ids=segment_ids, layer_inputs=layer_inputs, encoded=encoded)
+
     def _embed_inputs(
-        self, batch: PreparedInputs, media: Media | None, encoded: Encoded | None, key: PRNGKeyArray | None
+        self, inputs: ForwardInputs, ctx: ForwardContext, key: PRNGKeyArray | None
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Array]]:
         """Return the input of the first layer, and the inputs of individual layers by name (see `Inputs.by_layer`)."""
-        tokens, ctx, by_layer = batch.tokens, batch.ctx, batch.by_layer
-        embeds = self._token_embeddings(jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
+        tokens = inputs.tokens
+        media = inputs.media
+        encoded = inputs.encoded
+        by_layer = {} if inputs.layer_inputs is None else inputs.layer_inputs.by_layer
+        embeds = self._token_embeddings(tokens, ctx) if inputs.embeds is None else inputs.embeds
         if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
             embeds = ctx.constrain(merge.with_encoded(self.config.media, embeds, encoded, index), "batch length embed")
@@ -367,6 +375,7 @@ class Decoder(eqx.Module):
         **Arguments:**
 
         - `hidden`: `Output.hidden` of the same tokens, positions, segment ids, inputs and media.
+        - `inputs`: spans and rotary positions. `by_layer` is not used, because it has the inputs of the model's layers.
         - `encoded`: `encode(media)`, if the caller has computed it.
         - `order`: for each column the index of its token in the text, if tokens are reordered; see `mtp.shift_left`.
         - `contiguous`: see `ForwardContext`.
@@ -376,27 +385,25 @@ class Decoder(eqx.Module):
                 "Decoder.predict_mtp needs a model with multi-token prediction, but DecoderConfig.mtp is None: "
                 "use a checkpoint that has it, or add_mtp."
             )
-        inputs = Inputs() if inputs is None else inputs
         key = as_key(key)
-        if media is not None:
-            merge.check_tokens(tokens, media)
-            encoded = self._encode(media) if encoded is None else encoded
-            inputs, segment_ids = merge.merge_media_inputs(media, inputs, segment_ids)
-        token_ids, positions, segment_ids, _ = as_arrays(TokenInputs(tokens, positions, segment_ids))
-        positions, segment_ids = document_positions(positions, segment_ids, token_ids.shape)
+        arguments = ForwardInputs(tokens, positions, segment_ids, None, inputs, media, encoded)
+        arguments = as_arrays(self._with_media(arguments))
+        token_ids = arguments.tokens
+        layer_inputs = Inputs() if arguments.layer_inputs is None else arguments.layer_inputs
+        positions, segment_ids = document_positions(arguments.positions, arguments.segment_ids, token_ids.shape)
         ctx = ForwardContext(
             positions=positions,
             segment_ids=segment_ids,
             execution=self.execution,
             contiguous=contiguous,
-            **layer_positions(inputs, positions),
+            **layer_positions(layer_inputs, positions),
         )
 
         def embed(count: int, later_ctx: ForwardContext, key: PRNGKeyArray | None) -> Array:
             later_embeds = self._token_embeddings(shift_left(token_ids, count, order), later_ctx)
-            if media is not None and encoded is not None:
+            if media is not None and arguments.encoded is not None:
                 index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
-                later_embeds = merge.with_encoded(self.config.media, later_embeds, encoded, index)
+                later_embeds = merge.with_encoded(self.config.media, later_embeds, arguments.encoded, index)
             return self._first_input(later_embeds, later_ctx, key)
 
         mtp = self._rounded("mtp", key).mtp or self.mtp
@@ -506,10 +513,16 @@ class Decoder(eqx.Module):
 
 @jit_if_eager
 @run_with_auto_axes
-def _compiled_call(model: Decoder, arrays: TokenInputs, cache, key, inputs, media) -> Output:
-    tokens, positions, segment_ids, embeds = arrays
+def _compiled_call(model: Decoder, inputs: ForwardInputs, cache, key) -> Output:
     hidden, cache, stats = model.run(
-        tokens, positions, segment_ids, cache, key, embeds=embeds, inputs=inputs, media=media
+        inputs.tokens,
+        inputs.positions,
+        inputs.segment_ids,
+        cache,
+        key,
+        embeds=inputs.embeds,
+        inputs=inputs.layer_inputs,
+        media=inputs.media,
     )
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 

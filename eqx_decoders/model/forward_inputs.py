@@ -29,43 +29,40 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.context import Execution, ForwardContext, Inputs, Promises
 from eqx_decoders.core.input_checks import InputSizes, as_int32, check_shapes
+from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.errors import check
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.mask import spans_of
 
 
-class TokenInputs(NamedTuple):
-    """Arguments of a decoder with one value per token. Either `tokens` or `embeds` is None."""
+class ForwardInputs(NamedTuple):
+    """Inputs of a forward pass, as in `Decoder.__call__`. Either `tokens` or `embeds` is None.
+
+    `encoded` has the features of `media`; None: they are not computed yet.
+    """
 
     tokens: Any
     positions: Any = None
     segment_ids: Any = None
     embeds: Any = None
+    layer_inputs: Inputs | None = None
+    media: Media | None = None
+    encoded: Encoded | None = None
 
 
-class PreparedInputs(NamedTuple):
-    """Checked arrays of a forward pass. Either `tokens` or `embeds` is None.
-
-    `rope_offset` is the cache's offset of rotary positions after this pass; None if the cache has no such offset.
-    """
-
-    tokens: Array | None
-    embeds: Array | None
-    by_layer: dict[str, Array]
-    ctx: ForwardContext
-    rope_offset: Array | None
-
-
-def as_int32_inputs(inputs: TokenInputs) -> TokenInputs:
+def as_int32_inputs(inputs: ForwardInputs) -> ForwardInputs:
     """Convert `tokens`, `positions` and `segment_ids` to int32."""
     integers = {name: as_int32(name, getattr(inputs, name)) for name in ("tokens", "positions", "segment_ids")}
     return inputs._replace(**integers)
 
 
-def as_arrays(inputs: TokenInputs) -> TokenInputs:
-    """Convert the inputs to JAX arrays; integers become int32."""
-    return TokenInputs(*(None if x is None else jnp.asarray(x) for x in as_int32_inputs(inputs)))
+def as_arrays(inputs: ForwardInputs) -> ForwardInputs:
+    """Convert the inputs with one value per token to JAX arrays; integers become int32."""
+    inputs = as_int32_inputs(inputs)
+    names = ("tokens", "positions", "segment_ids", "embeds")
+    values = {name: getattr(inputs, name) for name in names}
+    return inputs._replace(**{name: None if x is None else jnp.asarray(x) for name, x in values.items()})
 
 
 def layer_positions(inputs: Inputs, positions: Array) -> dict[str, Any]:
@@ -79,21 +76,26 @@ def layer_positions(inputs: Inputs, positions: Array) -> dict[str, Any]:
 
 
 def prepare_inputs(
-    config: InputSizes,
-    execution: Execution,
-    arrays: TokenInputs,
-    inputs: Inputs,
-    cache: Cache | None,
-    promises: Promises,
-) -> PreparedInputs:
+    config: InputSizes, execution: Execution, inputs: ForwardInputs, cache: Cache | None, promises: Promises
+) -> tuple[ForwardInputs, ForwardContext, Float[Array, "batch"] | None]:
     """Check the inputs of a forward pass, and derive missing positions from the cache and the segment ids.
 
-    Raises ConfigError for wrong shapes or dtypes, and for a cache of another batch size.
+    Returns the inputs as arrays, the context of all layers, and the cache's offset of rotary positions after this pass
+    (None if the cache has no such offset). Raises ConfigError for wrong shapes or dtypes, and for a cache of another
+    batch size.
     """
-    arrays = as_int32_inputs(arrays)
-    tokens, positions, segment_ids, embeds = arrays
-    batch_size, length = check_shapes(config, tokens, positions, segment_ids, embeds=embeds, spans=inputs.spans)
-    tokens, positions, segment_ids, embeds = as_arrays(arrays)
+    layer_inputs = Inputs() if inputs.layer_inputs is None else inputs.layer_inputs
+    inputs = as_int32_inputs(inputs)
+    batch_size, length = check_shapes(
+        config,
+        inputs.tokens,
+        inputs.positions,
+        inputs.segment_ids,
+        embeds=inputs.embeds,
+        spans=layer_inputs.spans,
+    )
+    inputs = as_arrays(inputs)
+    positions, segment_ids = inputs.positions, inputs.segment_ids
     cache_rows = batch_size if cache is None else cache.length.shape[0]
     check(
         cache_rows == batch_size,
@@ -103,7 +105,7 @@ def prepare_inputs(
     start = None if cache is None else cache.length
     dense_positions = all(x is None for x in (positions, segment_ids, cache))
     positions, segment_ids = document_positions(positions, segment_ids, (batch_size, length), start)
-    inputs, rope_offset = _with_offsets(inputs, positions, cache)
+    layer_inputs, rope_offset = _with_offsets(layer_inputs, positions, cache)
     ctx = ForwardContext(
         positions=positions,
         segment_ids=segment_ids if cache is None else None,
@@ -112,10 +114,10 @@ def prepare_inputs(
         accept_all=promises.accept_all,
         dense_positions=dense_positions,
         contiguous=promises.contiguous or dense_positions,
-        tokens=tokens,
-        **layer_positions(inputs, positions),
+        tokens=inputs.tokens,
+        **layer_positions(layer_inputs, positions),
     )
-    return PreparedInputs(tokens, embeds, inputs.by_layer, ctx, rope_offset)
+    return inputs, ctx, rope_offset
 
 
 def _with_offsets(
