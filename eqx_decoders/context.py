@@ -142,8 +142,9 @@ class Execution(ExecutionConfig):
     - `layer_streams`: add the residual stream after each layer (its hidden states) to `Output.stats`.
     - `expert_choices`: add the indices of each token's experts to `Output.stats`.
     - `pipeline`: schedule of pipeline parallelism over the mesh axis `stage`, for calls without a cache; outside of the
-        pipeline, `stage` splits the batch. None: `stage` splits the weights of layers, and each device gathers them.
-        Each microbatch has separate dropout.
+        pipeline, `stage` splits the batch: the constructor adds it to the batch axes of `layout`, where it remains if
+        `pipeline` is replaced by None (encoders rely on it). None: `stage` splits the weights of layers, and each
+        device gathers them. Each microbatch has separate dropout.
     - `low_precision`: weights that are multiplied in 8 bits, and their format. None: no 8-bit products.
     """
 
@@ -210,9 +211,9 @@ class ForwardContext(eqx.Module):
         no padding inside a document. Ring attention with a sliding window then needs only the devices that the window
         reaches, and key blocks are numbered within each document.
     - `tokens`: token ids; None if the model was called with embeddings.
-    - `spans`: last position of each token's span, -1 for tokens outside of spans; None: no spans.
+    - `span_ends`: last position of each token's span, -1 for tokens outside of spans; None: no spans.
     - `rotary_positions`: multi-dimensional positions for rotary embeddings. None: use `positions`.
-    - `unseen`: True for tokens that no token attends to; they attend to other tokens. None: no such tokens.
+    - `masked_keys`: True for tokens that no token attends to; they attend to other tokens. None: no such tokens.
     - `layer_inputs`: inputs of this layer only, by name.
     - `shared`: values that earlier layers share, by name; see `BlockConfig.shared_values`.
     """
@@ -225,9 +226,9 @@ class ForwardContext(eqx.Module):
     dense_positions: bool = eqx.field(static=True, default=False)
     contiguous: bool = eqx.field(static=True, default=False)
     tokens: Int[Array, "batch length"] | None = None
-    spans: Any = None
+    span_ends: Any = None
     rotary_positions: Num[Array, "batch length dimensions"] | None = None
-    unseen: Bool[Array, "batch length"] | None = None
+    masked_keys: Bool[Array, "batch length"] | None = None
     layer_inputs: dict[str, Any] = eqx.field(default_factory=dict)
     shared: dict[str, Any] = eqx.field(default_factory=dict)
 

@@ -178,7 +178,7 @@ class Encoder(eqx.Module):
             segment_ids=segment_ids,
             execution=execution,
             rotary_positions=None if coordinates is None else jnp.asarray(coordinates),
-            unseen=None if unseen is None else jnp.asarray(unseen),
+            masked_keys=None if unseen is None else jnp.asarray(unseen),
             shared={} if self.distance_bias is None else {DISTANCE_BIAS: self.distance_bias},
         )
 

@@ -83,6 +83,13 @@ class Decoder(eqx.Module):
 
     It is an immutable pytree, created by `init`, `abstract` or `load_*`. `model.replace(remat="full")` returns the
     same weights with other execution options.
+
+    **Arguments:**
+
+    - `positions`: absolute position embeddings, which are added to the token embeddings.
+    - `streams`: maps from the embedding to the residual streams and back; None if these have no weights.
+    - `shared`: transformer blocks that several layers share (`DecoderConfig.shared_transformer`).
+    - `origin`: the checkpoint from which the model was loaded.
     """
 
     embedding: TokenEmbedding

@@ -70,7 +70,7 @@ def layer_positions(inputs: Inputs, positions: Array) -> dict[str, Any]:
     span_ids = as_int32("spans", inputs.spans)
     rotary = inputs.rotary_positions
     return dict(
-        spans=None if span_ids is None else spans_of(jnp.asarray(span_ids), positions),
+        span_ends=None if span_ids is None else spans_of(jnp.asarray(span_ids), positions),
         rotary_positions=None if rotary is None else jnp.asarray(rotary),
     )
 

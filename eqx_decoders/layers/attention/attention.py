@@ -450,9 +450,9 @@ class Attention(eqx.Module):
         """Attend to the tokens of this call and to cached tokens; return the output and the entries to be cached."""
         config = self.config
         execution = ctx.execution
-        spans = ctx.spans if config.spans else None
-        aligned = execution.context_order == "plain" and ctx.unseen is None
-        key_positions = ctx.positions if ctx.unseen is None else jnp.where(ctx.unseen, -1, ctx.positions)
+        spans = ctx.span_ends if config.spans else None
+        aligned = execution.context_order == "plain" and ctx.masked_keys is None
+        key_positions = ctx.positions if ctx.masked_keys is None else jnp.where(ctx.masked_keys, -1, ctx.positions)
         positions = AttentionPositions(ctx.positions, key_positions, ctx.segment_ids, ctx.segment_ids, spans)
         inputs = AttentionInputs(query, entries.key, entries.value, positions, selected.new)
         options = AttentionOptions(mask=config.mask, soft_cap=config.soft_cap, alibi=config.alibi)

@@ -21,7 +21,7 @@ CONFIG = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, rope=None, mas
 def test_unseen_tokens_attend_but_are_not_attended_to(kernel):
     layer = drawn(lambda key: CONFIG.build(EMBED, key=key))
     x, unseen = normal(1, LENGTH, EMBED), np.isin(np.arange(LENGTH), (2, 7, 8))
-    ctx = dataclasses.replace(context(np.arange(LENGTH)[None], attention=kernel), unseen=jnp.asarray(unseen[None]))
+    ctx = dataclasses.replace(context(np.arange(LENGTH)[None], attention=kernel), masked_keys=jnp.asarray(unseen[None]))
     found, _ = layer(jnp.asarray(x), ctx)
     query, key, value, out = (np.asarray(getattr(layer, name)) for name in ("query", "key", "value", "out"))
     q, k, v = (np.einsum("te,ehd->thd", x[0], each) for each in (query, key, value))
