@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveFloat, PositiveInt, check, check_number
-from eqx_decoders.layers.recurrent.causal_conv import document_indices
+from eqx_decoders.layers.documents import document_indices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt
+from eqx_decoders.layers.documents import document_starts
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
-from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.numerics.einsum import AbstractWeight, add_bias, as_weight
 from eqx_decoders.numerics.initializers import fan_in, normal
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eqx_decoders.layers.documents import document_indices
+
 
 def causal_convolution(
     x: Float[Array, "batch length channels"],
@@ -85,28 +87,6 @@ def _permute_backward(inverse: Array, out_bar: Array) -> tuple[Array, None, None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
-
-
-def document_starts(
-    positions: Int[Array, "batch length"], segment_ids: Int[Array, "batch length"] | None
-) -> Bool[Array, "batch length"] | None:
-    """Return a mask of the tokens that start a new document; None without `segment_ids` (one document per sequence).
-
-    The first token of a sequence is never marked, because it may continue a document of an earlier call.
-    """
-    if segment_ids is None:
-        return None
-    real = positions >= 0
-    index = jnp.where(real, jnp.arange(real.shape[1])[None], -1)
-    previous = jnp.pad(jax.lax.cummax(index, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    previous_segment = jnp.take_along_axis(segment_ids, jnp.maximum(previous, 0), axis=1)
-    return real & (previous >= 0) & (previous_segment != segment_ids)
-
-
-def document_indices(real: Array, segment_ids: Array | None) -> Int[Array, "batch length"]:
-    """Return the index of each token's document within its sequence, counted from 0."""
-    starts = document_starts(jnp.where(real, 0, -1), segment_ids)
-    return jnp.zeros(real.shape, jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)
 
 
 def _is_dense(real: Array, may_start_with_padding: bool) -> Bool[Array, ""]:

@@ -17,8 +17,8 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
+from eqx_decoders.layers.documents import document_starts
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
-from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     convolve_channels,

@@ -24,7 +24,7 @@ from eqx_decoders.errors import (
 )
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
-from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.layers.documents import document_starts
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     cache_shapes,

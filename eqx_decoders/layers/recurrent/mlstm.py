@@ -20,7 +20,7 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import InRange, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
-from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.layers.documents import document_starts
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     last_value_update,

@@ -19,8 +19,8 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
+from eqx_decoders.layers.documents import document_starts
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
-from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import RecurrentLayer, convolve_heads, read_cache, zero_padding
 from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias

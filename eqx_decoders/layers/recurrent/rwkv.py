@@ -18,7 +18,7 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.layers.base import ChannelConfig, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
-from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.layers.documents import document_starts
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     convolve_channels,

@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.cache.recurrent_state import last_inputs
-from eqx_decoders.layers.recurrent.causal_conv import causal_convolution, document_indices
+from eqx_decoders.layers.documents import document_indices
+from eqx_decoders.layers.recurrent.causal_conv import causal_convolution
 from eqx_decoders.sharding.axes import names_of
 
 

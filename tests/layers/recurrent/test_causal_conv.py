@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from eqx_decoders.layers.cache.recurrent_state import last_inputs
-from eqx_decoders.layers.recurrent.causal_conv import causal_convolution, document_starts
+from eqx_decoders.layers.documents import document_starts
+from eqx_decoders.layers.recurrent.causal_conv import causal_convolution
 from tests.compare import assert_allclose, assert_array_equal
 
 
