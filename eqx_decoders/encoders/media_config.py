@@ -12,7 +12,7 @@ from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfi
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig, StemConfig, WholeImageStem
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
-from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.attention.local_attention import LocalAttentionConfig
 from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         CompressedAttention as CompressedAttention,
         CompressedAttentionConfig as CompressedAttentionConfig,
     )
-    from eqx_decoders.layers.attention.conformer import (
+    from eqx_decoders.layers.attention.local_attention import (
         LocalAttention as LocalAttention,
         LocalAttentionConfig as LocalAttentionConfig,
     )
@@ -184,7 +184,7 @@ __getattr__, __all__, __dir__ = lazy(
     {
         "layers.attention.attention": "Attention AttentionConfig QKNorm",
         "layers.attention.compressed_attention": "CompressedAttention CompressedAttentionConfig",
-        "layers.attention.conformer": "LocalAttention LocalAttentionConfig",
+        "layers.attention.local_attention": "LocalAttention LocalAttentionConfig",
         "layers.attention.indexer": "Indexer IndexerConfig",
         "layers.attention.kernels.registry": "KERNELS Kernel attend max_scores",
         "layers.attention.mla": "LatentAttention LatentAttentionConfig",

@@ -17,7 +17,7 @@ from eqx_decoders.encoders.projector import (
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.attention.local_attention import LocalAttentionConfig
 from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.mask import Bidirectional

@@ -30,7 +30,7 @@ from eqx_decoders.families.settings_table import (
 )
 from eqx_decoders.families.vision_fields import OUT_DIM
 from eqx_decoders.families.weight_rows import Weight
-from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.attention.local_attention import LocalAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig

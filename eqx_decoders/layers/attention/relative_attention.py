@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt
-from eqx_decoders.layers.attention.conformer import in_chunks
+from eqx_decoders.layers.attention.local_attention import in_chunks
 from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in

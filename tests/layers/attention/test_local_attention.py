@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.attention.local_attention import LocalAttentionConfig
 from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS, RelativeAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
