@@ -26,7 +26,7 @@ from eqx_decoders.layers.recurrent.common import (
     read_cache,
     zero_padding,
 )
-from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
+from eqx_decoders.layers.recurrent.scans.selective_scan import selective_scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -127,7 +127,9 @@ class Mamba1(RecurrentLayer):
         rates = -jnp.exp(self.a_log.astype(jnp.float32)).T
         starts = document_starts(ctx.positions, ctx.segment_ids)
         state = read_cache(cache, "state")
-        scan_out, state = scan_on_mesh(steps, written, key, query, rates, state, starts, execution=ctx.execution)
+        scan_out, state = selective_scan_on_mesh(
+            steps, written, key, query, rates, state, starts, execution=ctx.execution
+        )
         if ctx.accept_all:
             update = NewState(state=state)
         else:

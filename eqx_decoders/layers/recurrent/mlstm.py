@@ -28,7 +28,7 @@ from eqx_decoders.layers.recurrent.common import (
     state_update,
     zero_padding,
 )
-from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MAX, LOG_ZERO, scan_on_mesh
+from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MAX, LOG_ZERO, log_scan_on_mesh
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -165,7 +165,7 @@ class MLSTM(RecurrentLayer):
             decay, log_input = tokens
             log_input = jnp.maximum(log_input, jnp.where(is_start, log_forget, LOG_ZERO))
             tokens = jnp.where(is_start, LOG_ZERO, decay), log_input
-        before, (end,) = scan_on_mesh(DECAYING_MAX, tokens, (level,), execution=ctx.execution)
+        before, (end,) = log_scan_on_mesh(DECAYING_MAX, tokens, (level,), execution=ctx.execution)
         (after,) = DECAYING_MAX.advance(before, tokens)
         return after, last_value_update(after, end, ctx)
 

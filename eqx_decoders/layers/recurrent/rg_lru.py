@@ -22,7 +22,7 @@ from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdat
 from eqx_decoders.layers.documents import document_starts
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.recurrent.common import RecurrentLayer, convolve_heads, read_cache, zero_padding
-from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
+from eqx_decoders.layers.recurrent.scans.selective_scan import selective_scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -122,7 +122,9 @@ class RGLRU(RecurrentLayer):
         ones = jnp.ones((*x.shape[:2], 1), jnp.float32)
         resets = is_first if starts is None else starts | is_first
         state = read_cache(cache, "state")
-        scan_out, state = scan_on_mesh(steps, written, ones, ones, rates, state, resets, execution=ctx.execution)
+        scan_out, state = selective_scan_on_mesh(
+            steps, written, ones, ones, rates, state, resets, execution=ctx.execution
+        )
         if ctx.accept_all:
             update = NewState(state=state)
         else:

@@ -26,7 +26,7 @@ from eqx_decoders.layers.recurrent.common import (
     read_cache,
     zero_padding,
 )
-from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MEAN, LOG_ZERO, State, scan_on_mesh, weighted_mean
+from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MEAN, LOG_ZERO, State, log_scan_on_mesh, weighted_mean
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
@@ -124,7 +124,7 @@ class TimeMix(RecurrentLayer):
         if starts is not None:
             log_decay = jnp.where(starts[:, :, None], LOG_ZERO, log_decay)
         tokens = log_decay, jnp.where(real, key, LOG_ZERO), zero_padding(value, ctx.positions)
-        before, (last_level, last_mean) = scan_on_mesh(
+        before, (last_level, last_mean) = log_scan_on_mesh(
             DECAYING_MEAN, tokens, _read_state(cache, key[:, 0]), execution=ctx.execution
         )
         level_before, mean_before = before

@@ -13,7 +13,7 @@ import eqx_decoders as ed
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
-from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh, selective_scan
+from eqx_decoders.layers.recurrent.scans.selective_scan import selective_scan, selective_scan_on_mesh
 from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import silu, wide
@@ -115,7 +115,7 @@ def test_sharded_sequences_match_one_device(sizes, stateless):
     *args, state, starts = inputs(80)
     args = [*args, None if stateless else state]
     want = results(args, starts, selective_scan)
-    run = functools.partial(scan_on_mesh, execution=Execution(layout=ed.Layout.create(**sizes)))
+    run = functools.partial(selective_scan_on_mesh, execution=Execution(layout=ed.Layout.create(**sizes)))
     same(results(args, starts, run), want)
 
 

@@ -92,7 +92,7 @@ def scan_states(reduction: DecayingReduction, tokens: Span, start: State, chunk:
     return before, end
 
 
-def scan_on_mesh(
+def log_scan_on_mesh(
     reduction: DecayingReduction,
     tokens: tuple[Float32[Array, "batch length channels"], ...],
     start: tuple[Float32[Array, "batch channels"], ...],
@@ -101,7 +101,7 @@ def scan_on_mesh(
 ) -> tuple[tuple[Float32[Array, "batch length channels"], ...], tuple[Float32[Array, "batch channels"], ...]]:
     """Run `scan_states` on the mesh of `execution`.
 
-    If the mesh shards sequences, each device scans its shard twice, as in `selective_scan.scan_on_mesh`.
+    If the mesh shards sequences, each device scans its shard twice, as in `selective_scan.selective_scan_on_mesh`.
     """
     layout = execution.layout
     spec = layout.activation_spec("batch length channels", tokens[0].shape)

@@ -118,7 +118,7 @@ def _compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[A
     return first[0] * second[0], second[0] * first[1] + second[1]
 
 
-def scan_on_mesh(
+def selective_scan_on_mesh(
     steps: Float32[Array, "batch length channels"],
     written: Float32[Array, "batch length channels"],
     key: Float[Array, "batch length key_dim"],

@@ -13,7 +13,7 @@ from eqx_decoders.layers.recurrent.scans.log_scan import (
     DECAYING_MAX,
     DECAYING_MEAN,
     LOG_ZERO,
-    scan_on_mesh,
+    log_scan_on_mesh,
     scan_states,
 )
 from tests.compare import assert_allclose
@@ -65,5 +65,5 @@ def test_sharded_sequences_match_one_device(sizes):
         tuple(jnp.concatenate([x, x[:1]]) for x in (decay, *tokens)),
         tuple(jnp.concatenate([x, x[:1]]) for x in start),
     )
-    run = functools.partial(scan_on_mesh, DECAYING_MEAN, execution=Execution(layout=ed.Layout.create(**sizes)))
+    run = functools.partial(log_scan_on_mesh, DECAYING_MEAN, execution=Execution(layout=ed.Layout.create(**sizes)))
     same(results(args, run), results(args, functools.partial(scan_states, DECAYING_MEAN)))
