@@ -120,6 +120,15 @@ def test_a_layer_of_ones_own_stands_in_a_model():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", ["GatedDeltaNetConfig(num", "def run_experts(", "SlidingWindow(4)", "reject the last two"]
+)
+def test_single_layers_and_caches_run(text):
+    out, expected = run_example(text)
+    assert out == expected
+
+
+@pytest.mark.slow
 def test_layers_of_ones_own_remember_what_they_say():
     out, expected = run_example("class ShortConvolution(")
     assert_printed(out, expected)
