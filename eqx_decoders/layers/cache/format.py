@@ -94,7 +94,7 @@ class CacheFormat(CheckedFields):
         return kv_heads * (head_dim // block)
 
 
-def encode(
+def quantize(
     x: Float[Array, "*shape kv_heads head_dim"], dtype: DTypeLike, scale_heads: int
 ) -> tuple[Num[Array, "*shape kv_heads head_dim"], Float[Array, "*shape scale_heads"]]:
     """Quantize keys or values: return the stored values and their scales. Zero vectors get scale 1."""
@@ -110,7 +110,7 @@ def encode(
     return jnp.clip(ratio, -bound, bound).astype(dtype).reshape(x.shape), scale
 
 
-def decode(
+def dequantize(
     stored: Num[Array, "*shape head_dim"], scale: Float[Array, "..."] | None, dtype: DTypeLike
 ) -> Float[Array, "*shape head_dim"]:
     """Dequantize: return `scale * stored`; without scales only cast `stored`.

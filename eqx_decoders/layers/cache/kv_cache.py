@@ -17,7 +17,7 @@ from eqx_decoders.layers.attention.kernels.call import AttentionInputs, Attentio
 from eqx_decoders.layers.attention.kernels.common import Result, Scales
 from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
-from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode, encode
+from eqx_decoders.layers.cache.format import SCALE, CacheFormat, dequantize, quantize
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, Spans, lookback
 
 
@@ -42,8 +42,8 @@ class NewKV(eqx.Module):
 
     def plain(self, dtype: DTypeLike = jnp.float32) -> "NewKV":
         """Return dequantized keys and values."""
-        value = None if self.value is None else decode(self.value, self.value_scale, dtype)
-        return NewKV(key=decode(self.key, self.key_scale, dtype), value=value)
+        value = None if self.value is None else dequantize(self.value, self.value_scale, dtype)
+        return NewKV(key=dequantize(self.key, self.key_scale, dtype), value=value)
 
 
 class Queries(NamedTuple):
@@ -144,7 +144,7 @@ class CachedKV(Past):
 
     def keys(self, dtype: DTypeLike) -> Float[Array, "batch kv_heads slots head_dim"]:
         """Return the dequantized keys."""
-        return decode(self.key, self.key_scale, dtype)
+        return dequantize(self.key, self.key_scale, dtype)
 
     def whole(self) -> "CachedKV":
         return self
@@ -156,7 +156,7 @@ class CachedKV(Past):
         """
         if self.key_scale is None or self.key_scale.shape[1] <= self.key.shape[1]:
             return self
-        value = None if self.value is None else decode(self.value, self.value_scale, dtype)
+        value = None if self.value is None else dequantize(self.value, self.value_scale, dtype)
         return CachedKV(self.keys(dtype), value, self.positions)
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
@@ -368,7 +368,7 @@ class KVCacheView(Past):
             return x.at[self.layer, rows, :, inside].get(mode="promise_in_bounds")
 
         scale = None if self.cache.key_scale is None else gather(self.cache.key_scale)
-        return decode(gather(self.cache.key), scale, dtype), jnp.where(slots <= last, positions, -1)
+        return dequantize(gather(self.cache.key), scale, dtype), jnp.where(slots <= last, positions, -1)
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
         """Attend to one sequence at a time on backends with `active_rows_only`.
@@ -440,10 +440,10 @@ def in_format(entries: NewKV, dtype: DTypeLike, scale: Float[Array, "layers _ sc
         if entries.key.dtype == dtype and entries.key_scale.shape[-1] == scale.shape[2]:
             return entries
         entries = entries.plain()
-    key, key_scale = encode(entries.key, dtype, scale.shape[2])
+    key, key_scale = quantize(entries.key, dtype, scale.shape[2])
     if entries.value is None:
         return NewKV(key=key, value=None, key_scale=key_scale)
-    value, value_scale = encode(entries.value, dtype, scale.shape[2])
+    value, value_scale = quantize(entries.value, dtype, scale.shape[2])
     return NewKV(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 

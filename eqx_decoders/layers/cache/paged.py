@@ -24,7 +24,7 @@ from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
 from eqx_decoders.layers.attention.kernels.call import AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
-from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode
+from eqx_decoders.layers.cache.format import SCALE, CacheFormat, dequantize
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV, Past, Queries, in_format
 from eqx_decoders.layers.cache.page_layout import LANE, LaneLayout, Pages, StoredKV
 from eqx_decoders.layers.mask import interval
@@ -84,7 +84,7 @@ class PagedKVCacheView(Past):
         exists = (page >= 0) & (slots < cache.lengths[:, None])
         gathered = cache.stored.map(lambda x: x[self.layer, jnp.maximum(page, 0), :, slots % size])
         stored = cache.lanes.split(gathered)
-        keys = jnp.where(exists[..., None, None], decode(stored.key, stored.key_scale, dtype), 0)
+        keys = jnp.where(exists[..., None, None], dequantize(stored.key, stored.key_scale, dtype), 0)
         return keys, jnp.where(exists, slots, -1)
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:

@@ -8,7 +8,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, decode, encode
+from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, dequantize, quantize
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from tests.compare import assert_allclose, assert_array_equal, assert_close
@@ -30,14 +30,14 @@ LOST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 1 / 16}  # of the l
 @pytest.mark.parametrize("scale_heads", [1, 3])
 def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
     x = jnp.asarray(normal(50, 3, 16) * np.exp(4 * normal(50, 3, 1, seed=2)))
-    stored, scale = encode(x, dtype, scale_heads)
+    stored, scale = quantize(x, dtype, scale_heads)
     assert stored.dtype == dtype and scale.shape == (50, scale_heads) and scale.dtype == jnp.bfloat16
-    got = decode(stored, scale, jnp.float32)
+    got = dequantize(stored, scale, jnp.float32)
     most = jnp.abs(x).max((1, 2) if scale_heads == 1 else 2, keepdims=True)
     assert jnp.all(jnp.abs(got - x) <= most * LOST[dtype] * (1 + 2**-7))
     if dtype.startswith("float"):
         assert jnp.all(jnp.abs(got - x) <= jnp.maximum(jnp.abs(x) / 16, most * 2**-18))
-    again = encode(got, dtype, scale_heads)
+    again = quantize(got, dtype, scale_heads)
     assert_array_equal(again[0], stored)
     assert_array_equal(again[1], scale)
 
@@ -46,7 +46,7 @@ def test_numbers_are_kept_up_to_the_formats_error(dtype, scale_heads):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_zeros_stay_zeros_tiny_numbers_vanish_and_nan_is_seen(dtype):
     rows = jnp.asarray([[0.0, 0, 0], [1e-42, 0, -1e-42], [np.nan, 1, 2], [3e38, -3e38, 1]])[:, None]
-    got = decode(*encode(rows, dtype, 1), jnp.float32)[:, 0]
+    got = dequantize(*quantize(rows, dtype, 1), jnp.float32)[:, 0]
     assert not got[0].any() and not got[1].any() and jnp.isnan(got[2]).any() and jnp.isfinite(got[3]).all()
     assert_allclose(got[3, :2], [3e38, -3e38], rtol=0.01)
 
@@ -81,11 +81,11 @@ def stored_past(dtype, scale_heads, values=True, seed=0):
     """A past, and what it says in float32."""
     key, value = (jnp.asarray(normal(2, 2, 11, 8, seed=seed + i)) for i in range(2))
     (key, key_scale), (value, value_scale) = (
-        tuple(y.swapaxes(1, 2) for y in encode(x.swapaxes(1, 2), dtype, scale_heads)) for x in (key, value)
+        tuple(y.swapaxes(1, 2) for y in quantize(x.swapaxes(1, 2), dtype, scale_heads)) for x in (key, value)
     )
     places = jnp.where(jnp.arange(11)[None] < jnp.asarray([[11], [4]]), jnp.arange(11), -1)
     past = CachedKV(key, value if values else None, places, key_scale, value_scale if values else None)
-    read = decode(value, value_scale, jnp.float32) if values else None
+    read = dequantize(value, value_scale, jnp.float32) if values else None
     return past, CachedKV(past.keys(jnp.float32), read, places)
 
 

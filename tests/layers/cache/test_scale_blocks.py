@@ -10,7 +10,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
-from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, decode, encode
+from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, dequantize, quantize
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Causal
@@ -33,13 +33,13 @@ BLOCKS = CacheFormat(dtype="float8_e4m3fn", scale_block=2)
 def test_each_block_has_the_formats_error(dtype):
     x = np.array(normal(50, 3, 16))
     x[:, 1, 5] = 1e4  # in the second block of the second head
-    stored, scale = encode(jnp.asarray(x), dtype, 12)
+    stored, scale = quantize(jnp.asarray(x), dtype, 12)
     assert stored.dtype == dtype and stored.shape == x.shape and scale.shape == (50, 12)
-    got, most = np.asarray(decode(stored, scale, jnp.float32)), np.abs(x.reshape(50, 3, 4, 4)).max(-1)
+    got, most = np.asarray(dequantize(stored, scale, jnp.float32)), np.abs(x.reshape(50, 3, 4, 4)).max(-1)
     assert (np.abs(got - x).reshape(50, 3, 4, 4) <= most[..., None] * LOST[dtype] * (1 + 2**-7)).all()
-    for before, again in zip((stored, scale), encode(jnp.asarray(got), dtype, 12), strict=True):
+    for before, again in zip((stored, scale), quantize(jnp.asarray(got), dtype, 12), strict=True):
         assert_array_equal(before, again)
-    turned = decode(stored.swapaxes(0, 1)[None], scale.swapaxes(0, 1)[None], jnp.float32)  # heads before slots
+    turned = dequantize(stored.swapaxes(0, 1)[None], scale.swapaxes(0, 1)[None], jnp.float32)  # heads before slots
     assert_array_equal(turned[0].swapaxes(0, 1), got)
 
 
@@ -59,8 +59,8 @@ def test_what_is_read_is_what_is_stored():
     key, value, query = (
         jnp.asarray(normal(2, *shape, seed=i)) for i, shape in enumerate([(11, 2, 8)] * 2 + [(3, 4, 8)])
     )
-    (key, key_scale), (value, value_scale) = encode(key, "int8", 4), encode(value, "int8", 4)
-    read = (decode(*each, jnp.float32).swapaxes(1, 2) for each in ((key, key_scale), (value, value_scale)))
+    (key, key_scale), (value, value_scale) = quantize(key, "int8", 4), quantize(value, "int8", 4)
+    read = (dequantize(*each, jnp.float32).swapaxes(1, 2) for each in ((key, key_scale), (value, value_scale)))
     stored = (x.swapaxes(1, 2) for x in (key, value))
     places = jnp.broadcast_to(jnp.arange(11), (2, 11))
     past = CachedKV(*stored, places, key_scale.swapaxes(1, 2), value_scale.swapaxes(1, 2))

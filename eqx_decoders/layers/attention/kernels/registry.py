@@ -27,7 +27,7 @@ from eqx_decoders.layers.attention.kernels.common import EMPTY as EMPTY, Cotange
 from eqx_decoders.layers.attention.kernels.dot import dot, dot_gradients
 from eqx_decoders.layers.attention.kernels.pallas_flash import flash_attention, flash_gradients
 from eqx_decoders.layers.attention.kernels.selection import Selected
-from eqx_decoders.layers.cache.format import decode
+from eqx_decoders.layers.cache.format import dequantize
 from eqx_decoders.layers.mask import Mask, Spans, check_segments
 
 
@@ -177,7 +177,7 @@ def run_kernel(inputs: AttentionInputs, options: AttentionOptions, kernel: str =
         if inputs.scales is None or selected.scales:
             return selected.function(inputs, call)
         key, value = (
-            decode(x, scale, inputs.query.dtype)
+            dequantize(x, scale, inputs.query.dtype)
             for x, scale in zip((inputs.key, inputs.value), inputs.scales, strict=True)
         )
         return selected.function(inputs._replace(key=key, value=value, scales=None), call)
@@ -221,7 +221,7 @@ def run_max_scores(inputs: AttentionInputs, options: AttentionOptions) -> Float3
     """Compute `max_scores`, from arguments that are already split into arrays and options; values are ignored."""
     call = _describe_call(inputs, options)
     query, key = jax.lax.stop_gradient((inputs.query, inputs.key))
-    key = key if inputs.scales is None else decode(key, inputs.scales.key, query.dtype)
+    key = key if inputs.scales is None else dequantize(key, inputs.scales.key, query.dtype)
     return blockwise_max(inputs.with_slopes(options)._replace(query=query, key=key), call)
 
 

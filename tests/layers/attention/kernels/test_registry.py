@@ -16,7 +16,7 @@ from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels.common import Scales
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
-from eqx_decoders.layers.cache.format import decode, encode
+from eqx_decoders.layers.cache.format import dequantize, quantize
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
@@ -387,9 +387,9 @@ def test_platform_defaults_to_default_device(monkeypatch):
 def test_largest_scores_of_quantized_keys():
     query, key, _ = make(6)
     options = dict(mask=Causal(), query_positions=plain(6), key_positions=plain(6))
-    stored, scale = encode(key, jnp.int8, 2)
+    stored, scale = quantize(key, jnp.int8, 2)
     found = max_scores(query, stored, scales=Scales(scale, scale), **options)
-    assert_allclose(found, max_scores(query, decode(stored, scale, jnp.float32), **options))
+    assert_allclose(found, max_scores(query, dequantize(stored, scale, jnp.float32), **options))
 
 
 def test_refusals(monkeypatch):
