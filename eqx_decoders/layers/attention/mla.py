@@ -21,12 +21,12 @@ from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import Indexer, IndexerConfig, IndexerOutput, TeacherAttention
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.attention.kernels.page_layout import LANE
 from eqx_decoders.layers.attention.kernels.registry import run_max_scores
 from eqx_decoders.layers.attention.kernels.selection import Selected
 from eqx_decoders.layers.attention.topk import SelectedKeys
 from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
-from eqx_decoders.layers.cache.page_layout import LANE
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate

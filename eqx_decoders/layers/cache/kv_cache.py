@@ -15,9 +15,10 @@ from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result, Scales
+from eqx_decoders.layers.attention.kernels.quantized_kv import SCALE, dequantize, quantize
 from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
-from eqx_decoders.layers.cache.format import SCALE, CacheFormat, dequantize, quantize
+from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, Spans, lookback
 
 

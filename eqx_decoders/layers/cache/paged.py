@@ -23,10 +23,11 @@ from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
 from eqx_decoders.layers.attention.kernels.call import AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.attention.kernels.page_layout import LANE, LaneLayout, Pages, StoredKV
+from eqx_decoders.layers.attention.kernels.quantized_kv import SCALE, dequantize
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
-from eqx_decoders.layers.cache.format import SCALE, CacheFormat, dequantize
+from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV, Past, Queries, in_format
-from eqx_decoders.layers.cache.page_layout import LANE, LaneLayout, Pages, StoredKV
 from eqx_decoders.layers.mask import interval
 from eqx_decoders.sharding.axes import names_of
 

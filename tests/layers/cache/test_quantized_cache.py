@@ -8,7 +8,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, dequantize, quantize
+from eqx_decoders.layers.attention.kernels.quantized_kv import BOUNDS, dequantize, quantize
+from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from tests.compare import assert_allclose, assert_array_equal, assert_close

@@ -10,7 +10,8 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
-from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, dequantize, quantize
+from eqx_decoders.layers.attention.kernels.quantized_kv import BOUNDS, dequantize, quantize
+from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Causal

@@ -29,7 +29,7 @@ from eqx_decoders.layers.attention.kernels.common import (
     tile_product,
     ungroup_kv_heads,
 )
-from eqx_decoders.layers.cache.page_layout import LANE, Pages
+from eqx_decoders.layers.attention.kernels.page_layout import LANE, Pages
 from eqx_decoders.layers.tpu import block_sizes
 from eqx_decoders.sharding.backend import backend_of
 

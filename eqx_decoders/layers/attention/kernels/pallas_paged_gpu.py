@@ -23,8 +23,8 @@ from eqx_decoders.layers.attention.kernels.common import (
     tile_product,
     ungroup_kv_heads,
 )
+from eqx_decoders.layers.attention.kernels.page_layout import Pages
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import OnlineSoftmax
-from eqx_decoders.layers.cache.page_layout import Pages
 from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.chips import compute_capability, has_kernels
 

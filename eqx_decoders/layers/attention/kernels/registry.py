@@ -26,8 +26,8 @@ from eqx_decoders.layers.attention.kernels.chunked import blockwise, blockwise_g
 from eqx_decoders.layers.attention.kernels.common import EMPTY as EMPTY, Cotangents, Gradients, Result, Scales
 from eqx_decoders.layers.attention.kernels.dot import dot, dot_gradients
 from eqx_decoders.layers.attention.kernels.pallas_flash import flash_attention, flash_gradients
+from eqx_decoders.layers.attention.kernels.quantized_kv import dequantize
 from eqx_decoders.layers.attention.kernels.selection import Selected
-from eqx_decoders.layers.cache.format import dequantize
 from eqx_decoders.layers.mask import Mask, Spans, check_segments
 
 

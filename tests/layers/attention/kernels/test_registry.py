@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels.common import Scales
+from eqx_decoders.layers.attention.kernels.quantized_kv import dequantize, quantize
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
-from eqx_decoders.layers.cache.format import dequantize, quantize
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
