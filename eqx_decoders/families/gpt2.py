@@ -64,7 +64,7 @@ ENDS = (
 )
 
 
-# --- GPT-2 ---
+# --- GPT-2: LayerNorm with bias, learned positions, fused QKV, biases everywhere, tied head ---
 
 
 def gpt2(
@@ -125,7 +125,7 @@ GPT2 = Family(
 )
 
 
-# --- SantaCoder and StarCoder ---
+# --- SantaCoder and StarCoder: GPT-2 with one key head, whose matrices are stored as `[out, in]` ---
 
 
 def gpt_bigcode(shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool = True) -> DecoderConfig:
@@ -167,7 +167,7 @@ GPT_BIGCODE = Family(
 _BIGCODE_KEYS = dict(model_type="gpt_bigcode", vocab_size=49_152, n_positions=8192)
 
 
-# --- GPT-J ---
+# --- GPT-J: attention and MLP in parallel after one norm, pairs of neighbors rotated ---
 
 
 def gptj(shape: DecoderSizes, *, rotary_dim: int = 64) -> DecoderConfig:

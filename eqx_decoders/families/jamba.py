@@ -4,9 +4,9 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families._mamba1 import mamba1_settings, mamba1_weights
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.mamba.mamba1 import mamba1_settings, mamba1_weights
 from eqx_decoders.families.settings_table import Integer, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig

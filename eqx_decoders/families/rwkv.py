@@ -3,9 +3,9 @@
 import functools
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families._mamba import MambaSizes
 from eqx_decoders.families.common import ends
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.mamba.blocks import MambaSizes
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number
 from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.norm import LayerNormConfig

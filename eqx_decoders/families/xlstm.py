@@ -6,9 +6,9 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import check
-from eqx_decoders.families._mamba import MambaSizes
 from eqx_decoders.families.common import ends, renamed
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.mamba.blocks import MambaSizes
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights
 from eqx_decoders.layers.mlp import MLPConfig

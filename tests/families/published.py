@@ -1,6 +1,6 @@
 """`config.json` of published models, key by key as on Hugging Face."""
 
-from eqx_decoders.families.phi3 import _LONG
+from eqx_decoders.families.phi.text import _LONG
 
 
 COMMON = dict(

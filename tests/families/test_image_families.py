@@ -13,8 +13,8 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.images import from_pixels, learned_positions
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.llama4 import llama4
-from eqx_decoders.families.llama4_vision import llama4_encoder
+from eqx_decoders.families.llama4.text import llama4
+from eqx_decoders.families.llama4.vision import llama4_encoder
 from eqx_decoders.families.multimodal import with_images
 from eqx_decoders.families.registry import FAMILIES, find_family
 from eqx_decoders.families.vision_fields import EncoderSizes

@@ -182,7 +182,7 @@ EXPERTS = (
 FUSED_EXPERTS = moe.fused_experts(_MLP)
 
 
-# --- Qwen2 and Qwen2.5 ---
+# --- Qwen2 and Qwen2.5: biases on queries, keys and values ---
 
 
 QWEN2 = Family(
@@ -201,7 +201,7 @@ QWEN2 = Family(
 _QWEN2_KEYS = dict(model_type="qwen2", vocab_size=152_064, rope_theta=1_000_000.0)
 
 
-# --- Qwen3 ---
+# --- Qwen3: normalized queries and keys ---
 
 
 QWEN3 = Family(
@@ -254,7 +254,7 @@ QWEN3_MOE = Family(
 _QWEN3_MOE_KEYS = dict(model_type="qwen3_moe", vocab_size=151_936, head_dim=128, norm_topk_prob=True)
 
 
-# --- Qwen1.5-MoE and Qwen2-57B-A14B ---
+# --- Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and a shared one with a gate ---
 
 
 def qwen2_moe(

@@ -7,10 +7,9 @@ from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
-from eqx_decoders.families import _phi4_audio
-from eqx_decoders.families._phi4_audio import phi4_audio
 from eqx_decoders.families._siglip import siglip, siglip_weights
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, nested, token
+from eqx_decoders.families.phi.audio import AUDIO, SETTINGS as AUDIO_SETTINGS, WEIGHTS as AUDIO_WEIGHTS, phi4_audio
 from eqx_decoders.families.settings_table import Check, Integer, Number, Rule, activation
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
 from eqx_decoders.families.weight_rows import Weight
@@ -78,7 +77,7 @@ WEIGHTS = (
     *linear(_EMBED + "img_projection_down", "vision.projector.layers.1"),
     Weight(_EMBED + "sub_img_feature_extensor", "vision.line_end", "1 1 1 embed -> embed"),
     Weight(_EMBED + "global_img_feature_extensor", "vision.divider", "1 1 embed -> embed"),
-    *_phi4_audio.WEIGHTS,
+    *AUDIO_WEIGHTS,
 )
 _TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 FAMILY = MultimodalFamily(
@@ -87,7 +86,7 @@ FAMILY = MultimodalFamily(
     architecture="Phi4MultimodalForCausalLM",
     settings=(
         dataclasses.replace(_VISION, settings=(*_VISION.settings, token("image_token_id", "image_token", IMAGE))),
-        _phi4_audio.SETTINGS,
+        AUDIO_SETTINGS,
     ),
     build=phi4_multimodal,
     weights=WEIGHTS,
@@ -105,7 +104,7 @@ _so400m = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, m
 def _with_encoders(text: DecoderConfig) -> DecoderConfig:
     vision = phi4_vision(_so400m(out_dim=text.embed_dim), side=32, depth=26)
     audio = phi4_audio(out_dim=text.embed_dim)
-    return phi4_multimodal(text, vision, audio, image_token=IMAGE, audio_token=_phi4_audio.AUDIO)
+    return phi4_multimodal(text, vision, audio, image_token=IMAGE, audio_token=AUDIO)
 
 
 MODELS = {"phi4-multimodal-4.7b": ExtendedModel("phi4-mini-3.8b", _with_encoders)}

@@ -1,12 +1,15 @@
-"""Settings and weights of Mamba in the checkpoints of several families."""
+"""Mamba (Gu & Dao 2023) and Falcon Mamba (TII 2024): recurrences by channels alone, without attention and MLPs."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Rule, Values, first_layer
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.mamba.blocks import BACKBONE, backbone, mamba_decoder, mamba_sizes
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -83,3 +86,58 @@ def mamba1_weights(prefix: str) -> tuple[Weight, ...]:
         Weight(prefix + "out_proj.weight", "mixer.out", "embed mlp -> mlp embed"),
         Weight(prefix + "out_proj.bias", "mixer.out_bias", "embed -> embed"),
     )
+
+
+# --- Mamba ---
+
+
+MAMBA = Family(
+    model_type="mamba",
+    architecture="MambaForCausalLM",
+    settings=(mamba_sizes(50_280, 768, 32, True), Only("hidden_act", "silu", written=True), mamba1_settings()),
+    build=mamba_decoder,
+    weights=backbone(mamba1_weights(BACKBONE + "mixer.")),
+    ignored_keys=IGNORED,
+)
+
+
+_MAMBA_KEYS = dict(model_type="mamba", num_hidden_layers=48)
+
+
+# --- Falcon Mamba: keys, queries and steps are normalized, without scales ---
+
+
+def _read_norm(fields: Fields, values: Values) -> RMSNormConfig:
+    return RMSNormConfig(eps=fields.number("mixer_rms_eps", 1e-6), scale=False)
+
+
+def _write_norm(config: DecoderConfig) -> dict[str, Any]:
+    return {"mixer_rms_eps": first_layer(config, "mamba1").norm.eps}
+
+
+FALCON_MAMBA = Family(
+    model_type="falcon_mamba",
+    architecture="FalconMambaForCausalLM",
+    settings=(
+        mamba_sizes(50_280, 768, 32, True),
+        Only("hidden_act", "silu", written=True),
+        mamba1_settings(Rule("norm", _read_norm, _write_norm)),
+    ),
+    build=mamba_decoder,
+    weights=backbone(mamba1_weights(BACKBONE + "mixer.")),
+    ignored_keys=IGNORED,
+)
+
+
+FAMILIES = (MAMBA, FALCON_MAMBA)
+
+MODELS = {
+    "mamba-130m": _MAMBA_KEYS | dict(num_hidden_layers=24),
+    "mamba-370m": _MAMBA_KEYS | dict(hidden_size=1024),
+    "mamba-790m": _MAMBA_KEYS | dict(hidden_size=1536),
+    "mamba-1.4b": _MAMBA_KEYS | dict(hidden_size=2048),
+    "mamba-2.8b": _MAMBA_KEYS | dict(hidden_size=2560, num_hidden_layers=64),
+    "falcon-mamba-7b": dict(
+        model_type="falcon_mamba", vocab_size=65_024, hidden_size=4096, num_hidden_layers=64, tie_word_embeddings=False,
+    ),
+}  # fmt: skip

@@ -1,8 +1,15 @@
-"""Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2, few layers of attention, half of RoPE, an MLP in each layer."""
+"""Mamba-2 (Dao & Gu 2024): recurrences alone, without attention and MLPs; and Bamba, with few layers of attention."""
 
-from eqx_decoders.families._mamba import mamba_settings, mamba_weights
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.mamba.blocks import (
+    BACKBONE,
+    backbone,
+    mamba_decoder,
+    mamba_settings,
+    mamba_sizes,
+    mamba_weights,
+)
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Flag, Numbers, Only
 from eqx_decoders.families.weight_rows import gated_mlp, norm_weights, self_attention
@@ -10,6 +17,35 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+# --- Mamba-2 ---
+
+
+_MAMBA2_NAMES = {
+    "mamba_n_heads": "num_heads", "mamba_d_head": "head_dim", "mamba_expand": "expand", "mamba_n_groups": "n_groups",
+    "mamba_d_state": "state_size", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
+    "mamba_proj_bias": "use_bias",
+}  # fmt: skip
+MAMBA2 = Family(
+    model_type="mamba2",
+    architecture="Mamba2ForCausalLM",
+    settings=(
+        mamba_sizes(32_768, 4096, 64, False),
+        Only("hidden_act", "silu", written=True),
+        mamba_settings(num_groups=8, key_dim=128, value_dim=64, keys=_MAMBA2_NAMES),
+    ),
+    build=mamba_decoder,
+    weights=backbone(mamba_weights(BACKBONE + "mixer.")),
+    ignored_keys={
+        "rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank": "how it was begun",
+        "chunk_size residual_in_fp32": "how it is run",
+        "norm_before_gate rms_norm": "always: transformers does not read it",
+    },
+)
+
+
+# --- Bamba (IBM, Princeton, CMU and UIUC 2024): few layers of attention, half of RoPE, an MLP in each layer ---
 
 
 def bamba(
@@ -24,7 +60,7 @@ def _full(config: DecoderConfig) -> list[int]:
     return [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)]
 
 
-FAMILY = Family(
+BAMBA = Family(
     model_type="bamba",
     architecture="BambaForCausalLM",
     settings=(
@@ -52,7 +88,29 @@ FAMILY = Family(
 )
 
 
+FAMILIES = (MAMBA2, BAMBA)
+
 MODELS = {
+    "mamba2-130m": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=768, num_hidden_layers=24, n_groups=1, num_heads=24,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-370m": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=1024, num_hidden_layers=48, n_groups=1, num_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-780m": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=1536, num_hidden_layers=48, n_groups=1, num_heads=48,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-1.3b": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=2048, num_hidden_layers=48, n_groups=1, num_heads=64,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-2.7b": dict(
+        model_type="mamba2", vocab_size=50_288, hidden_size=2560, n_groups=1, num_heads=80, tie_word_embeddings=True,
+    ),
+    "mamba-codestral-7b": dict(model_type="mamba2"),
     "bamba-9b": dict(
         model_type="bamba", vocab_size=128_256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
         intermediate_size=14_336, attn_layer_indices=[9, 18, 27], mamba_d_state=128,
