@@ -18,6 +18,7 @@ from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in, normal
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StemConfig(RegisteredConfig):
     """Base class of the configurations of stems (`EncoderConfig.stem`). Subclasses are frozen dataclasses.
 

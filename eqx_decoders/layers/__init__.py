@@ -50,16 +50,16 @@ if TYPE_CHECKING:
         CompressedAttention as CompressedAttention,
         CompressedAttentionConfig as CompressedAttentionConfig,
     )
-    from eqx_decoders.layers.attention.local_attention import (
-        LocalAttention as LocalAttention,
-        LocalAttentionConfig as LocalAttentionConfig,
-    )
     from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
     from eqx_decoders.layers.attention.kernels.registry import (
         KERNELS as KERNELS,
         Kernel as Kernel,
         attend as attend,
         max_scores as max_scores,
+    )
+    from eqx_decoders.layers.attention.local_attention import (
+        LocalAttention as LocalAttention,
+        LocalAttentionConfig as LocalAttentionConfig,
     )
     from eqx_decoders.layers.attention.mla import (
         LatentAttention as LatentAttention,

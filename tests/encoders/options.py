@@ -187,7 +187,7 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         FRAME_AUDIO.stem,
         frames,
         dict(mel_bands=5, filters=(4, 2), norm=LayerNormConfig(eps=0.5, bias=False), activation="gelu")
-        | dict(frames="behind", group=2, rows_per_clip=3, separable=True, bias=True, standardize=True, longest=2),
+        | dict(frames="behind", merge=2, rows_per_clip=3, separable=True, bias=True, standardize=True, longest=2),
     ),
     CumulativeNormConfig: (
         CumulativeNormConfig(),

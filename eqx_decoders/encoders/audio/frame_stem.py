@@ -93,7 +93,7 @@ class FrameStemConfig(StemConfig):
         and the last document is padded with zeros, which its tokens attend to (Phi-4). None: no maximum.
     - `frames`: the input frames of a 3 x 3 convolution: `"around"`, the current, previous and next frame; `"behind"`,
         the current frame and the next two.
-    - `group`: number of tokens that become one feature.
+    - `merge`: number of consecutive tokens that become one feature.
     - `rows_per_clip`: fixed number of features per clip, padded with the embedding of `EncoderTokensConfig.fill`.
         None: the number depends on the length of the clip.
     """
@@ -107,8 +107,13 @@ class FrameStemConfig(StemConfig):
     standardize: bool = False
     longest: PositiveInt | None = None
     frames: Literal["around", "behind"] = "around"
-    group: PositiveInt = 1
+    merge: PositiveInt = 1
     rows_per_clip: PositiveInt | None = None
+
+    @property
+    def group(self) -> int:
+        """Number of tokens that become one feature."""
+        return self.merge
 
     @property
     def stride(self) -> int:

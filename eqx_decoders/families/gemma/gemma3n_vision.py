@@ -79,7 +79,7 @@ def gemma3n_audio(
         filters=sizes.filters,
         norm=CumulativeNormConfig(eps=stem_eps),
         frames="behind",
-        group=reduction,
+        merge=reduction,
         rows_per_clip=clip_tokens,
     )
     return EncoderConfig(
@@ -185,7 +185,7 @@ _AUDIO = Table(
                 Integer("conf_attention_context_right", _MIXER + "right", 0, least=0),
                 Number("conf_attention_logit_cap", _MIXER + "soft_cap", 50.0),
                 Integer("conf_conv_kernel_size", _CONVOLUTION + "taps", 5),
-                Integer("conf_reduction_factor", "stem.group", 4, name="reduction"),
+                Integer("conf_reduction_factor", "stem.merge", 4, name="reduction"),
                 Number("conf_residual_weight", _BLOCK + "scale", 0.5, name="half"),
                 Number("gradient_clipping", lambda audio: value_at(audio, "blocks.0.pre_mixer_norm.clip"), CLIP,
                        name="clip"),
