@@ -24,7 +24,10 @@ ORDER = [
 
 
 # Packages that import their public names late.
-PACKAGES = ["eqx_decoders", *(f"eqx_decoders.{name}" for name in ("layers", "training", "serving", "evaluation"))]
+PACKAGES = [
+    "eqx_decoders",
+    *(f"eqx_decoders.{name}" for name in ("layers", "blocks.residual", "training", "serving", "evaluation")),
+]
 
 # JAX has no public way to what its processes tell each other, to where it finds them, and to what its cuDNN attention
 # asks of the GPUs that a step is traced for; nor Orbax to its counter.

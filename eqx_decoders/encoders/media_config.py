@@ -12,9 +12,6 @@ from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfi
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig, StemConfig, WholeImageStem
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
-from eqx_decoders.layers.attention.local_attention import LocalAttentionConfig
-from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
-from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.norm import NormConfig
 
@@ -86,7 +83,7 @@ class EncoderConfig(CheckedFields):
         )
         self._check_tiles()
         check(
-            len({mixer.table_shape for mixer in self._relative_mixers}) < 2,
+            len(self._table_shapes) < 2,
             "EncoderConfig.blocks: all RelativeAttentionConfig must have the same num_heads, distances and symmetric, "
             "since they share one table.",
         )
@@ -116,13 +113,14 @@ class EncoderConfig(CheckedFields):
         )
 
     @property
-    def _relative_mixers(self) -> list[RelativeAttentionConfig]:
-        return [block.mixer for block in self.blocks if isinstance(block.mixer, RelativeAttentionConfig)]
+    def _table_shapes(self) -> set[tuple[int, int]]:
+        shapes = (mixer.table_shape for block in self.blocks for mixer in block.mixers())
+        return {shape for shape in shapes if shape is not None}
 
     @property
     def distance_table(self) -> tuple[int, int] | None:
         """Shape of the relative-position table that all layers share; None without relative attention."""
-        return next((mixer.table_shape for mixer in self._relative_mixers), None)
+        return next(iter(self._table_shapes), None)
 
     @property
     def input_dim(self) -> int:
@@ -243,7 +241,7 @@ def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embe
     layers = [layer for block in blocks for layer in block.branches().values()]
     for layer in layers:
         check(
-            not isinstance(layer, LocalAttentionConfig | RelativeAttentionConfig | LightConvolutionConfig),
+            not layer.encoder_only,
             f"DecoderConfig.blocks has a {type(layer).__name__}, which has no cache. Use it only in encoders.",
         )
     num_added = sum(isinstance(layer, AddedFeaturesConfig) for layer in layers)

@@ -29,9 +29,11 @@ class RegisteredConfig(CheckedFields, abc.ABC):
         if not cls.__module__.startswith("eqx_decoders."):
             getattr(eqx_decoders.layers, cls.__name__, None)  # import the library's class of this name, if there is one
         known = RegisteredConfig._classes.get(cls.__name__, cls)
-        if known.__module__ != cls.__module__ and known.__module__.startswith("eqx_decoders."):
+        in_library = (known.__module__.startswith("eqx_decoders."), cls.__module__.startswith("eqx_decoders."))
+        if known.__module__ != cls.__module__ and any(in_library):
+            own, other = (cls, known) if in_library[0] else (known, cls)
             raise ConfigError(
-                f"class {cls.__name__} of {cls.__module__}: {known.__module__} has a class of this name. Use another "
+                f"class {own.__name__} of {own.__module__}: {other.__module__} has a class of this name. Use another "
                 "name, since saved configurations refer to classes by their names."
             )
         RegisteredConfig._classes[cls.__name__] = cls
@@ -47,10 +49,12 @@ class LayerConfig(RegisteredConfig):
 
     - `takes`: names of the inputs in `Inputs.by_layer` that the layer reads from `ForwardContext.layer_inputs`.
     - `reads_streams`: whether the layer reads and returns all residual streams instead of one.
+    - `encoder_only`: whether the layer needs all tokens at once. It has no cache, so only encoders support it.
     """
 
     takes: ClassVar[tuple[str, ...]] = ()
     reads_streams: ClassVar[bool] = False
+    encoder_only: ClassVar[bool] = False
 
     @abc.abstractmethod
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> Any:
@@ -78,6 +82,11 @@ class MixerConfig(LayerConfig):
     def inner_mixers(self) -> tuple["MixerConfig", ...]:
         """Return the mixers of which this one consists: itself, unless it combines others."""
         return (self,)
+
+    @property
+    def table_shape(self) -> tuple[int, int] | None:
+        """Shape of the table of relative positions that all layers of an encoder share; None: the layer uses none."""
+        return None
 
     @property
     def shares_as(self) -> str | None:

@@ -1,6 +1,7 @@
 """Gated depthwise convolution of a Conformer along the sequence (Gulati et al. 2020)."""
 
 import dataclasses
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -30,6 +31,8 @@ class LightConvolutionConfig(ExtraConfig):
     - `pointwise`: whether a pointwise convolution `point` follows the depthwise convolution (Phi-4).
     - `bias`: whether all projections and the convolution have biases. a and b then have a second bias each (Phi-4).
     """
+
+    encoder_only: ClassVar[bool] = True
 
     taps: PositiveInt = 5
     activation: ActivationName = "silu"

@@ -1,8 +1,8 @@
-"""Boundaries of packed documents, from positions and segment ids."""
+"""Boundaries of packed documents and padding, from positions and segment ids."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def document_starts(
@@ -25,3 +25,9 @@ def document_indices(real: Array, segment_ids: Array | None) -> Int[Array, "batc
     """Return the index of each token's document within its sequence, counted from 0."""
     starts = document_starts(jnp.where(real, 0, -1), segment_ids)
     return jnp.zeros(real.shape, jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)
+
+
+def zero_padding(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:
+    """Set padding tokens (positions below 0) to zero."""
+    real = (positions >= 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(real, x, jnp.zeros((), x.dtype))

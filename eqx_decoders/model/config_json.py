@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import eqx_decoders.layers
+from eqx_decoders.blocks import residual
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import ConfigError, check, check_integer, check_option, suggest
 from eqx_decoders.layers.base import RegisteredConfig
@@ -153,8 +154,9 @@ def _import_classes() -> None:
     """Import the modules of the library that are imported on first use; their configurations register themselves."""
     from eqx_decoders.encoders.mobilenet import mobilenet as mobilenet
 
-    for name in eqx_decoders.layers.__all__:
-        getattr(eqx_decoders.layers, name)
+    for package in (eqx_decoders.layers, residual):
+        for name in package.__all__:
+            getattr(package, name)
 
 
 def _classes(kinds: list[Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from eqx_decoders.encoders.encoder import Encoder, encode_media
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.cache.cache import Cache, Proposal
+from eqx_decoders.layers.documents import zero_padding
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding.embedding import (
     Head,
@@ -40,7 +41,6 @@ from eqx_decoders.layers.embedding.embedding import (
 from eqx_decoders.layers.embedding.head_transform import HeadTransform
 from eqx_decoders.layers.embedding.per_layer_embedding import INPUT, PerLayerEmbedding
 from eqx_decoders.layers.norm import Norm
-from eqx_decoders.layers.recurrent.common import zero_padding
 from eqx_decoders.layers.shared_transformer import SharedTransformers, share
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.forward_inputs import (

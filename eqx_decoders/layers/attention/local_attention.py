@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -42,6 +42,8 @@ class LocalAttentionConfig(MixerConfig):
     - `distances`: `"shifted"` or `"plain"`.
     - `key_scale`: multiplies keys.
     """
+
+    encoder_only: ClassVar[bool] = True
 
     num_heads: PositiveInt
     head_dim: PositiveInt

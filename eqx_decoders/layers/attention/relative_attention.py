@@ -1,6 +1,7 @@
 """Bidirectional attention with learned relative position biases, which all layers of an encoder share."""
 
 import dataclasses
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -34,6 +35,8 @@ class RelativeAttentionConfig(MixerConfig):
     - `symmetric`: whether earlier and later tokens at the same distance have the same bias.
     - `reach`: distance from which on tokens are not visible.
     """
+
+    encoder_only: ClassVar[bool] = True
 
     num_heads: PositiveInt
     head_dim: PositiveInt

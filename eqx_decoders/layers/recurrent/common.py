@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.base import BranchResult
@@ -37,12 +37,6 @@ class RecurrentLayer(eqx.Module):
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Implement `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
-
-
-def zero_padding(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:
-    """Set padding tokens (positions below 0) to zero."""
-    real = (positions >= 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
-    return jnp.where(real, x, jnp.zeros((), x.dtype))
 
 
 def cache_shapes(state: StateShape, taps: int, **channels: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt, check
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
-from eqx_decoders.layers.documents import document_starts
+from eqx_decoders.layers.documents import document_starts, zero_padding
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
@@ -26,7 +26,6 @@ from eqx_decoders.layers.recurrent.common import (
     project_and_convolve,
     read_cache,
     state_update,
-    zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in

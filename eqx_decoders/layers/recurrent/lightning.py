@@ -18,9 +18,9 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
-from eqx_decoders.layers.documents import document_starts
+from eqx_decoders.layers.documents import document_starts, zero_padding
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
-from eqx_decoders.layers.recurrent.common import RecurrentLayer, read_cache, state_update, zero_padding
+from eqx_decoders.layers.recurrent.common import RecurrentLayer, read_cache, state_update
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save

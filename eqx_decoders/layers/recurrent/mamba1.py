@@ -17,14 +17,13 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import AtLeast, PositiveInt
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
-from eqx_decoders.layers.documents import document_starts
+from eqx_decoders.layers.documents import document_starts, zero_padding
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     convolve_channels,
     init_dt_bias,
     read_cache,
-    zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.selective_scan import selective_scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias

@@ -24,7 +24,7 @@ from eqx_decoders.errors import (
 )
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import StateShape
-from eqx_decoders.layers.documents import document_starts
+from eqx_decoders.layers.documents import document_starts, zero_padding
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     cache_shapes,
@@ -32,7 +32,6 @@ from eqx_decoders.layers.recurrent.common import (
     project_and_convolve,
     read_cache,
     state_update,
-    zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.einsum import add_bias, scale

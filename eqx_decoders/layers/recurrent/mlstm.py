@@ -20,13 +20,12 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import InRange, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
-from eqx_decoders.layers.documents import document_starts
+from eqx_decoders.layers.documents import document_starts, zero_padding
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     last_value_update,
     read_cache,
     state_update,
-    zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MAX, LOG_ZERO, log_scan_on_mesh
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh

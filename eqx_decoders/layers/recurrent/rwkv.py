@@ -18,13 +18,12 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.layers.base import ChannelConfig, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
-from eqx_decoders.layers.documents import document_starts
+from eqx_decoders.layers.documents import document_starts, zero_padding
 from eqx_decoders.layers.recurrent.common import (
     RecurrentLayer,
     convolve_channels,
     last_value_update,
     read_cache,
-    zero_padding,
 )
 from eqx_decoders.layers.recurrent.scans.log_scan import DECAYING_MEAN, LOG_ZERO, State, log_scan_on_mesh, weighted_mean
 from eqx_decoders.numerics.initializers import fan_in
