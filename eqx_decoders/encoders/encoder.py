@@ -171,14 +171,14 @@ class Encoder(eqx.Module):
         # Only the decoder uses a pipeline, batch overlap and a zigzag order of tokens.
         execution = dataclasses.replace(execution, pipeline=None, batch_split=1, context_order="plain")
         coordinates = rows.coordinates if isinstance(rows, PackedPatches) else None
-        unseen = rows.unseen if isinstance(rows, PackedPatches) else None
+        masked = rows.masked if isinstance(rows, PackedPatches) else None
         segment_ids = None if rows.segment_ids is None else jnp.asarray(rows.segment_ids)
         return ForwardContext(
             positions=jnp.asarray(rows.positions),
             segment_ids=segment_ids,
             execution=execution,
             rotary_positions=None if coordinates is None else jnp.asarray(coordinates),
-            masked_keys=None if unseen is None else jnp.asarray(unseen),
+            masked_keys=None if masked is None else jnp.asarray(masked),
             shared={} if self.distance_bias is None else {DISTANCE_BIAS: self.distance_bias},
         )
 

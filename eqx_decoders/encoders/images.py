@@ -28,7 +28,7 @@ class Image:
     - `patches`: `[patches, values]`.
     - `grid`: number of frames, and of rows and columns of patches.
     - `rows`, `columns`, `frames`: position of each patch, `[patches]`.
-    - `unseen`: True for padding patches after the rows or columns of the image, which are masked in attention,
+    - `masked`: True for padding patches after the rows or columns of the image, which are masked in attention,
         `[patches]`; None without padding.
     """
 
@@ -37,7 +37,7 @@ class Image:
     rows: np.ndarray
     columns: np.ndarray
     frames: np.ndarray
-    unseen: np.ndarray | None = None
+    masked: np.ndarray | None = None
 
 
 def from_pixels(
@@ -300,8 +300,8 @@ def learned_positions(stem: ImageStem, image: Image) -> Taps | None:
     """Return the rows of the position table that are read for each patch, and their weights; None without a table."""
     positions = stem.positions
     _, height, width = image.grid
-    if image.unseen is not None and not image.unseen.all():
-        height, width = (int(x[~image.unseen].max()) + 1 for x in (image.rows, image.columns))
+    if image.masked is not None and not image.masked.all():
+        height, width = (int(x[~image.masked].max()) + 1 for x in (image.rows, image.columns))
     if positions is None:
         return None
     if isinstance(positions, LearnedAxes):
@@ -314,7 +314,7 @@ def learned_positions(stem: ImageStem, image: Image) -> Taps | None:
         index = np.stack([image.columns, image.rows + positions.size], axis=1)
         return index, np.ones(index.shape, np.float32)
     index, weights = _on_learned_grid(positions, image, height, width)
-    index = index if image.unseen is None else np.where(image.unseen[:, None], 0, index)
+    index = index if image.masked is None else np.where(image.masked[:, None], 0, index)
     return index + int(positions.class_first), weights
 
 

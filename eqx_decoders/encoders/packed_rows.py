@@ -22,7 +22,7 @@ class PackedPatches(eqx.Module):
     - `position_index`, `position_weights`: rows of the table of learned positions that are added to each patch, and
         their weights.
     - `class_tokens`: True for class tokens; None without class tokens.
-    - `unseen`: True for padding patches that are part of a feature, but are masked in attention; None without such
+    - `masked`: True for padding patches that are part of a feature, but are masked in attention; None without such
         patches.
     - `group`: number of patches that become one feature.
     """
@@ -34,7 +34,7 @@ class PackedPatches(eqx.Module):
     position_index: Int[AnyArray, "batch length neighbors"] | None = None
     position_weights: Float[AnyArray, "batch length neighbors"] | None = None
     class_tokens: Bool[AnyArray, "batch length"] | None = None
-    unseen: Bool[AnyArray, "batch length"] | None = None
+    masked: Bool[AnyArray, "batch length"] | None = None
     group: int = eqx.field(static=True, default=1)
 
 

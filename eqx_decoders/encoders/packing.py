@@ -91,7 +91,7 @@ def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[Pac
     num_neighbors = 1 << (max_neighbors - 1).bit_length() if max_neighbors else 0
     position_index = np.zeros((*shape, num_neighbors), np.int32)
     position_weights = np.zeros((*shape, num_neighbors), np.float32)
-    unseen = np.zeros(shape, bool) if any(image.unseen is not None for image in images) else None
+    masked = np.zeros(shape, bool) if any(image.masked is not None for image in images) else None
     num_segments = np.zeros(packing.rows, np.int64)
     feature_indices = []
     for image, (row, start), table in zip(images, packing.starts, tables, strict=True):
@@ -106,8 +106,8 @@ def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[Pac
             index, weights = table
             position_index[span][:, : index.shape[1]] = index[order]
             position_weights[span][:, : index.shape[1]] = weights[order]
-        if unseen is not None and image.unseen is not None:
-            unseen[span] = image.unseen[order]
+        if masked is not None and image.masked is not None:
+            masked[span] = image.masked[order]
         if class_tokens is not None:
             token = row, start + num_patches
             class_tokens[token] = True
@@ -129,7 +129,7 @@ def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[Pac
         position_index=position_index if num_neighbors else None,
         position_weights=position_weights if num_neighbors else None,
         class_tokens=class_tokens,
-        unseen=unseen,
+        masked=masked,
         group=stem.group,
     )
     return packed, feature_indices

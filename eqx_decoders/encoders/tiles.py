@@ -96,7 +96,7 @@ def _tiled_image(
             DataError,
         )
         images = [
-            dataclasses.replace(image, unseen=~tile_mask[image.rows, image.columns])
+            dataclasses.replace(image, masked=~tile_mask[image.rows, image.columns])
             for image, tile_mask in zip(images, mask, strict=True)
         ]
     return TiledImage(tiles=tuple(images), order=token_order(tiles, *size, side, num_tokens))

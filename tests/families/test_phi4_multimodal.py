@@ -164,7 +164,7 @@ def test_files_become_as_many_tokens_as_features(tmp_path):
     text = "".join([*(one.text for one in files), *texts])
     ids = np.asarray([[53] * text.count("<i>") + [AUDIO] * text.count("<a>")])
     media = ed.Media.create(decode(CONTENT), ids, **images.join(files), **spectra)
-    assert media.images is not None and media.images.unseen is not None and np.any(media.images.unseen)
+    assert media.images is not None and media.images.masked is not None and np.any(media.images.masked)
     assert text.count("<a>") == 3 and np.array_equal(np.asarray(media.index)[0], np.arange(ids.size))
 
 
