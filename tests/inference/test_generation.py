@@ -186,7 +186,7 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
 def test_what_the_host_reads_is_on_every_device(model):
     """With several processes, each process must be able to read the tokens, `count` and `done`."""
     placed = model.place(ed.Layout.create(data=4, tensor=2))
-    request = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None, {})
+    request = generate_module._Request.create("generate", placed, some_tokens(4, 5), 6, None, None, {})
     pad = np.asarray(0, np.int32)
     assert all(x.sharding.is_fully_replicated for x in generate_module._generate(placed, request, pad))
     state, first = generate_module._first_step(placed, request, pad)

@@ -333,7 +333,7 @@ def prompts(vocab: int) -> jax.Array:
 def speculated(model, prompt, lengths, new, depths, stops=(), pad=0):
     """The tokens of `generate`, and the steps of each row; more room than is asked for stays padding."""
     options: Any = dict(prompt_lengths=lengths, stop_ids=stops, num_draft_tokens=depths)
-    request = generation._Request.create(model, prompt, new, None, None, options)
+    request = generation._Request.create("generate", model, prompt, new, None, None, options)
     tokens, steps = generation._generate(model, request, np.asarray(pad, np.int32))
     assert tokens.shape[1] > new and (np.asarray(tokens)[:, new:] == pad).all()
     return tokens[:, :new], steps
