@@ -20,7 +20,7 @@ from eqx_decoders.layers.mask import Causal
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
-from tests.layers.common import attend_on_mesh
+from tests.layers.common import run_attention
 from tests.programs import tpu_devices
 
 
@@ -109,7 +109,7 @@ def test_split_rows_gather_keys_and_values_once(devices, order):
     def step(query, key, value, places):
         def loss(*qkv):
             own = dict(query_positions=places, key_positions=places, aligned=order == "plain")
-            return attend_on_mesh(*qkv, execution=execution, mask=Causal(), **own)[0].astype(jnp.float32).sum()
+            return run_attention(*qkv, execution=execution, mask=Causal(), **own)[0].astype(jnp.float32).sum()
 
         return jax.grad(loss, (0, 1, 2))(query, key, value)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.layers.attention import context_parallel
+from eqx_decoders.layers.attention import attend
 from eqx_decoders.layers.attention.kernels.call import AttentionOptions, group_arguments
 from eqx_decoders.layers.cache.kv_cache import Queries
 
@@ -38,10 +38,10 @@ def apply(layer, x, ctx, past=None):
     return layer(x, ctx, past)
 
 
-def attend_on_mesh(query, key, value, *, execution, key_axis="length", contiguous=False, **keywords):
-    """`context_parallel.attend_on_mesh` with the keywords of `attend`."""
+def run_attention(query, key, value, *, execution, key_axis="length", contiguous=False, **keywords):
+    """`attend.run_attention` with the keywords of `kernels.registry.attend`."""
     inputs, options = group_arguments(query, key, value, **keywords)
-    return context_parallel.attend_on_mesh(inputs, options, execution, key_axis=key_axis, contiguous=contiguous)
+    return attend.run_attention(inputs, options, execution, key_axis=key_axis, contiguous=contiguous)
 
 
 def attend_past(query, past, *, query_positions, mask, execution, query_spans=None, soft_cap=None):

@@ -11,13 +11,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_option
 from eqx_decoders.layers.attention.alibi import Alibi
+from eqx_decoders.layers.attention.attend import run_attention
 from eqx_decoders.layers.attention.block_indexer import (
     AnyBlockSelection,
     BlockIndexer,
     BlockIndexerConfig,
     SelectionInputs,
 )
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import with_sink
@@ -464,7 +464,7 @@ class Attention(eqx.Module):
         )
 
         def attend_to_call() -> Result:
-            return attend_on_mesh(inputs, call_options, execution, contiguous=ctx.contiguous)
+            return run_attention(inputs, call_options, execution, contiguous=ctx.contiguous)
 
         if past is not None:
             queries = Queries(query, ctx.positions, spans, selected.cached)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
+from eqx_decoders.layers.attention.attend import run_attention
 from eqx_decoders.layers.attention.compression import (
     CompressionConfig,
     Compressor,
@@ -24,7 +25,6 @@ from eqx_decoders.layers.attention.compression import (
     find_windows,
     rotate_last,
 )
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import index_scores
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
@@ -345,7 +345,7 @@ class CompressedAttention(eqx.Module):
         )
         positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids)
         inputs = AttentionInputs(query, key, key, positions)
-        return attend_on_mesh(inputs, options, ctx.execution, contiguous=ctx.contiguous)
+        return run_attention(inputs, options, ctx.execution, contiguous=ctx.contiguous)
 
     def _attend_compressed(self, query: Array, keys: CompressedKeySet, ctx: ForwardContext) -> list[Result]:
         """Attend to the compressed keys of the call and to those of the cache; return both results."""
@@ -356,7 +356,7 @@ class CompressedAttention(eqx.Module):
             segments = None if new.segments is None else ctx.segment_ids
             positions = AttentionPositions(ctx.positions, new.ends, segments, new.segments)
             inputs = AttentionInputs(query, new.key, new.key, positions, selected.new)
-            results.append(attend_on_mesh(inputs, options, ctx.execution, key_axis="slots"))
+            results.append(run_attention(inputs, options, ctx.execution, key_axis="slots"))
         if cached is not None:
             queries = Queries(query, ctx.positions, selected=selected.cached)
             results.append(cached.attend(queries, options, ctx.execution))

@@ -35,7 +35,6 @@ from eqx_decoders.layers.attention.kernels.selection import Selection, map_keys,
 from eqx_decoders.layers.attention.ring import Ring, attend_in_ring
 from eqx_decoders.layers.mask import AttentionPositions, Mask, lookback
 from eqx_decoders.sharding.axes import names_of
-from eqx_decoders.sharding.chips import compute_capability
 from eqx_decoders.sharding.layout import Layout
 
 
@@ -44,31 +43,12 @@ def attend_on_mesh(
     options: AttentionOptions,
     execution: Execution,
     *,
-    key_axis: Literal["length", "slots"] = "length",
-    contiguous: bool = False,
+    key_axis: Literal["length", "slots"],
+    contiguous: bool,
 ) -> Result:
-    """Compute attention with the kernel and on the mesh of `execution`.
-
-    **Arguments:**
-
-    - `inputs`: arrays of the call, sharded over the mesh. Only the slots of a cache may have scales.
-    - `options`: static options; platform and compute capability are filled in here.
-    - `execution`: mesh, kernel, and form of context parallelism.
-    - `key_axis`: `"length"` if keys are sharded like the tokens of a call; `"slots"` if they are sharded like the slots
-        of a cache, which are not gathered.
-    - `contiguous`: see `ForwardContext.contiguous`. Without it, keys travel around the complete ring however small the
-        window of the mask is.
-    """
+    """Compute attention on a mesh of several devices; the arguments are those of `run_attention`."""
     layout = execution.layout
     kernel = execution.attention
-    options = dataclasses.replace(
-        options,
-        platform=layout.platform,
-        compute_capability=compute_capability(layout.device),
-        local=True,
-    )
-    if layout.single:
-        return run_kernel(inputs, options, kernel)
     kv_length = inputs.key.shape[1]
     plan = _make_plan(execution, inputs.query.shape, inputs.key.shape, key_axis)
     if plan.merges and isinstance(inputs.selected, Selection) and inputs.selected.group is None:

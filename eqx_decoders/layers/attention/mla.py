@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveFloat, PositiveInt, check, check_option
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
+from eqx_decoders.layers.attention.attend import run_attention
 from eqx_decoders.layers.attention.indexer import Indexer, IndexerConfig, IndexerOutput, TeacherAttention
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
@@ -381,7 +381,7 @@ class LatentAttention(eqx.Module):
         dense = ctx.dense_positions and aligned
         options = AttentionOptions(mask=self.config.mask, aligned=aligned, dense_positions=dense, needs_lse=needs_lse)
         inputs = _call_inputs(query, key, value, ctx, selected)
-        return attend_on_mesh(inputs, options, ctx.execution, contiguous=ctx.contiguous)
+        return run_attention(inputs, options, ctx.execution, contiguous=ctx.contiguous)
 
 
 def _is_aligned(ctx: ForwardContext) -> bool:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import check
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
+from eqx_decoders.layers.attention.attend import run_attention
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result, Scales
 from eqx_decoders.layers.attention.kernels.quantized_kv import SCALE, dequantize, quantize
@@ -130,7 +130,7 @@ class Past(eqx.Module):
             one_query_per_row(queries.positions), key_positions.reshape(batch * length, count)
         )
         inputs = AttentionInputs(one_query_per_row(queries.query), keys, keys, positions)
-        out, lse = attend_on_mesh(inputs, options, execution, key_axis="slots")
+        out, lse = run_attention(inputs, options, execution, key_axis="slots")
         return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
 
 
@@ -178,7 +178,7 @@ class CachedKV(Past):
         keys = past.key.astype(dtype).transpose(0, 2, 1, 3)
         values = keys if past.value is None else past.value.astype(dtype).transpose(0, 2, 1, 3)
         inputs = AttentionInputs(query, keys, values, positions, selected, scales)
-        out, lse = attend_on_mesh(inputs, options, execution, key_axis="slots")
+        out, lse = run_attention(inputs, options, execution, key_axis="slots")
         return out.astype(out_dtype), lse
 
 

@@ -110,7 +110,7 @@ def test_kernel_receives_platform_and_alignment(monkeypatch):
         calls.append((kernel, options.platform, options.aligned, options.mask))
         return run_kernel(inputs, options, kernel)
 
-    monkeypatch.setattr("eqx_decoders.layers.attention.context_parallel.run_kernel", recording)
+    monkeypatch.setattr("eqx_decoders.layers.attention.attend.run_kernel", recording)
     monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
     layer = drawn(lambda key: attention(mask=SlidingWindow(3)).build(6, key=key))
     past = CachedKV(jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4)), positions=jnp.zeros((2, 3), jnp.int32))

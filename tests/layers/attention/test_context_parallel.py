@@ -16,7 +16,7 @@ from eqx_decoders.layers.attention.kernels.selection import Selection, pack_grou
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.sharding.rules import ACTIVATIONS
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
-from tests.layers.common import attend_on_mesh
+from tests.layers.common import run_attention
 
 
 ALL = dict(data=2, context=2, tensor=2)
@@ -44,12 +44,12 @@ def check(
     sizes, qkv, places, *, kernel="chunked", order="plain", form="gather", aligned=True, key_axis="length",
     contiguous=False, **options
 ):  # fmt: skip
-    """`attend_on_mesh` against the plainest kernel on one device."""
+    """`run_attention` against the plainest kernel on one device."""
     layout = ed.Layout.create(**sizes)
     execution = Execution(layout=layout, attention=kernel, context_order=order, context_form=form)
     meshed = options | dict(execution=execution, aligned=aligned, key_axis=key_axis, contiguous=contiguous)
     weights = weights_for(qkv)
-    many = results(attend_on_mesh, tuple(meshed.items()), qkv, weights, places)
+    many = results(run_attention, tuple(meshed.items()), qkv, weights, places)
     same(many, results(attend, tuple((options | dict(kernel="dot")).items()), qkv, weights, places))
 
 
@@ -166,7 +166,7 @@ def test_cache_slots_are_not_gathered():
 
     def step(query, key, value, places, slots):
         past = dict(query_positions=places, key_positions=slots, key_axis="slots")
-        return attend_on_mesh(query, key, value, execution=execution, mask=Causal(), **past)
+        return run_attention(query, key, value, execution=execution, mask=Causal(), **past)
 
     text = jax.jit(step).lower(query, key, key, places, slots).compile().as_text()
     gathers = lines(text, "all-gather")
@@ -232,7 +232,7 @@ def step_text(heads: int, kv_heads: int, form: str) -> str:
     def step(query, key, value, places):
         def loss(*qkv):
             own = dict(query_positions=places, key_positions=places, aligned=True)
-            return attend_on_mesh(*qkv, execution=execution, mask=Causal(), **own)[0].sum()
+            return run_attention(*qkv, execution=execution, mask=Causal(), **own)[0].sum()
 
         return jax.grad(loss, (0, 1, 2))(query, key, value)
 
@@ -264,7 +264,7 @@ def products_with_and_without_context(execution: Execution) -> dict[str, int]:
     def loss(policy):
         def layer(x, qkv):
             options = dict(execution=execution, mask=Causal(), query_positions=positions, key_positions=positions)
-            return jnp.sin(attend_on_mesh(jnp.sin(x), *qkv, **options)[0])
+            return jnp.sin(run_attention(jnp.sin(x), *qkv, **options)[0])
 
         saved = jax.checkpoint(layer, policy=policy)
         return jax.grad(lambda query, *qkv: saved(saved(query, qkv), qkv).sum())

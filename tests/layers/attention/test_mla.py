@@ -240,7 +240,7 @@ def test_kernel_receives_platform_and_alignment(monkeypatch):
         calls.append((kernel, options.platform, options.aligned, options.mask))
         return run_kernel(inputs, options, kernel)
 
-    monkeypatch.setattr("eqx_decoders.layers.attention.context_parallel.run_kernel", recording)
+    monkeypatch.setattr("eqx_decoders.layers.attention.attend.run_kernel", recording)
     monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
     layer = drawn(mask=Chunked(2))
     for past in (None, nothing()):

@@ -23,7 +23,7 @@ from tests.layers.attention.test_context_parallel import (
     results,
     selection,
 )
-from tests.layers.common import attend_on_mesh
+from tests.layers.common import run_attention
 
 
 TWO, FOUR, EIGHT = dict(context=2, data=2, tensor=2), dict(context=4, fsdp=2), dict(context=8)
@@ -141,7 +141,7 @@ def test_a_ring_in_bfloat16():
     low, found = tuple(x.astype(jnp.bfloat16) for x in qkv), {}
     for form in ("gather", "ring", "ring_all_to_all"):
         execution = Execution(layout=ed.Layout.create(**EIGHT), attention="chunked", context_form=form)
-        found[form] = results(attend_on_mesh, (("mask", Causal()), ("execution", execution)), low, weights, places)
+        found[form] = results(run_attention, (("mask", Causal()), ("execution", execution)), low, weights, places)
 
     def error(one):
         pairs = zip(jax.tree.leaves(one), jax.tree.leaves(want), strict=True)
@@ -219,7 +219,7 @@ def ring_text(form, mask, counts=(8, 4), **options):
     def step(qkv, places):
         def loss(qkv):
             own = dict(query_positions=places, key_positions=places, aligned=True, contiguous=True)
-            return attend_on_mesh(*qkv, execution=execution, mask=mask, **own, **options)[0].sum()
+            return run_attention(*qkv, execution=execution, mask=mask, **own, **options)[0].sum()
 
         return jax.grad(loss)(qkv)
 

@@ -29,7 +29,7 @@ from eqx_decoders.training.step.loss import evaluation_sums, next_tokens
 from eqx_decoders.training.step.zigzag import in_context_order
 from tests.compare import assert_array_equal, assert_close
 from tests.errors import refused
-from tests.layers.common import attend_on_mesh
+from tests.layers.common import run_attention
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 
 
@@ -138,7 +138,7 @@ def test_tokens_are_in_zigzag_order_and_keys_are_not(monkeypatch):
     key = turned.tokens.astype(jnp.float32)[:, :, None, None]
     places = dict(query_positions=turned.positions, key_positions=turned.positions, mask=Causal())
     chosen = jnp.broadcast_to(turned.tokens[:, None, None] < 5, (2, 1, 32, 32))
-    out = attend_on_mesh(jnp.zeros((2, 32, 1, 1)), key, key, selected=chosen, execution=model.execution, **places)
+    out = run_attention(jnp.zeros((2, 32, 1, 1)), key, key, selected=chosen, execution=model.execution, **places)
     assert_array_equal(out[0], 1.0)
 
 

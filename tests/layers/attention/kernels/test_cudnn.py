@@ -14,8 +14,8 @@ import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.context import Execution, Promises
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention.attend import run_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels import cudnn
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, select_kernel
@@ -198,7 +198,7 @@ def test_devices_of_a_mesh_are_asked(monkeypatch):
     shape, ids = (jax.ShapeDtypeStruct((2, 6, *more), dtype) for more, dtype in (((2, 8), "float32"), ((), "int32")))
     inputs = AttentionInputs(shape, shape, shape, AttentionPositions(ids, ids))
     options, execution = AttentionOptions(mask=Causal()), Execution(layout=layout)
-    jax.eval_shape(lambda inputs: attend_on_mesh(inputs, options, execution), inputs)
+    jax.eval_shape(lambda inputs: run_attention(inputs, options, execution), inputs)
     assert {(call.platform, call.compute_capability) for call in calls} == {("gpu", (9, 0))}
 
 
