@@ -24,10 +24,8 @@ ORDER = [
 
 
 # Packages that import their public names late.
-PACKAGES = [
-    "eqx_decoders",
-    *(f"eqx_decoders.{name}" for name in ("layers", "blocks.residual", "training", "serving", "evaluation")),
-]
+LAZY = ("layers", "blocks.residual", "encoders", "training", "serving", "evaluation")
+PACKAGES = ["eqx_decoders", *(f"eqx_decoders.{name}" for name in LAZY)]
 
 # JAX has no public way to what its processes tell each other, to where it finds them, and to what its cuDNN attention
 # asks of the GPUs that a step is traced for; nor Orbax to its counter.
@@ -116,6 +114,21 @@ except ConfigError:
 """
     out = subprocess.check_output([sys.executable, "-c", code], text=True, input=json.dumps(texts))
     assert json.loads(out) == texts
+
+
+def test_users_classes_do_not_replace_the_librarys():
+    """Also if the library's class is imported later."""
+    code = """
+import eqx_decoders
+from eqx_decoders.blocks.residual.base import Residual
+class Laurel(Residual): ...
+try:
+    from eqx_decoders.blocks.residual import Laurel
+except eqx_decoders.ConfigError as error:
+    print(error)
+"""
+    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "class Laurel of __main__" in out and "eqx_decoders.blocks.residual.laurel" in out
 
 
 @pytest.mark.slow(fast=("io.processors.processor",))

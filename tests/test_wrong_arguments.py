@@ -29,6 +29,7 @@ MISTAKES = {
     "ed.generate(model, [[1]], max_new_tokens=2, prompt_lengths=[1])": ["prompt_lengths"],
     "ed.generate(model, np.ones((2, 3)), max_new_tokens=2)": ["generate", "prompt", "float64"],
     "ed.generate(model, np.arange(3), max_new_tokens=2)": ["prompt", "(3,)", "[batch, length]"],
+    "ed.BlockConfig(mixer=None, mlp=None, residual=3)": ["BlockConfig.residual", "3", "sequential"],
     "list(ed.stream(model, [[64]], max_new_tokens=2))": ["generate", "prompt", "64", "63"],
 }
 CALLER = """

@@ -1,7 +1,7 @@
 """A decoder block: a token mixer, a channel mixer and extra layers with their norms, and a residual connection."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -108,6 +108,11 @@ class BlockConfig(CheckedFields):
             object.__setattr__(
                 self, "residual", RESIDUALS[check_option("BlockConfig.residual", self.residual, RESIDUALS)]
             )
+        check(
+            isinstance(self.residual, Residual),
+            f"BlockConfig.residual={self.residual!r} must be one of eqx_decoders.blocks.residual, or one of the names "
+            f"{', '.join(RESIDUALS)}.",
+        )
         for part in ("mixer", "mlp"):
             norms = [name for name in (f"pre_{part}_norm", f"post_{part}_norm") if getattr(self, name)]
             check(
@@ -135,9 +140,8 @@ class BlockConfig(CheckedFields):
 
     @property
     def residual_config(self) -> Residual:
-        """The residual connection; `residual` itself may be a name only in the call of the constructor."""
-        assert isinstance(self.residual, Residual)
-        return self.residual
+        """The residual connection. It is `residual`, whose type also has the names that the constructor replaces."""
+        return cast(Residual, self.residual)
 
     def branches(self) -> dict[str, LayerConfig]:
         """Return the layers' configurations by name, in order: `pre_layers.0`, `mixer`, `mlp`, `post_layers.0`."""

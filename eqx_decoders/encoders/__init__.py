@@ -1,0 +1,22 @@
+"""Encoders of images and audio; the configurations of their stems are imported on first use."""
+
+from typing import TYPE_CHECKING
+
+from eqx_decoders.core.lazy_imports import lazy
+
+
+if TYPE_CHECKING:
+    from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig as AudioStemConfig
+    from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig as FrameStemConfig
+    from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig as MobileNetConfig
+    from eqx_decoders.encoders.stem import PatchStemConfig as PatchStemConfig, StemConfig as StemConfig
+
+__getattr__, __all__, __dir__ = lazy(
+    __name__,
+    {
+        "encoders.audio.audio_stem": "AudioStemConfig",
+        "encoders.audio.frame_stem": "FrameStemConfig",
+        "encoders.mobilenet.mobilenet": "MobileNetConfig",
+        "encoders.stem": "PatchStemConfig StemConfig",
+    },
+)

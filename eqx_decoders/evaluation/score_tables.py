@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from eqx_decoders.errors import DataError
 from eqx_decoders.evaluation.lm_eval_tasks import HarnessScores
 from eqx_decoders.evaluation.statistics import (
     MeanScore,
@@ -103,7 +104,11 @@ def _compared(one: Scores, other: Scores) -> list[list[str]]:
         difference = ratio_of_sums((one.nats - other.nats) / np.log(2), one.num_bytes)
         wins = _wins(-one.nats, -other.nats)  # fewer bits are better
         return [[f"{one.name} (bits)", str(one.bits_per_byte), str(other.bits_per_byte), _signed(difference), *wins]]
-    assert isinstance(one, HarnessScores) and isinstance(other, HarnessScores)
+    if not (isinstance(one, HarnessScores) and isinstance(other, HarnessScores)):
+        raise DataError(
+            f"task {one.name!r}: the scores of the two models are {type(one).__name__} and {type(other).__name__}. "
+            "Compare models that were evaluated on the same tasks."
+        )
     rows = []
     for name, score in one.metrics.items():
         values = [each.documents.get(name) for each in (one, other)]

@@ -38,7 +38,7 @@ ERNIE4_5 = Family(
 )
 
 
-# --- ERNIE 4.5 with experts: a softmax over all, whose choice alone has a bias; shared experts ---
+# --- ERNIE 4.5 with experts: softmax over all experts, a bias that only affects their selection, shared experts ---
 
 
 def ernie4_5_moe(

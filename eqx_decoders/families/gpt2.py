@@ -42,7 +42,7 @@ _TWINS = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_
 
 
 def defaults(**sizes: int) -> tuple[Setting, ...]:
-    """Return what stands before the sizes: other spellings, which transformers takes as well, and its defaults."""
+    """Return the keys of config.json with defaults and other spellings that transformers accepts, as GPT-2's keys."""
     return Renamed({key: KEYS[key] for key in _TWINS}), Defaults(sizes), Rule("", _default_mlp)
 
 

@@ -23,7 +23,7 @@ IGNORED_KEYS = {
 }
 
 
-# --- Hunyuan, dense: alpha widens the base of RoPE ---
+# --- Hunyuan, dense: `alpha` increases the base of RoPE ---
 
 
 def hunyuan(shape: DecoderSizes, *, rope: Rope) -> DecoderConfig:

@@ -15,7 +15,7 @@ IMAGE = 128_257
 
 
 def idefics3_encoder(sizes: EncoderSizes, *, side: int, eps: float = 1e-6) -> EncoderConfig:
-    """Return SigLIP with positions at the same fraction of a grid of `side x side`; patches of a token are joined."""
+    """Return SigLIP with interpolated positions of a `side x side` grid; patches are concatenated to one feature."""
     encoder = siglip(sizes, side=side, eps=eps)
     return dataclasses.replace(
         encoder,

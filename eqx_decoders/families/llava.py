@@ -80,7 +80,7 @@ def llava_encoder(
     hidden_activation: str = "gelu",
     bias: bool = True,
 ) -> EncoderConfig:
-    """Return CLIP, or SigLIP, whose features behind these numbers of layers are projected together."""
+    """Return CLIP or SigLIP; the outputs of these layers are concatenated and projected."""
     encoder = (siglip if siglip_tower else clip)(sizes, side=side, eps=eps)
     layers = (
         ProjectionConfig(dim=sizes.out_dim, bias=bias, activation=hidden_activation),
@@ -90,7 +90,7 @@ def llava_encoder(
 
 
 def llava(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
-    """Return a decoder with this encoder of images, whose features are multiplied as embeddings are."""
+    """Return a decoder with this image encoder, whose features are scaled like embeddings."""
     config = with_images(text, vision, image_token=image_token)
     media = dataclasses.replace(value_at(config, "media"), feature_scale=text.embedding_scale)
     return dataclasses.replace(config, media=media)
@@ -114,7 +114,7 @@ def _read_layers(fields: Fields, values: Values) -> list[int]:
 
 
 def _read_depths(fields: Fields, values: Values) -> tuple[int, ...]:
-    """Return the numbers of layers behind which features are taken: `hidden_states[0]` stands before the first one."""
+    """Return after how many layers features are taken; `hidden_states[0]` is the input of the first layer."""
     count, layers = values["layers"] + 1, values["_layers"]
     if not all(-count <= layer < count for layer in layers):
         raise fields.error(f"{_LAYERS}={layers}: there are num_hidden_layers={values['layers']} layers.")
@@ -133,7 +133,7 @@ def _read_tiles(fields: Fields, values: Values) -> TilesConfig | None:
 
 
 def _check_strategy(fields: Fields, values: Values) -> None:
-    """Refuse features with that of a class token, and those of patches without the first one."""
+    """Refuse features that include the class token, and features of patches that omit the first patch."""
     wanted, kind = ("full", "SigLIP") if _is_siglip(values["vision"]) else ("default", "CLIP")
     select = fields.take("vision_feature_select_strategy", "default")
     if select != wanted:
@@ -203,7 +203,7 @@ _MODULES = {**LANGUAGE_MODEL["modules"], r"^image_newline$": "model.image_newlin
 
 
 def llava_family(kind: str, architecture: str, *settings: Setting, tiled: bool = False) -> MultimodalFamily:
-    """Return a family of checkpoints whose settings and tensors have LLaVA's names; `settings` stand before them."""
+    """Return a family of checkpoints whose settings and tensors have LLaVA's names; `settings` are further rows."""
     return MultimodalFamily(
         text_type="llama",
         other_texts=("llama", "granite", "mistral", "qwen2"),  # Mistral without windows is written as Llama: the same

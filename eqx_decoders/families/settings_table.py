@@ -38,8 +38,8 @@ ABSENT: Any = object()  # the value of a path that is a function, for a key that
 Values = MutableMapping[str, Any]
 Path = str | Callable[[Any], Any] | None
 
-# Words for the first layer of a decoder or an encoder whose configuration has one of these classes. They are named
-# rather than imported, so that a family imports no layers of others.
+# Paths may begin with one of these words: it finds the first layer whose configuration has one of these classes. The
+# classes are named instead of imported, so that a family imports only its own layers.
 FINDERS: dict[str, tuple[str, ...]] = {
     "attention": ("AttentionConfig",),
     "latent": ("LatentAttentionConfig",),

@@ -8,8 +8,9 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
+import eqx_decoders.blocks.residual
+import eqx_decoders.encoders
 import eqx_decoders.layers
-from eqx_decoders.blocks import residual
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.errors import ConfigError, check, check_integer, check_option, suggest
 from eqx_decoders.layers.base import RegisteredConfig
@@ -152,9 +153,7 @@ def _kinds(hint: Any) -> list[Any]:
 
 def _import_classes() -> None:
     """Import the modules of the library that are imported on first use; their configurations register themselves."""
-    from eqx_decoders.encoders.mobilenet import mobilenet as mobilenet
-
-    for package in (eqx_decoders.layers, residual):
+    for package in (eqx_decoders.layers, eqx_decoders.blocks.residual, eqx_decoders.encoders):
         for name in package.__all__:
             getattr(package, name)
 

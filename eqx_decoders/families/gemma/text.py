@@ -90,13 +90,13 @@ GEMMA2_SETTINGS = (
 
 
 def unused_kv_tensors(config: DecoderConfig, prefix: str = "model.") -> str:
-    """Return a pattern of unused tensors: keys and values of layers that share those of earlier ones."""
+    """Return a pattern of unused tensors: projections of keys and values in layers that use those of earlier layers."""
     layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.kv_shared_from is not None)
     return rf"{re.escape(prefix)}layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
 
 
 def share_keys(masks: tuple[Mask, ...], num_shared: int) -> list[tuple[str | None, str | None]]:
-    """Return the names under which each layer shares its keys and values, and reads those of an earlier one.
+    """Return two names per layer: under which it shares its keys and values, and of the shared ones that it uses.
 
     The last `num_shared` layers read those of the last layer before them that has their mask.
     """
@@ -107,7 +107,7 @@ def share_keys(masks: tuple[Mask, ...], num_shared: int) -> list[tuple[str | Non
 
 
 def num_shared(config: DecoderConfig) -> int:
-    """Return the number of layers that read keys and values of earlier ones."""
+    """Return the number of layers that use the keys and values of earlier layers."""
     return sum(mixer.kv_shared_from is not None for mixer in attentions(config))
 
 
@@ -117,13 +117,13 @@ def _has_own_keys(values: Values) -> bool:
 
 
 def shared_key_settings(default: int) -> tuple[Integer, Check]:
-    """Return the rows of `num_kv_shared_layers`, behind those of the masks."""
+    """Return the rows of `num_kv_shared_layers`; they must follow the rows of the masks."""
     key = "num_kv_shared_layers"
     rule = "num_kv_shared_layers={num_kv_shared_layers} leaves no layer of each type with keys of its own."
     return Integer(key, num_shared, default, least=0, name=key), Check(_has_own_keys, rule)
 
 
-# of embeddings of each layer's own
+# per-layer embeddings
 PER_LAYER_WEIGHTS = (
     *norm_weights(LAYER, **{"post_layers.0.post_norm": "post_per_layer_input_norm"}),
     Weight(
@@ -213,7 +213,7 @@ VAULTGEMMA = Family(
 )
 
 
-# --- Gemma 3: five layers with a window to one without, each kind with its own RoPE ---
+# --- Gemma 3: five layers with a sliding window, then one without; the two kinds have different RoPE ---
 
 
 def gemma3(

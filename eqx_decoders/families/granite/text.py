@@ -24,7 +24,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def scaled(
     shape: DecoderSizes, blocks: Iterable[BlockConfig], *, residual_scale: float = 1.0, **scales: Any
 ) -> DecoderConfig:
-    """Return a decoder with these blocks and a multiplier of their branches; the scales are those of its ends."""
+    """Return a decoder with these blocks; the scales multiply the branches, the embeddings and the logits."""
     residual = Sequential(residual_scale=residual_scale)
     return shape.decoder((dataclasses.replace(block, residual=residual) for block in blocks), **scales)
 
@@ -104,7 +104,7 @@ _GRANITE_KEYS = dict(
 )
 
 
-# --- Granite 3 with experts: a softmax over the selected of many experts ---
+# --- Granite 3 with experts: softmax over the scores of the selected experts ---
 
 
 def granite_moe(shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, **options: Any) -> DecoderConfig:
@@ -143,7 +143,7 @@ _GRANITE_MOE_KEYS = dict(
 )
 
 
-# --- Granite with experts and a shared one: an MLP beside its experts ---
+# --- Granite with experts and a shared expert, an MLP that every token uses ---
 
 
 def granite_moe_shared(

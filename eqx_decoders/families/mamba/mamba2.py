@@ -45,7 +45,7 @@ MAMBA2 = Family(
 )
 
 
-# --- Bamba (IBM, Princeton, CMU and UIUC 2024): few layers of attention, half of RoPE, an MLP in each layer ---
+# --- Bamba (IBM, Princeton, CMU and UIUC 2024): few attention layers with partial RoPE, an MLP in each layer ---
 
 
 def bamba(

@@ -145,7 +145,7 @@ def mixtral(
     rope: Rope = Rope(theta=1e6),
     mask: Mask = Causal(),
 ) -> DecoderConfig:
-    """Return a decoder of Mixtral blocks: a softmax over the chosen experts weighs them."""
+    """Return a decoder of Mixtral blocks, whose gates are a softmax over the scores of the selected experts."""
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), experts))
 

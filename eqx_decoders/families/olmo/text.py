@@ -126,7 +126,7 @@ _OLMO3_KEYS = dict(
 )
 
 
-# --- FlexOlmo (Shi et al. 2025): OLMo 2's block with experts that were trained apart ---
+# --- FlexOlmo (Shi et al. 2025): OLMo 2's block with experts that were trained independently ---
 
 
 _FLEX_THETA = 500_000.0

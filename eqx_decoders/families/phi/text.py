@@ -31,7 +31,7 @@ from eqx_decoders.layers.rope import LongRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-# --- Phi 1, 1.5 and 2: attention and MLP in parallel after one norm, biases everywhere, the head too ---
+# --- Phi 1, 1.5 and 2: attention and MLP in parallel after one norm, biases in all layers and in the head ---
 
 
 def phi(shape: DecoderSizes, *, rope: Rope = Rope(fraction=0.5), qk_norm: bool = False) -> DecoderConfig:
@@ -79,7 +79,7 @@ def phi3(shape: DecoderSizes, *, rope: Rope = Rope(), mask: Mask = Causal()) -> 
 
 
 def _write_original_length(config: DecoderConfig) -> dict[str, Any]:
-    """Return the length beside the table of rotary settings, too, where transformers looks for it."""
+    """Write the original length outside of the rotary settings, too, because transformers reads it there."""
     rope = value_at(config, "attention.rope")
     return {"original_max_position_embeddings": rope.original_length} if isinstance(rope, LongRope) else {}
 
@@ -106,7 +106,7 @@ PHI3 = Family(
 )
 
 
-# of long texts: what frequencies are divided by
+# divisors of the frequencies for long sequences
 _LONG = (
     1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
     2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
@@ -142,7 +142,7 @@ _PHI3_KEYS = dict(
 )
 
 
-# --- Phi-3.5-MoE: LayerNorms, biases, the head's too, and two experts in turn by SparseMixer ---
+# --- Phi-3.5-MoE: LayerNorm, biases in all layers and in the head, two experts selected by SparseMixer ---
 
 
 _TABLES, _SHORT_SCALE, _LONG_SCALE = ("rope_parameters", "rope_scaling"), "short_mscale", "long_mscale"
@@ -160,7 +160,7 @@ def phimoe(
 
 
 def _read_rope(fields: Fields, values: Values) -> Rope:
-    """Read a rotary embedding whose magnitude stands in the file, for short texts and for long ones."""
+    """Read a rotary embedding with the magnitudes for short and long sequences from the file."""
     rope = read_rope(fields, theta=1e6, others=(_SHORT_SCALE, _LONG_SCALE))
     tables = [table for key in _TABLES if (table := fields.table(key)) is not None]
     if not isinstance(rope, LongRope):

@@ -251,7 +251,7 @@ QWEN3_5 = Family(
 _QWEN3_5_KEYS = dict(model_type="qwen3_5_text", vocab_size=248_320, rope_theta=10_000_000.0)
 
 
-# --- Qwen3.5 with experts, whose weights always sum to 1 ---
+# --- Qwen3.5 with experts, whose gates are always normalized ---
 
 
 QWEN3_5_MOE = Family(

@@ -153,14 +153,14 @@ def sparse_text_settings(*, theta: float, **defaults: int) -> tuple[Setting, ...
     )
 
 
-# --- experts with a gated shared one, of Qwen2 and of Qwen3-Next and its successors ---
+# --- experts with a gated shared expert, for Qwen2, Qwen3-Next and Qwen3.5 ---
 
 
 _MLP = LAYER + "mlp."
 
 
 def qwen_experts(shape: DecoderSizes, *, renormalize: bool = True, **options: Any) -> ExpertsConfig:
-    """Return experts, and a shared one with a gate for each token."""
+    """Return experts with a shared expert that has a gate per token."""
     router = RouterConfig(order="score_first", renormalize=renormalize)
     return shape.experts(shared_gate=True, router=router, **options)
 
@@ -231,7 +231,7 @@ _QWEN3_14B = _QWEN3_KEYS | dict(
 )
 
 
-# --- Qwen3 with experts: layers with experts and dense ones mixed at will ---
+# --- Qwen3 with experts: any layer may have experts or an MLP ---
 
 
 QWEN3_MOE = Family(
@@ -254,7 +254,7 @@ QWEN3_MOE = Family(
 _QWEN3_MOE_KEYS = dict(model_type="qwen3_moe", vocab_size=151_936, head_dim=128, norm_topk_prob=True)
 
 
-# --- Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and a shared one with a gate ---
+# --- Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and a gated shared expert ---
 
 
 def qwen2_moe(

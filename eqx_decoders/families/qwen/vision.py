@@ -244,7 +244,7 @@ def with_large_vision(text: DecoderConfig) -> DecoderConfig:
     return qwen3_5_vision(text, qwen_vision(LARGE(out_dim=text.embed_dim)))
 
 
-# --- Qwen3-VL: images and videos that enter at three depths ---
+# --- Qwen3-VL: features of images and videos are added after three layers (DeepStack) ---
 
 
 # with experts and without, the layers have full attention
@@ -300,7 +300,7 @@ QWEN3_VL_MOE = qwen3_vl_family(
 )
 
 
-# --- Qwen3.5: positions rotate heads of the layers that have attention ---
+# --- Qwen3.5: M-RoPE in the attention layers ---
 
 
 QWEN3_5 = qwen3_5_family("qwen3_5_text", model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")
