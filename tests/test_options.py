@@ -765,7 +765,7 @@ def configurations() -> dict[str, type]:
         if not module.name.endswith("chat_template_worker"):  # a program of its own
             for name, value in vars(importlib.import_module(module.name)).items():
                 public = isinstance(value, type) and not name.startswith("_")
-                if public and value.__module__.startswith("eqx_decoders.io.processors."):
+                if public and (value.__module__.endswith("processor") or ".media_files." in value.__module__):
                     continue  # what a model's directory says: compared with transformers
                 if public and dataclasses.is_dataclass(value) and not issubclass(value, eqx.Module):
                     found[name] = value

@@ -107,6 +107,12 @@ def test_images_stand_in_the_place_of_placeholders():
 
 
 @pytest.mark.slow
+def test_an_image_is_decoded_to_rgb():
+    out, expected = run_example("open_image")
+    assert out == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["ed.Engine(model", "Engine(model, EngineConfig", "drop_adapter"])
 def test_many_people_are_answered_at_once(text):
     out, expected = run_example(text)

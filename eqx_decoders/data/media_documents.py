@@ -20,10 +20,10 @@ from eqx_decoders.data.synthetic_images import SIZE, drawn_pixels
 from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.encoders.stem import WholeImageStem
 from eqx_decoders.errors import ConfigError, DataError, check
-from eqx_decoders.io.processors.base import ProcessedFile, merge_arrays
-from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.processor import Processor, settings_content
-from eqx_decoders.io.processors.video import open_video
+from eqx_decoders.media_files.base import ProcessedFile, merge_arrays
+from eqx_decoders.media_files.images import open_image
+from eqx_decoders.media_files.video import open_video
 
 
 @dataclasses.dataclass(frozen=True)

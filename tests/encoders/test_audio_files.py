@@ -15,15 +15,15 @@ import eqx_decoders as ed
 from eqx_decoders.data.media_documents import ProcessorReader
 from eqx_decoders.data.sources.documents import reference
 from eqx_decoders.errors import DataError
+from eqx_decoders.families.qwen.processor import QwenVideos
 from eqx_decoders.inference.generation import stream
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.processors.audio import LogMel
-from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
-from eqx_decoders.io.processors.qwen import QwenVideos
-from eqx_decoders.io.processors.video import Video, open_video
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
+from eqx_decoders.media_files.audio import LogMel
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.video import Video, open_video
 from tests.commands import call
 from tests.compare import assert_array_equal
 from tests.encoders.directories import save_image

@@ -15,8 +15,8 @@ from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_
 from eqx_decoders.encoders.geometry import TilesConfig, best_size, grid_of, token_order
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
+from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.planning.traced_memory import abstract_media
 from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows
 from tests.compare import assert_allclose

@@ -13,9 +13,9 @@ from eqx_decoders.encoders.geometry import DIVIDER, LINE_END, TilesConfig, token
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.peft import load_peft
-from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
 from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS
+from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.sharding.rules import WEIGHTS
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import refused

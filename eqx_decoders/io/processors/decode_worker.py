@@ -63,8 +63,8 @@ def main() -> None:
 
 def make_reader(task):
     """Return the rules of the model's directory, with all their imports loaded: no file can be opened later."""
-    from eqx_decoders.io.processors.limits import MediaLimits
     from eqx_decoders.io.processors.processor import FileReader
+    from eqx_decoders.media_files.limits import MediaLimits
 
     reader = FileReader.load_rules(task["directory"], limits=MediaLimits(**task["limits"]))
     for module in (*LATER, *itertools.chain.from_iterable(map(modules_of, PACKAGES))):

@@ -12,26 +12,26 @@ from jaxtyping import Int
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError, DataError, check
+from eqx_decoders.families.gemma.audio_processor import Gemma3nAudio, Gemma4Audio
+from eqx_decoders.families.gemma.processor import Gemma3Images, Gemma3nImages, Gemma4Images, Gemma4Videos
+from eqx_decoders.families.glm.processor import Glm46Videos, GlmImages, GlmVideos
+from eqx_decoders.families.idefics3.processor import SmolVLMImages, SmolVLMVideos
+from eqx_decoders.families.internvl.processor import InternVLImages, InternVLVideos
+from eqx_decoders.families.lfm2.processor import Lfm2VLImages
+from eqx_decoders.families.llama4.processor import Llama4Images
+from eqx_decoders.families.llava.processor import LlavaImages, LlavaNextImages
+from eqx_decoders.families.mistral.processor import PixtralImages
+from eqx_decoders.families.phi.processor import Phi4Audio, Phi4Images
+from eqx_decoders.families.qwen.audio_processor import QwenAudio
+from eqx_decoders.families.qwen.processor import Qwen3Videos, QwenImages, QwenVideos
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.processors.audio import QwenAudio
-from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings, VideoRules, merge_arrays
-from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma3nImages, Gemma4Images, Gemma4Videos
-from eqx_decoders.io.processors.gemma_audio import Gemma3nAudio, Gemma4Audio
-from eqx_decoders.io.processors.glm import Glm46Videos, GlmImages, GlmVideos
-from eqx_decoders.io.processors.images import image_size, name_of, open_image
-from eqx_decoders.io.processors.internvl import InternVLImages, InternVLVideos
-from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.llama4 import Llama4Images
-from eqx_decoders.io.processors.llava import LlavaImages, LlavaNextImages
-from eqx_decoders.io.processors.phi4 import Phi4Audio, Phi4Images
-from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.prompts import ARGUMENTS, PromptFiles, check_parts, expand, in_order, render
-from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenImages, QwenVideos
-from eqx_decoders.io.processors.smolvlm import SmolVLMImages, SmolVLMVideos
-from eqx_decoders.io.processors.video import open_video
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, hidden, load_tokenizer
+from eqx_decoders.media_files.base import ImageRules, ProcessedFile, Settings, VideoRules, merge_arrays
+from eqx_decoders.media_files.images import image_size, name_of, open_image
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.video import open_video
 
 
 AudioRules = QwenAudio | Gemma3nAudio | Gemma4Audio | Phi4Audio

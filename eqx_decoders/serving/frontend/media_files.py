@@ -28,9 +28,9 @@ import jax
 import numpy as np
 
 from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt
-from eqx_decoders.io.processors.base import ProcessedFile
-from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.text.chat_template import ENVIRONMENT
+from eqx_decoders.media_files.base import ProcessedFile
+from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 

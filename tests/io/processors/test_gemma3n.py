@@ -8,12 +8,12 @@ import pytest
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.families.gemma.audio_processor import USM, Gemma3nAudio, LogMagnitudes
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.processors.gemma_audio import USM, Gemma3nAudio, LogMagnitudes
-from eqx_decoders.io.processors.images import open_image
-from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
+from eqx_decoders.media_files.images import open_image
+from eqx_decoders.media_files.limits import MediaLimits
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.directories import save_image
 from tests.encoders.test_audio_files import answered, directory, expected

@@ -9,10 +9,10 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.families.gemma.audio_processor import Gemma4Audio, LogMagnitudes
 from eqx_decoders.inference.text_model import Files, load_text_model
-from eqx_decoders.io.processors.gemma_audio import Gemma4Audio, LogMagnitudes
-from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import Processor
+from eqx_decoders.media_files.limits import MediaLimits
 from tests.commands import call
 from tests.compare import assert_allclose, assert_array_equal
 from tests.encoders.directories import audio_directory

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.io.processors.audio import LogMel, open_audio
-from eqx_decoders.io.processors.images import open_image
-from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.families.qwen.processor import Qwen3Videos, QwenVideos
 from eqx_decoders.io.processors.processor import FileReader
-from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenVideos
-from eqx_decoders.io.processors.video import Video, open_video
+from eqx_decoders.media_files.audio import LogMel, open_audio
+from eqx_decoders.media_files.images import open_image
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.video import Video, open_video
 from tests.compare import assert_allclose, assert_array_equal
 from tests.errors import assert_names, refused
 from tests.io.processors.media_files import audio, grey_frames, image, numbers_of, video
@@ -283,7 +283,7 @@ def test_wrong_counts_and_sizes_in_one_header_do_no_harm(hostile):
 @pytest.mark.parametrize("name", FORMS)
 def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeypatch):
     """By counting packets, whatever a header says."""
-    monkeypatch.setattr("eqx_decoders.io.processors.video._decoded", lambda *given: pytest.fail("decoded"))
+    monkeypatch.setattr("eqx_decoders.media_files.video._decoded", lambda *given: pytest.fail("decoded"))
     with (
         refused(DataError, "12 frames", "48 x 32 pixels", "MediaLimits.max_decoded_pixels"),
         open_video(videos[name], MediaLimits(max_decoded_pixels=11 * 48 * 32)),
@@ -426,7 +426,7 @@ def test_forms_that_sound_alike(form, kind):
 
 def test_long_audio_are_resampled_in_parts(monkeypatch):
     """With the result of all at once, for which there need not be memory."""
-    monkeypatch.setattr("eqx_decoders.io.processors.audio.BLOCK", 1000)
+    monkeypatch.setattr("eqx_decoders.media_files.audio.BLOCK", 1000)
     given = np.random.default_rng(0).normal(0, 0.1, 30_011).astype(np.float32)
     known = soxr.resample(given, 44_100, 16_000, quality="soxr_hq")
     for source in (wav(given, 44_100, "FLOAT"), (given, 44_100)):
@@ -539,9 +539,9 @@ def test_images_that_are_bombs_or_damaged():
 BOMBS = """
 import json, pathlib, resource, sys, time
 from eqx_decoders.errors import DataError
-from eqx_decoders.io.processors.video import open_video
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.audio import open_audio
+from eqx_decoders.media_files.video import open_video
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.audio import open_audio
 folder = pathlib.Path(sys.argv[1])
 open_audio(folder / "small.flac", 16_000)
 with open_video(folder / "small.video") as clip:

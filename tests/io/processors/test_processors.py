@@ -13,25 +13,26 @@ import pytest
 
 from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
+from eqx_decoders.families.gemma.processor import Gemma3Images, Gemma3nImages, Gemma4Images, Gemma4Videos
+from eqx_decoders.families.glm.processor import GlmImages
+from eqx_decoders.families.idefics3.processor import SmolVLMImages, SmolVLMVideos, SmolWords, in_words
+from eqx_decoders.families.internvl.processor import InternVLImages, InternVLWords
+from eqx_decoders.families.lfm2.processor import Lfm2VLImages
+from eqx_decoders.families.llama4.processor import Llama4Images
+from eqx_decoders.families.llava.processor import LlavaImages, LlavaNextImages
+from eqx_decoders.families.mistral.processor import PixtralImages
+from eqx_decoders.families.phi.processor import Phi4Audio, Phi4Images
+from eqx_decoders.families.qwen.audio_processor import QwenAudio
+from eqx_decoders.families.qwen.processor import QwenImages
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.processors.audio import LogMel, QwenAudio
-from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma3nImages, Gemma4Images, Gemma4Videos
-from eqx_decoders.io.processors.glm import GlmImages
-from eqx_decoders.io.processors.images import open_image
-from eqx_decoders.io.processors.internvl import InternVLImages, InternVLWords
-from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.llama4 import Llama4Images
-from eqx_decoders.io.processors.llava import LlavaImages, LlavaNextImages
-from eqx_decoders.io.processors.normalize import Normalization
-from eqx_decoders.io.processors.phi4 import Phi4Audio, Phi4Images
-from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.processor import Processor, read_settings
-from eqx_decoders.io.processors.qwen import QwenImages
-from eqx_decoders.io.processors.smolvlm import SmolVLMImages, SmolVLMVideos, SmolWords, in_words
-from eqx_decoders.io.processors.video import Video, open_video
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
+from eqx_decoders.media_files.audio import LogMel
+from eqx_decoders.media_files.images import open_image
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import Normalization
+from eqx_decoders.media_files.video import Video, open_video
 from tests.compare import assert_allclose
 from tests.encoders.directories import tokenizer_with, vision_directory
 from tests.errors import refused

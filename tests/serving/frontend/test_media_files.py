@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
+from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from tests.compare import assert_array_equal

@@ -7,18 +7,18 @@ from typing import Annotated
 import numpy as np
 
 from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check
-from eqx_decoders.io.processors.base import (
+from eqx_decoders.media_files.base import (
     ProcessedFile,
     Settings,
     check_tokens,
     concatenate_arrays,
     read_resample,
 )
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_normalization
-from eqx_decoders.io.processors.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
-from eqx_decoders.io.processors.tiles import MOST_TILES, cut_tiles, read_side, tile_grid
-from eqx_decoders.io.processors.video import Clip, check_taken
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_normalization
+from eqx_decoders.media_files.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
+from eqx_decoders.media_files.tiles import MOST_TILES, cut_tiles, read_side, tile_grid
+from eqx_decoders.media_files.video import Clip, check_taken
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

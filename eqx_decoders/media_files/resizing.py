@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from eqx_decoders.encoders.geometry import cubic_weights
-from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.media_files.limits import MediaLimits
 
 
 Pixels = UInt8[np.ndarray, "height width 3"]

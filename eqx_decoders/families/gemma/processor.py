@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt, check
-from eqx_decoders.io.processors.base import (
+from eqx_decoders.media_files.base import (
     ProcessedFile,
     Settings,
     check_tokens,
@@ -15,10 +15,10 @@ from eqx_decoders.io.processors.base import (
     read_resample,
     read_square,
 )
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
-from eqx_decoders.io.processors.resizing import BICUBIC, BILINEAR, SHORT, resize, resize_with_short_weights
-from eqx_decoders.io.processors.video import Clip, check_taken, clock
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import HALVES, Normalization, read_normalization
+from eqx_decoders.media_files.resizing import BICUBIC, BILINEAR, SHORT, resize, resize_with_short_weights
+from eqx_decoders.media_files.video import Clip, check_taken, clock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

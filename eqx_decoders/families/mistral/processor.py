@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import CheckedFields, DataError, PositiveInt, check
-from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, read_resample, read_size
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_normalization
-from eqx_decoders.io.processors.resizing import BICUBIC, resize
+from eqx_decoders.media_files.base import ProcessedFile, Settings, check_tokens, read_resample, read_size
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_normalization
+from eqx_decoders.media_files.resizing import BICUBIC, resize
 
 
 MOST_PADDED = 1 << 29  # pixels of all images of a prompt together, as they are padded

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, check, missing_package
-from eqx_decoders.io.processors.files import as_data_error, check_file
-from eqx_decoders.io.processors.images import composite_on_white, name_of, open_image
-from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.media_files.files import as_data_error, check_file
+from eqx_decoders.media_files.images import composite_on_white, name_of, open_image
+from eqx_decoders.media_files.limits import MediaLimits
 
 
 # Containers that hold a video themselves: others, such as playlists, would open other files and addresses.

@@ -20,9 +20,9 @@ from eqx_decoders.errors import (
     check,
     check_number,
 )
-from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
-from eqx_decoders.io.processors.base import Settings
-from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.media_files.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
+from eqx_decoders.media_files.base import Settings
+from eqx_decoders.media_files.limits import MediaLimits
 
 
 WHOLE = 128  # samples are padded to a multiple of it

@@ -8,17 +8,17 @@ from typing import Annotated
 import numpy as np
 
 from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt, check_number
-from eqx_decoders.io.processors.base import (
+from eqx_decoders.media_files.base import (
     ProcessedFile,
     Settings,
     check_tokens,
     concatenate_arrays,
     read_resample,
 )
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
-from eqx_decoders.io.processors.resizing import BILINEAR, resize_with_short_weights
-from eqx_decoders.io.processors.tiles import MOST_TILES, cut_tiles, read_side
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import HALVES, Normalization, read_normalization
+from eqx_decoders.media_files.resizing import BILINEAR, resize_with_short_weights
+from eqx_decoders.media_files.tiles import MOST_TILES, cut_tiles, read_side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

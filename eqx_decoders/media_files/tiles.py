@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Float
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.io.processors.base import read_square
+from eqx_decoders.media_files.base import read_square
 
 
 MOST_TILES = 256

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from eqx_decoders.errors import DataError, check, missing_package
-from eqx_decoders.io.processors.files import as_data_error, check_file
-from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.media_files.files import as_data_error, check_file
+from eqx_decoders.media_files.limits import MediaLimits
 
 
 # Formats whose decoders run nothing else (EPS starts Ghostscript) and whose headers tell the size that is decoded.

@@ -9,7 +9,7 @@ import numpy as np
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check_integer
-from eqx_decoders.io.processors.base import (
+from eqx_decoders.media_files.base import (
     ProcessedFile,
     Settings,
     check_tokens,
@@ -17,10 +17,10 @@ from eqx_decoders.io.processors.base import (
     read_resample,
     read_size,
 )
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
-from eqx_decoders.io.processors.resizing import LANCZOS, SHORT, Size, resize, resize_with_short_weights
-from eqx_decoders.io.processors.video import Clip, check_taken, clock
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import HALVES, Normalization, read_normalization
+from eqx_decoders.media_files.resizing import LANCZOS, SHORT, Size, resize, resize_with_short_weights
+from eqx_decoders.media_files.video import Clip, check_taken, clock
 
 
 MOST_LONGEST = 4096

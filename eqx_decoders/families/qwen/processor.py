@@ -9,7 +9,7 @@ import numpy as np
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import AtLeast, CheckedFields, DataError, PositiveInt, check
-from eqx_decoders.io.processors.base import (
+from eqx_decoders.media_files.base import (
     ProcessedFile,
     Settings,
     check_tokens,
@@ -17,10 +17,10 @@ from eqx_decoders.io.processors.base import (
     read_resample,
     read_size,
 )
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, HALVES, Normalization, Triple, read_normalization
-from eqx_decoders.io.processors.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
-from eqx_decoders.io.processors.video import Clip, check_taken
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import CLIP_MEAN, CLIP_STD, HALVES, Normalization, Triple, read_normalization
+from eqx_decoders.media_files.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
+from eqx_decoders.media_files.video import Clip, check_taken
 
 
 MOST_RATIO = 200

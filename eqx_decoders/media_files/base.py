@@ -8,9 +8,9 @@ import numpy as np
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError, DataError, check
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.resizing import FILTERS
-from eqx_decoders.io.processors.video import Clip
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.resizing import FILTERS
+from eqx_decoders.media_files.video import Clip
 
 
 MOST_TOKENS = 1 << 20  # of one image, video or audio clip

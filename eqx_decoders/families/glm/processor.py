@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import PositiveFloat
-from eqx_decoders.io.processors.base import ProcessedFile, Settings
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Normalization
-from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenImages, read_pixels, read_videos
-from eqx_decoders.io.processors.video import Clip
+from eqx_decoders.families.qwen.processor import Qwen3Videos, QwenImages, read_pixels, read_videos
+from eqx_decoders.media_files.base import ProcessedFile, Settings
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import CLIP_MEAN, CLIP_STD, Normalization
+from eqx_decoders.media_files.video import Clip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float, UInt8
 
 from eqx_decoders.encoders.geometry import TilesConfig, token_order
 from eqx_decoders.errors import AtLeast, CheckedFields, DataError, NonNegativeFloat, PositiveFloat, PositiveInt, check
-from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
-from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, concatenate_arrays
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
-from eqx_decoders.io.processors.resizing import BICUBIC, BILINEAR, resize_cubic, resize_with_short_weights
-from eqx_decoders.io.processors.tiles import MOST_TILES, cut_tiles, read_side, tile_grid
+from eqx_decoders.media_files.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
+from eqx_decoders.media_files.base import ProcessedFile, Settings, check_tokens, concatenate_arrays
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import HALVES, Normalization, read_normalization
+from eqx_decoders.media_files.resizing import BICUBIC, BILINEAR, resize_cubic, resize_with_short_weights
+from eqx_decoders.media_files.tiles import MOST_TILES, cut_tiles, read_side, tile_grid
 
 
 WHITE = 255

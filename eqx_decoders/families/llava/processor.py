@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.geometry import SIZES, TilesConfig, best_size, token_order
 from eqx_decoders.errors import CheckedFields, PositiveInt
-from eqx_decoders.io.processors.base import (
+from eqx_decoders.media_files.base import (
     ProcessedFile,
     Settings,
     check_tokens,
@@ -19,10 +19,10 @@ from eqx_decoders.io.processors.base import (
     read_resample,
     read_size,
 )
-from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_normalization
-from eqx_decoders.io.processors.resizing import BICUBIC, resize
-from eqx_decoders.io.processors.tiles import cut_tiles
+from eqx_decoders.media_files.limits import MediaLimits
+from eqx_decoders.media_files.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_normalization
+from eqx_decoders.media_files.resizing import BICUBIC, resize
+from eqx_decoders.media_files.tiles import cut_tiles
 
 
 Pixels = UInt8[np.ndarray, "height width 3"]
