@@ -59,6 +59,8 @@ def test_imports_go_one_way(package):
             assert not private or (file.name, private) in PRIVATE, f"{file.name} imports private {module}"
             if module.startswith("eqx_decoders"):
                 assert module != "eqx_decoders", f"{file.name}: import from the module that defines the name"
+                if file.name == "__init__.py" and package in ("layers", "blocks", "encoders"):
+                    continue  # exports of layers, on first use; a layer that one family has is defined there
                 assert ORDER.index(package_of(module)) <= ORDER.index(package), f"{file} must not import {module}"
 
 
@@ -90,8 +92,8 @@ print(*(name.removeprefix("eqx_decoders.") for name in sys.modules))
 """
     modules = set(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=LIBRARY.parent).split())
     mixers = {name.rpartition(".")[2] for name in modules if name.startswith(("layers.recurrent", "layers.attention"))}
-    unwanted = "gated_conv gated_delta_net kimi_delta lightning mamba1 mamba2 mlstm rg_lru rwkv scans pallas_scan"
-    assert not mixers & set(f"{unwanted} compressed_attention differential dynamic_mask head_mixture".split())
+    unwanted = "gated_conv gated_delta_net kimi_delta mamba1 mamba2 mlstm rwkv scans pallas_scan"
+    assert not mixers & set(f"{unwanted} differential dynamic_mask head_mixture".split())
     assert not {"layers.embedding.engram", "layers.parallel_mixers", "io.gguf.gguf_directory"} & modules
     lineages = {module.partition(".")[0] for module in registry.MODULES}
     assert {name.split(".")[1] for name in modules if name.startswith("families.")} & lineages == {"llama"}
@@ -128,7 +130,7 @@ except eqx_decoders.ConfigError as error:
     print(error)
 """
     out = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert "class Laurel of __main__" in out and "eqx_decoders.blocks.residual.laurel" in out
+    assert "class Laurel of __main__" in out and "eqx_decoders.families.gemma.altup" in out
 
 
 @pytest.mark.slow(fast=("io.processors.processor",))

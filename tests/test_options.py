@@ -18,18 +18,19 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.altup import AltUp
-from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, _declared
+from eqx_decoders.families.deepseek.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
+from eqx_decoders.families.deepseek.compression import CompressionConfig
+from eqx_decoders.families.gemma.altup import AltUp, Laurel
+from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
+from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
+from eqx_decoders.families.qwen.gated_streams import GatedStreams
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
-from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
-from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
@@ -51,11 +52,9 @@ from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
-from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
-from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.rope import (
     DynamicRope,

@@ -41,14 +41,19 @@ from eqx_decoders.core.lazy_imports import lazy
 
 # Names are imported on first use, so that a model imports the layers that it has and no others.
 if TYPE_CHECKING:
+    from eqx_decoders.families.deepseek.compressed_attention import (
+        CompressedAttention as CompressedAttention,
+        CompressedAttentionConfig as CompressedAttentionConfig,
+    )
+    from eqx_decoders.families.gemma.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
+    from eqx_decoders.families.minimax.lightning import (
+        LightningAttention as LightningAttention,
+        LightningAttentionConfig as LightningAttentionConfig,
+    )
     from eqx_decoders.layers.attention.attention import (
         Attention as Attention,
         AttentionConfig as AttentionConfig,
         QKNorm as QKNorm,
-    )
-    from eqx_decoders.layers.attention.compressed_attention import (
-        CompressedAttention as CompressedAttention,
-        CompressedAttentionConfig as CompressedAttentionConfig,
     )
     from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
     from eqx_decoders.layers.attention.kernels.registry import (
@@ -152,14 +157,9 @@ if TYPE_CHECKING:
         KimiDeltaAttention as KimiDeltaAttention,
         KimiDeltaAttentionConfig as KimiDeltaAttentionConfig,
     )
-    from eqx_decoders.layers.recurrent.lightning import (
-        LightningAttention as LightningAttention,
-        LightningAttentionConfig as LightningAttentionConfig,
-    )
     from eqx_decoders.layers.recurrent.mamba1 import Mamba1 as Mamba1, Mamba1Config as Mamba1Config
     from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
     from eqx_decoders.layers.recurrent.mlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
-    from eqx_decoders.layers.recurrent.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
     from eqx_decoders.layers.recurrent.rwkv import (
         ChannelMix as ChannelMix,
         ChannelMixConfig as ChannelMixConfig,
@@ -183,7 +183,7 @@ __getattr__, __all__, __dir__ = lazy(
     __name__,
     {
         "layers.attention.attention": "Attention AttentionConfig QKNorm",
-        "layers.attention.compressed_attention": "CompressedAttention CompressedAttentionConfig",
+        "families.deepseek.compressed_attention": "CompressedAttention CompressedAttentionConfig",
         "layers.attention.local_attention": "LocalAttention LocalAttentionConfig",
         "layers.attention.indexer": "Indexer IndexerConfig",
         "layers.attention.kernels.registry": "KERNELS Kernel attend max_scores",
@@ -208,11 +208,11 @@ __getattr__, __all__, __dir__ = lazy(
         "layers.recurrent.gated_conv": "GatedConvolution GatedConvolutionConfig",
         "layers.recurrent.gated_delta_net": "GatedDeltaNet GatedDeltaNetConfig",
         "layers.recurrent.kimi_delta": "KimiDeltaAttention KimiDeltaAttentionConfig",
-        "layers.recurrent.lightning": "LightningAttention LightningAttentionConfig",
+        "families.minimax.lightning": "LightningAttention LightningAttentionConfig",
         "layers.recurrent.mamba1": "Mamba1 Mamba1Config",
         "layers.recurrent.mamba2": "Mamba2 Mamba2Config",
         "layers.recurrent.mlstm": "MLSTM MLSTMConfig",
-        "layers.recurrent.rg_lru": "RGLRU RGLRUConfig",
+        "families.gemma.rg_lru": "RGLRU RGLRUConfig",
         "layers.recurrent.rwkv": "ChannelMix ChannelMixConfig TimeMix TimeMixConfig",
         "layers.recurrent.scans.recurrence": "delta_rule linear_recurrence",
         "layers.rope": "DynamicRope LinearRope Llama3Rope ProportionalRope Rope YarnRope",

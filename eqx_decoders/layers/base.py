@@ -64,6 +64,11 @@ class LayerConfig(RegisteredConfig):
         """Return the shape of the cache for sequences of up to `max_length` tokens (`layers.cache`); None: no cache."""
         return None
 
+    @property
+    def depends_on_token_order(self) -> bool:
+        """Whether permuting tokens together with their positions changes the result; by default if there is a cache."""
+        return type(self).cache_shape is not LayerConfig.cache_shape
+
     def token_products(self, length: int) -> int:
         """Return the multiplications per token other than by weights, in a sequence of `length` tokens (for FLOPs)."""
         return 0

@@ -71,6 +71,10 @@ class ParallelMixersConfig(MixerConfig):
         """Return the parallel mixers."""
         return tuple(parallel.mixer for parallel in self.mixers)
 
+    @property
+    def depends_on_token_order(self) -> bool:
+        return any(named.mixer.depends_on_token_order for named in self.mixers)
+
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the shapes of the mixers' caches, by name."""
         return {named.name: named.mixer.cache_shape(max_length) for named in self.mixers}

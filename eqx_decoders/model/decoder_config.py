@@ -7,8 +7,6 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer, per_layer_input_configs
 from eqx_decoders.blocks.residual.base import Residual
-from eqx_decoders.blocks.residual.gated_streams import GatedStreams
-from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
 from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.embedding.embedding import PositionsConfig
@@ -197,7 +195,7 @@ def _check_mtp_streams(mtp: MTPConfig, residual: Residual) -> None:
         f"DecoderConfig.mtp must have all_streams=True if {type(residual).__name__}.weighted_sum is True: "
         "otherwise the depths would read an unweighted sum of the streams.",
     )
-    same_streams = isinstance(residual, HyperConnections | GatedStreams) and mtp.block.residual_config == residual
+    same_streams = residual.mtp_streams and mtp.block.residual_config == residual
     check(
         same_streams or not mtp.all_streams,
         "DecoderConfig.mtp.all_streams=True needs HyperConnections or GatedStreams as residual connection, "

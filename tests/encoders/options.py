@@ -6,8 +6,6 @@ from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig, FrameStemConfig
 from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
-from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
-from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import (
     EncoderTokensConfig,
     GroupConvolutionConfig,
@@ -16,6 +14,12 @@ from eqx_decoders.encoders.projector import (
 )
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
+from eqx_decoders.families.gemma.mobilenet import (
+    EdgeResidualConfig,
+    InvertedResidualConfig,
+    MobileNetConfig,
+    PlaneAttentionConfig,
+)
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.local_attention import LocalAttentionConfig
 from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig

@@ -11,7 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.geometry import grid_of, token_order
 from eqx_decoders.encoders.media_config import MediaConfig
-from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
+from eqx_decoders.families.gemma.mobilenet import MobileNetConfig
 from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves, replaced

@@ -14,10 +14,14 @@ import eqx_decoders as ed
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
-from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
-from eqx_decoders.encoders.mobilenet.convolution import build_depthwise
-from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
-from eqx_decoders.families.gemma.mobilenet import architectures
+from eqx_decoders.families.gemma.mobilenet import (
+    EdgeResidualConfig,
+    InvertedResidualConfig,
+    MobileNetConfig,
+    PlaneAttentionConfig,
+    build_depthwise,
+)
+from eqx_decoders.families.gemma.mobilenet_weights import architectures
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.planning.traced_memory import abstract_media
 from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows

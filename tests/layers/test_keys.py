@@ -13,7 +13,9 @@ import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.encoders.encoder import Encoder
-from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
+from eqx_decoders.families.gemma.mobilenet import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
+from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
+from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -28,11 +30,9 @@ from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
-from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
-from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from tests.commands import ROOT

@@ -11,9 +11,9 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.data.batch import Batch
+from eqx_decoders.families.qwen.gated_streams import GatedStreams
 from eqx_decoders.inference import generation
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.block_indexer import PooledIndexerConfig

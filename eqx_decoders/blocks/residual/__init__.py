@@ -7,10 +7,7 @@ from eqx_decoders.core.lazy_imports import lazy
 
 # Names are imported on first use, so that a model imports the residual connections that it has and no others.
 if TYPE_CHECKING:
-    from eqx_decoders.blocks.residual.altup import AltUp as AltUp
-    from eqx_decoders.blocks.residual.gated_streams import GatedStreams as GatedStreams
     from eqx_decoders.blocks.residual.hyper_connections import HyperConnections as HyperConnections
-    from eqx_decoders.blocks.residual.laurel import Laurel as Laurel
     from eqx_decoders.blocks.residual.residual import (
         Chained as Chained,
         NoResidual as NoResidual,
@@ -19,14 +16,15 @@ if TYPE_CHECKING:
         Sequential as Sequential,
         Weighted as Weighted,
     )
+    from eqx_decoders.families.gemma.altup import AltUp as AltUp, Laurel as Laurel
+    from eqx_decoders.families.qwen.gated_streams import GatedStreams as GatedStreams
 
 __getattr__, __all__, __dir__ = lazy(
     __name__,
     {
-        "blocks.residual.altup": "AltUp",
-        "blocks.residual.gated_streams": "GatedStreams",
+        "families.gemma.altup": "AltUp Laurel",
+        "families.qwen.gated_streams": "GatedStreams",
         "blocks.residual.hyper_connections": "HyperConnections",
-        "blocks.residual.laurel": "Laurel",
         "blocks.residual.residual": "Chained NoResidual Parallel PostNorm Sequential Weighted",
     },
 )

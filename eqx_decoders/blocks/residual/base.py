@@ -49,6 +49,7 @@ class Residual(RegisteredConfig):
     - `keeps_normed`: the residual connection applies a layer's pre-norm itself (`BlockLayer.stream_norm`), because it
         also uses the normalized stream.
     - `weighted_sum`: the final reduction of the streams has learned weights.
+    - `mtp_streams`: the depths of multi-token prediction can read all streams (`MTPConfig.all_streams`).
     """
 
     streams: ClassVar[int] = 1
@@ -56,6 +57,7 @@ class Residual(RegisteredConfig):
     chains: ClassVar[bool] = False
     keeps_normed: ClassVar[bool] = False
     weighted_sum: ClassVar[bool] = False
+    mtp_streams: ClassVar[bool] = False
 
     @abc.abstractmethod
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ReadWriteResidual":

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -47,6 +47,7 @@ class HyperConnections(Residual):
         (DeepSeek-V4); otherwise it is unweighted.
     """
 
+    mtp_streams: ClassVar[bool] = True
     streams: PositiveInt = 4  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
     iterations: PositiveInt = 20

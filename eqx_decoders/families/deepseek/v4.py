@@ -8,6 +8,8 @@ from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends
+from eqx_decoders.families.deepseek.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
+from eqx_decoders.families.deepseek.compression import CompressionConfig
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_named_ropes, write_named_ropes
 from eqx_decoders.families.settings_table import (
@@ -23,8 +25,6 @@ from eqx_decoders.families.settings_table import (
     write_all,
 )
 from eqx_decoders.families.weight_rows import Weight, mtp_rows
-from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
-from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig

@@ -8,10 +8,9 @@ import functools
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
-from eqx_decoders.blocks.residual.altup import AltUp
-from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
+from eqx_decoders.families.gemma.altup import AltUp, Laurel
 from eqx_decoders.families.gemma.text import (
     IGNORED_ACTIVATION_KEY,
     PER_LAYER_WEIGHTS,

@@ -10,10 +10,10 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig, FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
-from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.families.gemma.audio import CLIP, CONFORMER, ConformerSizes, conformer_block
-from eqx_decoders.families.gemma.mobilenet import architectures, network_weights, read_network, write_network
+from eqx_decoders.families.gemma.mobilenet import MobileNetConfig
+from eqx_decoders.families.gemma.mobilenet_weights import architectures, network_weights, read_network, write_network
 from eqx_decoders.families.gemma.text import unused_kv_tensors
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, token
 from eqx_decoders.families.settings_table import (

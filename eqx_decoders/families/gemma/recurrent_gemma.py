@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import check
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
+from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Group, Integer, Number, Only, Renamed, Rule, Values
@@ -15,7 +16,6 @@ from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, s
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 

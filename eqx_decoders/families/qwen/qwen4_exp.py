@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
-from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.qwen.gated_streams import GatedStreams
 from eqx_decoders.families.qwen.hybrid import (
     IGNORED_STATE_KEYS,
     LAYER,

@@ -215,6 +215,10 @@ class AttentionConfig(MixerConfig):
         """Configuration of the indexer that selects key blocks; None without an indexer."""
         return self.selection if isinstance(self.selection, BlockIndexerConfig) else None
 
+    @property
+    def depends_on_token_order(self) -> bool:
+        return self.selection is not None
+
     def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape] | None:
         """Return the shape of the key/value cache; None if an earlier layer's keys and values are used.
 

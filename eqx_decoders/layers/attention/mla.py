@@ -129,6 +129,10 @@ class LatentAttentionConfig(MixerConfig):
         """Whether the layer has an indexer, instead of reusing the selection of an earlier layer or having none."""
         return self.indexer is not None and self.indexer.shared_from is None
 
+    @property
+    def depends_on_token_order(self) -> bool:
+        return False
+
     def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape]:
         """Return the shape of the cache: latents and rotary keys as one key head, without values.
 

@@ -12,16 +12,10 @@ from jaxtyping import Array, PyTree, Shaped
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import check
-from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import context_parts, zigzag
-from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
-from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
-from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
 from eqx_decoders.layers.base import LayerConfig
 from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.layers.parallel_mixers import ParallelMixersConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.sharding.layout import Layout
 
@@ -84,14 +78,7 @@ def _need_order(config: DecoderConfig, execution: Execution) -> Iterator[str]:
                 yield f"{place}.{name} ({type(layer).__name__})"
 
 
-def _needs_order(layer: Any, execution: Execution) -> bool:
-    around = LearnedInitConfig | HeadMixtureConfig | DifferentialAttentionConfig
-    layer = layer.attention if isinstance(layer, around) else layer
-    if isinstance(layer, ParallelMixersConfig):
-        return any(_needs_order(each.mixer, execution) for each in layer.mixers)
-    if isinstance(layer, AttentionConfig):
-        return layer.selection is not None
-    if isinstance(layer, ExpertsConfig):  # of a row's tokens those that come first take the places of an expert
+def _needs_order(layer: LayerConfig, execution: Execution) -> bool:
+    if isinstance(layer, ExpertsConfig):  # with a capacity, experts drop the last tokens of a sequence
         return layer.capacity_factor is not None and execution.experts in ("auto", "capacity")
-    has_cache = type(layer).cache_shape is not LayerConfig.cache_shape
-    return has_cache and not isinstance(layer, LatentAttentionConfig)
+    return layer.depends_on_token_order

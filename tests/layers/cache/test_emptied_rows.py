@@ -10,11 +10,13 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.families.deepseek.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
+from eqx_decoders.families.deepseek.compression import CompressionConfig
+from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
+from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
 from eqx_decoders.inference.draft_state import DraftState
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
-from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
-from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
 from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
@@ -26,11 +28,9 @@ from eqx_decoders.layers.cache.recurrent_state import ChannelState, ChannelUpdat
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
-from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
-from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from tests.compare import assert_array_equal
 from tests.layers.cached_mixers import FULL, MIXERS

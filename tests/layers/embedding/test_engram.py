@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.gated_streams import GatedStreams
+from eqx_decoders.families.qwen.gated_streams import GatedStreams
 from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngram_rows
 from eqx_decoders.layers.mlp import LinearConfig

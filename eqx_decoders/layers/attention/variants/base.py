@@ -23,6 +23,10 @@ class AttentionVariant:
         """Rotary embedding of the attention."""
         return self.attention.rope
 
+    @property
+    def depends_on_token_order(self) -> bool:
+        return self.attention.depends_on_token_order
+
     def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape] | None:
         """Return the shape of the attention's cache."""
         return self.attention.cache_shape(max_length)

@@ -52,6 +52,10 @@ class DynamicMaskConfig(AttentionVariant, MixerConfig):
         mask = self.attention.mask
         check(isinstance(mask, Causal), f"DynamicMaskConfig.attention has mask={mask}, which must be Causal().")
 
+    @property
+    def depends_on_token_order(self) -> bool:
+        return True
+
     def cache_shape(self, max_length: int) -> KVShape:
         """Return the shape of the cache, in which the last feature of a key is its bias."""
         kv_heads = self.attention.num_kv_heads

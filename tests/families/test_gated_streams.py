@@ -8,7 +8,7 @@ import numpy as np
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.base import BlockLayer
-from eqx_decoders.blocks.residual.gated_streams import GatedStreams
+from eqx_decoders.families.qwen.gated_streams import GatedStreams
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.init import with_mtp
 from tests.blocks.residual.common import run_residual

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import sigmoid, wide

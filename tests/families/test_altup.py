@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.altup import AltUp
 from eqx_decoders.blocks.residual.base import BlockLayer
-from eqx_decoders.blocks.residual.laurel import Laurel
+from eqx_decoders.families.gemma.altup import AltUp, Laurel
 from eqx_decoders.layers.norm import RMSNormConfig
 from tests.blocks.residual.common import run_residual
 from tests.compare import assert_array_equal, assert_close

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig, _sqrt
+from eqx_decoders.families.gemma.rg_lru import RGLRUConfig, _sqrt
 from tests.compare import assert_allclose, assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import sigmoid, wide

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families.deepseek.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
+from eqx_decoders.families.deepseek.compressed_keys import CompressedShape, NewWindows
+from eqx_decoders.families.deepseek.compression import CompressionConfig
 from eqx_decoders.layers.attention import topk
-from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
-from eqx_decoders.layers.attention.compression import CompressionConfig
-from eqx_decoders.layers.cache.compressed_keys import CompressedShape, NewWindows
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_array_equal, assert_close

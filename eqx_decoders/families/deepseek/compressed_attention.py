@@ -17,14 +17,15 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
-from eqx_decoders.layers.attention.attend import run_attention
-from eqx_decoders.layers.attention.compression import (
+from eqx_decoders.families.deepseek.compressed_keys import CompressedShape, NewWindows, at_ends
+from eqx_decoders.families.deepseek.compression import (
     CompressionConfig,
     Compressor,
     NewCompressedKeys,
     find_windows,
     rotate_last,
 )
+from eqx_decoders.layers.attention.attend import run_attention
 from eqx_decoders.layers.attention.indexer import index_scores
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
@@ -32,7 +33,6 @@ from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import SelectedKeys, map_queries, top_k_mask
 from eqx_decoders.layers.base import BranchResult, MixerConfig
-from eqx_decoders.layers.cache.compressed_keys import CompressedShape, NewWindows, at_ends
 from eqx_decoders.layers.cache.kv_cache import CachedKV, NewKV, Queries, kv_shape
 from eqx_decoders.layers.mask import AttentionPositions, Causal, SlidingWindow, seen_keys, visible
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNorm, RMSNormConfig

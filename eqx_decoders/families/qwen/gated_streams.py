@@ -33,6 +33,7 @@ class GatedStreams(Residual):
     - `norm`: norm of each stream.
     """
 
+    mtp_streams: ClassVar[bool] = True
     weighted_sum: ClassVar[bool] = True
     streams: Annotated[int, AtLeast(2)] = 4  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
     rank: PositiveInt = 320
