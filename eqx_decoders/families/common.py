@@ -1,4 +1,4 @@
-"""Sizes, settings and tensors that most families share."""
+"""Model dimensions, and rows of the tables of settings and weights, that most families share."""
 
 import dataclasses
 import functools
@@ -30,9 +30,10 @@ NO_BIAS: Mapping[str, str | None] = {"attention_bias": None}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSizes:
-    """Sizes of a decoder whose layers all have the same.
+    """Dimensions of a decoder whose layers all have the same dimensions.
 
-    `eps` is that of the norms; `attention_bias` adds a bias to all four projections of attention.
+    - `eps`: epsilon of the norms.
+    - `attention_bias`: whether all four projections of attention have biases.
     """
 
     vocab_size: int
@@ -55,11 +56,11 @@ class DecoderSizes:
 
     @property
     def qk_norm(self) -> QKNorm:
-        """The same for queries and keys, each head for itself."""
+        """QK norm per head: an RMSNorm with this `eps`."""
         return QKNorm(norm=self.norm)
 
     def attention(self, **options: Any) -> AttentionConfig:
-        """Return attention of these sizes."""
+        """Return the configuration of attention. `options`: fields of `AttentionConfig`; they replace these sizes."""
         heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         bias = dict(qkv_bias=self.attention_bias, out_bias=self.attention_bias)
         return AttentionConfig(**{**heads, **bias, **options})
@@ -67,9 +68,14 @@ class DecoderSizes:
     def attention_by_mask(
         self, masks: Iterable[Mask], rope: Rope | None, local_rope: Rope | None, **options: Any
     ) -> tuple[AttentionConfig, ...]:
-        """Return the attention of all layers with these masks, or causal ones for none; see `attention`.
+        """Return the configuration of the attention of every layer.
 
-        Layers that see the whole past have the rotary embedding `rope`, the others `local_rope`.
+        **Arguments:**
+
+        - `masks`: mask of each layer. Empty: all layers have a causal mask.
+        - `rope`: rotary embedding of layers with a causal mask.
+        - `local_rope`: rotary embedding of layers with any other mask.
+        - `options`: see `attention`.
         """
         return tuple(
             self.attention(mask=mask, rope=rope if mask == Causal() else local_rope, **options)
@@ -77,19 +83,30 @@ class DecoderSizes:
         )
 
     def mlp(self, **options: Any) -> MLPConfig:
-        """Return an MLP of these sizes."""
+        """Return the configuration of an MLP. `options`: other fields of `MLPConfig`."""
         return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
 
     def experts(self, *, shared_dim: int | None = None, shared_bias: bool = False, **options: Any) -> ExpertsConfig:
-        """Return experts of these sizes, unless the options have an `mlp_dim`, with a shared one of `shared_dim`."""
-        sizes = {"mlp_dim": self.mlp_dim, "activation": self.activation, **options}
+        """Return the configuration of experts.
+
+        **Arguments:**
+
+        - `shared_dim`: MLP width of the shared expert. None: there is no shared expert.
+        - `shared_bias`: whether the shared expert has biases.
+        - `options`: fields of `ExpertsConfig`; they replace these sizes.
+        """
+        fields = {"mlp_dim": self.mlp_dim, "activation": self.activation, **options}
         if shared_dim is not None:
-            kind: dict[str, Any] = dict(activation=self.activation, gated=sizes.get("gated", True), bias=shared_bias)
-            sizes["shared"] = MLPConfig(mlp_dim=shared_dim, **kind)
-        return ExpertsConfig(**sizes)
+            fields["shared"] = MLPConfig(
+                mlp_dim=shared_dim,
+                activation=self.activation,
+                gated=fields.get("gated", True),
+                bias=shared_bias,
+            )
+        return ExpertsConfig(**fields)
 
     def cycle_masks(self, size: int, period: int, kind: LocalMask = SlidingWindow) -> tuple[Mask, ...]:
-        """Return the mask of each layer: causal in every `period`-th, and a window of `size` in the others."""
+        """Return the mask of each layer: causal in every `period`-th layer, and `kind(size)` in all other layers."""
         return tuple(kind(size) if (index + 1) % period else Causal() for index in range(self.num_layers))
 
     def block(
@@ -101,22 +118,40 @@ class DecoderSizes:
         parallel: int = 0,
         **options: Any,
     ) -> BlockConfig:
-        """Return a layer with norms before attention and MLP, after them, or both.
+        """Return the configuration of a decoder block.
 
-        Its MLP is `self.mlp()` and its norms are `self.norm` where they are None. If `parallel` is 1 or 2, attention
-        and MLP read the same stream, through one norm or two of their own.
+        **Arguments:**
+
+        - `mlp`: the MLP or experts; None: `self.mlp()`.
+        - `norm`: the norms; None: `self.norm`.
+        - `norms`: `"pre"` for norms before the mixer and the MLP, `"post"` for norms after them, `"sandwich"` for both.
+        - `parallel`: 0 if the MLP follows the mixer. Otherwise mixer and MLP read the same residual stream, through
+            one shared norm (1) or through separate norms (2).
+        - `options`: other fields of `BlockConfig`.
         """
-        before = None if norms == "post" else norm or self.norm
-        after = None if norms == "pre" else norm or self.norm
-        around = dict(pre_mixer_norm=before, post_mixer_norm=after, post_mlp_norm=after)
-        around["pre_mlp_norm"] = None if parallel == 1 else before
-        residual = {"residual": Parallel()} if parallel else {}
-        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), **{**around, **residual, **options})
+        pre_norm = None if norms == "post" else norm or self.norm
+        post_norm = None if norms == "pre" else norm or self.norm
+        fields: dict[str, Any] = {
+            "pre_mixer_norm": pre_norm,
+            "post_mixer_norm": post_norm,
+            "pre_mlp_norm": None if parallel == 1 else pre_norm,
+            "post_mlp_norm": post_norm,
+        }
+        if parallel:
+            fields["residual"] = Parallel()
+        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), **{**fields, **options})
 
     def decoder(
         self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
     ) -> DecoderConfig:
-        """Return a decoder with these layers, or the same in all; its final norm is `self.norm` by default."""
+        """Return the configuration of a decoder.
+
+        **Arguments:**
+
+        - `blocks`: the block of each layer, or one block for all layers.
+        - `final_norm`: None: `self.norm`.
+        - `options`: other fields of `DecoderConfig`.
+        """
         return DecoderConfig(
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
@@ -141,22 +176,29 @@ def decoder_sizes(
     paths: Mapping[str, Path] = {},
     words: Mapping[str, str] = ACTIVATIONS,
 ) -> Group:
-    """Return the rows of `DecoderSizes`, called `shape`; the arguments are transformers' defaults.
+    """Return the rows that read and write the value `shape`, a `DecoderSizes`.
 
-    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. Without an
-    `mlp_dim` its key must be there. `keys` maps
-    Llama's keys to the family's; None where it has no such key. `paths` has paths of Llama's keys where they
-    differ, and `words` the names of activations.
+    **Arguments:**
+
+    - `num_kv_heads`, …, `attention_bias`: transformers' defaults for missing keys. `num_kv_heads=None` is the number of
+        heads, and `head_dim=None` is `hidden_size / num_attention_heads`. By default the key of `mlp_dim` is required.
+    - `keys`: the family's name of a key, by Llama's name; None for a key that the family does not have.
+    - `paths`: path of the value in a configuration, by Llama's key, where it differs from Llama's path.
+    - `words`: the family's names of activations.
     """
 
-    def heads(values: Any) -> Any:
+    def same_as_heads(values: Any) -> Any:
         return values["num_heads"]
 
     rows = (
         Integer("num_attention_heads", "attention.num_heads", name="num_heads"),
         Integer("hidden_size", "embed_dim"),
         Integer(
-            "num_key_value_heads", "attention.num_kv_heads", num_kv_heads or heads, null=heads, name="num_kv_heads"
+            "num_key_value_heads",
+            "attention.num_kv_heads",
+            num_kv_heads or same_as_heads,
+            null=same_as_heads,
+            name="num_kv_heads",
         ),
         _HeadDim("head_dim", "attention.head_dim", head_dim, keys=keys),
         Integer("vocab_size", "vocab_size"),
@@ -168,18 +210,21 @@ def decoder_sizes(
         Number("initializer_range", "init_std", 0.02),
         Flag("attention_bias", "attention.qkv_bias", attention_bias, name="attention_bias"),
     )
-    named = (
+    family_rows = (
         dataclasses.replace(
             row, key=keys.get(row.key, row.key) or "", path=paths.get(row.key, row.path), name=row.keyword
         )
         for row in rows
     )
-    return Group("shape", DecoderSizes, tuple(named))
+    return Group("shape", DecoderSizes, tuple(family_rows))
 
 
 @dataclasses.dataclass(frozen=True)
 class _HeadDim(Integer):
-    """Features of a head, by default `hidden_size / num_attention_heads`; `keys` has the family's names of the two."""
+    """Number of features of a head, by default `hidden_size / num_attention_heads`.
+
+    `keys`: the family's names of these two keys, for the error message.
+    """
 
     _: dataclasses.KW_ONLY
     keys: Mapping[str, str | None]
@@ -188,22 +233,31 @@ class _HeadDim(Integer):
         super().read(fields, values)
         if values["head_dim"] is not None:
             return
-        embed, heads = values["embed_dim"], values["num_heads"]
-        if embed % heads:
-            size, count = (self.keys.get(key, key) for key in ("hidden_size", "num_attention_heads"))
-            more = ", or head_dim given" if self.key else ""
-            raise fields.error(f"{size}={embed} must be a multiple of {count}={heads}{more}.")
-        values["head_dim"] = embed // heads
+        embed_dim, num_heads = values["embed_dim"], values["num_heads"]
+        if embed_dim % num_heads:
+            embed_key, heads_key = (self.keys.get(key, key) for key in ("hidden_size", "num_attention_heads"))
+            if self.key:
+                raise fields.error(
+                    f"{embed_key}={embed_dim} must be a multiple of {heads_key}={num_heads}: correct one of them, or "
+                    f"add {self.key}."
+                )
+            raise fields.error(
+                f"{embed_key}={embed_dim} must be a multiple of {heads_key}={num_heads}: correct one of them."
+            )
+        values["head_dim"] = embed_dim // num_heads
 
 
 def map_blocks(config: DecoderConfig, change: Callable[[BlockConfig], BlockConfig]) -> DecoderConfig:
-    """Return the configuration with all blocks changed; equal blocks are changed once."""
+    """Return the configuration with `change` applied to all blocks. Equal blocks are changed once."""
     blocks = {block: change(block) for block in dict.fromkeys(config.blocks)}
     return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks))
 
 
 def with_masks(config: DecoderConfig, masks: tuple[Mask, ...]) -> DecoderConfig:
-    """Return the configuration with these masks of its layers, all of which have attention; as it is without masks."""
+    """Return the configuration with `masks[i]` as the mask of layer `i`; unchanged if `masks` is empty.
+
+    Raises ConversionError if the mixer of a layer is not attention.
+    """
     if not masks:
         return config
     mixers = (dataclasses.replace(mixer, mask=mask) for mixer, mask in zip(attentions(config), masks, strict=True))
@@ -212,11 +266,14 @@ def with_masks(config: DecoderConfig, masks: tuple[Mask, ...]) -> DecoderConfig:
 
 
 def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
-    """Return the attention of every layer; ConversionError where there is another mixer."""
+    """Return the attention of every layer. Raises ConversionError if the mixer of a layer is not attention."""
     mixers = tuple(block.mixer for block in config.blocks)
     for index, mixer in enumerate(mixers):
         if not isinstance(mixer, AttentionConfig):
-            raise ConversionError(f"DecoderConfig.blocks[{index}].mixer={mixer!r} must be an AttentionConfig.")
+            raise ConversionError(
+                f"DecoderConfig.blocks[{index}].mixer={mixer!r} must be an AttentionConfig: this model type has no "
+                "other mixers."
+            )
     return mixers  # pyright: ignore[reportReturnType] - checked above
 
 
@@ -224,16 +281,21 @@ LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chu
 
 
 def cycle_masks(period: int, *, key: str = "", window: int = 4096, default: int | None = None) -> Rule:
-    """Return the row of the masks of `DecoderSizes.cycle_masks`, unless `layer_types` differs.
+    """Return the row of the value `masks`: causal in every `period`-th layer, sliding windows in all other layers.
 
-    `window` is transformers' default for their size, and `default` what is written where no layer has one. With a `key`
-    that may say another `period`, which is not written.
+    A key `layer_types` overrides this cycle.
+
+    **Arguments:**
+
+    - `key`: key of `config.json` that overrides `period`; it is never written. Empty: there is no such key.
+    - `window`: transformers' default for `sliding_window`.
+    - `default`: value of `sliding_window` that is written if no layer has a window.
     """
 
     def read(fields: Fields, values: Values) -> tuple[Mask, ...]:
         cycle = fields.integer(key, period) if key else period
         size = fields.integer("sliding_window", window, null=None)
-        return read_masks(fields, values, size, lambda index: (index + 1) % cycle != 0)
+        return read_masks(fields, values, size, lambda layer: (layer + 1) % cycle != 0)
 
     return Rule("masks", read, functools.partial(write_masks, default=default))
 
@@ -241,45 +303,68 @@ def cycle_masks(period: int, *, key: str = "", window: int = 4096, default: int 
 def layer_masks(
     local: Callable[[int, Values], bool], *, window: int | None = 4096, default: int | None = None, switch: str = ""
 ) -> Rule:
-    """Return the row of the masks of layers with windows where `local` says so, unless `layer_types` differs.
+    """Return the row of the value `masks`: sliding windows where `local` returns True, causal masks elsewhere.
 
-    It takes the number of a layer and the values before. `window` is transformers' default for their size, and
-    `default` what is written where no layer has one. Where the size is null, or the flag `switch` false, none has.
+    A key `layer_types` overrides `local`. No layer has a window if `sliding_window` is null.
+
+    **Arguments:**
+
+    - `local`: returns whether a layer has a window, from its index and the values of earlier rows.
+    - `window`: transformers' default for `sliding_window`.
+    - `default`: value of `sliding_window` that is written if no layer has a window.
+    - `switch`: key of `config.json` that must be true for windows. Empty: there is no such key.
     """
 
     def read(fields: Fields, values: Values) -> tuple[Mask, ...]:
-        on, size = not switch or fields.flag(switch, False), fields.integer("sliding_window", window, null=None)
-        size = size if on else None
-        return read_masks(fields, values, size, lambda index: size is not None and local(index, values))
+        has_windows = not switch or fields.flag(switch, False)
+        size = fields.integer("sliding_window", window, null=None)
+        if not has_windows:
+            size = None
+        return read_masks(fields, values, size, lambda layer: size is not None and local(layer, values))
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         masks = write_masks(config, default=default)
-        return masks | ({switch: masks["sliding_window"] is not None} if switch else {})
+        if switch:
+            masks[switch] = masks["sliding_window"] is not None
+        return masks
 
     return Rule("masks", read, write)
 
 
 def read_masks(
-    fields: Fields, values: Values, size: int | None, local: Callable[[int], bool] = lambda index: False,
-    kind: LocalMask = SlidingWindow, key: str = "sliding_window",
-) -> tuple[Mask, ...]:  # fmt: skip
-    """Read the mask of each layer of the value `shape`, causal or `kind` of a `size` (the value of `key`).
+    fields: Fields,
+    values: Values,
+    size: int | None,
+    local: Callable[[int], bool] = lambda layer: False,
+    kind: LocalMask = SlidingWindow,
+    key: str = "sliding_window",
+) -> tuple[Mask, ...]:
+    """Read the mask of each layer: causal, or `kind(size)` for local layers.
 
-    `layer_types` or, where there is none, `local` says of each layer, by its number, whether it is local.
+    Raises ConversionError if `layer_types` has local layers and `size` is None.
+
+    **Arguments:**
+
+    - `values`: values of earlier rows; `shape` has the number of layers.
+    - `size`: size of the windows or chunks, the value of `key`. None: no layer is local.
+    - `local`: returns whether the layer with an index is local, if there is no `layer_types`.
     """
-    layers, word = range(values["shape"].num_layers), LAYER_TYPES[kind]
-    types = fields.words("layer_types", (LAYER_TYPES[Causal], word), len(layers))
-    flags = [local(index) if types is None else types[index] == word for index in layers]
-    if any(flags) and size is None:
-        raise fields.error(f"layer_types has {word}, but {key} is null or off: give its size.")
-    mask = Causal() if size is None else kind(size)
-    return tuple(mask if flag else Causal() for flag in flags)
+    num_layers = values["shape"].num_layers
+    local_type = LAYER_TYPES[kind]
+    types = fields.words("layer_types", (LAYER_TYPES[Causal], local_type), num_layers)
+    is_local = [local(layer) if types is None else types[layer] == local_type for layer in range(num_layers)]
+    if any(is_local) and size is None:
+        raise fields.error(
+            f"layer_types has layers of type {local_type}, but {key} is null or turned off: set {key} to their size."
+        )
+    local_mask = Causal() if size is None else kind(size)
+    return tuple(local_mask if flag else Causal() for flag in is_local)
 
 
 def write_masks(
     config: DecoderConfig, kind: LocalMask = SlidingWindow, key: str = "sliding_window", *, default: int | None = None
 ) -> dict[str, Any]:
-    """Return `layer_types`, and the one size that local masks share; `default` where there is none."""
+    """Return `layer_types`, and under `key` the size of the local masks; `default` if no layer is local."""
     types = [LAYER_TYPES[type(mixer.mask)] for mixer in attentions(config)]
     return {"layer_types": types, key: find_window(config, kind) or default}
 
@@ -288,21 +373,29 @@ HYBRID_TYPES = ("linear_attention", "full_attention")
 
 
 def hybrid_layers(*attention: type, other: str = HYBRID_TYPES[0], word: str = HYBRID_TYPES[1]) -> Rule:
-    """Return the row of flags for layers with attention, of these classes and the type `word`, not recurrence, `other`.
+    """Return the row of the value `full`: for each layer of a hybrid decoder, whether it is an attention layer.
 
-    `layer_types` says it or, where there is none, the value `_interval`: every such layer has attention.
+    It is read from `layer_types`. If this key is missing, every `_interval`-th layer is an attention layer, where
+    `_interval` is the value of an earlier row.
+
+    **Arguments:**
+
+    - `attention`: classes of the mixers of attention layers.
+    - `other`: name of recurrent layers in `layer_types`.
+    - `word`: name of attention layers in `layer_types`.
     """
-    kinds = other, word
-    legacy = {"mamba": other, "attention": word, HYBRID_TYPES[1]: word}
+    kinds = (other, word)
+    aliases = {"mamba": other, "attention": word, HYBRID_TYPES[1]: word}
 
     def read(fields: Fields, values: Values) -> tuple[bool, ...]:
-        layers, interval = values["shape"].num_layers, values.get("_interval")
-        types = fields.words("layer_types", (*kinds, *legacy), layers)
+        num_layers = values["shape"].num_layers
+        interval = values.get("_interval")
+        types = fields.words("layer_types", (*kinds, *aliases), num_layers)
         if types is None:
-            types = [kinds[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
-        full = tuple(legacy.get(kind, kind) == word for kind in types)
+            types = [kinds[interval is not None and (layer + 1) % interval == 0] for layer in range(num_layers)]
+        full = tuple(aliases.get(kind, kind) == word for kind in types)
         if not any(full):
-            raise fields.error(f"layer_types must have at least one attention layer, {word!r}.")
+            raise fields.error(f"layer_types must have at least one attention layer: set an entry to {word!r}.")
         return full
 
     def write(config: DecoderConfig) -> dict[str, Any]:
@@ -312,7 +405,10 @@ def hybrid_layers(*attention: type, other: str = HYBRID_TYPES[0], word: str = HY
 
 
 def same_window(default: int | None) -> Rule:
-    """Return the row of the mask of all layers: a window of `sliding_window` tokens, or causal where it is null."""
+    """Return the row of the value `mask`: a window of `sliding_window` tokens in all layers; causal if it is null.
+
+    `default`: transformers' default for `sliding_window`.
+    """
 
     def read(fields: Fields, values: Values) -> Mask:
         window = fields.integer("sliding_window", default, null=None)
@@ -322,11 +418,11 @@ def same_window(default: int | None) -> Rule:
 
 
 def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int | None:
-    """Return the size of the windows, or of the chunks; None where no layer has one."""
+    """Return the size of the largest mask of this `kind` (windows or chunks); None if no layer has such a mask."""
     return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, kind)), default=None)
 
 
-# --- the rows of weights that most tables share ---
+# --- rows of weights that most families share ---
 
 LAYER = "model.layers.{layer}."
 
@@ -334,7 +430,7 @@ LAYER = "model.layers.{layer}."
 def ends(
     embedding: str = "model.embed_tokens", final_norm: str = "model.norm", head: str = "lm_head"
 ) -> tuple[Weight, ...]:
-    """Return the rows of the embedding, the final norm and the output head, whose modules have these names."""
+    """Return the rows of the embedding, the final norm and the output head. The arguments are names of modules."""
     return (
         Weight(f"{embedding}.weight", "embedding.table", "vocab embed -> vocab embed"),
         *norm(final_norm, "final_norm"),
@@ -347,19 +443,25 @@ ENDS = ends()
 
 
 def renamed(rows: Iterable[Weight], names: Mapping[str, str]) -> tuple[Weight, ...]:
-    """Return the rows with other words in the names of their tensors: the family's for Llama's."""
+    """Return the rows with other tensor names. `names`: replacements of substrings, applied in order."""
 
-    def name(row: Weight) -> str:
-        return functools.reduce(lambda name, words: name.replace(*words), names.items(), row.name)
+    def new_name(row: Weight) -> str:
+        name = row.name
+        for old, new in names.items():
+            name = name.replace(old, new)
+        return name
 
-    return tuple(dataclasses.replace(row, name=name(row)) for row in rows)
+    return tuple(dataclasses.replace(row, name=new_name(row)) for row in rows)
 
 
 def fused_attention(prefix: str, qkv: str, out: str) -> tuple[Weight, ...]:
-    """Return the rows of attention whose tensor `qkv` has, for each key head, its queries, its key and its value."""
-    into = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
-    kernels = ((f"mixer.{path}", f"({heads} head_dim) embed -> embed {heads} head_dim") for path, heads in into.items())
-    biases = ((f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim") for path, heads in into.items())
+    """Return the rows of attention with a fused projection, stored as GPT-NeoX does.
+
+    For each key head, the tensor `qkv` holds the queries of its group, its key and its value.
+    """
+    axes = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
+    kernels = ((f"mixer.{path}", f"({heads} head_dim) embed -> embed {heads} head_dim") for path, heads in axes.items())
+    biases = ((f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim") for path, heads in axes.items())
     return (
         *sharing(f"{prefix}{qkv}.weight", *kernels, within="kv_heads"),
         *sharing(f"{prefix}{qkv}.bias", *biases, within="kv_heads"),
@@ -374,7 +476,7 @@ GATED_MLP = gated_mlp(LAYER + "mlp.")
 def fused_mlp(
     prefix: str, path: str = "mlp.", gate_up: str = "gate_up_proj", down: str = "down_proj"
 ) -> tuple[Weight, ...]:
-    """Return the rows of a gated MLP that is `fused`, without biases: gates are the first rows of one matrix."""
+    """Return the rows of a gated MLP without biases whose tensor `gate_up` holds the gate, then the up projection."""
     return (
         Weight(f"{prefix}{gate_up}.weight", path + "gate_up", "(inputs mlp) embed -> embed inputs mlp"),
         Weight(f"{prefix}{down}.weight", path + "down", "embed mlp -> mlp embed"),
@@ -408,8 +510,12 @@ def llama_weights(
     mlp: tuple[Weight, ...] = GATED_MLP,
     experts: tuple[Weight, ...] = (),
 ) -> tuple[Weight, ...]:
-    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLPs and experts.
+    """Return the rows of a decoder with Llama's tensor names.
 
-    Rows in the place of positions are those of norms with other names.
+    **Arguments:**
+
+    - `norms`: positions of the norms (see `DecoderSizes.block`), or the rows of norms with other names.
+    - `mlp`, `experts`: rows of MLPs and of experts.
     """
-    return ENDS + self_attention(LAYER) + (norms if isinstance(norms, tuple) else _NORMS[norms]) + mlp + experts
+    norm_rows = norms if isinstance(norms, tuple) else _NORMS[norms]
+    return ENDS + self_attention(LAYER) + norm_rows + mlp + experts

@@ -1,8 +1,8 @@
-"""Family of checkpoints: a table of its settings in `config.json`, and one of its weights.
+"""Families of checkpoints. A `Family` has a table of settings in `config.json` and a table of weights.
 
-A row of `weights` maps a tensor of a checkpoint to a weight, with an einops pattern that views the tensor in the
-weight's order: to read it for import, and to fill it for export. A row of `settings` maps keys of `config.json` to
-values of a configuration, in both directions; an export is refused unless reading it returns the same configuration.
+A row of `settings` maps keys of `config.json` to values of a configuration, in both directions. An export is refused
+unless reading it returns the same configuration. A row of `weights` maps a tensor of a checkpoint to a weight, with an
+einops pattern between the dimensions of the tensor and those of the weight. Import and export use the same row.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from eqx_decoders.sharding.axes import axes, computed, named_leaves
 
 
 class _NotExpressed(ConversionError):
-    """A family cannot express a configuration. `distance` is the number of fields that differ."""
+    """The settings of a family cannot describe a configuration. `distance`: number of fields that differ."""
 
     def __init__(self, message: str, distance: int | float):
         super().__init__(message)
@@ -42,7 +42,7 @@ class _NotExpressed(ConversionError):
 
 @runtime_checkable
 class HasConfig(Protocol):
-    """A `Decoder`, of arrays or shapes."""
+    """A `Decoder` of arrays or of shapes."""
 
     @property
     def config(self) -> DecoderConfig: ...
@@ -50,44 +50,50 @@ class HasConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Description of one kind of checkpoint.
+    """One kind of checkpoint: how its `config.json` and its tensors map to a decoder.
 
     **Arguments:**
 
-    - `model_type`, `architecture`: its names in `config.json`.
-    - `settings`: the table of settings.
+    - `model_type`, `architecture`: values of these keys in `config.json`.
+    - `settings`: table of settings.
     - `build`: returns the configuration from the values of `settings`.
-    - `weights`: the table of weights.
-    - `prefix`: of the base model's tensors, by default the embedding's first word; files without a head may lack it.
-    - `ignored_keys`: keys of `config.json` without effect here, besides `IGNORED_KEYS`, and the reason; several keys
-        with one reason have spaces between them.
-    - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies; or a
-        function that makes it of a configuration.
-    - `kept_tensors`: regular expression of those of them that transformers reads, and makes where they are missing: an
-        export has them as their source has, if it is still there.
-    - `zero_tensors`: those of them that transformers needs, of a configuration, with their shapes: an export has them
-        as their source has, or zeros.
-    - `fixed_tensors`: tensors that follow from a configuration, such as numbers of hashes: an export has them, and
-        those of a checkpoint must be the same.
-    - `aliases`: other names for `model_type`, which are read and never written.
-    - `other_architectures`: the same of `architecture`: classes of code beside published files.
-    - `fused`: rows that replace some of `weights` where all experts of a layer share a tensor.
-    - `writes_fused`: whether an export has the tensors of `fused`: where transformers opens no others.
-    - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
-    - `with_depths`: the configuration with so many layers of multi-token prediction, for checkpoints that store some
-        and don't say so in `config.json`.
-    - `renamed`: regular expressions of tensors' names, and their replacements when read.
-    - `modules`: regular expressions of tensors' names, and transformers' names once they are loaded.
-    - `text`: the text family of the decoder of a family with encoders.
-    - `variants`: the same family with decoders of other text families.
-    - `text_names`: prefixes of the tensors of `text`, and those that replace them.
-    - `auto_class`: the class of transformers that opens such a directory.
-    - `own_settings`: returns the family's settings from those of a `config.json`, in the spelling of `settings`: for
-        files that spell them otherwise, or describe more than this model.
-    - `transposed`: rows that replace some of `weights` where experts are stored as matrices `[in, out]`.
-    - `blocks_per_layer`: number of blocks that a checkpoint counts as one `{layer}`; `{part}` numbers them there.
+    - `weights`: table of weights.
+    - `prefix`: prefix of the tensors of the base model; checkpoints without an output head may omit it. Default: the
+        first word of the name of the embedding table.
+    - `ignored_keys`: keys of `config.json` that have no effect, with the reason, in addition to `IGNORED_KEYS`. Keys
+        with the same reason may be separated by spaces.
+    - `ignored_tensors`: regular expression of tensors that are not learned, such as tables of frequencies; or a
+        function that returns it for a configuration.
+    - `kept_tensors`: regular expression of ignored tensors that transformers reads, and computes if they are missing.
+        An export copies them from the checkpoint that was loaded, if that still exists.
+    - `zero_tensors`: returns the names and shapes of ignored tensors that transformers requires, for a configuration.
+        An export copies them from the checkpoint that was loaded, or fills them with zeros.
+    - `fixed_tensors`: returns tensors that are computed from a configuration, such as multipliers of hashes. An export
+        writes them. A checkpoint with other values is refused.
+    - `aliases`: other values of `model_type` that are read, but never written.
+    - `other_architectures`: other values of `architectures` that are read, but never written: classes whose code is
+        published with a checkpoint.
+    - `fused`: rows that replace some rows of `weights` for checkpoints that store all experts of a layer in one tensor.
+    - `writes_fused`: whether an export uses the rows of `fused`, because transformers reads no other format.
+    - `copies`: names of tensors that duplicate other tensors, with the names of the originals. `{layer}` stands for
+        the index of a layer of multi-token prediction.
+    - `with_depths`: returns a configuration with a number of layers of multi-token prediction, for checkpoints that
+        store such layers but do not mention them in `config.json`. None: there are no such checkpoints.
+    - `renamed`: regular expressions of tensor names, with the replacement that gives the name in `weights`.
+    - `modules`: regular expressions of tensor names, with the replacement that gives the name in a loaded transformers
+        model.
+    - `text`: family of the decoder, for a family with encoders.
+    - `variants`: this family with decoders of other text families.
+    - `text_names`: prefixes of tensor names in `text`, with the prefix that replaces them in this family.
+    - `auto_class`: class of transformers that loads the checkpoint.
+    - `own_settings`: converts a `config.json` to the spelling of `settings`, for files that use another spelling or
+        describe more than this model.
+    - `transposed`: rows that replace some rows of `weights` for checkpoints that store experts as `[in, out]`.
     - `integer_tensors`: regular expression of tensors that hold integers.
-    - `default_settings`: ignored keys that transformers needs, for models that lack them or have null.
+    - `default_settings`: ignored keys that transformers requires, with the values that an export writes if the loaded
+        `config.json` had no value.
+    - `blocks_per_layer`: number of blocks that a checkpoint counts as one `{layer}`. `{part}` is the index of a block
+        in its layer.
     """
 
     model_type: str
@@ -126,51 +132,58 @@ class Family:
             object.__setattr__(self, "prefix", embedding.partition(".")[0] + ".")
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
-        """Return the configuration of a `config.json`, and the keys that it ignores. Raises ConversionError."""
+        """Return the configuration that a `config.json` describes, and its keys without effect.
+
+        Raises ConversionError if the library does not support a setting.
+        """
         return self.decode_fields(Fields(self.own_settings(content)))
 
     def described_by(self, content: Mapping[str, Any]) -> "Family":
-        """Return the family, or one of its kinds, that a `config.json` names: a variant, or models that score texts."""
+        """Return the family of a `config.json` with this model type: this family, a variant, or `self.scoring()`."""
         names = content.get("architectures")
-        scores = isinstance(names, list) and any(str(name).endswith(SCORER) for name in names)
-        return self.scoring() if scores else self
+        is_scorer = isinstance(names, list) and any(str(name).endswith(SCORER) for name in names)
+        return self.scoring() if is_scorer else self
 
     def scoring(self) -> "Family":
-        """Return the family of its models that score texts. Raises ConversionError where transformers has no such."""
-        row = Weight("score.weight", "head.kernel", "scores embed -> embed scores")
-        number = Rule("_scores", number_of_scores, lambda config: {"num_labels": config.scores})
+        """Return the family of sequence classification models with this decoder, such as reward models.
+
+        Raises ConversionError if transformers has no such class for this model type.
+        """
+        score_row = Weight("score.weight", "head.kernel", "scores embed -> embed scores")
+        num_scores = Rule("_scores", number_of_scores, lambda config: {"num_labels": config.scores})
         return dataclasses.replace(
             self,
             architecture=scorer_name(self.model_type, self.architecture),
-            settings=(*self.settings, number),
-            weights=tuple(row if weight.path == row.path else weight for weight in self.weights),
+            settings=(*self.settings, num_scores),
+            weights=tuple(score_row if row.path == score_row.path else row for row in self.weights),
             other_architectures=(),
             with_depths=None,
             auto_class=SCORER_CLASS,
         )
 
     def stored_name(self, name: str) -> str:
-        """Return the name of a tensor in the files that are written here."""
-        for pattern, text in self.renamed.items():
-            name = re.sub(pattern, text, name)
+        """Return the name in `weights` of a tensor of a checkpoint, which may use an older name."""
+        for pattern, replacement in self.renamed.items():
+            name = re.sub(pattern, replacement, name)
         return name
 
     def module_name(self, name: str) -> str:
-        """Return transformers' name of a stored tensor once it is loaded."""
-        for pattern, text in self.modules.items():
-            name = re.sub(pattern, text, name)
+        """Return the name that a stored tensor has in a loaded transformers model."""
+        for pattern, replacement in self.modules.items():
+            name = re.sub(pattern, replacement, name)
         return name
 
     def decode_fields(self, fields: Fields) -> tuple[DecoderConfig, dict[str, Any]]:
-        """Decode an object that may be nested in another one, as `decode` does."""
-        for key in ("model_type", "dtype", "torch_dtype", "quantization_config"):  # they say how tensors are stored
+        """Return the result of `decode` for an object that may be nested in another object."""
+        for key in ("model_type", "dtype", "torch_dtype", "quantization_config"):  # not part of the architecture
             fields.take(key, None)
-        named = fields.take("architectures", [self.architecture])
-        base = self.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
-        known = {self.architecture, base, *self.other_architectures}
-        if not isinstance(named, list) or not known & set(map(str, named)):
+        architectures = fields.take("architectures", [self.architecture])
+        base_model = self.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
+        known = {self.architecture, base_model, *self.other_architectures}
+        if not isinstance(architectures, list) or not known & set(map(str, architectures)):
             raise fields.error(
-                f"architectures={abbreviate(named)} must name {self.architecture}: other heads are not implemented."
+                f"architectures={abbreviate(architectures)} must contain {self.architecture!r}: models with other "
+                "heads are not supported."
             )
         try:
             config = self.read(fields)
@@ -179,19 +192,23 @@ class Family:
         return config, fields.ignored({**IGNORED_KEYS, **self.ignored_keys}, ALLOWED_VALUES, GENERATION_KEYS)
 
     def read(self, fields: Fields) -> DecoderConfig:
-        """Return the configuration of a checkpoint's settings."""
+        """Return the configuration from the keys of `settings`."""
         values = read_all(self.settings, fields)
         config = self.build(**public(values))
         return with_scores(config, values["_scores"]) if "_scores" in values else config
 
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
-        """Return the settings that describe `config`; ConversionError with the differences where none do."""
+        """Return the `config.json` that describes `config`.
+
+        Raises ConversionError with the differences if this family cannot describe it.
+        """
         return self.expressing(config)[1]
 
     def expressing(self, config: DecoderConfig) -> tuple["Family", dict[str, Any]]:
-        """Return the family, or the first of `variants`, that can express `config`, and the settings.
+        """Return the family that can describe `config`, and the `config.json`.
 
-        Its weights are the tensors that are written.
+        The family is the first match among `variants` and this family. Its `weights` are the tensors of an export.
+        Raises ConversionError with the differences if no family matches.
         """
         if config.scores is not None and self.auto_class != SCORER_CLASS:
             return self.scoring().expressing(config)
@@ -201,7 +218,7 @@ class Family:
                 return family._as_written(), family._encode(config)
             except _NotExpressed as error:
                 errors.append(error)
-        errors.reverse()  # `min` returns the first of equal errors: prefer the family to its variants
+        errors.reverse()  # for equal distances `min` returns the first error: prefer this family to its variants
         raise min(errors, key=lambda error: error.distance)
 
     def _as_written(self) -> "Family":
@@ -210,139 +227,162 @@ class Family:
     def _encode(self, config: DecoderConfig) -> dict[str, Any]:
         config = for_inference(config)
         try:
-            written = self.named(write_all(self.settings, config))
+            settings = write_all(self.settings, config)
+            written = {"architectures": [self.architecture], "model_type": self.model_type, **settings}
             decoded, _ = self.decode(written)
-        except (AttributeError, TypeError, IndexError, ConversionError) as error:  # other classes than it expects
-            raise _NotExpressed(f"This model is no {self.architecture}: {error}", math.inf) from error
+        except (AttributeError, TypeError, IndexError, ConversionError) as error:  # layers of unexpected classes
+            raise _NotExpressed(f"{self.architecture} cannot describe this model: {error}", math.inf) from error
         different = list(_differences(decoded, config, "DecoderConfig"))
         if different:
-            shown = "; ".join(different[:5])
-            raise _NotExpressed(f"This model is no {self.architecture}: {shown}.", len(different))
+            raise _NotExpressed(
+                f"{self.architecture} cannot describe this model: {'; '.join(different[:5])}.", len(different)
+            )
         return written
-
-    def named(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings with the names of the family."""
-        return {"architectures": [self.architecture], "model_type": self.model_type, **settings}
 
     @property
     def head(self) -> str:
-        """Name of the output head's tensor."""
-        return next(weight.name for weight in self.weights if weight.path == "head.kernel")
+        """Name of the tensor of the output head."""
+        return next(row.name for row in self.weights if row.path == "head.kernel")
 
     def text_tensor(self, name: str) -> str | None:
-        """Return the name of a decoder's tensor in `text`; None for those of encoders."""
-        for text, prefix in self.text_names.items():
+        """Return the name in `text` of a tensor of the decoder; None for a tensor of an encoder."""
+        for text_prefix, prefix in self.text_names.items():
             if name.startswith(prefix):
-                return text + name.removeprefix(prefix)
+                return text_prefix + name.removeprefix(prefix)
         return None
 
-    def stored_as(self, names: Iterable[str]) -> "Family":
-        """Return the family with its rows for fused experts if `names`, of a checkpoint's tensors, are those.
+    def stored_as(self, tensors: Iterable[str]) -> "Family":
+        """Return the family with rows for the expert format of a checkpoint: fused experts or transposed matrices.
 
-        Where `names` have shapes, also with the rows for these shapes.
+        `tensors`: names of the tensors. For a mapping from names to tensors, the shapes decide whether experts are
+        transposed; names alone cannot.
         """
-        if self.transposed and isinstance(names, Mapping):
-            rows = self.transposed if are_transposed(names) else ()
+        if self.transposed and isinstance(tensors, Mapping):
+            rows = self.transposed if are_transposed(tensors) else ()
             return dataclasses.replace(self, weights=self.weights + rows, transposed=())
-        endings = {weight.name.rpartition(".")[2] for weight in self.fused if weight.part is not None}
-        together = any(name.rpartition(".")[2] in endings for name in names)
-        return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if together else self
+        fused_endings = {row.name.rpartition(".")[2] for row in self.fused if row.part is not None}
+        is_fused = any(name.rpartition(".")[2] in fused_endings for name in tensors)
+        return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if is_fused else self
 
     def bind(self, model: HasConfig) -> dict[str, WeightMapping]:
-        """Return, for the path of every weight of `model` (arrays or shapes), the tensors that hold it.
+        """Return the tensors that hold each weight of `model` (arrays or shapes), by the path of the weight.
 
-        Buffers that are computed have none.
+        Buffers that are computed from the configuration have no tensors. Raises ConversionError if another weight has
+        no row in `weights`.
         """
         stacks: dict[str, list[int]] = {}
         for stack, layer in _layer_paths(model.config):
             stacks.setdefault(stack, []).append(layer)
         owners = {stack: stack.split(".")[0] if stack.startswith(ENCODERS) else "" for stack in stacks}
-        words, leaves = axes(model), named_leaves(model)
+        axis_names = axes(model)
+        leaves = named_leaves(model)
         rows: dict[str, tuple[Weight, str]] = {}
-        for weight in self.weights:
-            owned = [stack for stack in stacks if owners[stack] == weight.owner]
-            for stack in owned if weight.of_layers else [""]:
-                path, needed = weight.inside(stack), f"{stack}.{weight.needs}"
-                if path in leaves and weight.fits(words[path]) and (not weight.needs or needed in leaves):
-                    rows[path] = (weight, stack)
-        lacking = sorted(set(leaves) - set(rows) - computed(model))
-        check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
-        sizes = {path: dict(zip(words[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
-        uses = {**_stages(model.config), **_uses(model.config)}
+        for row in self.weights:
+            row_stacks = [stack for stack in stacks if owners[stack] == row.owner]
+            for stack in row_stacks if row.of_layers else [""]:
+                path = row.inside(stack)
+                is_used = not row.needs or f"{stack}.{row.needs}" in leaves
+                if path in leaves and row.fits(axis_names[path]) and is_used:
+                    rows[path] = (row, stack)
+        missing = sorted(set(leaves) - set(rows) - computed(model))
+        check(
+            not missing,
+            f"{self.architecture} has no tensors for these weights of the model: {', '.join(missing[:5])}.",
+            ConversionError,
+        )
+        sizes = {path: dict(zip(axis_names[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
+        name_fields = {**_stage_indices(model.config), **_shared_block_indices(model.config)}
         depths = list(range(0 if model.config.mtp is None else model.config.mtp.num_depths))
         mappings = {
             path: _mapping(
-                weight, depths if weight.is_mtp else stacks.get(stack), sizes[path], self.blocks_per_layer, uses
+                row, depths if row.is_mtp else stacks.get(stack), sizes[path], self.blocks_per_layer, name_fields
             )
-            for path, (weight, stack) in rows.items()
+            for path, (row, stack) in rows.items()
         }
         for path, section in _sections(rows, mappings, sizes).items():
             mappings[path] = dataclasses.replace(mappings[path], section=section)
         return mappings
 
     def is_ignored(self, tensor: str, config: DecoderConfig) -> bool:
-        """Return True for a tensor of such a model that holds nothing learned."""
-        rule = self.ignored_tensors
-        return re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
+        """Return whether a tensor of a model with this configuration is one of `ignored_tensors`."""
+        pattern = self.ignored_tensors if isinstance(self.ignored_tensors, str) else self.ignored_tensors(config)
+        return re.fullmatch(pattern, tensor) is not None
 
     def stored_depths(self, names: Iterable[str]) -> int:
-        """Return how many layers of multi-token prediction the names of tensors count by themselves."""
-        prefixes = {weight.name.partition("{depth}")[0] for weight in self.weights if "{depth}" in weight.name}
+        """Return the number of layers of multi-token prediction in a checkpoint with tensors of these `names`.
+
+        The result is 0 for a family whose tensor names do not contain `{depth}`.
+        """
+        prefixes = {row.name.partition("{depth}")[0] for row in self.weights if "{depth}" in row.name}
         pattern = f"(?:{'|'.join(map(re.escape, prefixes))})([0-9]+)[.].*"
         matches = (re.fullmatch(pattern, name) for name in names if prefixes)
         return max((int(match[1]) + 1 for match in matches if match), default=0)
 
     def copied(self, config: DecoderConfig) -> dict[str, str]:
-        """Return the tensors that repeat others, each with the name of the original."""
-        return {copy.format(layer=layer): name for layer in depth_layers(config) for copy, name in self.copies.items()}
+        """Return the names of tensors that duplicate other tensors, with the names of the originals."""
+        return {copy.format(layer=layer): name for layer in _depth_layers(config) for copy, name in self.copies.items()}
 
 
-def _uses(config: DecoderConfig) -> dict[int, dict[str, int]]:
-    """Return, for each layer that shares a transformer block, `owner`, the first layer that does, and its own `use`."""
-    aided = {index: block.mixer for index, block in enumerate(config.blocks)}
-    aided = {index: mixer for index, mixer in aided.items() if isinstance(mixer, AidedMixerConfig)}
+def _shared_block_indices(config: DecoderConfig) -> dict[int, dict[str, int]]:
+    """Return `owner` and `use` of each layer that uses a shared transformer block.
+
+    `owner` is the first layer that uses the same block, and `use` counts the layers that use any shared block.
+    """
+    mixers = {layer: block.mixer for layer, block in enumerate(config.blocks)}
+    mixers = {layer: mixer for layer, mixer in mixers.items() if isinstance(mixer, AidedMixerConfig)}
     owners: dict[int, int] = {}
-    for index, mixer in aided.items():
-        owners.setdefault(mixer.number, index)
-    return {index: {"owner": owners[mixer.number], "use": use} for use, (index, mixer) in enumerate(aided.items())}
+    for layer, mixer in mixers.items():
+        owners.setdefault(mixer.number, layer)
+    return {layer: {"owner": owners[mixer.number], "use": use} for use, (layer, mixer) in enumerate(mixers.items())}
 
 
-def _stages(config: DecoderConfig) -> dict[int, dict[str, int]]:
-    """Return, for each layer of an encoder that is a network of stages, its `stage` and its number there, `block`."""
+def _stage_indices(config: DecoderConfig) -> dict[int, dict[str, int]]:
+    """Return `stage` and `block` (the index in its stage) of each layer, for a vision encoder with stages."""
     stem = None if config.media is None or config.media.vision is None else config.media.vision.stem
     stages: Any = getattr(stem, "stages", ())
-    numbers = [(stage, block) for stage, blocks in enumerate(stages) for block in range(len(blocks))]
-    return {layer: {"stage": stage, "block": block} for layer, (stage, block) in enumerate(numbers)}
+    indices = [(stage, block) for stage, blocks in enumerate(stages) for block in range(len(blocks))]
+    return {layer: {"stage": stage, "block": block} for layer, (stage, block) in enumerate(indices)}
 
 
 def _mapping(
-    weight: Weight,
+    row: Weight,
     layers: list[int] | None,
     sizes: Mapping[str, int],
-    blocks: int,
-    uses: Mapping[int, Mapping[str, int]],
+    blocks_per_layer: int,
+    name_fields: Mapping[int, Mapping[str, int]],
 ) -> WeightMapping:
-    """Return the tensors of a weight of these layers; a layer has a number of `blocks` in a checkpoint.
+    """Return the tensors that hold a weight of a stack.
 
-    `uses` are further numbers of layers, for the names of their tensors.
+    **Arguments:**
+
+    - `layers`: indices of the layers in the stack; None for a weight outside of layers.
+    - `sizes`: size of each axis of the weight.
+    - `blocks_per_layer`: see `Family`.
+    - `name_fields`: for some layers, values of other fields in the names of tensors.
     """
-    numbers = [] if layers is None else [("depth" if weight.is_mtp else "layer", layers)]
-    single = weight.is_mtp and "{depth}" not in weight.name and len(layers or ()) > 1
-    check(not single, f"{weight.name} has room for one layer of multi-token prediction.", ConversionError)
-    numbers += [(number, list(range(sizes[axis]))) for number, axis in weight.numbered.items()]
+    # The fields of a tensor's name, each with its values. The weight has a leading axis for each field.
+    fields = [] if layers is None else [("depth" if row.is_mtp else "layer", layers)]
+    has_one_depth = row.is_mtp and "{depth}" not in row.name
+    check(
+        not (has_one_depth and len(layers or ()) > 1),
+        f"MTPConfig.num_depths={len(layers or ())} must be 1: checkpoints of this model type store a single layer of "
+        f"multi-token prediction ({row.name}).",
+        ConversionError,
+    )
+    fields += [(field, list(range(sizes[axis]))) for field, axis in row.numbered.items()]
 
-    def name(*place: int) -> str:
-        found = dict(zip((kind for kind, _ in numbers), place, strict=True))
-        found |= uses.get(found.get("layer", -1), {})
-        if blocks > 1 and "layer" in found:
-            found["layer"], found["part"] = divmod(found["layer"], blocks)
-        return weight.name.format(**found)
+    def tensor_name(*index: int) -> str:
+        values = dict(zip((field for field, _ in fields), index, strict=True))
+        values |= name_fields.get(values.get("layer", -1), {})
+        if blocks_per_layer > 1 and "layer" in values:
+            values["layer"], values["part"] = divmod(values["layer"], blocks_per_layer)
+        return row.name.format(**values)
 
-    indices = itertools.product(*(values for _, values in numbers))
+    indices = itertools.product(*(values for _, values in fields))
     return WeightMapping(
-        names=tuple(itertools.starmap(name, indices)),
-        stack=tuple(len(values) for _, values in numbers),
-        pattern=weight.pattern,
+        names=tuple(itertools.starmap(tensor_name, indices)),
+        stack=tuple(len(values) for _, values in fields),
+        pattern=row.pattern,
         sizes={**sizes, "1": 1},
     )
 
@@ -352,50 +392,59 @@ def _sections(
     mappings: Mapping[str, WeightMapping],
     sizes: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Section]:
-    """Return the sections of the weights that share tensors, from the sizes of all of them."""
-    together: dict[tuple[str, str], dict[int, str]] = {}
-    for path, (weight, stack) in rows.items():
-        if weight.part is not None:
-            together.setdefault((weight.name, stack), {})[weight.part.index] = path
+    """Return the section of each weight that shares a tensor with other weights, by path."""
+    shared: dict[tuple[str, str], dict[int, str]] = {}
+    for path, (row, stack) in rows.items():
+        if row.part is not None:
+            shared.setdefault((row.name, stack), {})[row.part.index] = path
     sections_by_path: dict[str, Section] = {}
-    for (name, _), paths in together.items():
-        sections, begin = {}, 0
+    for (name, _), paths in shared.items():
+        sections: dict[str, Section] = {}
+        start = 0
         for index, path in sorted(paths.items()):
             part = rows[path][0].part
             assert part is not None
-            rule = f"{name} holds {part.count} weights, and the model has {len(paths)} of them"
-            check(len(paths) == part.count, f"{path}: {rule}.", ConversionError)
-            blocks = 1 if part.within is None else _axis_size_in_module(path, part.within, sizes)
-            size, rest = divmod(mappings[path].own_shape[part.axis], blocks)
             check(
-                rest == 0, f"{path}: its rows in {name} must be a multiple of {part.within}={blocks}.", ConversionError
+                len(paths) == part.count,
+                f"{path}: the tensor {name} holds {part.count} weights, but the model has {len(paths)} of them. "
+                "Use a configuration with all or none of these weights.",
+                ConversionError,
             )
-            sections[path] = Section(index=index, axis=part.axis, blocks=blocks, begin=begin, size=size, block_size=0)
-            begin += size
-        sections_by_path |= {path: dataclasses.replace(section, block_size=begin) for path, section in sections.items()}
+            blocks = 1 if part.within is None else _axis_size_in_module(path, part.within, sizes)
+            num_rows = mappings[path].own_shape[part.axis]
+            check(
+                num_rows % blocks == 0,
+                f"{path}: its {num_rows} rows in the tensor {name} must be a multiple of {part.within}={blocks}.",
+                ConversionError,
+            )
+            size = num_rows // blocks
+            sections[path] = Section(index=index, axis=part.axis, blocks=blocks, begin=start, size=size, block_size=0)
+            start += size
+        sections_by_path |= {path: dataclasses.replace(section, block_size=start) for path, section in sections.items()}
     return sections_by_path
 
 
-def _axis_size_in_module(path: str, word: str, sizes: Mapping[str, Mapping[str, int]]) -> int:
-    """Return the size of an axis of the other weights in the module of `path`."""
+def _axis_size_in_module(path: str, axis: str, sizes: Mapping[str, Mapping[str, int]]) -> int:
+    """Return the size of an axis that some weight in the module of `path` has."""
     module = path.rpartition(".")[0] + "."
-    known_sizes = [known[word] for other, known in sizes.items() if other.startswith(module) and word in known]
-    check(bool(known_sizes), f"{path}: no weight of its module has the axis {word}.", ConversionError)
-    return known_sizes[0]
+    axis_sizes = [known[axis] for other, known in sizes.items() if other.startswith(module) and axis in known]
+    check(bool(axis_sizes), f"{path}: no weight of the module {module[:-1]} has the axis {axis}.", ConversionError)
+    return axis_sizes[0]
 
 
-def depth_layers(config: DecoderConfig) -> range:
-    """Return the layers of multi-token prediction, counted on from the others."""
-    begin = len(config.blocks)
-    return range(begin, begin + (0 if config.mtp is None else config.mtp.num_depths))
+def _depth_layers(config: DecoderConfig) -> range:
+    """Return the indices of the layers of multi-token prediction, which follow those of the decoder's layers."""
+    start = len(config.blocks)
+    return range(start, start + (0 if config.mtp is None else config.mtp.num_depths))
 
 
 def _layer_paths(config: DecoderConfig) -> Iterator[tuple[str, int]]:
-    """Yield the path of the stack of each layer, and the layer's number, ascending within a stack."""
-    for layer in depth_layers(config):
+    """Yield the path of its stack and the index of each layer. Indices are ascending within a stack."""
+    for layer in _depth_layers(config):
         yield "mtp.depth", layer
         yield "mtp.depth.block", layer
-    yield from (("shared", layer) for layer in sorted({use["owner"] for use in _uses(config).values()}))
+    owners = {indices["owner"] for indices in _shared_block_indices(config).values()}
+    yield from (("shared", layer) for layer in sorted(owners))
     yield from _layer_paths_in("scanned_layers", find_repeats(config.blocks))
     for name in ENCODERS:
         encoder = None if config.media is None else getattr(config.media, name)
@@ -405,16 +454,16 @@ def _layer_paths(config: DecoderConfig) -> Iterator[tuple[str, int]]:
 
 
 def _layer_paths_in(path: str, parts: Iterable[tuple[tuple[Any, ...], int]]) -> Iterator[tuple[str, int]]:
-    begin = 0
+    start = 0
     for index, (unit, repeats) in enumerate(parts):
-        for place in range(len(unit)):
+        for position in range(len(unit)):
             for repeat in range(repeats):
-                yield f"{path}.{index}.unit.{place}", begin + repeat * len(unit) + place
-        begin += len(unit) * repeats
+                yield f"{path}.{index}.unit.{position}", start + repeat * len(unit) + position
+        start += len(unit) * repeats
 
 
 def for_inference(config: DecoderConfig) -> DecoderConfig:
-    """Return the same model without settings that only training needs: dropout and additional losses."""
+    """Return the configuration without settings that only affect training: dropout and auxiliary losses."""
 
     def inference_mlp(mlp: Any) -> Any:
         if isinstance(mlp, MLPConfig):
@@ -444,19 +493,18 @@ def for_inference(config: DecoderConfig) -> DecoderConfig:
 
 
 def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:
-    """Return the first differences between two configurations, each a phrase."""
+    """Return descriptions of the first differences between two configurations, at most 5."""
     return list(itertools.islice(_differences(first, second, "DecoderConfig"), 5))
 
 
 def _differences(first: Any, second: Any, where: str) -> Iterator[str]:
-    """Yield the differences between two configurations."""
     if first == second:
         return
     if type(first) is type(second) and dataclasses.is_dataclass(first):
         for field in dataclasses.fields(first):
             yield from _differences(getattr(first, field.name), getattr(second, field.name), f"{where}.{field.name}")
     elif isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
-        for index, (one, other) in enumerate(zip(first, second, strict=True)):
-            yield from _differences(one, other, f"{where}[{index}]")
+        for index, (first_item, second_item) in enumerate(zip(first, second, strict=True)):
+            yield from _differences(first_item, second_item, f"{where}[{index}]")
     else:
         yield f"{where}={second!r} would have to be {first!r}"

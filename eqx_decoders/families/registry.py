@@ -1,6 +1,6 @@
-"""Families of checkpoints by their `model_type`, and published models by name.
+"""Registry of families by `model_type`, and of published models by name.
 
-A module of a family is imported when one of its families or models is first used.
+The module of a family is imported when one of its families or models is first used.
 """
 
 import importlib
@@ -14,10 +14,10 @@ from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-# A published model: the settings of its `config.json`, or a function for a model that no `config.json` describes.
+# A published model: the keys of its `config.json`, a function that returns its configuration, or an `ExtendedModel`.
 ModelBuilder = Mapping[str, Any] | Callable[[], DecoderConfig] | ExtendedModel
 
-# Modules of this package. For each: the model types that its families read (aliases included), and the words before the
+# For each module of this package: the model types that its families read (including aliases), and the words before the
 # first "-" in the names of its models. `save_hf` tries the families in this order for a model that was not loaded.
 MODULES: dict[str, tuple[str, str]] = {
     "llama": ("llama", "tiny llama2 llama3 llama3.1 llama3.2 llama3.3"),
@@ -110,11 +110,11 @@ _MODULE_OF_TYPE = {kind: module for module, (types, _) in MODULES.items() for ki
 
 
 class FamilyRegistry(Mapping[str, Family]):
-    """Families by `model_type`, without aliases."""
+    """Mapping from `model_type` to family. Aliases are not keys."""
 
     def __init__(self):
-        self._families: dict[str, Family] = {}  # by model type and alias, in the order of their first use
-        self._registered: dict[str, Family] = {}  # by model type: the families that users registered
+        self._families: dict[str, Family] = {}  # imported families, by model type and by alias
+        self._registered: dict[str, Family] = {}  # families that users registered, by model type
 
     def __getitem__(self, model_type: str) -> Family:
         family = self.find(model_type)
@@ -142,11 +142,14 @@ class FamilyRegistry(Mapping[str, Family]):
         return _MODULE_OF_TYPE.keys() | self._families.keys()
 
     def register(self, family: Family) -> None:
-        """Add a user's family, or replace one. Raises ConfigError if a family of the library has one of its names."""
+        """Add a user's family; it replaces a registered family of the same model type.
+
+        Raises ConfigError if the library has a family with this model type or one of the aliases.
+        """
         for name in (family.model_type, *family.aliases):
             check(
                 name not in _MODULE_OF_TYPE,
-                f"Family.model_type={name!r} is the model type of a family of the library: use another one.",
+                f"Family.model_type={name!r} is the model type of a family of the library: use another name.",
             )
         self._registered[family.model_type] = self._add(family)
 
@@ -162,10 +165,10 @@ _REGISTERED_MODELS: dict[str, ModelBuilder] = {}
 
 
 def register_family(family: Family, models: Mapping[str, ModelBuilder] = {}) -> None:
-    """Add a family: `load_hf`, `save_hf` and all programs then read and write its checkpoints.
+    """Register a family, so that `load_hf`, `save_hf` and all programs read and write its checkpoints.
 
-    `models`: see `register_models`. A family that is registered again replaces the former one. Raises ConfigError if
-    the library has a family with the same model type, or a model with one of the names.
+    `models`: see `register_models`. The family replaces a registered family of the same model type. Raises ConfigError
+    if the library has a family with the same model type, or a model with one of the names.
     """
     _check_models(models)
     FAMILIES.register(family)
@@ -173,11 +176,10 @@ def register_family(family: Family, models: Mapping[str, ModelBuilder] = {}) -> 
 
 
 def register_models(models: Mapping[str, ModelBuilder]) -> None:
-    """Add models by name, for `get_config` and `--model`.
+    """Register models by name, for `get_config` and `--model`.
 
-    A model is a function that returns its configuration, or the settings of its `config.json` with `model_type`.
-
-    A model that is registered again replaces the former one. Raises ConfigError for names of the library's models.
+    A model is a function that returns its configuration, or the keys of its `config.json`, including `model_type`. It
+    replaces a registered model of the same name. Raises ConfigError if the library has a model of this name.
     """
     _check_models(models)
     _REGISTERED_MODELS.update(models)
@@ -189,7 +191,7 @@ def _check_models(models: Mapping[str, Any]) -> None:
 
 
 def library_families() -> dict[str, tuple[Family, str]]:
-    """Return the library's families by `model_type`, each with the name of its module."""
+    """Return the library's families and the names of their modules, by `model_type`."""
     return {
         kind: (FAMILIES[kind], f"{__package__}.{module}")
         for module, (types, _) in MODULES.items()
@@ -199,29 +201,32 @@ def library_families() -> dict[str, tuple[Family, str]]:
 
 
 def is_known(model_type: str) -> bool:
-    """Return whether some family has this `model_type`."""
+    """Return whether a family has this `model_type` or alias."""
     return model_type in FAMILIES.names()
 
 
 def find_family(model_type: str) -> Family:
-    """Return the family of a checkpoint that calls itself `model_type`. Raises ConversionError."""
+    """Return the family with this `model_type` or alias. Raises ConversionError if there is no such family."""
     try:
         name = check_option("config.json: model_type", model_type[:80], sorted(FAMILIES.names()), ConversionError)
     except ConversionError as error:
         raise ConversionError(
-            f"{error} `eqx-decoders convert compare DIRECTORY` compares the checkpoint with these families."
+            f"{error} To compare the checkpoint with these families, run: eqx-decoders convert compare DIRECTORY"
         ) from None
     return FAMILIES.find(name)
 
 
 def list_models() -> tuple[str, ...]:
-    """Return the names that `get_config` knows."""
+    """Return the names of all models that `get_config` supports, sorted."""
     library_models = (name for module in MODULES for name in _import(module).MODELS)
     return tuple(sorted({*library_models, *_REGISTERED_MODELS}))
 
 
 def get_config(name: str) -> DecoderConfig:
-    """Return the configuration of a published model, or of `"tiny"`; edit it with `dataclasses.replace`."""
+    """Return the configuration of a model of `list_models`, such as `"llama3-8b"` or `"tiny"`.
+
+    Edit it with `dataclasses.replace`. Raises ConfigError if there is no such model.
+    """
     if not is_model(name):
         check_option("get_config: name", name, list_models())
     model: Any = _REGISTERED_MODELS.get(name) or _library_model(name)
@@ -231,7 +236,7 @@ def get_config(name: str) -> DecoderConfig:
 
 
 def is_model(name: str) -> bool:
-    """Return whether `get_config` knows a name."""
+    """Return whether `get_config` supports a name."""
     return name in _REGISTERED_MODELS or _library_model(name) is not None
 
 

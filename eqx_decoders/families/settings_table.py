@@ -1,18 +1,18 @@
-"""Rows of a family's table of settings: keys of `config.json`, and what they say of a configuration.
+"""Rows of a family's table of settings, which map keys of `config.json` to values of a configuration.
 
-A table is read into the keywords of a function that builds the configuration, and written from the configuration, by
-the same rows: each names its keys once, and where in a configuration their values stand.
+Reading a table returns the keyword arguments of a function that builds the configuration. Writing a table returns the
+keys for a configuration. The same rows serve both directions.
 
     Integer("num_hidden_layers", "blocks", name="num_layers")    # one key, one value
     Number("rms_norm_eps", "final_norm.eps", 1e-6)               # with transformers' default
     Only("mlp_bias", False)                                      # any other value is refused
     Group("mamba", Mamba2Config, rows)                           # several keys, one value
-    Table("vision_config", rows)                                 # an object in the object
+    Table("vision_config", rows)                                 # keys of a nested object
 
-A path is read as attributes, numbers as items. Its first word may be one of `FINDERS`: `attention` is the first mixer
-with attention, `mlp` the first MLP. A function of the configuration may stand for a path, and a function of the values
-before it for a default. Values whose names begin with `_` are for the rows after them alone. What no row expresses is a
-`Rule`, with a function for each direction.
+A path is a sequence of attributes of the configuration, or of indices where a word is a number. Its first word may be a
+key of `FINDERS`: `attention` is the first attention mixer, `mlp` the first MLP. A path may also be a function of the
+configuration. A default may be a function of the values of earlier rows. Only later rows see values whose names start
+with `_`. A `Rule` has a function for each direction, for keys that no other row can describe.
 """
 
 import abc
@@ -34,12 +34,12 @@ from eqx_decoders.families.config_keys import (
 )
 
 
-ABSENT: Any = object()  # the value of a path that is a function, for a key that is not written
+ABSENT: Any = object()  # a path that is a function returns it if the key should not be written
 Values = MutableMapping[str, Any]
 Path = str | Callable[[Any], Any] | None
 
-# Paths may begin with one of these words: it finds the first layer whose configuration has one of these classes. The
-# classes are named instead of imported, so that a family imports only its own layers.
+# First words of paths. A word stands for the first layer whose configuration has one of these classes. The classes are
+# named instead of imported, so that a family imports only its own layers.
 FINDERS: dict[str, tuple[str, ...]] = {
     "attention": ("AttentionConfig",),
     "latent": ("LatentAttentionConfig",),
@@ -56,75 +56,81 @@ FINDERS: dict[str, tuple[str, ...]] = {
 
 
 def first_layer(config: Any, word: str) -> Any:
-    """Return the first mixer or MLP whose class `word` stands for; None if there is none."""
-    for kind in FINDERS[word]:
+    """Return the first mixer or MLP of the classes `FINDERS[word]`; None if no layer has such a class."""
+    for class_name in FINDERS[word]:
         for block in config.blocks:
             for layer in (*block.mixers(), block.mlp):
-                if any(base.__name__ == kind for base in type(layer).__mro__):
+                if any(base.__name__ == class_name for base in type(layer).__mro__):
                     return layer
     return None
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return what stands at `path` in a configuration. Raises ConversionError where there is no such thing."""
-    value, where = config, type(config).__name__
+    """Return the value at `path` in a configuration. Raises ConversionError if the path does not exist."""
+    value = config
     for word in path.split("."):
         if value is config and word in FINDERS:
             value = first_layer(config, word)
             if value is None:
-                raise ConversionError(f"{where}.blocks: no layer has {' or '.join(FINDERS[word])}.")
+                raise ConversionError(
+                    f"{type(config).__name__}.blocks: at least one layer must have {' or '.join(FINDERS[word])}, which "
+                    f"config.json describes ({path})."
+                )
         elif word.isdecimal():
             value = value[int(word)]
         elif hasattr(value, word):
             value = getattr(value, word)
         else:
-            raise ConversionError(f"{where}.{path}: {type(value).__name__} has no {word}.")
+            raise ConversionError(
+                f"{type(config).__name__}.{path}: {type(value).__name__} has no attribute {word}, which config.json "
+                "describes."
+            )
     return value
 
 
 class Setting(abc.ABC):
-    """One row."""
+    """Base class of the rows of a table of settings."""
 
     @abc.abstractmethod
     def read(self, fields: Fields, values: Values) -> None:
-        """Read the keys of the row, and set what they say in `values`."""
+        """Read the keys of the row, and set their values in `values`, which has the values of earlier rows."""
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Return the keys of the row with the values of `config`."""
+        """Return the keys of the row for a configuration."""
         return {}
 
 
 def read_all(settings: Iterable[Setting], fields: Fields, outer: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return the values of all rows, read in order; they see the `outer` ones as well."""
+    """Read all rows in order, and return their values. `outer`: other values that the rows may use."""
     values: dict[str, Any] = {}
-    seen = collections.ChainMap(values, dict(outer))
+    visible_values = collections.ChainMap(values, dict(outer))
     for setting in settings:
-        setting.read(fields, seen)
+        setting.read(fields, visible_values)
     return values
 
 
 def public(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a function takes: those whose names do not begin with `_`."""
+    """Return the values whose names do not start with `_`: the keyword arguments of the function that builds."""
     return {name: value for name, value in values.items() if not name.startswith("_")}
 
 
 def write_all(settings: Iterable[Setting], config: Any) -> dict[str, Any]:
-    """Return the keys of all rows with the values of `config`; of rows with the same key the last one's counts."""
+    """Return the keys of all rows for a configuration. If several rows write a key, the last row takes precedence."""
     return {key: value for setting in settings for key, value in setting.write(config).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Key(Setting):
-    """One key that says one value; its subclasses are types of values.
+    """Row of one key with one value. Subclasses define the type of the value.
 
     **Arguments:**
 
-    - `key`: the key; empty in a family that has none, where the value is always the default.
-    - `path`: where the value stands in a configuration; None for a key that is not written.
-    - `default`: its value where the key is missing or null. Without one the key must be there.
-    - `name`: the keyword of the value; the last word of `path` by default.
-    - `null`: value of an explicit null; `default` by default.
-    - `twin`: another spelling of the key, which is read and written too.
+    - `key`: the key. Empty: the family has no such key, and the value is always `default`.
+    - `path`: path of the value in a configuration. None: the key is not written.
+    - `default`: value if the key is missing or null. If it is omitted, the key is required.
+    - `name`: name of the value; the last word of `path` by default.
+    - `null`: value if the key is null; `default` if it is omitted.
+    - `twin`: a second key with the same value; both keys are read and written.
     """
 
     key: str
@@ -135,14 +141,14 @@ class Key(Setting):
     null: Any = REQUIRED
     twin: str = ""
 
-    reader: ClassVar[str] = ""  # method of `Fields`
+    reader: ClassVar[str] = ""  # name of the method of `Fields` that reads the key
 
     def value(self, fields: Fields, default: Any, null: Any) -> Any:
-        """Return the value of the key."""
+        """Read the key, and return its value."""
         return getattr(fields, self.reader)(self.key, default, null=null)
 
-    def text(self, value: Any) -> Any:
-        """Return the JSON of a value."""
+    def to_json(self, value: Any) -> Any:
+        """Convert a value to JSON."""
         return value
 
     @property
@@ -153,19 +159,20 @@ class Key(Setting):
     def read(self, fields: Fields, values: Values) -> None:
         if self.twin:
             fields.rename(self.twin, self.key)
-        default, null = (each(values) if callable(each) else each for each in (self.default, self.null))
+        default = self.default(values) if callable(self.default) else self.default
+        null = self.null(values) if callable(self.null) else self.null
         values[self.keyword] = self.value(fields, default, null) if self.key else default
 
     def write(self, config: Any) -> dict[str, Any]:
         if self.path is None or not self.key:
             return {}
         value = self.path(config) if callable(self.path) else value_at(config, self.path)
-        return {} if value is ABSENT else {key: self.text(value) for key in (self.key, self.twin) if key}
+        return {} if value is ABSENT else {key: self.to_json(value) for key in (self.key, self.twin) if key}
 
 
 @dataclasses.dataclass(frozen=True)
 class Integer(Key):
-    """Integer of at least `least`."""
+    """Row of an integer. `least`: the minimum."""
 
     _: dataclasses.KW_ONLY
     least: int = 1
@@ -175,67 +182,71 @@ class Integer(Key):
 
 
 class Number(Key):
-    """Finite number above 0."""
+    """Row of a finite number above 0."""
 
     reader = "number"
 
 
 class NumberOrZero(Number):
-    """Finite number above 0. The value 0 means the default, because transformers tests the number as a boolean."""
+    """Row of a finite number above 0. The value 0 means the default, because transformers tests `if number`."""
 
     def value(self, fields: Fields, default: Any, null: Any) -> Any:
-        zero = fields.content.get(self.key)
-        if isinstance(zero, int | float) and not isinstance(zero, bool) and zero == 0:
+        number = fields.content.get(self.key)
+        if isinstance(number, int | float) and not isinstance(number, bool) and number == 0:
             fields.take(self.key)
             return default
         return super().value(fields, default, null)
 
 
 class Inverse(Number):
-    """Number above 0 whose inverse is the value: a factor where the configuration has a divisor."""
+    """Row of a number above 0 whose inverse is the value: a factor in `config.json`, a divisor in the configuration."""
 
     def value(self, fields: Fields, default: Any, null: Any) -> Any:
         return 1.0 / super().value(fields, default, null)
 
-    def text(self, value: Any) -> Any:
-        """Return the shortest number with exactly this inverse: a neighbor of the inverse, which is rounded, may be."""
-        near = (math.nextafter(1.0 / value, toward) for toward in (0.0, 1.0 / value, math.inf))
-        return min((each for each in near if 1.0 / each == value), key=lambda x: len(repr(x)), default=1.0 / value)
+    def to_json(self, value: Any) -> Any:
+        """Return the number with the shortest text whose rounded inverse is exactly `value`.
+
+        Several neighboring numbers may have this inverse, and the result of `1.0 / value` may not be one of them.
+        """
+        neighbors = (math.nextafter(1.0 / value, toward) for toward in (0.0, 1.0 / value, math.inf))
+        exact = (number for number in neighbors if 1.0 / number == value)
+        return min(exact, key=lambda number: len(repr(number)), default=1.0 / value)
 
 
 class Flag(Key):
-    """True or false: what stands at its path or, of anything else, whether something does."""
+    """Row of a boolean: the value at `path` if it is a boolean, otherwise whether this value is not None."""
 
     reader = "flag"
 
-    def text(self, value: Any) -> Any:
+    def to_json(self, value: Any) -> Any:
         return value if isinstance(value, bool) else value is not None
 
 
 class Layers(Key):
-    """Number of layers; its path leads to these."""
+    """Row of the number of layers. `path` is the path of the tuple of layers."""
 
     reader = "layers"
 
-    def text(self, value: Any) -> Any:
+    def to_json(self, value: Any) -> Any:
         return len(value)
 
 
 class Numbers(Key):
-    """List of integers."""
+    """Row of a list of integers."""
 
     reader = "numbers"
 
     def value(self, fields: Fields, default: Any, null: Any) -> Any:
         return tuple(super().value(fields, default, null))
 
-    def text(self, value: Any) -> Any:
+    def to_json(self, value: Any) -> Any:
         return list(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Word(Key):
-    """Word of those in `known`, each with its value; the first of several with one value is written."""
+    """Row of a string. `known` maps supported strings to values; the first string of a value is written."""
 
     _: dataclasses.KW_ONLY
     known: Mapping[str, Any]
@@ -243,21 +254,24 @@ class Word(Key):
     def value(self, fields: Fields, default: Any, null: Any) -> Any:
         return fields.word(self.key, self.known, default)
 
-    def text(self, value: Any) -> Any:
+    def to_json(self, value: Any) -> Any:
         return json_name(self.known, value, self.key)
 
 
 def activation(key: str, path: Path, default: str, *, name: str = "") -> Word:
-    """Return the row of an activation function; `default` is transformers' name."""
+    """Return the row of an activation function. `default`: transformers' name of the default."""
     return Word(key, path, default, known=ACTIVATIONS, name=name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Only(Setting):
-    """Key that must have one of the values `allowed`, or be missing: other values are not supported.
+    """Row of a key that must be missing or null, or have one of the values `allowed`.
 
-    A function among them is called with the values of the settings before. With `written` the first allowed value, or
-    null, is written.
+    **Arguments:**
+
+    - `allowed`: the supported values. A function is called with the values of earlier rows, and returns a supported
+        value.
+    - `written`: whether the key is written, with the first value of `allowed`, or null if `allowed` is empty.
     """
 
     key: str
@@ -265,24 +279,31 @@ class Only(Setting):
     written: bool
 
     def __init__(self, key: str, *allowed: Any, written: bool = False):
-        for name, value in dict(key=key, allowed=allowed, written=written).items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "key", key)
+        object.__setattr__(self, "allowed", allowed)
+        object.__setattr__(self, "written", written)
 
     def read(self, fields: Fields, values: Values) -> None:
-        fields.allow_only(self.key, *(each(values) if callable(each) else each for each in self.allowed))
+        fields.allow_only(self.key, *(option(values) if callable(option) else option for option in self.allowed))
 
     def write(self, config: Any) -> dict[str, Any]:
         return {self.key: self.allowed[0] if self.allowed else None} if self.written else {}
 
 
 def only(**values: Any) -> tuple[Only, ...]:
-    """Return the rows of keys that may have one value each; they are not written."""
+    """Return the rows of keys with a single supported value, which are not written: `only(mlp_bias=False)`."""
     return tuple(Only(key, value) for key, value in values.items())
 
 
 @dataclasses.dataclass(frozen=True)
 class Unused(Setting):
-    """Keys that say nothing here, and that are no part of an export, unlike `ignored_keys`; with the reason."""
+    """Row of keys that have no effect and, unlike `ignored_keys`, are not exported.
+
+    **Arguments:**
+
+    - `keys`: the keys, separated by spaces.
+    - `reason`: why they have no effect.
+    """
 
     keys: str
     reason: str
@@ -293,13 +314,13 @@ class Unused(Setting):
             fields.content.pop(key, None)
 
 
-# for families whose published files have it; where it is not expected it is refused
+# For families whose published files have this key. Other families refuse it.
 AUTO_MAP = Unused("auto_map", "it names code in the same directory, which is neither run nor exported")
 
 
 @dataclasses.dataclass(frozen=True)
 class Defaults(Setting):
-    """Values of keys that are missing, as transformers' classes have them: an explicit null is none."""
+    """Row of transformers' defaults for missing keys. An explicit null is not replaced."""
 
     values: Mapping[str, Any]
 
@@ -309,7 +330,7 @@ class Defaults(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Renamed(Setting):
-    """Other spellings of keys, and those that are read."""
+    """Row of other spellings of keys, with the spelling that later rows read."""
 
     keys: Mapping[str, str]
 
@@ -320,7 +341,13 @@ class Renamed(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Check(Setting):
-    """Condition that the values before it must meet; the sentence, with their names in braces, says which."""
+    """Row of a condition on the values of earlier rows.
+
+    **Arguments:**
+
+    - `rule`: returns whether the values are valid.
+    - `sentence`: error message for invalid values, with names of values in braces.
+    """
 
     rule: Callable[[Values], bool]
     sentence: str
@@ -332,13 +359,13 @@ class Check(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Rule(Setting):
-    """Keys that functions read and write.
+    """Row of keys that functions read and write.
 
     **Arguments:**
 
-    - `name`: the keyword of the value that is read; empty for a function without one.
-    - `reads`: returns the value, from the fields and the values before it; nothing by default.
-    - `writes`: returns the keys of a configuration.
+    - `name`: name of the value. Empty: the row has no value.
+    - `reads`: returns the value, from the fields and the values of earlier rows.
+    - `writes`: returns the keys for a configuration.
     """
 
     name: str = ""
@@ -356,17 +383,19 @@ class Rule(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Group(Setting):
-    """Rows that say one value together.
+    """Row that builds one value from the values of other rows.
 
     **Arguments:**
 
-    - `name`: the keyword of the value.
-    - `make`: returns the value from the rows' keywords.
+    - `name`: name of the value.
+    - `make`: builds the value; the values of `settings` are its keyword arguments.
     - `settings`: the rows.
-    - `uses`: names of values before it that `make` takes as well, without `_`.
-    - `path`: where the value stands in a configuration, from which paths of the rows go on; None for the same.
-    - `when`: whether it is there, by the values before it; else its keys are not read, and the value is None.
-    - `layer`: word of `FINDERS`; where a configuration has no such layer its keys are not written.
+    - `uses`: names of values of earlier rows that are also passed to `make`, without a leading `_`.
+    - `path`: path of the value in a configuration; paths of `settings` are relative to it. None: the configuration.
+    - `when`: returns whether the keys are read, from the values of earlier rows. Otherwise the value is None. If `when`
+        is None, the keys are always read.
+    - `layer`: key of `FINDERS`. The keys are not written if the configuration has no such layer. None: they are always
+        written.
     """
 
     name: str
@@ -382,10 +411,10 @@ class Group(Setting):
         if self.when is not None and not self.when(values):
             values[self.name] = None
             return
-        inner = public(read_all(self.settings, fields, values))
-        used = {name.lstrip("_"): values[name] for name in self.uses}
+        own_values = public(read_all(self.settings, fields, values))
+        used_values = {name.lstrip("_"): values[name] for name in self.uses}
         try:
-            values[self.name] = self.make(**used, **inner)
+            values[self.name] = self.make(**used_values, **own_values)
         except ConfigError as error:
             raise fields.error(str(error)) from error
 
@@ -394,21 +423,24 @@ class Group(Setting):
             return {}
         part = config if self.path is None else value_at(config, self.path)
         if part is None:
-            raise ConversionError(f"{type(config).__name__}.{self.path}=None: there must be one.")
+            raise ConversionError(
+                f"{type(config).__name__}.{self.path}=None must be set: config.json of this model type describes it."
+            )
         return write_all(self.settings, part)
 
 
 @dataclasses.dataclass(frozen=True)
 class Table(Setting):
-    """Rows whose keys stand in an object of their own.
+    """Row of a nested object, such as `vision_config`.
 
     **Arguments:**
 
-    - `key`: the key of the object.
-    - `settings`: the rows.
-    - `model_type`: its `model_type`, which is written; None for none.
-    - `what`: what it describes, for the error where it is missing; empty where it may be, and its groups are None.
-    - `ignored`: keys without effect and the reason, as `Family.ignored_keys`.
+    - `key`: key of the object.
+    - `settings`: rows of the keys of the object.
+    - `model_type`: `model_type` of the object that is written; None: it is not written.
+    - `what`: what the object describes, for the error message if it is missing. Empty: the object is optional; if it is
+        missing, the values of its groups are None.
+    - `ignored`: keys of the object without effect, with the reason; see `Family.ignored_keys`.
     """
 
     key: str
@@ -419,18 +451,24 @@ class Table(Setting):
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     # Keys that transformers writes into every nested object. `tie_word_embeddings` matters only for the decoder.
-    OUTSIDE: ClassVar[tuple[str, ...]] = ("model_type", "dtype", "torch_dtype", "architectures", "tie_word_embeddings")
+    COMMON_KEYS: ClassVar[tuple[str, ...]] = (
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "architectures",
+        "tie_word_embeddings",
+    )
 
     def read(self, fields: Fields, values: Values) -> None:
         table = fields.table(self.key)
         if table is None:
             if self.what:
-                raise fields.error(f"{self.key} is missing: it describes {self.what}.")
+                raise fields.error(f"{self.key} is missing, but it must describe {self.what}: add it.")
             values.update({group.name: None for group in self._groups})
             return
         values.update(read_all(self.settings, table, values))
-        for name in self.OUTSIDE:
-            table.take(name, None)
+        for key in self.COMMON_KEYS:
+            table.take(key, None)
         fields.carry(self.key, table.ignored(IGNORED_KEYS | by_key(self.ignored), ALLOWED_VALUES, GENERATION_KEYS))
 
     @property
@@ -440,16 +478,20 @@ class Table(Setting):
     def write(self, config: Any) -> dict[str, Any]:
         if not self.what and all(value_at(config, group.path or "") is None for group in self._groups):
             return {self.key: None}
-        kind = {} if self.model_type is None else {"model_type": self.model_type}
-        return {self.key: kind | write_all(self.settings, config)}
+        model_type = {} if self.model_type is None else {"model_type": self.model_type}
+        return {self.key: model_type | write_all(self.settings, config)}
 
 
 def sized(sizes: type, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `make`, whose first argument is a `sizes`, as a function of keywords: those of `sizes` and its own."""
-    names = {field.name for field in dataclasses.fields(sizes)}
+    """Return a function of keyword arguments that builds a `sizes` and passes it to `make`, with all other arguments.
+
+    `sizes` is a dataclass, such as `EncoderSizes`; its fields are keyword arguments of the function.
+    """
+    size_names = {field.name for field in dataclasses.fields(sizes)}
 
     def build(**values: Any) -> Any:
-        options = {name: value for name, value in values.items() if name not in names}
-        return make(sizes(**{name: value for name, value in values.items() if name in names}), **options)
+        size_values = {name: value for name, value in values.items() if name in size_names}
+        options = {name: value for name, value in values.items() if name not in size_names}
+        return make(sizes(**size_values), **options)
 
     return build

@@ -1,4 +1,4 @@
-"""Model summary: its weights, those that a token uses, and the bytes of a cache for each token and each sequence."""
+"""Model summary: number of parameters, number of active parameters, and size of the cache."""
 
 import collections
 import dataclasses
@@ -20,23 +20,23 @@ from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import axes, stored_leaves
 
 
-_LONG = 2**20  # tokens: more than any window
+_LONG = 2**20  # tokens; longer than any sliding window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """Sizes of a model.
+    """Number of parameters of a model, and size of its cache.
 
     **Arguments:**
 
-    - `name`: of the model; None for another configuration.
-    - `parameters`: number of weights; tied ones count once, those of multi-token prediction too.
-    - `active_parameters`: the same without the experts that a token does not use, and without lookup tables other than
-        the embedding.
-    - `bytes_per_token`: growth of a cache of `dtype` with each token.
-    - `bytes_per_sequence`: constant size of a cache for each sequence: windows, and states of recurrent layers.
-    - `layers`: number of layers with each kind of mixer.
-    - `dtype`: of the cache.
+    - `name`: name of the model; None for an unnamed configuration.
+    - `parameters`: number of parameters, including multi-token prediction. Tied parameters count once.
+    - `active_parameters`: number of parameters that a token uses; see `active_parameters`.
+    - `bytes_per_token`: bytes that the cache needs for each token of a sequence.
+    - `bytes_per_sequence`: bytes that the cache needs for a sequence of any length: rolling caches of sliding windows,
+        and states of recurrent layers.
+    - `layers`: number of layers, by kind of mixer.
+    - `dtype`: data type of the cache.
     """
 
     name: str | None
@@ -51,51 +51,57 @@ class ModelInfo:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.layers.items())
         return (
             f"{self.name or 'model'}: {self.parameters / 1e9:,.2f} B weights, {self.active_parameters / 1e9:,.2f} B "
-            f"active; a cache in {self.dtype} holds {self.bytes_per_token / 1e3:,.1f} kB a token and "
-            f"{self.bytes_per_sequence / 1e6:,.1f} MB a sequence; layers: {kinds}"
+            f"active; a cache in {self.dtype} holds {self.bytes_per_token / 1e3:,.1f} kB per token and "
+            f"{self.bytes_per_sequence / 1e6:,.1f} MB per sequence; layers: {kinds}"
         )
 
 
 def describe_model(model: str | DecoderConfig, *, dtype: DTypeLike = jnp.bfloat16) -> ModelInfo:
-    """Return the sizes of a model, by its name or its configuration, with a cache of `dtype`. No weight is made."""
+    """Return the size of a model and of its cache, without creating weights.
+
+    `model`: name or configuration of the model. `dtype`: data type of the cache.
+    """
     config = get_config(model) if isinstance(model, str) else model
-    tree, kinds = abstract(config), collections.Counter(_kind(block) for block in config.blocks)
-    shorter, longer = (_cache_bytes(config, length, dtype) for length in (_LONG, 2 * _LONG))
-    per_token = (longer - shorter) // _LONG
+    tree = abstract(config)
+    short_bytes, long_bytes = (_cache_bytes(config, length, dtype) for length in (_LONG, 2 * _LONG))
+    bytes_per_token = (long_bytes - short_bytes) // _LONG
     return ModelInfo(
         name=model if isinstance(model, str) else None,
         parameters=sum(math.prod(leaf.shape) for leaf in stored_leaves(tree).values()),
         active_parameters=sum(active_parameters(tree).values()),
-        bytes_per_token=per_token,
-        bytes_per_sequence=shorter - per_token * _LONG,
-        layers=dict(kinds),
+        bytes_per_token=bytes_per_token,
+        bytes_per_sequence=short_bytes - bytes_per_token * _LONG,
+        layers=dict(collections.Counter(_kind(block) for block in config.blocks)),
         dtype=str(np.dtype(dtype)),
     )
 
 
 def active_parameters(model: Decoder) -> dict[str, int]:
-    """Return, by path, the number of a weight's parameters that a token uses: experts count by use.
+    """Return the number of parameters of each weight that a token uses, by the path of the weight.
 
-    Lookup tables other than the embedding, of which a token reads some rows, count as 0.
+    Experts count in proportion to the number of experts per token. Lookup tables other than the embedding count as 0,
+    because a token only reads a few of their rows.
     """
-    words, counts = axes(model), {}
-    for name, leaf in stored_leaves(model).items():
-        first, *others = *(word for word in words[name] if word != "layers"), ""  # a number of each layer has no other
+    axis_names = axes(model)
+    counts: dict[str, int] = {}
+    for path, leaf in stored_leaves(model).items():
+        own_axes = [axis for axis in axis_names[path] if axis != "layers"]
+        first_axis = own_axes[0] if own_axes else ""
         size = math.prod(leaf.shape)
-        if first == "experts" and len(others) > 1:
-            size = size * _experts_per_token(name, model.config) // leaf.shape[words[name].index("experts")]
-        counts[name] = 0 if first in ("vocab", "rows", "table_parts") and name != "embedding.table" else size
+        if first_axis == "experts" and len(own_axes) > 1:
+            size = size * _experts_per_token(path, model.config) // leaf.shape[axis_names[path].index("experts")]
+        counts[path] = 0 if first_axis in ("vocab", "rows", "table_parts") and path != "embedding.table" else size
     return counts
 
 
-def _experts_per_token(name: str, config: DecoderConfig) -> int:
-    """Return the number of experts that a token uses in the layers of the weight `name`."""
-    part, index, _, place, *_ = (*name.split("."), "", "", "")
+def _experts_per_token(path: str, config: DecoderConfig) -> int:
+    """Return the number of experts per token in the layers of the weight `path`."""
+    part, index, _, position, *_ = (*path.split("."), "", "", "")
     if part == "scanned_layers":
-        block = find_repeats(config.blocks)[int(index)][0][int(place)]
+        block = find_repeats(config.blocks)[int(index)][0][int(position)]
     else:
         block = config.blocks[-1] if config.mtp is None else config.mtp.block
-    return getattr(block.mixer if ".mixer." in name else block.mlp, "num_experts_per_token", 0)
+    return getattr(block.mixer if ".mixer." in path else block.mlp, "num_experts_per_token", 0)
 
 
 def _cache_bytes(config: DecoderConfig, length: int, dtype: DTypeLike) -> int:
@@ -104,7 +110,7 @@ def _cache_bytes(config: DecoderConfig, length: int, dtype: DTypeLike) -> int:
 
 
 def _kind(block: BlockConfig) -> str:
-    """Return the names of a block's mixers: of their configurations' classes, with their windows if they have one."""
+    """Return the names of a block's mixers, with the size of the window of a windowed mixer."""
 
     def name(mixer: Any) -> str:
         size = getattr(getattr(mixer, "mask", None), "size", None)

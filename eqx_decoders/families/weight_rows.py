@@ -1,4 +1,4 @@
-"""Rows of a family's table of weights, and the tensors of a checkpoint that hold one weight."""
+"""Rows of a family's table of weights, and the mapping from a weight to the tensors of a checkpoint."""
 
 import dataclasses
 import math
@@ -13,14 +13,15 @@ from eqx_decoders.sharding.axes import Axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """Position of a weight among several that share a tensor, one after another along one of its dimensions.
+    """Position of a weight in a tensor that holds several weights, concatenated along one dimension.
 
     **Arguments:**
 
-    - `index`, `count`: the weight's index, from 0, and the number of weights.
-    - `axis`: the dimension.
-    - `within`: an axis of the layer whose size is the number of blocks of the dimension, each with a share of every
-        weight in turn, as where each query head is followed by its gate; None for one block.
+    - `index`, `count`: index of the weight, from 0, and number of weights in the tensor.
+    - `axis`: the dimension along which the weights are concatenated.
+    - `within`: name of an axis of some weight in the same module, such as `"heads"`. Along `axis`, the tensor has one
+        block per index of this axis, and each block concatenates a slice of every weight; for example, the query of a
+        head is followed by the gate of this head. None: there is one block.
     """
 
     index: int
@@ -31,20 +32,22 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One row of a family's table: a tensor and the weight that it holds.
+    """One row of a family's table of weights: a tensor of a checkpoint, and the weight that it holds.
+
+    If several rows match a weight, the last one is used.
 
     **Arguments:**
 
-    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}`, `{kv_head}` and `{table_part}` stand
-        for numbers, `{depth}` for that of a layer of multi-token prediction where these are counted by themselves, and
-        `{stage}` and `{block}` for those of a layer in a network of stages.
-    - `path`: the weight's path, within a block if `name` has a layer, else within the decoder. In a block of an encoder
-        it begins with the encoder's name: `vision.mixer.query`.
-    - `pattern`: from the tensor's dimensions to the weight's, for `einops.rearrange`. For a part of a tensor it is
-        written as if this were the whole.
-    - `part`: the part of a tensor that several weights share.
-    - `needs`: path of another weight of the same block, without which the row does not count; empty for none. Of two
-        rows that count the later one does, so this one names a tensor that another weight's presence renames.
+    - `name`: name of the tensor. `{layer}`, `{expert}`, `{head}`, `{kv_head}` and `{table_part}` stand for indices.
+        `{depth}` is the index of a layer of multi-token prediction, if a checkpoint counts these layers separately.
+        `{stage}` and `{block}` are the indices of a layer in an encoder with stages.
+    - `path`: path of the weight: in its block if `name` contains the index of a layer, otherwise in the decoder. Paths
+        in a block of an encoder start with the name of the encoder: `vision.mixer.query`.
+    - `pattern`: pattern for `einops.rearrange`, from the dimensions of the tensor to those of the weight. If the tensor
+        holds several weights, the pattern describes the section of this weight.
+    - `part`: position of the weight in a tensor that holds several weights; None: the tensor holds one weight.
+    - `needs`: path of another weight of the same block. The row is ignored if the block does not have that weight.
+        Empty: the row is always used.
     """
 
     name: str
@@ -53,46 +56,52 @@ class Weight:
     part: Part | None = None
     needs: str = ""
 
-    def fits(self, words: Axes) -> bool:
-        """Return True for a weight with these axes: an MLP's and its experts' gates have the same path."""
-        stacked = ["layers"] * (self.of_layers or self.is_mtp)
-        stacked += self.numbered.values()
-        return (*stacked, *self.pattern.split("->")[1].split()) == words
+    def fits(self, axes: Axes) -> bool:
+        """Return whether the row describes a weight with these axes.
+
+        The path is not sufficient: the gates of an MLP and of experts have the same path, but different axes.
+        """
+        leading_axes = ["layers"] if self.of_layers or self.is_mtp else []
+        leading_axes += self.numbered.values()
+        return (*leading_axes, *self.pattern.split("->")[1].split()) == axes
 
     @property
     def numbered(self) -> dict[str, str]:
-        """Numbers in the name beside the layer's, and the weight's axes that have as many tensors."""
-        return {number: axis for number, axis in _NUMBERED.items() if f"{{{number}}}" in self.name}
+        """Indices in the name other than the layer's, with the axes of the weight over which they run."""
+        return {field: axis for field, axis in _INDEXED_AXES.items() if f"{{{field}}}" in self.name}
 
     @property
     def of_layers(self) -> bool:
-        """True for a row of layers, one tensor for each."""
-        return any(word in self.name for word in ("{layer}", "{owner}", "{stage}"))
+        """Whether the row describes weights of layers, with one tensor per layer."""
+        return any(field in self.name for field in ("{layer}", "{owner}", "{stage}"))
 
     @property
     def is_mtp(self) -> bool:
-        """True for a row of layers of multi-token prediction."""
+        """Whether the row describes weights of layers of multi-token prediction."""
         return self.path.startswith(_DEPTHS)
 
     @property
     def owner(self) -> str:
-        """Encoder that the weight belongs to; empty for the decoder."""
+        """Name of the encoder that has the weight; empty for the decoder."""
         first = self.path.split(".")[0]
         return first if first in ENCODERS else ""
 
     def inside(self, stack: str) -> str:
-        """Return the path in a block of a stack, or in the model where that is empty."""
+        """Return the path of the weight in the model, for a block of `stack`; empty `stack`: outside of blocks."""
         inner = self.path.removeprefix(f"{self.owner}.") if stack and self.owner else self.path
         return f"{stack}.{inner}".strip(".")
 
 
-_NUMBERED = {"expert": "experts", "head": "heads", "kv_head": "kv_heads", "table_part": "table_parts"}
+_INDEXED_AXES = {"expert": "experts", "head": "heads", "kv_head": "kv_heads", "table_part": "table_parts"}
 ENCODERS = ("vision", "audio")
 _DEPTHS = "mtp.depth."
 
 
 def mtp_rows(weights: Iterable[Weight], layer: str, depth: str) -> tuple[Weight, ...]:
-    """Return the rows with prefix `layer` for layers of multi-token prediction, with prefix `depth`."""
+    """Return rows for the blocks of layers of multi-token prediction, from the rows of decoder layers.
+
+    `layer` and `depth` are the prefixes of tensors of decoder layers and of layers of multi-token prediction.
+    """
     return tuple(
         dataclasses.replace(weight, name=weight.name.replace(layer, depth), path=f"{_DEPTHS}block.{weight.path}")
         for weight in weights
@@ -101,18 +110,25 @@ def mtp_rows(weights: Iterable[Weight], layer: str, depth: str) -> tuple[Weight,
 
 
 def joined_kernels(name: str, path: str = "", *, stream_first: bool = False) -> tuple[Weight, ...]:
-    """Return the rows of a depth's kernels where one tensor holds them side by side, the embedding's first."""
-    rows = [(f"{path}{kind}_kernel", "embed joined -> joined embed") for kind in ("embed", "stream")]
-    return sharing(name, *(reversed(rows) if stream_first else rows), axis=1)
+    """Return the rows of the two input projections of a layer of multi-token prediction, which share a tensor.
+
+    The tensor holds the projection of the embedding, then that of the residual stream; reversed with `stream_first`.
+    """
+    kinds = ("stream", "embed") if stream_first else ("embed", "stream")
+    rows = [(f"{path}{kind}_kernel", "embed joined -> joined embed") for kind in kinds]
+    return sharing(name, *rows, axis=1)
 
 
 def depth_rows(
     depth: str, *, embed_norm: str, stream_norm: str, kernels: str, final_norm: str = "", stream_first: bool = False
 ) -> tuple[Weight, ...]:
-    """Return the rows of layers of multi-token prediction besides those of their blocks; `depth` is their prefix.
+    """Return the rows of layers of multi-token prediction, except the rows of their blocks (see `mtp_rows`).
 
-    The others are names of modules, `kernels` that of both matrices, the embedding's first or the stream's; without
-    `final_norm` none is a depth's own.
+    **Arguments:**
+
+    - `depth`: prefix of the tensors of a layer.
+    - `embed_norm`, `stream_norm`, `final_norm`: names of norms. Empty `final_norm`: layers have no separate final norm.
+    - `kernels`, `stream_first`: name of the module with both input projections, and their order; see `joined_kernels`.
     """
     norms = {"embed_norm": embed_norm, "stream_norm": stream_norm, "final_norm": final_norm}
     return (
@@ -126,7 +142,10 @@ def depth_rows(
 
 
 def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None = None) -> tuple[Weight, ...]:
-    """Return the rows of weights that share the tensor `name`, in order, each with its path and its pattern."""
+    """Return the rows of weights that share the tensor `name`.
+
+    `rows`: path and pattern of each weight, in the order in which the tensor holds them. `axis`, `within`: see `Part`.
+    """
     return tuple(
         Weight(name, path, pattern, Part(index=index, count=len(rows), axis=axis, within=within))
         for index, (path, pattern) in enumerate(rows)
@@ -134,7 +153,7 @@ def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None
 
 
 def norm(name: str, path: str, *, needs: str = "") -> tuple[Weight, ...]:
-    """Return the rows of a norm, which count only where the block has the weight `needs` unless that is empty."""
+    """Return the rows of a norm. `needs`: see `Weight`."""
     return (
         Weight(f"{name}.weight", f"{path}.scale", "norm -> norm", needs=needs),
         Weight(f"{name}.bias", f"{path}.bias", "norm -> norm", needs=needs),
@@ -142,21 +161,20 @@ def norm(name: str, path: str, *, needs: str = "") -> tuple[Weight, ...]:
 
 
 def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
-    """Return the rows of norms with these names: `pre_mixer_norm="input_layernorm"`."""
+    """Return the rows of norms. `names`: names of their modules, by path: `pre_mixer_norm="input_layernorm"`."""
     return tuple(row for path, name in names.items() for row in norm(prefix + name, path))
 
 
 def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
-    """Return the rows of attention, which is called `name` in a layer."""
+    """Return the rows of attention. `name`: name of its module in a layer."""
     attention = prefix + name
-    into = {"q_proj": ("query", "heads"), "k_proj": ("key", "kv_heads"), "v_proj": ("value", "kv_heads")}
+    projections = {"q_proj": ("query", "heads"), "k_proj": ("key", "kv_heads"), "v_proj": ("value", "kv_heads")}
     rows: list[Weight] = []
-    for tensor, (path, heads) in into.items():
-        pattern = f"({heads} head_dim) embed -> embed {heads} head_dim"
-        rows.append(Weight(f"{attention}{tensor}.weight", f"mixer.{path}", pattern))
-        rows.append(
-            Weight(f"{attention}{tensor}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim")
-        )
+    for module, (path, heads) in projections.items():
+        kernel_pattern = f"({heads} head_dim) embed -> embed {heads} head_dim"
+        bias_pattern = f"({heads} head_dim) -> {heads} head_dim"
+        rows.append(Weight(f"{attention}{module}.weight", f"mixer.{path}", kernel_pattern))
+        rows.append(Weight(f"{attention}{module}.bias", f"mixer.{path}_bias", bias_pattern))
     return (
         *rows,
         Weight(attention + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
@@ -181,7 +199,7 @@ def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
 
 
 def are_transposed(tensors: Mapping[str, Any]) -> bool:
-    """Return True if fused experts are stored as matrices `[in, out]`, not `[out, in]`, by their shapes."""
+    """Return whether fused experts are stored as `[in, out]` instead of `[out, in]`, judged by their shapes."""
     for name, down in tensors.items():
         gate_up = tensors.get(name.removesuffix("down_proj") + "gate_up_proj")
         if gate_up is not None and len(down.shape) == 3:
@@ -191,14 +209,15 @@ def are_transposed(tensors: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """Section of a tensor's dimension that is one weight's: the same rows of each of its equal blocks.
+    """Rows of a tensor that hold one weight: the same range of rows in each of several blocks of equal size.
 
     **Arguments:**
 
-    - `index`: the weight's index among those that share the tensor.
-    - `axis`: the dimension.
-    - `blocks`: number of its blocks.
-    - `begin`, `size`: the weight's rows in each block of `block_size` rows.
+    - `index`: index of the weight among the weights that share the tensor.
+    - `axis`: the dimension that is divided into blocks; its entries are called rows.
+    - `blocks`: number of blocks.
+    - `begin`, `size`: first row and number of rows of the weight in each block.
+    - `block_size`: number of rows of a block.
     """
 
     index: int
@@ -209,7 +228,10 @@ class Section:
     block_size: int
 
     def of(self, x: np.ndarray) -> np.ndarray:
-        """Return the weight's rows of some whole blocks, without a copy: `[..., blocks, size, ...]`."""
+        """Return the rows of the weight in `x`, as a view `[..., blocks, size, ...]`.
+
+        `x` is the tensor, or a slice of the tensor that contains complete blocks.
+        """
         before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
         rows = slice(self.begin, self.begin + self.size)
         return x.reshape(*before, -1, self.block_size, *after)[(*[slice(None)] * (self.axis + 1), rows)]
@@ -221,11 +243,11 @@ class WeightMapping:
 
     **Arguments:**
 
-    - `names`: the tensors, in the order of the weight's leading axes.
-    - `stack`: the sizes of these axes: none, the layers, or the layers and the experts.
-    - `pattern`: of one of the tensors, or of its section.
-    - `sizes`: size of every axis in `pattern`, 1 included.
-    - `section`: the weight's part of each tensor; None for all of it.
+    - `names`: names of the tensors, in the order of the weight's leading axes.
+    - `stack`: sizes of the leading axes that separate tensors: `()`, `(layers,)` or `(layers, experts)`.
+    - `pattern`: einops pattern from the dimensions of a tensor, or of its section, to those of the weight.
+    - `sizes`: size of every axis in `pattern`, including the axis `1`.
+    - `section`: the part of each tensor that holds the weight; None: all of it.
     """
 
     names: tuple[str, ...]
@@ -234,13 +256,13 @@ class WeightMapping:
     sizes: Mapping[str, int]
     section: Section | None = None
 
-    def name(self, place: tuple[int, ...]) -> str:
-        """Return the tensor at an index of the leading axes."""
-        return self.names[sum(i * math.prod(self.stack[axis + 1 :]) for axis, i in enumerate(place))]
+    def name(self, index: tuple[int, ...]) -> str:
+        """Return the name of the tensor at an index of the leading axes."""
+        return self.names[sum(i * math.prod(self.stack[axis + 1 :]) for axis, i in enumerate(index))]
 
     @property
     def stacked(self) -> bool:
-        """True for a weight that several tensors hold."""
+        """Whether the weight has leading axes that separate tensors."""
         return bool(self.stack)
 
     @property
@@ -253,16 +275,16 @@ class WeightMapping:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Shape that each tensor would have without the other weights in it."""
-        return tuple(math.prod(self.sizes[word] for word in group) for group in self.groups)
+        """Shape of the weight's part of each tensor in the checkpoint."""
+        return tuple(math.prod(self.sizes[axis] for axis in group) for group in self.groups)
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Axis names of each dimension in the checkpoint."""
+        """Axis names of each dimension of a tensor in the checkpoint."""
         left = self.pattern.split("->")[0]
         return tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", left))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Axis names of the weight's dimensions, without those of `stack`."""
+        """Axis names of the weight, without the leading axes of `stack`."""
         return tuple(self.pattern.split("->")[1].split())
