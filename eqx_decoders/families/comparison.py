@@ -1,7 +1,7 @@
 """Comparison of a checkpoint of an unknown model type with the families of the library.
 
-`rank` orders the families by how much of the checkpoint they explain, and compares the nearest one in detail. It needs
-`config.json` and the names of the tensors; shapes, where they are known, make it more precise.
+`rank` orders the families by how much of the checkpoint they explain, and compares the nearest family in detail. It
+needs `config.json` and the names of the tensors. Shapes of tensors are optional and make the comparison more precise.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class TensorGroup:
 
     **Arguments:**
 
-    - `pattern`: the name, with `{layer}` for the first number and `{expert}` for all others.
+    - `pattern`: the name, with `{layer}` for the first number and `{expert}` for all other numbers.
     - `layers`: values of the first number.
     - `shapes`: the distinct shapes, sorted; empty if only names are known.
     """
@@ -50,7 +50,7 @@ class TensorGroup:
 
     @property
     def rank(self) -> int | None:
-        """Number of dimensions; None if it is unknown."""
+        """Number of dimensions; None if only names are known."""
         return len(self.shapes[0]) if self.shapes else None
 
     def __str__(self) -> str:
@@ -78,20 +78,20 @@ def group_tensors(tensors: Mapping[str, Shape]) -> dict[str, TensorGroup]:
 
 
 def _inner_name(pattern: str) -> str:
-    """Return the part of a pattern from `{layer}` on; the last two words of a pattern without a layer."""
+    """Return the part of a pattern that starts with `{layer}`; without `{layer}`, the last two words."""
     _, layer, inner = pattern.partition(f"{_LAYER}.")
     return f"{_LAYER}.{inner}" if layer else ".".join(pattern.split(".")[-2:])
 
 
 def _layer_prefix(patterns: Iterable[str]) -> str:
-    """Return what most patterns have before `{layer}`; empty if no pattern has a layer."""
+    """Return the most common prefix before `{layer}`; empty if no pattern has a layer."""
     prefixes = [pattern.partition(_LAYER)[0] for pattern in patterns if _LAYER in pattern]
     return max(sorted(set(prefixes)), key=prefixes.count, default="")
 
 
 # --- names that the families of the library use ---
 
-# Regular expressions of names that the norms of a decoder may have, for names that no family uses.
+# Regular expressions of names of norms, for names that no family uses.
 _NORM_NAMES = {
     "pre_mlp_norm": r"(pre_?|before_)?(mlp|ffn|feed_?forward|moe)(_layer_?norm|_norm|_ln)?|(norm|ln|layernorm)_?2",
     "pre_mixer_norm": r"(pre_?|before_|self_)?(attn|attention|mixer|input|operator)(_layer_?norm|_norm|_ln)?"
@@ -102,7 +102,7 @@ _NORM_NAMES = {
 }
 
 
-# Keys that files of other libraries have for the setting at a path.
+# Keys of other libraries' configuration files, by the path of the setting.
 _OTHER_KEYS = {
     "embed_dim": "d_model n_embd dim model_dim n_embed embed_dim",
     "blocks": "n_layers n_layer num_layers depth",
@@ -118,12 +118,13 @@ _OTHER_KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class LibraryNames:
-    """Names that the families of the library use for a weight or a setting.
+    """Names that the families of the library use for weights and settings.
 
     **Arguments:**
 
-    - `weights`: for the end of a tensor's name, how many families have it for a weight's path and number of dimensions.
-    - `keys`: for the path of a setting, the keys of `config.json`.
+    - `weights`: for each end of a tensor's name, the number of families that use it, by the path of the weight and the
+        number of dimensions of the tensor.
+    - `keys`: keys of `config.json`, by the path of the setting.
     """
 
     weights: Mapping[str, Counter[tuple[str, int]]]
@@ -131,6 +132,7 @@ class LibraryNames:
 
     @classmethod
     def of(cls, families: Iterable[Family]) -> "LibraryNames":
+        """Return the names that these families use."""
         weights: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
         keys = defaultdict(set, {path: set(names.split()) for path, names in _OTHER_KEYS.items()})
         for family in families:
@@ -142,9 +144,15 @@ class LibraryNames:
         return cls(dict(weights), dict(keys))
 
     def paths(self, pattern: str, rank: int | None) -> list[str]:
-        """Return the paths of weights that families store under the longest known end of a name, most common first.
+        """Return the paths of weights that families store under such a name, most common first.
 
-        `rank` is the tensor's number of dimensions; None: unknown.
+        Only the longest end of the name that any family uses is considered. Names of norms are also recognized by
+        common spellings.
+
+        **Arguments:**
+
+        - `pattern`: pattern of the name; see `pattern_of`.
+        - `rank`: number of dimensions of the tensor; None: unknown.
         """
         for end in _name_ends(pattern):
             counts = self.weights.get(end, Counter())
@@ -158,7 +166,10 @@ class LibraryNames:
         return [f"{norm}.{kind}" for norm, names in _NORM_NAMES.items() if is_vector and re.fullmatch(names, module)]
 
     def renamed_keys(self, family: Family, content: Mapping[str, Any]) -> dict[str, str]:
-        """Return keys of `content` that other families have for keys that the family reads and `content` lacks."""
+        """Return keys of `content` that are other spellings of keys that the family reads, with these keys.
+
+        Only keys that are missing in `content` are considered.
+        """
         own_paths = setting_paths(family)
         renamed: dict[str, str] = {}
         for key, path in own_paths.items():
@@ -169,7 +180,7 @@ class LibraryNames:
 
 
 def setting_paths(family: Family) -> dict[str, str]:
-    """Return the path in the configuration of each key that holds a single value."""
+    """Return the path in the configuration of each key with a single value."""
     rows = [row for row in _single_keys(family.settings) if row.key and isinstance(row.path, str)]
     return {row.key: f"1 / {row.path}" if isinstance(row, Inverse) else str(row.path) for row in rows}
 
@@ -183,7 +194,7 @@ def _single_keys(settings: Iterable[Setting]) -> Iterator[Key]:
 
 
 def _name_ends(pattern: str) -> list[str]:
-    """Return the ends of a pattern that have a meaning by themselves, the longest first."""
+    """Return the ends of a pattern that may identify a weight, longest first."""
     words = _inner_name(pattern).split(".")
     in_layer = words[0] == _LAYER
     scope = "layer" if in_layer else "model"
@@ -195,20 +206,20 @@ def _row_rank(row: Weight) -> int:
     return len(re.findall(r"\([^)]*\)|\S+", row.pattern.split("->")[0]))
 
 
-# --- what the tensors do not show ---
+# --- properties that tensors do not reveal ---
 
 
 @dataclasses.dataclass(frozen=True)
 class Property:
-    """Property of a decoder that its tensors do not show.
+    """Property of a decoder that its tensors do not reveal.
 
     **Arguments:**
 
-    - `name`: its name in the report.
-    - `value`: path of the field in a `BlockConfig`, or in the `DecoderConfig` after `decoder.`; or a function of the
-        block that returns the value.
-    - `keys`: regular expression of the keys of `config.json` that tell the value; empty if no key does.
-    - `usual`: the value in most decoders; empty if several values are common.
+    - `name`: name of the property in the report.
+    - `value`: path of the field in a `BlockConfig`; with the prefix `decoder.`, in the `DecoderConfig`; or a function
+        that returns the value for a block.
+    - `keys`: regular expression of the keys of `config.json` that determine the value. Empty: no key does.
+    - `usual`: the value in most decoders. Empty: several values are common.
     """
 
     name: str
@@ -217,17 +228,21 @@ class Property:
     usual: str = ""
 
     def text(self, config: DecoderConfig) -> str:
-        """Return the distinct values of all blocks; empty for a decoder that lacks the property."""
-        texts: dict[str, None] = {}
+        """Return the distinct values of all blocks, joined with "and"; empty if the property does not apply."""
+        texts: list[str] = []
         for block in dict.fromkeys(config.blocks):
             value = self.value(block) if callable(self.value) else _value_at(config, block, self.value)
-            if value is not None or self.usual == "none":
-                texts[f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)] = None
-        return " and ".join(texts)
+            if isinstance(value, float):
+                texts.append(f"{value:g}")
+            elif value is not None:
+                texts.append(str(value))
+            elif self.usual == "none":
+                texts.append("none")
+        return " and ".join(dict.fromkeys(texts))
 
 
 def _value_at(config: DecoderConfig, block: BlockConfig, path: str) -> Any:
-    """Return the field at a path, or the name of its class if it is a configuration; None if it does not exist."""
+    """Return the value at a path; for a configuration, the name of its class. None: the path does not exist."""
     value: Any = config if path.startswith("decoder.") else block
     for name in path.removeprefix("decoder.").split("."):
         value = getattr(value, name, None)
@@ -279,17 +294,17 @@ _MAX_REFUSALS = 50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Settings of a `config.json` as a family reads them.
+    """Result of reading a `config.json` with the table of a family.
 
     **Arguments:**
 
-    - `config`: the configuration; None if the family cannot build one.
-    - `error`: why the family cannot build one.
-    - `read`: keys that the family looked for, present or not.
+    - `config`: the configuration; None if the family cannot build it.
+    - `error`: why the family cannot build the configuration.
+    - `read`: keys that the family looked for, including missing keys.
     - `unread`: keys that the family neither reads nor ignores, with their values.
     - `refused`: error messages by key, for values that the family refuses. `config` is built without these keys.
-    - `renamed`: keys of the file that stand for a key of the family, and this key.
-    - `open_properties`: properties of `config` that no key tells, with their values.
+    - `renamed`: keys of the file that are other spellings of keys of the family, with the spelling of the family.
+    - `open_properties`: properties of `config` that no key determines, with their values.
     """
 
     config: DecoderConfig | None
@@ -303,11 +318,14 @@ class Reading:
     @property
     def num_unusual(self) -> int:
         """Number of open properties with an unusual value."""
-        return sum(value != item.usual != "" for item, value in self.open_properties.items())
+        return sum(value != prop.usual != "" for prop, value in self.open_properties.items())
 
 
 def read_leniently(family: Family, content: Mapping[str, Any], renamed: Mapping[str, str]) -> Reading:
-    """Read all settings that a family can read, and collect the others; `renamed` is that of `Reading`."""
+    """Read all settings that a family can read, and collect problems instead of raising errors.
+
+    `content`: the `config.json`. `renamed`: see `Reading`.
+    """
     fields = Fields({renamed.get(key, key): value for key, value in content.items() if key not in _NOT_SETTINGS})
     values: dict[str, Any] = {}
     refused: dict[str, str] = {}
@@ -340,19 +358,22 @@ def read_leniently(family: Family, content: Mapping[str, Any], renamed: Mapping[
 
 
 def _open_properties(config: DecoderConfig, keys: Iterable[str]) -> dict[Property, str]:
-    """Return the values of the properties that none of the keys tells."""
-    text = " ".join(sorted(keys))
+    """Return the properties that `keys` do not determine, with their values in `config`."""
+    all_keys = " ".join(sorted(keys))
     values: dict[Property, str] = {}
-    for item in _PROPERTIES:
-        if item.usual == _CAUSAL and "sliding_window" in keys:
-            item = dataclasses.replace(item, usual="")  # some layers have a window, but not necessarily all
-        if not item.keys or re.search(item.keys, text) is None:
-            values[item] = item.text(config)
-    return {item: value for item, value in values.items() if value}
+    for prop in _PROPERTIES:
+        if prop.usual == _CAUSAL and "sliding_window" in keys:
+            prop = dataclasses.replace(prop, usual="")  # some layers have a window, but not necessarily all
+        if not prop.keys or re.search(prop.keys, all_keys) is None:
+            values[prop] = prop.text(config)
+    return {prop: value for prop, value in values.items() if value}
 
 
 def _read_row(setting: Setting, fields: Fields, values: dict[str, Any], refused: dict[str, str]) -> tuple[Fields, str]:
-    """Read a row into `values`, without the keys whose values it refuses; return the other fields and an error."""
+    """Read a row into `values`. Keys whose values are refused are removed and added to `refused`.
+
+    Returns the fields without refused keys, and an error message, which is empty on success.
+    """
     for _ in range(_MAX_REFUSALS):
         attempt = fields.without()
         try:
@@ -367,11 +388,11 @@ def _read_row(setting: Setting, fields: Fields, values: dict[str, Any], refused:
             return attempt, message
         fields = fields.without(key[1])
         refused[key[1]] = message.partition(": ")[2]
-    return fields, "it refuses too many settings."
+    return fields, f"it refuses {_MAX_REFUSALS} or more values."
 
 
 def is_off(value: Any) -> bool:
-    """Return True for a value that usually means that a feature is off."""
+    """Return whether a value usually means that a feature is turned off."""
     return value in (None, False, 0, "", [], {})
 
 
@@ -380,13 +401,13 @@ def is_off(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Rename:
-    """Tensors that probably hold a weight which the family stores under another name.
+    """Tensors that probably hold a weight that the family stores under another name.
 
     **Arguments:**
 
-    - `row`: the pattern of the family's row.
-    - `family_words`, `file_words`: the words in which the names differ, with the dots around them.
-    - `certain`: whether another family has this name for the weight; otherwise only the shapes agree.
+    - `row`: pattern of the name in the family.
+    - `family_words`, `file_words`: the words in which the names differ, including adjacent dots.
+    - `certain`: whether another family uses this name for the weight. Otherwise only the shapes match.
     """
 
     row: str
@@ -401,14 +422,14 @@ class Comparison:
 
     **Arguments:**
 
-    - `family`, `reading`: the family, and the settings as it reads them.
-    - `groups`: the tensors that the family does not ignore.
-    - `prefix`: what stands before the number of a layer in the family and in the file, where these differ.
+    - `family`, `reading`: the family, and the result of reading the settings with it.
+    - `groups`: tensors that the family does not ignore.
+    - `prefix`: prefix before the index of a layer, in the family and in the file; None if they are equal.
     - `renames`: tensors with other names.
-    - `different`: tensors with other shapes or in other layers than the family expects, with what it expects.
-    - `disabled`: tensors for which the family has a row that these settings do not use, with the path of the weight.
-    - `unexplained`: tensors without a row.
-    - `missing`: tensors that the family expects and the checkpoint lacks.
+    - `different`: tensors whose shapes or layers differ from what the family expects, with the expected tensors.
+    - `disabled`: tensors that the family supports, but not with these settings, with the path of the weight.
+    - `unexplained`: tensors that the family does not support.
+    - `missing`: tensors that the family expects, but that the checkpoint lacks.
     """
 
     family: Family
@@ -423,7 +444,7 @@ class Comparison:
 
     @property
     def distance(self) -> int:
-        """Weighted count of the differences. What the family does not explain weighs most."""
+        """Weighted number of differences. Tensors and settings that the family does not explain weigh most."""
         reading = self.reading
         unexplained = len(self.unexplained) + len(self.different) + len(self.missing) + len(reading.refused)
         unexplained += sum(not is_off(value) for value in reading.unread.values())
@@ -436,7 +457,15 @@ class Comparison:
 def compare(
     family: Family, content: Mapping[str, Any], tensors: Mapping[str, Shape], reading: Reading, names: LibraryNames
 ) -> Comparison:
-    """Compare the tensors of a checkpoint, and its settings as a family reads them, with the tables of the family."""
+    """Compare a checkpoint with the tables of a family.
+
+    **Arguments:**
+
+    - `content`: the checkpoint's `config.json`.
+    - `tensors`: shapes of the tensors by name; None where only the name is known.
+    - `reading`: result of `read_leniently`.
+    - `names`: names that all families of the library use.
+    """
     family_names, prefix = _family_names(family, tensors)
     shapes = {family_names[name]: shape for name, shape in tensors.items()}
     stored: Any = list(shapes)
@@ -485,7 +514,7 @@ def compare(
 
 
 def _family_names(family: Family, tensors: Iterable[str]) -> tuple[dict[str, str], tuple[str, str] | None]:
-    """Return the names of tensors with the family's prefix of layers, and both prefixes where they differ."""
+    """Return the names of tensors with the family's prefix of layers, and `Comparison.prefix`."""
     names = {name: family.stored_name(name) for name in tensors}
     patterns = [pattern_of(row.name) for row in family.weights if not row.is_mtp]
     own_prefix, file_prefix = _layer_prefix(patterns), _layer_prefix(map(pattern_of, names.values()))
@@ -494,12 +523,13 @@ def _family_names(family: Family, tensors: Iterable[str]) -> tuple[dict[str, str
     if own_prefix == family.prefix + file_prefix:  # a checkpoint of the base model, without the head
         head = family.head.removesuffix("weight")
         return {key: name if name.startswith(head) else family.prefix + name for key, name in names.items()}, None
-    words = own_prefix, file_prefix
-    return {key: re.sub(f"^{re.escape(words[1])}", words[0], name) for key, name in names.items()}, words
+    file_pattern = f"^{re.escape(file_prefix)}"
+    family_names = {key: re.sub(file_pattern, own_prefix, name) for key, name in names.items()}
+    return family_names, (own_prefix, file_prefix)
 
 
 def _is_ignored(family: Family, name: str, config: DecoderConfig | None, content: Mapping[str, Any]) -> bool:
-    """Return True for tensors that the family ignores, and for a copy of the embedding table as head."""
+    """Return whether the family ignores a tensor. A tied head that is stored as well is also ignored."""
     if config is None:
         return False
     is_copy = config.tied and content.get("tie_word_embeddings") is True and name == family.head
@@ -509,14 +539,14 @@ def _is_ignored(family: Family, name: str, config: DecoderConfig | None, content
 def _expected_tensors(
     family: Family, config: DecoderConfig | None
 ) -> tuple[DecoderConfig | None, dict[str, TensorGroup]]:
-    """Return the configuration and its tensors; None and no tensors if the family has no such model."""
+    """Return `config` and its tensors; `(None, {})` if the family has no tensors for this configuration."""
     if config is None:
         return None, {}
     try:
         mappings = family.bind(abstract(config)).values()
     except (EqxDecodersError, TypeError, AttributeError):
         return None, {}
-    # for a stack of experts, the first expert of each layer is enough
+    # the first expert of each layer is sufficient: all experts have the same names and shapes
     tensors = {name: mapping.shape for mapping in mappings for name in mapping.names[:: math.prod(mapping.stack[1:])]}
     return config, group_tensors(tensors)
 
@@ -527,7 +557,7 @@ def _find_renames(
     rows: Mapping[str, list[Weight]],
     names: LibraryNames,
 ) -> dict[str, Rename]:
-    """Find expected tensors with other names, by the names in other families or else by unique shapes."""
+    """Find expected tensors with other names, by the names in other families, or else by unique shapes."""
     unknown = {pattern: group for pattern, group in groups.items() if pattern not in rows}
     absent = {pattern: group for pattern, group in expected.items() if pattern not in groups}
     renames: dict[str, Rename] = {}
@@ -551,7 +581,7 @@ def _may_be_same(group: TensorGroup, expected_group: TensorGroup) -> bool:
 
 
 def word_difference(row: str, pattern: str) -> tuple[str, str]:
-    """Return the words in which two patterns differ, with the dots around them: `(".old.", ".new.")`."""
+    """Return the words in which two patterns differ, including adjacent dots: `(".old.", ".new.")`."""
     old, new = row.split("."), pattern.split(".")
     start = 0
     while start < min(len(old), len(new)) - 1 and old[start] == new[start]:
@@ -565,7 +595,7 @@ def word_difference(row: str, pattern: str) -> tuple[str, str]:
 
 
 def _original_name(pattern: str, renames: Mapping[str, Rename]) -> str:
-    """Return the family's name of a tensor, which may belong to a module with renamed tensors."""
+    """Return the family's name of a tensor. Renames of other tensors in the same module are applied, too."""
     if pattern in renames:
         return renames[pattern].row
     for rename in renames.values():
@@ -576,17 +606,18 @@ def _original_name(pattern: str, renames: Mapping[str, Rename]) -> str:
 # --- ranking ---
 
 _MAX_COMPARED = 8
-_KEY_TOLERANCE = 0.1  # a family that explains fewer keys than the nearest one by more than this is not similar
+_KEY_TOLERANCE = 0.1  # by how much the share of keys of a similar family may be below that of the nearest family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A family, and the shares of a checkpoint's tensors and keys that it has under the same names.
+    """A family that a checkpoint may belong to.
 
     **Arguments:**
 
-    - `tensor_share`, `key_share`: the shares, from 0 to 1.
-    - `absent_keys`: number of keys that this family reads, most families do not read, and the checkpoint lacks.
+    - `reading`: result of reading the checkpoint's settings.
+    - `tensor_share`, `key_share`: share of the checkpoint's tensors and keys whose names the family uses, from 0 to 1.
+    - `absent_keys`: number of keys that the family reads, but that most families do not read and the checkpoint lacks.
     """
 
     family: Family
@@ -596,8 +627,8 @@ class Candidate:
     absent_keys: int
 
     @property
-    def promise(self) -> float:
-        """How likely the family is to be the nearest one, without a look at its tensors."""
+    def score(self) -> float:
+        """Score of the family before its tensors are compared in detail; higher is nearer."""
         reading = self.reading
         doubts = 2 * len(reading.refused) + reading.num_unusual + 100 * (reading.config is None)
         return 3 * self.tensor_share + self.key_share - 0.05 * doubts
@@ -609,10 +640,10 @@ class Ranking:
 
     **Arguments:**
 
-    - `content`: the settings of the checkpoint.
+    - `content`: the checkpoint's `config.json`.
     - `candidates`: all families, the nearest first.
-    - `nearest`: the comparison with the nearest one.
-    - `names`: the names that all families use.
+    - `nearest`: comparison with the nearest family.
+    - `names`: names that all families use.
     """
 
     content: Mapping[str, Any]
@@ -621,14 +652,14 @@ class Ranking:
     names: LibraryNames
 
     def similar_candidates(self) -> list[Candidate]:
-        """Return the families that explain as many names of tensors as the nearest one, and almost as many keys."""
+        """Return the other families that explain all settings, and nearly as much as the nearest family."""
         first = self.candidates[0]
         return [
-            other
-            for other in self.candidates[1:]
-            if other.tensor_share >= first.tensor_share
-            and other.key_share >= first.key_share - _KEY_TOLERANCE
-            and not other.reading.refused
+            candidate
+            for candidate in self.candidates[1:]
+            if candidate.tensor_share >= first.tensor_share
+            and candidate.key_share >= first.key_share - _KEY_TOLERANCE
+            and not candidate.reading.refused
         ]
 
 
@@ -649,7 +680,7 @@ def rank(families: Iterable[Family], content: Mapping[str, Any], tensors: Mappin
         _candidate(family, reading, content, tensors, rare_keys)
         for family, reading in zip(families, readings, strict=True)
     ]
-    candidates.sort(key=lambda candidate: (-candidate.promise, candidate.absent_keys))
+    candidates.sort(key=lambda candidate: (-candidate.score, candidate.absent_keys))
     compared: list[tuple[float, int, Comparison]] = []
     for index, candidate in enumerate(candidates[:_MAX_COMPARED]):
         comparison = compare(candidate.family, content, tensors, candidate.reading, names)

@@ -1,4 +1,4 @@
-"""Report of the comparison of a checkpoint with the families of the library, in sentences."""
+"""Text report of a comparison of a checkpoint with the families of the library."""
 
 import re
 import textwrap
@@ -22,7 +22,7 @@ _NO_EFFECT = {
 
 
 def comparison_report(ranking: Ranking) -> str:
-    """Return the report, without characters that are not printable."""
+    """Return the report as text. Characters that are not printable are replaced by "?"."""
     nearest = ranking.nearest
     name = nearest.family.model_type
     layers = {layer for group in nearest.groups for layer in group.layers}
@@ -30,7 +30,7 @@ def comparison_report(ranking: Ranking) -> str:
         f"The checkpoint has {len(nearest.groups)} kinds of tensors in {len(layers)} layers, and config.json has "
         f"{len(ranking.content)} keys.",
         "",
-        "Nearest families, with the share of tensors and of keys that they have under the same names:",
+        "Nearest families, with the share of the checkpoint's tensors and keys whose names they use:",
     ]
     for candidate in ranking.candidates[:_MAX_FAMILIES]:
         shares = f"{candidate.tensor_share:>6.0%} of tensors, {candidate.key_share:>4.0%} of keys"
@@ -81,7 +81,7 @@ def _settings(ranking: Ranking) -> list[str]:
 
 
 def _readers(key: str, ranking: Ranking, verb: str = "read") -> str:
-    """Say which families read the value of a key, and as which setting."""
+    """Return a sentence on which families read a key, and as which setting."""
     readers: list[str] = []
     for candidate in ranking.candidates:
         if key in candidate.reading.read and key not in candidate.reading.refused:
@@ -101,7 +101,7 @@ def _tensors(ranking: Ranking) -> list[str]:
     name = nearest.family.model_type
     sentences: list[str] = []
     if nearest.prefix is not None:
-        sentences.append(f"Layers are called {nearest.prefix[1]} instead of {nearest.prefix[0]}")
+        sentences.append(f"The prefix of layers is {nearest.prefix[1]!r} instead of {nearest.prefix[0]!r}.")
     modules: dict[tuple[str, str], bool] = {}
     for rename in nearest.renames:
         words = rename.file_words.strip("."), rename.family_words.strip(".")
@@ -134,7 +134,10 @@ def _listed(layers: Iterable[int]) -> str:
 
 
 def _meaning(group: TensorGroup, ranking: Ranking) -> str:
-    """Say what a tensor probably is, by its name in other families or else by its shape; empty if nothing fits."""
+    """Return a sentence on what a tensor probably is, by its name in other families, or else by its shape.
+
+    The result is empty if neither suggests a meaning.
+    """
     paths = ranking.names.paths(group.pattern, group.rank)
     if paths:
         return f" Other families store {' or '.join(paths[:2])} under such a name."
@@ -148,7 +151,7 @@ def _meaning(group: TensorGroup, ranking: Ranking) -> str:
 
 
 def _sizes(config: DecoderConfig) -> dict[str, int]:
-    """Return the sizes of the first layers that have them."""
+    """Return the sizes of the decoder; where layers differ, of the first layer that has a size."""
     sizes = {"embed": config.embed_dim, "vocab": config.vocab_size}
     fields = {"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim", "mlp": "mlp_dim"}
     fields["experts"] = "num_experts"
@@ -159,10 +162,14 @@ def _sizes(config: DecoderConfig) -> dict[str, int]:
 
 
 def shape_meanings(shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
-    """Return what a tensor of this shape may be, the likeliest first."""
+    """Return what a tensor of this shape may be, likeliest first.
+
+    `sizes`: sizes of the decoder, with the keys `embed`, `vocab`, `heads`, `kv_heads`, `head_dim`, `mlp`, `experts`.
+    """
     embed, mlp, experts = (sizes.get(name, 0) for name in ("embed", "mlp", "experts"))
     heads, kv_heads, head_dim = (sizes.get(name, 0) for name in ("heads", "kv_heads", "head_dim"))
-    queries, keys = heads * head_dim, kv_heads * head_dim
+    queries = heads * head_dim
+    keys = kv_heads * head_dim
     meanings: list[tuple[tuple[int, ...], str]] = [
         ((), "a single number"),
         ((1,), "a single number"),
@@ -193,18 +200,21 @@ def shape_meanings(shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str
 
 
 def _open_questions(ranking: Ranking) -> list[str]:
-    """List the open properties of the nearest family, with other values that similar families have."""
-    others = [(other.family.model_type, other.reading.open_properties) for other in ranking.similar_candidates()]
+    """Return a line for each open property of the nearest family, with other values in similar families."""
+    candidates = ranking.similar_candidates()
     lines: list[str] = []
     usual: list[str] = []
-    for item, text in ranking.nearest.reading.open_properties.items():
-        families: dict[str, list[str]] = {}
-        for name, values in others:
-            if values.get(item, text) != text:
-                families.setdefault(values[item], []).append(f"`{name}`")
-        alternatives = [f"{value} in {', '.join(names[:_MAX_FAMILIES])}" for value, names in families.items()]
-        if text == item.usual and not alternatives:
-            usual.append(f"{item.name} ({text})")
+    for prop, value in ranking.nearest.reading.open_properties.items():
+        families_by_value: dict[str, list[str]] = {}
+        for candidate in candidates:
+            other_value = candidate.reading.open_properties.get(prop, value)
+            if other_value != value:
+                families_by_value.setdefault(other_value, []).append(f"`{candidate.family.model_type}`")
+        alternatives = [f"{other} in {', '.join(names[:_MAX_FAMILIES])}" for other, names in families_by_value.items()]
+        if value == prop.usual and not alternatives:
+            usual.append(f"{prop.name} ({value})")
         else:
-            lines.append(f"{item.name}: {text}{'; ' * bool(alternatives)}{'; '.join(alternatives)}")
-    return lines + ([f"as in most families: {', '.join(usual)}"] if usual else [])
+            lines.append(f"{prop.name}: {'; '.join([value, *alternatives])}")
+    if usual:
+        lines.append(f"as in most families: {', '.join(usual)}")
+    return lines

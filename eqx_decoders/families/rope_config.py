@@ -1,11 +1,11 @@
-"""Rotary embeddings in `config.json`: `rope_parameters`, and the older `rope_theta` and `rope_scaling`."""
+"""Rows for rotary embeddings in `config.json`: `rope_parameters` (transformers 5), `rope_theta` and `rope_scaling`."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import LAYER_TYPES, attentions
 from eqx_decoders.families.settings_table import (
@@ -37,8 +37,7 @@ from eqx_decoders.layers.rope import (
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def _default_factor(values: Values) -> float | None:
-    """Return the ratio of the two lengths, for which an explicit null stands."""
+def _length_ratio(values: Values) -> float | None:
     return None if values["_length"] is None else values["_length"] / values["original_length"]
 
 
@@ -52,8 +51,8 @@ _ORIGINAL_LENGTH = (
 )
 _YARN = (
     *_ORIGINAL_LENGTH,
-    Number("factor", "factor", null=_default_factor),
-    _needs("factor", "factor is null, and there is no max_position_embeddings to tell it: give one of them."),
+    Number("factor", "factor", null=_length_ratio),
+    _needs("factor", "factor is null, and max_position_embeddings, which would imply it, is missing: set one of them."),
     NumberOrZero("beta_fast", "beta_fast", 32.0),
     NumberOrZero("beta_slow", "beta_slow", 1.0),
     Number("attention_factor", "attention_factor", None),
@@ -66,19 +65,20 @@ _YARN = (
 
 
 def _factors(key: str, name: str) -> Rule:
-    """Return the row of numbers above 0, one for each pair."""
+    """Return the row of a list of numbers above 0, which has a number per rotated pair of features."""
 
     def read(fields: Fields, values: Values) -> tuple[float, ...]:
-        found = fields.take(key)
-        if not isinstance(found, list) or not all(isinstance(x, int | float) and x > 0 for x in found):
-            raise fields.error(f"{key} must be a list of numbers above 0.")
-        return tuple(map(float, found))
+        factors = fields.take(key)
+        if not isinstance(factors, list) or not all(isinstance(x, int | float) and x > 0 for x in factors):
+            raise fields.error(f"{key}={abbreviate(factors)} must be a list of numbers above 0.")
+        return tuple(map(float, factors))
 
     return Rule(name, read, lambda rope: {key: list(getattr(rope, name))})
 
 
-_BY_ALPHA = "dynamic, alpha"  # the type that Hunyuan's files call dynamic, too: there `alpha` says all
-# Classes of rotary embeddings by `rope_type`, with the rows that each has of its own.
+# Key of `_TYPES` for tables of the type "dynamic" with a key `alpha`, as in Hunyuan's files.
+_DYNAMIC_ALPHA = "dynamic, alpha"
+# Class of the rotary embedding and additional rows, by `rope_type`.
 _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
     "default": (Rope, ()),
     "linear": (LinearRope, (Number("factor", "factor"),)),
@@ -98,7 +98,7 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
             *_ORIGINAL_LENGTH,
             _factors("short_factor", "short_factors"),
             _factors("long_factor", "long_factors"),
-            Number("factor", "factor", lambda values: max(1.0, _default_factor(values) or 1.0)),
+            Number("factor", "factor", lambda values: max(1.0, _length_ratio(values) or 1.0)),
             Number("attention_factor", "attention_factor", None),
         ),
     ),
@@ -110,25 +110,30 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
             _needs("original_length", "rope_type=dynamic needs max_position_embeddings: add it."),
         ),
     ),
-    # transformers requires a factor, but uses only alpha
-    _BY_ALPHA: (NTKRope, (Number("alpha", "alpha"), Rule("", writes=lambda rope: {"factor": 1.0}))),
+    # transformers requires `factor`, but only uses `alpha`
+    _DYNAMIC_ALPHA: (NTKRope, (Number("alpha", "alpha"), Rule("", writes=lambda rope: {"factor": 1.0}))),
     "proportional": (
         ProportionalRope,
         (Number("factor", lambda rope: ABSENT if rope.factor == 1.0 else rope.factor, 1.0, name="factor"),),
     ),
 }
+# Keys without effect, by `rope_type`.
 _IGNORED = {
     "default": ("factor", "original_max_position_embeddings"),
     "linear": ("original_max_position_embeddings",),
     "dynamic": ("original_max_position_embeddings",),
-    _BY_ALPHA: ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    _DYNAMIC_ALPHA: ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
 
 
 def rope_settings(name: str = "rope", *, required: bool = True, unused: bool = False, **options: Any) -> Rule:
-    """Return the row of the rotary embedding of all layers; the options are those of `read_rope`.
+    """Return the row of the rotary embedding that all layers share.
 
-    With a default for partial rotation it is always written. `required` and `unused` are those of `write_rope`.
+    **Arguments:**
+
+    - `name`: name of the value.
+    - `required`, `unused`: see `write_rope`.
+    - `options`: arguments of `read_rope`. With `fraction`, `partial_rotary_factor` is always written.
     """
     partial = options.get("fraction") is not None
     return Rule(
@@ -139,9 +144,9 @@ def rope_settings(name: str = "rope", *, required: bool = True, unused: bool = F
 
 
 def rotary_dim() -> Rule:
-    """Return the row of the number of rotated features of a head, before that of the rotary embedding.
+    """Return the row of `rotary_dim`, the number of rotated features of a head. It must precede `rope_settings`.
 
-    It is read as `partial_rotary_factor`, and written where this says the same.
+    `rotary_dim` is converted to `partial_rotary_factor`. It is only written if the conversion is exact.
     """
 
     def read(fields: Fields, values: Values) -> None:
@@ -158,17 +163,21 @@ def rotary_dim() -> Rule:
 
 
 def rotated_layers() -> Rule:
-    """Return the row of the layers with rotary embeddings, `rotated`: `no_rope_layers` has a 1 for each of them.
+    """Return the row of the value `rotated`: the indices of the layers with rotary embeddings.
 
-    Where it is missing every `no_rope_layer_interval`-th layer has none.
+    Despite its name, `no_rope_layers` has a 1 for each layer with rotary embeddings. If it is missing, every
+    `no_rope_layer_interval`-th layer has no rotary embedding.
     """
 
     def read(fields: Fields, values: Values) -> frozenset[int]:
-        count, interval = values["shape"].num_layers, fields.integer("no_rope_layer_interval", 4)
-        flags = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
-        if len(flags) != count:
-            raise fields.error(f"no_rope_layers has {len(flags)} entries, but there are {count} layers.")
-        return frozenset(index for index in range(count) if flags[index])
+        num_layers = values["shape"].num_layers
+        interval = fields.integer("no_rope_layer_interval", 4)
+        flags = fields.numbers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+        if len(flags) != num_layers:
+            raise fields.error(
+                f"no_rope_layers has {len(flags)} entries, but there are {num_layers} layers: add an entry per layer."
+            )
+        return frozenset(layer for layer in range(num_layers) if flags[layer])
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         return {"no_rope_layers": [int(mixer.rope is not None) for mixer in attentions(config)]}
@@ -178,7 +187,10 @@ def rotated_layers() -> Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopesByLayer(Setting):
-    """Row of the rotary embeddings `rope`, and `local_rope` of layers with a window: the arguments of `read_ropes`."""
+    """Row of the values `rope` (full attention) and `local_rope` (sliding windows).
+
+    The arguments are those of `read_ropes`.
+    """
 
     theta: float
     local_theta: float
@@ -203,15 +215,22 @@ def read_rope(
     interleaved_sections: bool = True,
     others: tuple[str, ...] = (),
 ) -> Rope:
-    """Read the rotary embedding of all layers, from `rope_parameters` or older `rope_theta` and `rope_scaling`.
+    """Read the rotary embedding that all layers share, from `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
-    Partial rotation and positions of several dimensions are refused unless their defaults, `fraction` and `sections`,
-    are given. `interleaved_sections` says how the family's pairs are divided among the dimensions. `others` are keys of
-    the tables that other rows read.
+    Raises ConversionError for invalid or contradictory settings.
+
+    **Arguments:**
+
+    - `theta`: transformers' default for `rope_theta`.
+    - `pairing`, `interleaved_sections`: fields of `Rope` that no key tells.
+    - `fraction`: default for `partial_rotary_factor`. None: partial rotation is not supported.
+    - `sections`: default for `mrope_section`, with a number per dimension of positions. Empty: positions with several
+        dimensions are not supported.
+    - `others`: keys of the tables that other rows read.
     """
-    outer = _Outer(
+    outer = _OuterSettings(
         theta=fields.number("rope_theta", None),
-        default=theta,
+        default_theta=theta,
         length=fields.integer("max_position_embeddings", None),
         fraction=None if fraction is None else fields.number("partial_rotary_factor", None),
         default_fraction=fraction,
@@ -228,12 +247,14 @@ def read_rope(
             table.rename("type", "rope_type")
             for key in others:
                 table.content.pop(key, None)
-    return dataclasses.replace(_agreeing(fields, tables, outer), pairing=pairing)
+    return dataclasses.replace(_read_tables(fields, tables, outer), pairing=pairing)
 
 
 def _plain_mrope(table: Fields, sections: tuple[int, ...]) -> None:
-    """Rename the type `mrope`, which old files give a plain embedding of several dimensions."""
-    for key in ("type", "rope_type") if sections else ():
+    """Rename the type `mrope` to `default`: old files use it for an unscaled embedding with several dimensions."""
+    if not sections:
+        return
+    for key in ("type", "rope_type"):
         if table.content.get(key) == "mrope":
             table.content[key] = "default"
 
@@ -243,74 +264,99 @@ def read_ropes(
 ) -> dict[str, Rope]:
     """Read the rotary embeddings of `full_attention` and `sliding_attention` layers.
 
-    New files nest them by the type of the layer. In old ones `rope_theta` and `rope_scaling` are those of the full
-    layers, and `local_key` names the others' theta (None: always `local_theta`). Partial rotation is refused unless its
-    default, `fraction`, is given.
+    In new files, `rope_parameters` has a table for each type of layer. In old files, `rope_theta` and `rope_scaling`
+    describe full attention, and `local_key` describes sliding windows.
+
+    **Arguments:**
+
+    - `theta`, `local_theta`: defaults for full attention and for sliding windows.
+    - `local_key`: key of the theta of sliding windows in old files. None: old files always use `local_theta`.
+    - `fraction`: default for `partial_rotary_factor`. None: partial rotation is not supported.
     """
-    outside = None if fraction is None else fields.number("partial_rotary_factor", None)
-    common: dict[str, Any] = dict(nested=True, fraction=outside, default_fraction=fraction)
+    outer_fraction = None if fraction is None else fields.number("partial_rotary_factor", None)
     length = fields.integer("max_position_embeddings", None)
-    parameters, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
-    full, sliding = (
+    parameters = fields.table("rope_parameters")
+    scaling = fields.table("rope_scaling")
+    full_table, sliding_table = (
         None if parameters is None else parameters.table(LAYER_TYPES[kind]) for kind in (Causal, SlidingWindow)
     )
-    for table in (full, sliding, scaling):
+    for table in (full_table, sliding_table, scaling):
         if table is not None:
             table.rename("type", "rope_type")
     if parameters is not None:
         parameters.finish()
-    local = None if local_key is None else fields.number(local_key, None)
-    outer = _Outer(theta=fields.number("rope_theta", None), default=theta, length=length, **common)
-    local_outer = _Outer(theta=local, default=local_theta, length=length, **common)
+    sliding_outer = _OuterSettings(
+        theta=None if local_key is None else fields.number(local_key, None),
+        default_theta=local_theta,
+        length=length,
+        nested=True,
+        fraction=outer_fraction,
+        default_fraction=fraction,
+    )
+    full_outer = dataclasses.replace(sliding_outer, theta=fields.number("rope_theta", None), default_theta=theta)
     return {
-        "full_attention": _agreeing(fields, [full, scaling], outer),
-        "sliding_attention": _agreeing(fields, [sliding], local_outer),
+        "full_attention": _read_tables(fields, [full_table, scaling], full_outer),
+        "sliding_attention": _read_tables(fields, [sliding_table], sliding_outer),
     }
 
 
 def read_named_ropes(fields: Fields, thetas: Mapping[str, tuple[str, float]], *, fraction: float) -> dict[str, Rope]:
-    """Read rotary embeddings that `rope_parameters` has by name; `thetas` are the outer key and the default of each.
+    """Read several named rotary embeddings.
 
-    In old files the first is plain, and `rope_scaling` is that of the others, without a factor of cosine and sine.
+    In new files, `rope_parameters` has a table for each name. In old files, the first embedding is not scaled, and
+    `rope_scaling` describes all others; their attention factor is 1.
+
+    **Arguments:**
+
+    - `thetas`: for each name, the key of its theta outside of the tables, and the default.
+    - `fraction`: default for `partial_rotary_factor`.
     """
     length = fields.integer("max_position_embeddings", None)
     tables = [table for table in map(fields.table, ("rope_parameters", "rope_scaling")) if table is not None]
-    nested = bool(tables) and set(thetas) <= set(tables[0].content)
+    is_nested = bool(tables) and set(thetas) <= set(tables[0].content)
     ropes: dict[str, Rope] = {}
-    for name, (key, default) in thetas.items():
+    for name, (key, default_theta) in thetas.items():
         theta = fields.number(key, None)
-        outer = _Outer(theta=theta, default=default, length=length, nested=True, default_fraction=fraction)
-        if nested:
-            ropes[name] = _agreeing(fields, [tables[0].table(name)], outer)
+        outer = _OuterSettings(
+            theta=theta, default_theta=default_theta, length=length, nested=True, default_fraction=fraction
+        )
+        if is_nested:
+            ropes[name] = _read_tables(fields, [tables[0].table(name)], outer)
         elif not ropes:
-            ropes[name] = Rope(**outer.common(None, None))
+            ropes[name] = Rope(**outer.common_fields(None, None))
         else:
             for table in tables:
                 table.rename("type", "rope_type")
                 table.content.pop("rope_theta", None)
                 if table.content.get("rope_type") == "yarn":
                     table.supply("attention_factor", 1.0)
-            ropes[name] = _agreeing(fields, list(tables), outer)
-    if nested:
+            ropes[name] = _read_tables(fields, list(tables), outer)
+    if is_nested:
         tables[0].finish()
     return ropes
 
 
 def write_named_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:
-    """Return `rope_parameters` with these rotary embeddings by name."""
-    return {"rope_parameters": {name: _table(rope, partial=True) for name, rope in ropes.items()}}
+    """Return `rope_parameters` with a table for each name."""
+    return {"rope_parameters": {name: _write_table(rope, partial=True) for name, rope in ropes.items()}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Outer:
-    """Settings outside of a table of rotary settings, and defaults.
+class _OuterSettings:
+    """Rotary settings outside of the table of a rotary embedding, and defaults.
 
-    `nested`: layers of different types have tables of their own. `default_fraction=None` rotates all features. Without
-    `sections` positions have one dimension; else pairs are divided by them, with `interleaved_sections` or not.
+    **Arguments:**
+
+    - `theta`, `fraction`: values of keys outside of the table; None: the keys are missing.
+    - `default_theta`, `default_fraction`: values if the keys are missing in the table, too. `default_fraction=None`:
+        partial rotation is not supported.
+    - `length`: value of `max_position_embeddings`.
+    - `nested`: whether there is a table for each type of layer.
+    - `sections`, `interleaved_sections`: see `read_rope`.
     """
 
     theta: float | None
-    default: float
+    default_theta: float
     length: int | None
     nested: bool = False
     fraction: float | None = None
@@ -318,101 +364,110 @@ class _Outer:
     sections: tuple[int, ...] = ()
     interleaved_sections: bool = True
 
-    def common(self, theta: float | None, fraction: float | None) -> dict[str, Any]:
-        """Return the fields of all kinds of rotary embeddings, two of them from a table if it has them."""
+    def common_fields(self, theta: float | None, fraction: float | None) -> dict[str, Any]:
+        """Return the fields that all rotary embeddings have. `theta`, `fraction`: values in the table, or None."""
         return {
-            "theta": theta or self.theta or self.default,
+            "theta": theta or self.theta or self.default_theta,
             "fraction": fraction or self.fraction or self.default_fraction or 1.0,
             "sections": self.sections,
             "interleaved_sections": self.interleaved_sections,
         }
 
 
-def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rope:
-    """Return the rotary embedding of the tables that exist; refuse tables that differ."""
-    ropes = [_rope(table, outer) for table in tables if table is not None]
+def _read_tables(fields: Fields, tables: list[Fields | None], outer: _OuterSettings) -> Rope:
+    """Return the rotary embedding that all existing tables describe. Raises ConversionError if they differ."""
+    ropes = [_read_table(table, outer) for table in tables if table is not None]
     if any(rope != ropes[0] for rope in ropes):
-        raise fields.error("rope_parameters and rope_scaling say different things: remove one of them.")
-    return ropes[0] if ropes else Rope(**outer.common(None, None))
+        raise fields.error("rope_parameters and rope_scaling describe different rotary embeddings: remove one of them.")
+    return ropes[0] if ropes else Rope(**outer.common_fields(None, None))
 
 
-def _rope(fields: Fields, outer: _Outer) -> Rope:
-    """Read one table of rotary settings."""
-    if "short_factor" in fields.content and fields.content.get("rope_type") in ("su", "yarn"):
-        fields.content["rope_type"] = "longrope"  # as old files call it
-    kind = fields.word("rope_type", {name: name for name in _TYPES if name != _BY_ALPHA}, "default")
-    kind = _BY_ALPHA if kind == "dynamic" and fields.content.get("alpha") is not None else kind
-    partial = outer.default_fraction is not None or kind == "proportional"
-    common = outer.common(
-        _inner(fields, "rope_theta", outer.theta),
-        _inner(fields, "partial_rotary_factor", outer.fraction) if partial else None,
+def _read_table(table: Fields, outer: _OuterSettings) -> Rope:
+    if "short_factor" in table.content and table.content.get("rope_type") in ("su", "yarn"):
+        table.content["rope_type"] = "longrope"  # old files use other names for this type
+    rope_type = table.word("rope_type", {name: name for name in _TYPES if name != _DYNAMIC_ALPHA}, "default")
+    if rope_type == "dynamic" and table.content.get("alpha") is not None:
+        rope_type = _DYNAMIC_ALPHA
+    allows_partial = outer.default_fraction is not None or rope_type == "proportional"
+    common_fields = outer.common_fields(
+        _read_inner(table, "rope_theta", outer.theta),
+        _read_inner(table, "partial_rotary_factor", outer.fraction) if allows_partial else None,
     )
-    if not partial:
-        fields.allow_only("partial_rotary_factor", 1, 1.0)
+    if not allows_partial:
+        table.allow_only("partial_rotary_factor", 1, 1.0)
     if outer.sections:
         for key in ("mrope_interleaved", "interleaved"):
-            fields.allow_only(key, outer.interleaved_sections)
-        common["sections"] = tuple(fields.numbers("mrope_section", outer.sections))
-        if len(common["sections"]) != len(outer.sections):
-            raise fields.error(f"mrope_section must have {len(outer.sections)} numbers: time, height and width.")
-    make, settings = _TYPES[kind]
-    values = read_all(settings, fields, {"_length": outer.length})
-    if make is YarnRope:
-        # transformers looks for it outside of nested tables, where no file has it
+            table.allow_only(key, outer.interleaved_sections)
+        sections = tuple(table.numbers("mrope_section", outer.sections))
+        if len(sections) != len(outer.sections):
+            raise table.error(
+                f"mrope_section={list(sections)} must have {len(outer.sections)} numbers: time, height and width."
+            )
+        common_fields["sections"] = sections
+    rope_class, settings = _TYPES[rope_type]
+    values = read_all(settings, table, {"_length": outer.length})
+    if rope_class is YarnRope:
+        # transformers does not read `truncate` in nested tables; it always truncates
         values["truncate"] = values["truncate"] or outer.nested
         if values["mscale_all_dim"] is None or values["attention_factor"] is not None:
             values["mscale"] = None  # it has no effect
-    ignored = ("max_position_embeddings", "finetuned", *_IGNORED.get(kind, ()))
-    rope = make(**common, **values)
-    fields.finish(dict.fromkeys(ignored, "has no effect on this type"))
+    rope = rope_class(**common_fields, **values)
+    table.finish(("max_position_embeddings", "finetuned", *_IGNORED.get(rope_type, ())))
     return rope
 
 
-def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
-    """Read a number of a table; refuse one that differs from the number outside of it."""
-    inner = fields.number(key, None)
-    if inner is not None and outside is not None and inner != outside:
-        raise fields.error(f"{key}={inner}, but {outside} outside of it: make them equal.")
-    return inner
+def _read_inner(table: Fields, key: str, outer_value: float | None) -> float | None:
+    """Read a number of a table. Raises ConversionError if it differs from the value of the key outside of the table."""
+    value = table.number(key, None)
+    if value is not None and outer_value is not None and value != outer_value:
+        raise table.error(f"{key}={value} differs from {key}={outer_value} outside of this object: make them equal.")
+    return value
 
 
 def write_rope(
     config: DecoderConfig, *, partial: bool = False, required: bool = True, unused: bool = False
 ) -> dict[str, Any]:
-    """Return the rotary embedding of all layers, as `rope_parameters` and in the spelling of transformers 4.
+    """Return the keys of the rotary embedding that all layers share, in the formats of transformers 5 and 4.
 
-    `partial` is for families whose `fraction` has a default: it is always written. Where no layer has one, nothing is
-    written, or an `unused` one, as transformers writes it; unless it is `required`.
+    **Arguments:**
+
+    - `partial`: whether `partial_rotary_factor` is written even if all features are rotated.
+    - `required`: whether to raise ConversionError if no layer has a rotary embedding. Otherwise no key is written.
+    - `unused`: whether default keys are written if no layer has a rotary embedding, as transformers does.
     """
     mixers = (mixer for block in config.blocks for mixer in block.mixers())
     mixer = next((mixer for mixer in mixers if getattr(mixer, "rope", None)), None)
     if mixer is None and unused:
-        return {"rope_parameters": _table(Rope())}
+        return {"rope_parameters": _write_table(Rope())}
     if mixer is None and not required:
         return {}
     rope: Rope | None = getattr(mixer, "rope", None)
-    table = _table(rope, partial)
-    outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
-    scaling = {key: value for key, value in table.items() if key not in outside}
-    old = {"rope_scaling": scaling} if scaling != {"rope_type": "default"} else {}
+    table = _write_table(rope, partial)
+    outer_keys = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
+    scaling = {key: value for key, value in table.items() if key not in outer_keys}
     if isinstance(rope, DynamicRope):
-        outside["max_position_embeddings"] = rope.original_length
-    return {"rope_parameters": table} | outside | old
+        outer_keys["max_position_embeddings"] = rope.original_length
+    written = {"rope_parameters": table, **outer_keys}
+    if scaling != {"rope_type": "default"}:
+        written["rope_scaling"] = scaling
+    return written
 
 
 def write_ropes(config: DecoderConfig) -> dict[str, Any]:
-    """Return `rope_parameters` by the type of the layer; a type that no layer has is left out."""
-    kinds = {type(mixer.mask): mixer.rope for mixer in attentions(config)}
-    return {"rope_parameters": {LAYER_TYPES[kind]: _table(rope) for kind, rope in kinds.items()}}
+    """Return `rope_parameters` with a table for each type of layer that the decoder has."""
+    ropes = {type(mixer.mask): mixer.rope for mixer in attentions(config)}
+    return {"rope_parameters": {LAYER_TYPES[mask]: _write_table(rope) for mask, rope in ropes.items()}}
 
 
-def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
-    """Return the table of one rotary embedding, as transformers 5 writes it."""
+def _write_table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
+    """Return the table of one rotary embedding in the format of transformers 5. `partial`: see `write_rope`."""
     if rope is None:
-        raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
-    kind, settings = next((kind, rows) for kind, (rope_type, rows) in _TYPES.items() if rope_type is type(rope))
+        raise ConversionError(
+            "AttentionConfig.rope=None must be a rotary embedding: config.json of this model type describes one."
+        )
+    rope_type, settings = next((name, rows) for name, (cls, rows) in _TYPES.items() if cls is type(rope))
     written = {key: value for key, value in write_all(settings, rope).items() if value is not None}
-    table: dict[str, Any] = {"rope_type": kind.split(",")[0], "rope_theta": rope.theta, **written}
+    table: dict[str, Any] = {"rope_type": rope_type.split(",")[0], "rope_theta": rope.theta, **written}
     if partial or rope.fraction != 1.0:
         table["partial_rotary_factor"] = rope.fraction
     if rope.sections:

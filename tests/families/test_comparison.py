@@ -117,7 +117,7 @@ def test_renamed_modules_other_keys_and_unknown_tensors(tmp_path):
     assert set(nearest.reading.unread) == {"final_logit_softcapping", "token_boost", "attn_drop", "use_turbo"}
     assert_names(
         report_of(ranking),
-        "Layers are called transformer.blocks. instead of model.layers.",
+        "The prefix of layers is 'transformer.blocks.' instead of 'model.layers.'.",
         "attn_norm is what `llama` calls input_layernorm.",
         "mixer.q_proj.bias [32] is mixer.query_bias of `llama`, which these settings do not turn on.",
         "act.alpha [1] is not explained. By its shape it may be a single number.",
