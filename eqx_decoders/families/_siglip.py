@@ -1,4 +1,4 @@
-"""SigLIP (Zhai et al. 2023), the encoder of images of several families."""
+"""SigLIP (Zhai et al. 2023), the vision encoder of several families."""
 
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
@@ -11,7 +11,10 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 
 
 def siglip(sizes: EncoderSizes, *, side: int, eps: float = 1e-6) -> EncoderConfig:
-    """Return the encoder of images of `side x side` patches, of which `merge x merge` are averaged to one token."""
+    """Return the configuration of SigLIP for images of `side x side` patches.
+
+    A projector averages squares of `sizes.merge x sizes.merge` patches to one token. `eps`: epsilon of all norms.
+    """
     layer_norm = LayerNormConfig(eps=eps)
     return EncoderConfig(
         embed_dim=sizes.embed_dim,
@@ -28,13 +31,17 @@ def siglip(sizes: EncoderSizes, *, side: int, eps: float = 1e-6) -> EncoderConfi
 
 
 def siglip_weights(prefix: str) -> tuple[Weight, ...]:
-    """Return the rows of the encoder, without its projector."""
-    layer, embeddings = prefix + "encoder.layers.{layer}.", prefix + "embeddings."
-    positions = "positions embed -> positions embed"
+    """Return the rows of the encoder without its projector. `prefix`: prefix of the encoder's tensors."""
+    layer = prefix + "encoder.layers.{layer}."
+    embeddings = prefix + "embeddings."
     return (
         Weight(embeddings + "patch_embedding.weight", "vision.stem.kernel", KERNEL),
         Weight(embeddings + "patch_embedding.bias", "vision.stem.bias", "embed -> embed"),
-        Weight(embeddings + "position_embedding.weight", "vision.stem.positions.table", positions),
+        Weight(
+            embeddings + "position_embedding.weight",
+            "vision.stem.positions.table",
+            "positions embed -> positions embed",
+        ),
         *norm(layer + "layer_norm1", "vision.pre_mixer_norm"),
         *norm(layer + "layer_norm2", "vision.pre_mlp_norm"),
         *attention(layer, out="out_proj"),

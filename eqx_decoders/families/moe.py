@@ -1,4 +1,4 @@
-"""Blocks, settings and tensors of routers and experts."""
+"""Blocks, settings and weights of routers and experts."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -16,43 +16,61 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 IGNORED_ROUTER_KEYS: dict[str, str] = dict.fromkeys(
     ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux"),
-    "routers are trained with it; it changes no output",
+    "it is only used to train routers",
 )
 
-
+# `paths` of `decoder_sizes` for families whose layers all have experts.
 EXPERT_PATHS = {"intermediate_size": "experts.mlp_dim", "hidden_act": "experts.activation"}
 
 
 def need_experts(config: DecoderConfig) -> DecoderConfig:
-    """Return the configuration; raise ConfigError where no layer has experts."""
+    """Return the configuration. Raises ConfigError if no layer has experts."""
     check(
         bool(sparse_layers(config)),
-        "DecoderConfig.blocks must have at least one layer with experts, but all layers are dense.",
+        "DecoderConfig.blocks must have at least one layer with experts, but all layers are dense: use a model type "
+        "without experts.",
     )
     return config
 
 
 def sparse_decoder(
-    shape: DecoderSizes, mixers: Iterable[MixerConfig], experts: ExpertsConfig, dense_layers: Collection[int],
-    mlp: MLPConfig | None = None, norms: NormPlaces = "pre", **options: Any,
-) -> DecoderConfig:  # fmt: skip
-    """Return a decoder with experts in all layers but the `dense_layers`, counted from 0, which have `mlp`.
+    shape: DecoderSizes,
+    mixers: Iterable[MixerConfig],
+    experts: ExpertsConfig,
+    dense_layers: Collection[int],
+    mlp: MLPConfig | None = None,
+    norms: NormPlaces = "pre",
+    **options: Any,
+) -> DecoderConfig:
+    """Return the configuration of a decoder with experts in all layers except `dense_layers`.
 
-    That is `shape.mlp()` where it is None; the options are those of `shape.decoder`. Raises ConfigError where no layer
-    has experts.
+    Raises ConfigError if no layer has experts.
+
+    **Arguments:**
+
+    - `mixers`: the mixer of each layer.
+    - `dense_layers`: indices of the layers with an MLP.
+    - `mlp`: the MLP of dense layers; None: `shape.mlp()`.
+    - `norms`: see `DecoderSizes.block`.
+    - `options`: arguments of `DecoderSizes.decoder`.
     """
-    mlps = (mlp if index in dense_layers else experts for index in range(shape.num_layers))
-    blocks = (shape.block(mixer, each, norms=norms) for mixer, each in zip(mixers, mlps, strict=True))
+    blocks = [
+        shape.block(mixer, mlp if layer in dense_layers else experts, norms=norms)
+        for layer, mixer in zip(range(shape.num_layers), mixers, strict=True)
+    ]
     return need_experts(shape.decoder(blocks, **options))
 
 
 def sparse_layers(config: DecoderConfig) -> list[int]:
-    """Return the layers that have experts, counted from 0."""
-    return [index for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
+    """Return the indices of the layers with experts."""
+    return [layer for layer, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
 
 
 def mlp_like_experts(default: int) -> Rule:
-    """Return the row that takes the width of experts as that of an MLP, where no layer has one."""
+    """Return a row that sets `intermediate_size` to the width of experts, for families without dense layers.
+
+    `default`: transformers' default of `moe_intermediate_size`.
+    """
 
     def read(fields: Fields, values: Values) -> None:
         fields.content["intermediate_size"] = fields.integer("moe_intermediate_size", default)
@@ -61,18 +79,28 @@ def mlp_like_experts(default: int) -> Rule:
 
 
 def router_weights(prefix: str, router: str, bias: str = "") -> tuple[Weight, ...]:
-    """Return the rows of a router, and of its selection bias unless that has no name."""
+    """Return the rows of a router. `bias`: name of the tensor of the selection bias; empty: there is no bias."""
     kernel = Weight(f"{prefix}{router}.weight", "mlp.router.kernel", "experts embed -> embed experts")
     return (kernel, Weight(prefix + bias, "mlp.router.selection_bias", "experts -> experts")) if bias else (kernel,)
 
 
 def separate_experts(
-    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate",
-    bias: str = "", shared: str = "",
-) -> tuple[Weight, ...]:  # fmt: skip
-    """Return the rows of a router, and of experts that are stored one by one as matrices `[out, in]`.
+    prefix: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    router: str = "gate",
+    bias: str = "",
+    shared: str = "",
+) -> tuple[Weight, ...]:
+    """Return the rows of a router and of experts with separate tensors for each expert, stored as `[out, in]`.
 
-    `bias` is the name of the selection bias, and `shared` that of the shared MLP; empty for none.
+    **Arguments:**
+
+    - `prefix`: prefix of the tensors in a layer.
+    - `gate`, `up`, `down`, `router`: names of modules.
+    - `bias`: name of the tensor of the selection bias; empty: there is no bias.
+    - `shared`: name of the module of the shared expert; empty: there is no shared expert.
     """
     expert = prefix + "experts.{expert}."
     return (
@@ -92,12 +120,19 @@ def fused_experts(
     within: str | None = None,
     bias: str = "",
 ) -> tuple[Weight, ...]:
-    """Return the rows of a router, and of experts that share tensors with these dimensions.
+    """Return the rows of a router and of experts with a tensor `gate_up_proj` and a tensor `down_proj` per layer.
 
-    Gates and up projections are halves of `mlp` or, with `within="mlp"`, alternate. `bias` is the name of the
-    selection bias; empty for none.
+    **Arguments:**
+
+    - `prefix`: prefix of the tensors in a layer.
+    - `router`: name of the module of the router.
+    - `gate_up`, `down`: axis names of the dimensions of the tensors. In `gate_up`, the axis `mlp` concatenates the
+        gates and the up projections.
+    - `within`: `"mlp"` if gates and up projections alternate instead; see `Part`.
+    - `bias`: name of the tensor of the selection bias; empty: there is no bias.
     """
-    pattern, axis = f"{gate_up} -> experts embed mlp", gate_up.split().index("mlp")
+    pattern = f"{gate_up} -> experts embed mlp"
+    axis = gate_up.split().index("mlp")
     return (
         *router_weights(prefix, router, bias),
         *sharing(prefix + "experts.gate_up_proj", ("mlp.gate", pattern), ("mlp.up", pattern), axis=axis, within=within),
@@ -108,43 +143,57 @@ def fused_experts(
 def expert_counts(
     count: str, per_token: str = "num_experts_per_tok", *, num: int, chosen: int, width: int | None = None
 ) -> tuple[Setting, ...]:
-    """Return the rows of the number of experts, under the key `count`, and of how many a token uses; with defaults.
+    """Return the rows of the number of experts, and of the number of experts per token.
 
-    With a `width`, that of `moe_intermediate_size`, also the row of their width, `expert_dim`.
+    **Arguments:**
+
+    - `count`, `per_token`: keys of the two numbers.
+    - `num`, `chosen`: transformers' defaults of the two numbers.
+    - `width`: default of `moe_intermediate_size`; adds the row of the value `expert_dim`. None: there is no such row.
     """
     rows = (
         Integer(count, "experts.num_experts", num),
         Integer(per_token, "experts.num_experts_per_token", chosen),
     )
-    size = Integer("moe_intermediate_size", "experts.mlp_dim", width, name="expert_dim")
-    return rows if width is None else (*rows, size)
+    if width is None:
+        return rows
+    return (*rows, Integer("moe_intermediate_size", "experts.mlp_dim", width, name="expert_dim"))
 
 
 _KINDS = ("dense", "sparse")
 
 
 def dense_layers(first: int, *, listed: bool = False) -> Rule:
-    """Return the row of the layers without experts: the first `first_k_dense_replace`, by default `first`.
+    """Return the row of the value `dense_layers`: indices of the layers without experts.
 
-    Where they may be `listed`, `mlp_layer_types` says it of each layer.
+    **Arguments:**
+
+    - `first`: transformers' default of `first_k_dense_replace`, the number of dense layers at the start.
+    - `listed`: whether `mlp_layer_types`, a list with the type of each layer, overrides `first_k_dense_replace`.
     """
 
     def read(fields: Fields, values: Values) -> frozenset[int]:
-        layers, count = values["shape"].num_layers, fields.integer("first_k_dense_replace", first, least=0)
-        kinds = fields.words("mlp_layer_types", _KINDS, layers) if listed else None
-        return frozenset(i for i in range(layers) if (i < count if kinds is None else kinds[i] == "dense"))
+        num_layers = values["shape"].num_layers
+        num_dense = fields.integer("first_k_dense_replace", first, least=0)
+        kinds = fields.words("mlp_layer_types", _KINDS, num_layers) if listed else None
+        if kinds is None:
+            return frozenset(range(min(num_dense, num_layers)))
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         sparse = sparse_layers(config)
         if not listed:
             return {"first_k_dense_replace": sparse[0]}
-        return {"mlp_layer_types": [_KINDS[index in sparse] for index in range(len(config.blocks))]}
+        return {"mlp_layer_types": [_KINDS[layer in sparse] for layer in range(len(config.blocks))]}
 
     return Rule("dense_layers", read, write)
 
 
 def num_shared(key: str, default: int, *, least: int = 1, twin: str = "") -> Integer:
-    """Return the row of the number of shared experts, one MLP that is so many times as wide as an expert."""
+    """Return the row of the value `num_shared`: number of shared experts, which are built as one wide MLP.
+
+    `default`: transformers' default. `least`: the minimum. `twin`: see `Key`.
+    """
 
     def count(config: DecoderConfig) -> int:
         experts = value_at(config, "experts")
@@ -154,24 +203,32 @@ def num_shared(key: str, default: int, *, least: int = 1, twin: str = "") -> Int
 
 
 def num_dense_layers(key: str, default: int) -> Integer:
-    """Return the row of the number of layers before the first one that has experts."""
+    """Return the row of the value `num_dense_layers`: number of layers before the first layer with experts."""
     return Integer(key, lambda config: sparse_layers(config)[0], default, least=0, name="num_dense_layers")
 
 
 def with_shared(shape: DecoderSizes, *, expert_dim: int, num_shared: int, **options: Any) -> ExpertsConfig:
-    """Return experts of `expert_dim`, and a shared MLP as wide as `num_shared` of them; none for 0."""
+    """Return the configuration of experts with `num_shared` shared experts, which are built as one wide MLP.
+
+    `expert_dim`: MLP width of an expert. `options`: see `DecoderSizes.experts`.
+    """
     return shape.experts(mlp_dim=expert_dim, shared_dim=expert_dim * num_shared or None, **options)
 
 
 def sparse_steps() -> Rule:
-    """Return the row of the layers without experts: those of a list, and all but every `decoder_sparse_step`-th."""
+    """Return the row of the value `dense_layers`: indices of the layers without experts.
+
+    Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`.
+    """
 
     def read(fields: Fields, values: Values) -> frozenset[int]:
-        step, only = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers")
-        return frozenset(i for i in range(values["shape"].num_layers) if i in only or (i + 1) % step)
+        step = fields.integer("decoder_sparse_step", 1)
+        dense = fields.numbers("mlp_only_layers")
+        return frozenset(layer for layer in range(values["shape"].num_layers) if layer in dense or (layer + 1) % step)
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         sparse = sparse_layers(config)
-        return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(len(config.blocks)) if i not in sparse]}
+        dense = [layer for layer in range(len(config.blocks)) if layer not in sparse]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
     return Rule("dense_layers", read, write)

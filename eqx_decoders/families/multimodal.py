@@ -1,4 +1,4 @@
-"""Families with encoders: a text family whose settings and tensors are nested in others."""
+"""Families with encoders for images or audio, whose decoder is described by a text family."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,8 +21,8 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 _TIED = "tie_word_embeddings"
 
-# transformers' defaults for keys that text_config lacks, where it is one of Llama; Mistral's MLP is wider, and
-# published files have that size.
+# transformers' defaults for keys that a text_config of Llama lacks. Mistral's default for intermediate_size differs,
+# but published files of Mistral have that key.
 LLAMA_SIZES = {
     "vocab_size": 32_000,
     "hidden_size": 4096,
@@ -31,7 +31,7 @@ LLAMA_SIZES = {
     "num_attention_heads": 32,
 }
 
-# Names of tensors in files where the decoder stands in a `language_model`, and in transformers once they are loaded.
+# Fields of `MultimodalFamily` for checkpoints whose decoder is stored as `language_model`.
 LANGUAGE_MODEL: dict[str, Any] = {
     "text_names": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     "renamed": {
@@ -58,58 +58,80 @@ def encoder_layer(
     window: int | None = None,
     **options: Any,
 ) -> BlockConfig:
-    """Return a layer in which patches, or tokens of audio, attend to all of their image or window.
+    """Return an encoder layer with bidirectional attention.
 
-    `options` are further fields of its attention.
+    **Arguments:**
+
+    - `embed_dim`, `heads`: number of features and of attention heads.
+    - `mlp`, `norm`: the MLP, and the norm before attention and before the MLP.
+    - `rope`: rotary embedding; None: none.
+    - `bias`: whether the projections of attention have biases.
+    - `window`: size of the chunks of tokens that attend to each other; None: all tokens attend to each other.
+    - `options`: other fields of `AttentionConfig`.
     """
-    sizes = dict(num_heads=heads, num_kv_heads=heads, head_dim=embed_dim // heads)
-    bias_fields = dict(qkv_bias=bias, out_bias=bias)
-    mixer = AttentionConfig(**{**sizes, **bias_fields, **options}, mask=Bidirectional(window), rope=rope)
+    attention_fields = {
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": embed_dim // heads,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        **options,
+    }
+    mixer = AttentionConfig(**attention_fields, mask=Bidirectional(window), rope=rope)
     return BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=norm, pre_mlp_norm=norm)
 
 
 def text_fields(fields: Fields) -> Fields:
-    """Return the settings of the decoder, with those that stand outside of them."""
+    """Return the settings of the decoder: `text_config`, with `tie_word_embeddings` of the outer object."""
     table = fields.table("text_config")
     if table is None:
-        raise fields.error("text_config is missing: it describes the decoder.")
-    table.content.pop("architectures", None)  # the class of the decoder: the outer object names that of the model
+        raise fields.error("text_config is missing, but it must describe the decoder: add it.")
+    table.content.pop("architectures", None)  # the class of the decoder; the outer object has the class of the model
     if isinstance(tied := fields.take(_TIED, None), bool):
-        table.content[_TIED] = tied  # the outer value counts: the inner one may be the default of a class
+        table.content[_TIED] = tied  # the outer value takes precedence: the inner value may be a class default
     return table
 
 
-# keys that are not the decoder's where all settings stand in one object
-_OUTSIDE = {
+# Keys that do not describe the decoder, in files without a nested text_config.
+_OUTER_KEYS = {
     *("architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "transformers_version"),
     *("vision_config", "text_config", _TIED),
 }
 
 
 def nested(*outside: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return a function that nests the decoder's settings: old files have them next to the encoder's, or twice.
+    """Return a function that moves the decoder's settings of a `config.json` to `text_config`.
 
-    `outside` are keys that are not the decoder's.
+    Old files have the decoder's settings in the outer object, or in both objects.
+
+    `outside`: keys of the outer object that do not describe the decoder, in addition to common ones.
     """
-    own = _OUTSIDE | set(outside)
+    outer_keys = _OUTER_KEYS | set(outside)
 
-    def settings(content: Mapping[str, Any]) -> Mapping[str, Any]:
-        inner = content.get("text_config")
-        if isinstance(inner, Mapping):
-            inner = {key: value for key, value in inner.items() if key != "architectures"}
-            outer = {key: value for key, value in content.items() if key in own or key not in inner}
-            outer[_TIED] = outer.get(_TIED) or inner.get(_TIED) or False
-            return {**outer, "text_config": inner}
-        if inner is not None:
+    def nest(content: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = content.get("text_config")
+        if isinstance(text, Mapping):
+            text = {key: value for key, value in text.items() if key != "architectures"}
+            outer = {key: value for key, value in content.items() if key in outer_keys or key not in text}
+            outer[_TIED] = outer.get(_TIED) or text.get(_TIED) or False
+            return {**outer, "text_config": text}
+        if text is not None:
             return content
-        inner = {key: value for key, value in content.items() if key not in own}
-        return {**{key: value for key, value in content.items() if key in own}, "text_config": inner}
+        text = {key: value for key, value in content.items() if key not in outer_keys}
+        outer = {key: value for key, value in content.items() if key in outer_keys}
+        return {**outer, "text_config": text}
 
-    return settings
+    return nest
 
 
 class ExtendedModel(NamedTuple):
-    """Published model that adds encoders to the published model called `text`."""
+    """Published model that adds encoders to another published model.
+
+    **Arguments:**
+
+    - `text`: name of the model without encoders; see `get_config`.
+    - `add_encoders`: returns the configuration with encoders.
+    """
 
     text: str
     add_encoders: Callable[[DecoderConfig], DecoderConfig]
@@ -117,21 +139,23 @@ class ExtendedModel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultimodalFamily(Family):
-    """Family of checkpoints with encoders, whose decoder is one of a text family.
+    """Family of checkpoints with encoders. The family of its decoder is called the text family.
+
+    Other fields are described in `Family`.
 
     **Arguments:**
 
-    - `text_type`: the `model_type` of the text family.
-    - `other_texts`: those of further text families, for `variants`; `alternatives` are variants that differ in more.
-    - `changes`: fields of the text family that differ in these checkpoints.
-    - `text_settings`: rows that stand before those of the text family, in `text_config`.
-    - `reads_as_text`: whether the decoder is opened by itself as one of the text family without `changes`.
-    - `flat`: whether the decoder's settings are written beside the encoders', without a `text_config`.
-    - `settings`: the rows outside of `text_config`, which see the decoder's configuration as `text`.
-    - `build`: returns the configuration from the decoder's, `text`, and the values of `settings`.
-    - `weights`: rows of the encoders; `with_text` adds those of the decoder.
-
-    The other fields are those of `Family`.
+    - `text_type`: `model_type` of the text family.
+    - `other_texts`: `model_type` of other supported text families; each of them becomes a variant.
+    - `alternatives`: variants that differ in other fields than the text family.
+    - `changes`: fields of the text family to replace.
+    - `text_settings`: rows of `text_config` that precede the rows of the text family.
+    - `reads_as_text`: whether a decoder that is loaded without its encoders is a model of the text family, without
+        `changes`.
+    - `flat`: whether the decoder's settings are written to the outer object instead of `text_config`.
+    - `settings`: rows outside of `text_config`. They can use the value `text`, the configuration of the decoder.
+    - `build`: returns the configuration from `text`, the configuration of the decoder, and the values of `settings`.
+    - `weights`: rows of the encoders. `with_texts` adds the rows of the decoder.
     """
 
     text_type: str
@@ -146,28 +170,33 @@ class MultimodalFamily(Family):
     auto_class: str = "AutoModelForImageTextToText"
 
     def with_texts(self, find: Callable[[str], Family]) -> Family:
-        """Return the family with the decoders of its text families, which `find` returns by `model_type`."""
-        variants = tuple(self._with_text(find(kind)) for kind in self.other_texts)
-        variants += tuple(each._with_text(find(each.text_type)) for each in self.alternatives)
-        return dataclasses.replace(self._with_text(find(self.text_type)), variants=variants)
+        """Return the family with the settings and weights of its text families.
+
+        `find`: returns the family of a `model_type`.
+        """
+        variants = [self._with_text(find(text_type)) for text_type in self.other_texts]
+        variants += [family._with_text(find(family.text_type)) for family in self.alternatives]
+        return dataclasses.replace(self._with_text(find(self.text_type)), variants=tuple(variants))
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
-        """Return the configuration of a `config.json`, and the keys that it ignores. Raises ConversionError."""
+        """Return the configuration that a `config.json` describes, and its keys without effect; see `Family.decode`."""
         family = self.described_by(content)
         return super().decode(content) if family is self else family.decode(content)
 
     def described_by(self, content: Mapping[str, Any]) -> Family:
-        """Return the family, or one of `variants`, whose decoder a `config.json` names."""
-        inner = content.get("text_config")
-        kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-        return next((each for each in self.variants if kind == _inner_type(each)), self)
+        """Return the variant whose text family is the `model_type` of `text_config`; this family if there is none."""
+        text = content.get("text_config")
+        text_type = text.get("model_type") if isinstance(text, Mapping) else None
+        return next((variant for variant in self.variants if text_type == _text_type(variant)), self)
 
     def _with_text(self, base: Family) -> Family:
-        """Return the family with the decoder of `base`, a text family."""
+        """Return the family with the settings and weights of the text family `base`."""
         text = dataclasses.replace(base, **self.changes)
-        known = (base.model_type, self.text_type, *self.other_texts)
-        checked = (needs_model_type(*dict.fromkeys(known)),) if self.other_texts else ()
-        text = dataclasses.replace(text, settings=(*checked, *self.text_settings, *text.settings))
+        type_check: tuple[Setting, ...] = ()
+        if self.other_texts:
+            known = (base.model_type, self.text_type, *self.other_texts)
+            type_check = (needs_model_type(*dict.fromkeys(known)),)
+        text = dataclasses.replace(text, settings=(*type_check, *self.text_settings, *text.settings))
         return dataclasses.replace(
             self,
             settings=(_TextSettings(text, self.flat), *self.settings),
@@ -177,12 +206,12 @@ class MultimodalFamily(Family):
             copies={self._renamed(copy): self._renamed(name) for copy, name in text.copies.items()},
             renamed={**text.renamed, **self.renamed},
             with_depths=text.with_depths,
-            text=_opened_as(text, base) if self.reads_as_text else text,
+            text=_unchanged_text(text, base) if self.reads_as_text else text,
         )
 
     def _renamed(self, name: str) -> str:
-        inner = next((inner for inner in self.text_names if name.startswith(inner)), "")
-        return self.text_names.get(inner, "") + name.removeprefix(inner)
+        prefix = next((prefix for prefix in self.text_names if name.startswith(prefix)), "")
+        return self.text_names.get(prefix, "") + name.removeprefix(prefix)
 
     def _renamed_rows(self, weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
         return tuple(dataclasses.replace(weight, name=self._renamed(weight.name)) for weight in weights)
@@ -190,7 +219,10 @@ class MultimodalFamily(Family):
 
 @dataclasses.dataclass(frozen=True)
 class _TextSettings(Setting):
-    """Rows of a text family, under `text_config`, or with `flat` written beside others; its configuration is `text`."""
+    """Row of the value `text`: the configuration of the decoder, read from `text_config` with a text family.
+
+    `flat`: whether the keys are written to the outer object instead of `text_config`.
+    """
 
     family: Family
     flat: bool = False
@@ -200,22 +232,25 @@ class _TextSettings(Setting):
         fields.carry("" if self.flat else "text_config", ignored)
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
-        inner = write_all(self.family.settings, config)
+        settings = write_all(self.family.settings, config)
         if self.flat:
-            return inner
-        tied = {_TIED: inner[_TIED]} if _TIED in inner else {}
-        return {"text_config": {"model_type": self.family.model_type, **inner}, **tied}
+            return settings
+        tied = {_TIED: settings[_TIED]} if _TIED in settings else {}
+        return {"text_config": {"model_type": self.family.model_type, **settings}, **tied}
 
 
-def _inner_type(family: Family) -> str | None:
-    """Return the `model_type` of the decoder's settings, which stand inside of others."""
+def _text_type(family: Family) -> str | None:
+    """Return the `model_type` of the family's `text_config`."""
     return next((row.family.model_type for row in family.settings if isinstance(row, _TextSettings)), None)
 
 
-def _opened_as(text: Family, plain: Family) -> Family:
-    """Return `plain`, read from the settings and tensors of `text`: text has the same position in all dimensions."""
+def _unchanged_text(text: Family, base: Family) -> Family:
+    """Return the family that reads the settings and tensors of `text` as a model of `base`.
+
+    The model has no positions with several dimensions, because all dimensions of a text token's position are equal.
+    """
     return dataclasses.replace(
-        plain,
+        base,
         settings=text.settings,
         build=lambda **values: with_rope(text.build(**values), sections=(), interleaved_sections=True),
         weights=text.weights,
@@ -226,7 +261,10 @@ def _opened_as(text: Family, plain: Family) -> Family:
 
 
 def with_rope(config: DecoderConfig, kind: type[Rope] | None = None, **changes: Any) -> DecoderConfig:
-    """Return the configuration with other fields of its rotary embeddings, and of another `kind` if that is given."""
+    """Return the configuration with changed fields of all rotary embeddings.
+
+    `kind`: class of the new rotary embeddings; None: the class stays the same.
+    """
 
     def changed(block: BlockConfig) -> BlockConfig:
         mixer = block.mixer
@@ -239,32 +277,38 @@ def with_rope(config: DecoderConfig, kind: type[Rope] | None = None, **changes: 
 
 
 def needs_model_type(*known: str) -> Rule:
-    """Return a row that refuses a `model_type` of a nested object other than the first, which may lack the key."""
+    """Return a row that refuses a `model_type` of a nested object other than `known[0]`. The key may be missing.
+
+    `known`: all model types that the error message lists as supported.
+    """
 
     def read(fields: Fields, values: Values) -> None:
-        kind = fields.content.get("model_type", known[0])
-        if kind != known[0]:
-            raise fields.unknown(f"model_type={kind}", kind, known)
+        model_type = fields.content.get("model_type", known[0])
+        if model_type != known[0]:
+            raise fields.unknown(f"model_type={model_type}", model_type, known)
 
     return Rule("", read)
 
 
 def token(key: str, field: str, default: int) -> Integer:
-    """Return the row of a placeholder's id: a field of `MediaConfig`."""
+    """Return the row of the id of a placeholder token. `field`: name of the field of `MediaConfig`."""
     return Integer(key, f"media.{field}", default, least=0)
 
 
 def with_images(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
-    """Return a decoder with this encoder of images."""
+    """Return the decoder with an encoder for images. `image_token`: id of the placeholder token of images."""
     return dataclasses.replace(text, media=MediaConfig(vision=vision, image_token=image_token))
 
 
-def with_spans(config: DecoderConfig, chosen: Callable[[AttentionConfig], bool] = lambda _: True) -> DecoderConfig:
-    """Return the configuration whose (chosen) layers attend to whole images."""
+def with_spans(config: DecoderConfig, selected: Callable[[AttentionConfig], bool] = lambda _: True) -> DecoderConfig:
+    """Return the configuration with bidirectional attention among the tokens of an image (see `Spans`).
+
+    `selected`: returns whether a layer has such attention; by default all attention layers have it.
+    """
 
     def with_span(block: BlockConfig) -> BlockConfig:
         mixer = block.mixer
-        if not isinstance(mixer, AttentionConfig) or not chosen(mixer):
+        if not isinstance(mixer, AttentionConfig) or not selected(mixer):
             return block
         return dataclasses.replace(block, mixer=dataclasses.replace(mixer, spans=True))
 
@@ -272,7 +316,7 @@ def with_spans(config: DecoderConfig, chosen: Callable[[AttentionConfig], bool] 
 
 
 def linear(name: str, path: str) -> tuple[Weight, ...]:
-    """Return the rows of one matrix of a projector."""
+    """Return the rows of a linear layer of a projector."""
     return (
         Weight(f"{name}.weight", f"{path}.kernel", "outer inner -> inner outer"),
         Weight(f"{name}.bias", f"{path}.bias", "outer -> outer"),
@@ -280,7 +324,14 @@ def linear(name: str, path: str) -> tuple[Weight, ...]:
 
 
 def attention(layer: str, name: str = "self_attn.", out: str = "o_proj", owner: str = "vision") -> tuple[Weight, ...]:
-    """Return the rows of attention with one matrix each for queries, keys, values and output."""
+    """Return the rows of the attention of an encoder, with separate projections of queries, keys and values.
+
+    **Arguments:**
+
+    - `layer`: prefix of the tensors of a layer.
+    - `name`, `out`: names of the modules of attention and of its output projection.
+    - `owner`: name of the encoder.
+    """
     return tuple(
         dataclasses.replace(row, name=row.name.replace("o_proj", out), path=f"{owner}.{row.path}")
         for row in self_attention(layer, name)

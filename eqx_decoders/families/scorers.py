@@ -1,6 +1,6 @@
-"""Models that score texts, as transformers' `…ForSequenceClassification` stores them: reward models, for example.
+"""Sequence classification models, such as reward models, in the format of transformers' `…ForSequenceClassification`.
 
-They have the decoder and its settings from their family, and `score.weight` in place of the output head.
+Their decoder and settings are those of a text family. They have a tensor `score.weight` instead of the output head.
 """
 
 from typing import Any
@@ -11,8 +11,9 @@ from eqx_decoders.errors import ConversionError, check
 
 SCORER = "ForSequenceClassification"
 SCORER_CLASS = "AutoModelForSequenceClassification"
-# those of which transformers has such a class, with its name where it is not that of the others
-_FAMILIES: dict[str, str] = {
+# Model types with such a class in transformers. The value is the first part of the name of the class. Empty: it is that
+# of `…ForCausalLM`.
+_CLASS_NAMES: dict[str, str] = {
     **dict.fromkeys(
         (
             "arcee", "bloom", "deepseek_v2", "deepseek_v3", "diffllama", "doge", "exaone4", "falcon", "gemma", "gemma2",
@@ -31,13 +32,21 @@ _FAMILIES: dict[str, str] = {
 
 
 def scorer_name(model_type: str, architecture: str) -> str:
-    """Return transformers' name of the models of a family that score texts. Raises ConversionError."""
-    rule = f"config.json: transformers has no {SCORER} of model_type={model_type!r}"
-    check(model_type in _FAMILIES, f"{rule}: its models with scores are not implemented.", ConversionError)
-    return (_FAMILIES[model_type] or architecture.removesuffix("ForCausalLM")) + SCORER
+    """Return the name of transformers' sequence classification class for a model type.
+
+    `architecture`: name of the language model class. Raises ConversionError if there is no sequence classification
+    class.
+    """
+    check(
+        model_type in _CLASS_NAMES,
+        f"config.json: model_type={model_type!r} has no {SCORER} class in transformers, so its sequence classification "
+        f"models are not supported. Supported: {', '.join(_CLASS_NAMES)}.",
+        ConversionError,
+    )
+    return (_CLASS_NAMES[model_type] or architecture.removesuffix("ForCausalLM")) + SCORER
 
 
 def number_of_scores(fields: Fields, values: Any) -> int:
-    """Read the number of scores: of the labels, which stay as they are, or the default of transformers."""
+    """Return the number of scores: `num_labels`, else the number of entries of `id2label`, else transformers' default."""
     labels = fields.content.get("id2label")
     return fields.integer("num_labels", len(labels) if isinstance(labels, dict) and labels else 2)

@@ -1,4 +1,4 @@
-"""Small model with images, to be trained from scratch on one CPU: no published one."""
+"""Small vision-language model for training from scratch on a CPU. It is not a published model."""
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
@@ -16,8 +16,8 @@ NORM = RMSNormConfig()
 
 
 def tiny_vision() -> DecoderConfig:
-    """Return an encoder of images of 32 x 32 pixels, 16 tokens each, with a decoder of three layers."""
-    eye = BlockConfig(
+    """Return the configuration: images of 32 x 32 pixels become 16 tokens; encoder and decoder have three layers."""
+    encoder_block = BlockConfig(
         mixer=AttentionConfig(
             num_heads=4,
             num_kv_heads=4,
@@ -33,18 +33,20 @@ def tiny_vision() -> DecoderConfig:
     vision = EncoderConfig(
         embed_dim=96,
         stem=PatchStemConfig(size=4, merge=2, positions=LearnedGrid(side=8)),
-        blocks=(eye,) * 3,
+        blocks=(encoder_block,) * 3,
         post_norm=NORM,
         projector=ProjectorConfig(group=4, layers=(ProjectionConfig(dim=128),)),
     )
-    layer = BlockConfig(
+    decoder_block = BlockConfig(
         mixer=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm=QKNorm(), spans=True),
         mlp=MLPConfig(mlp_dim=256),
         pre_mixer_norm=NORM,
         pre_mlp_norm=NORM,
     )
     media = MediaConfig(vision=vision, image_token=511, spans=True)
-    return DecoderConfig(vocab_size=512, embed_dim=128, blocks=(layer,) * 3, final_norm=NORM, tied=True, media=media)
+    return DecoderConfig(
+        vocab_size=512, embed_dim=128, blocks=(decoder_block,) * 3, final_norm=NORM, tied=True, media=media
+    )
 
 
 MODELS = {"tiny-vision": tiny_vision}
