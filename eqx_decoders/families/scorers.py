@@ -47,6 +47,6 @@ def scorer_name(model_type: str, architecture: str) -> str:
 
 
 def number_of_scores(fields: Fields, values: Any) -> int:
-    """Return the number of scores: `num_labels`, else the number of entries of `id2label`, else transformers' default."""
+    """Return the number of scores: `num_labels`, or else the length of `id2label`, or else transformers' default."""
     labels = fields.content.get("id2label")
     return fields.integer("num_labels", len(labels) if isinstance(labels, dict) and labels else 2)
