@@ -25,7 +25,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 T = TypeVar("T")
 NormPlaces = Literal["pre", "post", "sandwich"]
 LocalMask = type[SlidingWindow] | type[Chunked]
-NO_BIAS: Mapping[str, str | None] = {"attention_bias": None}
+NO_BIAS: Mapping[str, str | None] = {"attention_bias": None}  # `keys` of `decoder_sizes` without the key of biases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,6 +277,7 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
     return mixers  # pyright: ignore[reportReturnType] - checked above
 
 
+# Types of layers in `layer_types`, by the class of the mask.
 LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chunked: "chunked_attention"}
 
 
@@ -369,6 +370,7 @@ def write_masks(
     return {"layer_types": types, key: find_window(config, kind) or default}
 
 
+# Default types of recurrent layers and of attention layers in `layer_types`.
 HYBRID_TYPES = ("linear_attention", "full_attention")
 
 

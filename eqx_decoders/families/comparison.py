@@ -340,10 +340,12 @@ def read_leniently(family: Family, content: Mapping[str, Any], renamed: Mapping[
                 fields.allow_only(key, *allowed)
         except ConversionError as error:
             refused[key] = str(error).partition(": ")[2]
+    config = None
+    error = ""
     try:
-        config, error = family.build(**public(values)), ""
-    except Exception as build_error:  # the function expects the settings of its own family
-        config, error = None, str(build_error)
+        config = family.build(**public(values))
+    except Exception as build_error:  # the settings may be those of another family, which `build` does not expect
+        error = str(build_error)
     known = fields.read_keys | family.ignored_keys.keys() | IGNORED_KEYS.keys()
     known |= {key for key, kinds in GENERATION_KEYS.items() if type(content.get(key)) in kinds}
     return Reading(
@@ -381,7 +383,7 @@ def _read_row(setting: Setting, fields: Fields, values: dict[str, Any], refused:
             return attempt, ""
         except EqxDecodersError as error:
             message = str(error)
-        except Exception as error:  # the row expects another type of value
+        except Exception as error:  # the value may have a type that the row does not expect
             return attempt, f"{type(error).__name__}: {error}"
         key = re.match(r"config\.json: (\w+)(?:: |=| has )", message)
         if key is None or key[1] not in fields.content:
@@ -517,7 +519,8 @@ def _family_names(family: Family, tensors: Iterable[str]) -> tuple[dict[str, str
     """Return the names of tensors with the family's prefix of layers, and `Comparison.prefix`."""
     names = {name: family.stored_name(name) for name in tensors}
     patterns = [pattern_of(row.name) for row in family.weights if not row.is_mtp]
-    own_prefix, file_prefix = _layer_prefix(patterns), _layer_prefix(map(pattern_of, names.values()))
+    own_prefix = _layer_prefix(patterns)
+    file_prefix = _layer_prefix(map(pattern_of, names.values()))
     if any(pattern.startswith(file_prefix) for pattern in patterns):
         return names, None
     if own_prefix == family.prefix + file_prefix:  # a checkpoint of the base model, without the head

@@ -56,7 +56,8 @@ def _printable(text: str) -> str:
 
 
 def _settings(ranking: Ranking) -> list[str]:
-    content, reading = ranking.content, ranking.nearest.reading
+    content = ranking.content
+    reading = ranking.nearest.reading
     name = ranking.nearest.family.model_type
     sentences = [f"{abbreviate(old)} is called {new} by `{name}`." for old, new in reading.renamed.items()]
     for key, message in reading.refused.items():
@@ -109,11 +110,12 @@ def _tensors(ranking: Ranking) -> list[str]:
     for (new, old), certain in modules.items():
         sentences.append(f"{new} {'is' if certain else 'may be'} what `{name}` calls {old}.")
     for group, expected_group in nearest.different:
-        layers, shapes = _listed(expected_group.layers), str(expected_group).removeprefix(expected_group.pattern)
         if group.layers != expected_group.layers:
-            sentences.append(f"{group} is in {_listed(group.layers)}, and in {layers} of `{name}`.")
+            expected_layers = _listed(expected_group.layers)
+            sentences.append(f"{group} is in {_listed(group.layers)}, and in {expected_layers} of `{name}`.")
         else:
-            sentences.append(f"{group} is{shapes} in `{name}`.")
+            expected_shapes = str(expected_group).removeprefix(expected_group.pattern)
+            sentences.append(f"{group} is{expected_shapes} in `{name}`.")
     for group, path in nearest.disabled:
         sentences.append(f"{group} is {path} of `{name}`, which these settings do not turn on.")
     for group in nearest.missing:

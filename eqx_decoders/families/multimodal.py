@@ -64,7 +64,7 @@ def encoder_layer(
 
     - `embed_dim`, `heads`: number of features and of attention heads.
     - `mlp`, `norm`: the MLP, and the norm before attention and before the MLP.
-    - `rope`: rotary embedding; None: none.
+    - `rope`: rotary embedding; None: no rotary embedding.
     - `bias`: whether the projections of attention have biases.
     - `window`: size of the chunks of tokens that attend to each other; None: all tokens attend to each other.
     - `options`: other fields of `AttentionConfig`.

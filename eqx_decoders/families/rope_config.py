@@ -222,7 +222,7 @@ def read_rope(
     **Arguments:**
 
     - `theta`: transformers' default for `rope_theta`.
-    - `pairing`, `interleaved_sections`: fields of `Rope` that no key tells.
+    - `pairing`, `interleaved_sections`: fields of `Rope` that no key of `config.json` determines.
     - `fraction`: default for `partial_rotary_factor`. None: partial rotation is not supported.
     - `sections`: default for `mrope_section`, with a number per dimension of positions. Empty: positions with several
         dimensions are not supported.
@@ -433,7 +433,8 @@ def write_rope(
 
     - `partial`: whether `partial_rotary_factor` is written even if all features are rotated.
     - `required`: whether to raise ConversionError if no layer has a rotary embedding. Otherwise no key is written.
-    - `unused`: whether default keys are written if no layer has a rotary embedding, as transformers does.
+    - `unused`: whether default keys are written if no layer has a rotary embedding, as transformers does. It overrides
+        `required`.
     """
     mixers = (mixer for block in config.blocks for mixer in block.mixers())
     mixer = next((mixer for mixer in mixers if getattr(mixer, "rope", None)), None)
