@@ -1,6 +1,7 @@
-"""Llama 2, 3, 3.1, 3.2 and 3.3 (Touvron et al. 2023; Grattafiori et al. 2024), `tiny`, and `tiny-moe` with experts.
+"""Llama 2, 3, 3.1, 3.2 and 3.3 (Touvron et al. 2023; Grattafiori et al. 2024), and the small models of this library.
 
-RMSNorm before attention and gated MLP, rotary embedding, grouped-query attention, no biases.
+Blocks have RMSNorm before attention and before a gated MLP, rotary embeddings, grouped-query attention and no biases.
+`tiny` is a small Llama, and `tiny-moe` has mixture-of-experts layers in place of its MLPs.
 """
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
@@ -15,7 +16,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def llama(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
-    """Return a decoder of Llama blocks."""
+    """Return the configuration of a decoder with Llama blocks. `mlp_bias` adds biases to the MLPs."""
     return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
 
 
@@ -29,7 +30,7 @@ FAMILY = Family(
     ),
     build=llama,
     weights=llama_weights(),
-    ignored_keys={"use_sliding_window max_window_layers": "nothing without sliding_window"},
+    ignored_keys={"use_sliding_window max_window_layers": "no effect without sliding_window"},
 )
 
 _TINY = DecoderSizes(
@@ -39,12 +40,14 @@ _TINY = DecoderSizes(
 
 
 def _tiny_moe() -> DecoderConfig:
-    """Return `tiny` with experts: a shared one and two of four are as large as the MLP that they replace.
+    """Return `tiny` with one shared expert and four routed experts, two per token, in place of each MLP.
 
-    Selection biases balance the loads; they move three times as far in a step as DeepSeek-V3's, because a run of a few
-    hundred steps has to turn the order of scores that differ by tenths. An expert sees half of the tokens, and its
-    updates are noisier than those of the shared one: the weights of the two sum to 0.7.
+    The active experts of a token have as many parameters as the MLP that they replace.
     """
+    # Selection biases balance the load of the experts. bias_update_rate is three times the rate of DeepSeek-V3, because
+    # in a run of a few hundred steps the biases must outweigh score differences of several tenths. A routed expert sees
+    # half of the tokens, so its updates are noisier than the updates of the shared expert. scaling_factor=0.7, the sum
+    # of the two routing weights of a token, reduces this noise.
     router = RouterConfig(
         score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.003,
         scaling_factor=0.7, balance_loss=1e-4, balance_form="megatron",

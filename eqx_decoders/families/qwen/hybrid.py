@@ -1,6 +1,7 @@
-"""Qwen3-Next (Qwen Team 2025) and Qwen3.5, text (Qwen Team 2026): three gated delta nets to one gated attention.
+"""Qwen3-Next (Qwen Team 2025) and the text decoder of Qwen3.5 (Qwen Team 2026).
 
-Published checkpoints have a layer of multi-token prediction that `config.json` does not mention.
+Three of four layers are gated delta nets, and every fourth layer has attention with an output gate. Published
+checkpoints contain one layer of multi-token prediction (MTP), but their `config.json` does not mention it.
 """
 
 import dataclasses
@@ -9,7 +10,16 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings
-from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers
+from eqx_decoders.families.common import (
+    ENDS,
+    GATED_MLP,
+    LAYER,
+    NO_BIAS,
+    PRE_NORMS,
+    DecoderSizes,
+    decoder_sizes,
+    hybrid_layers,
+)
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.qwen.text import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
 from eqx_decoders.families.rope_config import rope_settings
@@ -37,9 +47,16 @@ def qwen3_next(
     rope: Rope = ROPE,
     depths: int = 0,
 ) -> DecoderConfig:
-    """Return a decoder of Qwen3-Next blocks with `mlps`, and attention in the layers where `full` is True.
+    """Return the configuration of a decoder with Qwen3-Next blocks.
 
-    `depths` is the number of layers of multi-token prediction, 0 or 1.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder and of attention.
+    - `delta`: gated delta net of the layers without attention.
+    - `full`: whether each layer has attention.
+    - `mlps`: MLP or experts of each layer.
+    - `rope`: rotary embedding of attention.
+    - `depths`: number of MTP layers, 0 or 1.
     """
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     attention = shape.attention(rope=rope, qk_norm=QKNorm(norm=norm), output_gate=True)
@@ -51,19 +68,14 @@ def qwen3_next(
     return with_depths(config, depths) if depths else config
 
 
-def every_fourth(layers: int) -> tuple[bool, ...]:
-    """Return flags for attention in every fourth layer."""
-    return tuple((index + 1) % 4 == 0 for index in range(layers))
-
-
 def delta_net(shape: DecoderSizes, **sizes: Any) -> GatedDeltaNetConfig:
-    """Return the gated delta net of a Qwen, of the published sizes where `sizes` have no others."""
+    """Return the configuration of a gated delta net. `sizes` replaces fields of the published configuration."""
     published = dict(num_key_heads=16, num_heads=32, key_dim=128, value_dim=128)
     return GatedDeltaNetConfig(norm=RMSNormConfig(eps=shape.eps), **{**published, **sizes})
 
 
 def with_depths(config: DecoderConfig, depths: int = 1) -> DecoderConfig:
-    """Return the decoder with multi-token prediction, whose block is the last one with attention."""
+    """Return the configuration with MTP. The MTP block equals the last decoder block with attention."""
     block = next(block for block in reversed(config.blocks) if isinstance(block.mixer, AttentionConfig))
     assert block.pre_mixer_norm is not None
     mtp = MTPConfig(num_depths=depths, block=block, norm=block.pre_mixer_norm, normed_stream=True)
@@ -79,40 +91,45 @@ _DELTA = (
 )
 
 
-# of Qwen3-Next and Qwen3.5: the gated delta net, and the layers that have attention in its place
-def hybrid_settings(*delta: Setting, **words: str) -> tuple[Setting, ...]:
-    """Return the rows with these ones more of the delta net; `words` are types of layers, as in `hybrid_layers`."""
+def hybrid_settings(*delta: Setting, **layer_types: str) -> tuple[Setting, ...]:
+    """Return the settings of the gated delta net, and of the layers that have attention in its place.
+
+    `delta` contains additional settings of the gated delta net. `layer_types` are keyword arguments of `hybrid_layers`.
+    """
     return (
         Only("attention_bias", False, written=True),
         Only("hidden_act", "silu"),
         Group("delta", delta_net, (*_DELTA, *delta), uses=("shape",)),
         Integer("full_attention_interval", None, 4, name="_interval"),
-        hybrid_layers(AttentionConfig, **words),
-        Check(lambda values: not all(values["full"]), "all layers have attention: check layer_types."),
+        hybrid_layers(AttentionConfig, **layer_types),
+        Check(
+            lambda values: not all(values["full"]),
+            "layer_types must have at least one layer without attention, but all layers have attention.",
+        ),
     )
 
 
-HYBRID_SETTINGS = hybrid_settings()
+_HYBRID_SETTINGS = hybrid_settings()
 
 
-LAYER = "model.layers.{layer}."
+# --- Tensors that Qwen3-Next and Qwen3.5 share ---
+
 LINEAR = LAYER + "linear_attn."
 KEYS, VALUES = "(key_heads key_dim)", "(heads value_dim)"
 _QUERY = "(heads head_dim) embed -> embed heads head_dim"
-# queries, keys, values
-CONVOLUTIONS = sharing(
-    LINEAR + "conv1d.weight",
-    *((f"mixer.{name}_taps", f"{KEYS} 1 taps -> key_heads key_dim taps") for name in ("query", "key")),
-    ("mixer.value_taps", f"{VALUES} 1 taps -> heads value_dim taps"),
-)
+_KEY_TAPS = f"{KEYS} 1 taps -> key_heads key_dim taps"
 INTO_KEYS = f"{KEYS} embed -> embed key_heads key_dim"
 INTO_VALUES = f"{VALUES} embed -> embed heads value_dim"
-# rows of all families of this kind
-SHARED_WEIGHTS = (
+_SHARED_WEIGHTS = (
     *PRE_NORMS,
     *(row for row in self_attention(LAYER) if row.path != "mixer.query"),
     *sharing(LAYER + "self_attn.q_proj.weight", ("mixer.query", _QUERY), ("mixer.gate", _QUERY), within="heads"),
-    *CONVOLUTIONS,
+    *sharing(
+        LINEAR + "conv1d.weight",
+        ("mixer.query_taps", _KEY_TAPS),
+        ("mixer.key_taps", _KEY_TAPS),
+        ("mixer.value_taps", f"{VALUES} 1 taps -> heads value_dim taps"),
+    ),
     Weight(LINEAR + "A_log", "mixer.a_log", "heads -> heads"),
     Weight(LINEAR + "dt_bias", "mixer.dt_bias", "heads -> heads"),
     Weight(LINEAR + "norm.weight", "mixer.norm.scale", "norm -> norm"),
@@ -121,11 +138,11 @@ SHARED_WEIGHTS = (
 
 
 def with_depth_rows(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
-    """Return the rows with those of the layer of multi-token prediction."""
+    """Return the weight rows of the decoder layers, followed by the corresponding rows of the MTP layer."""
     return (*weights, *mtp_rows(weights, LAYER, "mtp.layers.{depth}."))
 
 
-DEPTH = (
+_MTP_WEIGHTS = (
     *joined_kernels("mtp.fc.weight", "mtp.depth."),
     Weight("mtp.pre_fc_norm_embedding.weight", "mtp.depth.embed_norm.scale", "norm -> norm"),
     Weight("mtp.pre_fc_norm_hidden.weight", "mtp.depth.stream_norm.scale", "norm -> norm"),
@@ -135,8 +152,8 @@ DEPTH = (
 
 # --- Qwen3.5 ---
 
-_SECTIONS = (11, 11, 10)
-IGNORED_STATE_KEYS = {"mamba_ssm_dtype": "states are in float32"}
+_SECTIONS = (11, 11, 10)  # M-RoPE sections for time, height and width
+IGNORED_STATE_KEYS = {"mamba_ssm_dtype": "recurrent states are always float32"}
 
 
 def qwen3_5(
@@ -148,28 +165,39 @@ def qwen3_5(
     rope: Rope = Rope(theta=ROPE.theta, fraction=ROPE.fraction, sections=_SECTIONS),
     depths: int = 0,
 ) -> DecoderConfig:
-    """Return a decoder of Qwen3.5 blocks, with attention where `full` is True, or in every fourth layer."""
-    full = full or every_fourth(shape.num_layers)
+    """Return the configuration of a decoder with Qwen3.5 blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder and of attention.
+    - `delta`: gated delta net of the layers without attention.
+    - `mlp`: MLP or experts of all layers.
+    - `full`: whether each layer has attention; (): every fourth layer has attention.
+    - `rope`: rotary embedding of attention.
+    - `depths`: number of MTP layers, 0 or 1.
+    """
+    full = full or tuple((layer + 1) % 4 == 0 for layer in range(shape.num_layers))
     return qwen3_next(shape, delta=delta, full=full, mlps=(mlp,) * shape.num_layers, rope=rope, depths=depths)
 
 
-# besides sizes and experts
-QWEN3_5_SETTINGS = (
+_QWEN3_5_SETTINGS = (
     Only("attn_output_gate", True),
     Only("output_gate_type", "swish"),
     Only("mtp_use_dedicated_embeddings", False),
-    *HYBRID_SETTINGS,
+    *_HYBRID_SETTINGS,
     rope_settings(fraction=0.25, sections=_SECTIONS),
     *depth_settings("mtp_num_hidden_layers"),
 )
 
 
-# queries, keys and values of all heads one after the other, and tensors for the rest
+# `in_proj_qkv` contains the queries of all heads, then all keys, then all values.
 QWEN3_5_WEIGHTS = (
-    *SHARED_WEIGHTS,
+    *_SHARED_WEIGHTS,
     *sharing(
         LINEAR + "in_proj_qkv.weight",
-        *(("mixer.query", INTO_KEYS), ("mixer.key", INTO_KEYS), ("mixer.value", INTO_VALUES)),
+        ("mixer.query", INTO_KEYS),
+        ("mixer.key", INTO_KEYS),
+        ("mixer.value", INTO_VALUES),
     ),
     Weight(LINEAR + "in_proj_z.weight", "mixer.gate", INTO_VALUES),
     Weight(LINEAR + "in_proj_b.weight", "mixer.beta", "heads embed -> embed heads"),
@@ -196,7 +224,7 @@ QWEN3_NEXT = Family(
         decoder_sizes(num_kv_heads=2, head_dim=256, keys=NO_BIAS),
         Group("experts", qwen_experts, _NEXT_EXPERTS, uses=("shape",)),
         moe.sparse_steps(),
-        *HYBRID_SETTINGS,
+        *_HYBRID_SETTINGS,
         rope_settings(fraction=0.25),
         *depth_settings("num_nextn_predict_layers", always=False),
     ),
@@ -205,23 +233,26 @@ QWEN3_NEXT = Family(
         *ENDS,
         *with_depth_rows(
             (
-                *SHARED_WEIGHTS,
+                *_SHARED_WEIGHTS,
                 *GATED_MLP,
                 *EXPERTS,
-                *sharing(  # with each key head the value heads that use it
+                *sharing(  # For each key head: its query, its key, and the values and gates of its value heads.
                     LINEAR + "in_proj_qkvz.weight",
-                    *(("mixer.query", INTO_KEYS), ("mixer.key", INTO_KEYS)),
-                    *(("mixer.value", INTO_VALUES), ("mixer.gate", INTO_VALUES)),
+                    ("mixer.query", INTO_KEYS),
+                    ("mixer.key", INTO_KEYS),
+                    ("mixer.value", INTO_VALUES),
+                    ("mixer.gate", INTO_VALUES),
                     within="key_heads",
                 ),
                 *sharing(
                     LINEAR + "in_proj_ba.weight",
-                    *((f"mixer.{name}", "heads embed -> embed heads") for name in ("beta", "dt")),
+                    ("mixer.beta", "heads embed -> embed heads"),
+                    ("mixer.dt", "heads embed -> embed heads"),
                     within="key_heads",
                 ),
             )
         ),
-        *DEPTH,
+        *_MTP_WEIGHTS,
     ),
     fused=with_depth_rows(FUSED_EXPERTS),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
@@ -229,7 +260,7 @@ QWEN3_NEXT = Family(
 )
 
 
-# --- Qwen3.5, dense ---
+# --- Qwen3.5 with dense MLPs ---
 
 
 QWEN3_5 = Family(
@@ -239,10 +270,10 @@ QWEN3_5 = Family(
         Defaults({"intermediate_size": 12_288}),
         decoder_sizes(num_kv_heads=4, head_dim=256, keys=NO_BIAS),
         Rule("mlp", lambda fields, values: values["shape"].mlp()),
-        *QWEN3_5_SETTINGS,
+        *_QWEN3_5_SETTINGS,
     ),
     build=qwen3_5,
-    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
+    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *GATED_MLP)), *_MTP_WEIGHTS),
     ignored_keys=IGNORED_STATE_KEYS,
     with_depths=with_depths,
 )
@@ -251,7 +282,7 @@ QWEN3_5 = Family(
 _QWEN3_5_KEYS = dict(model_type="qwen3_5_text", vocab_size=248_320, rope_theta=10_000_000.0)
 
 
-# --- Qwen3.5 with experts, whose gates are always normalized ---
+# --- Qwen3.5 with experts: routing weights are always renormalized ---
 
 
 QWEN3_5_MOE = Family(
@@ -261,10 +292,10 @@ QWEN3_5_MOE = Family(
         moe.mlp_like_experts(512),
         decoder_sizes(num_kv_heads=2, head_dim=256, keys=NO_BIAS, paths={"intermediate_size": None}),
         Group("mlp", qwen_experts, expert_settings(num=256, chosen=8), uses=("shape",)),
-        *QWEN3_5_SETTINGS,
+        *_QWEN3_5_SETTINGS,
     ),
     build=qwen3_5,
-    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *EXPERTS)), *DEPTH),
+    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *EXPERTS)), *_MTP_WEIGHTS),
     fused=with_depth_rows(FUSED_EXPERTS),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS,
     with_depths=with_depths,

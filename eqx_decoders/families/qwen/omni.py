@@ -1,6 +1,6 @@
-"""Qwen3-Omni's thinker (Xu et al. 2025): Qwen3 with experts, images, videos and audio; its output is text.
+"""The thinker of Qwen3-Omni (Xu et al. 2025): Qwen3 with experts, which reads images, videos and audio and writes text.
 
-Files of the whole model are read, too, without the talker.
+Checkpoints of the complete model can be loaded as well. The talker, which generates speech, is not loaded.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from eqx_decoders.families.qwen.vision import (
     IGNORED_KEYS,
     LARGE,
     LARGE_DEEPSTACK,
+    MARKER_TOKEN_REASON,
     media_tokens,
     qwen_vision,
     qwen_vision_config,
@@ -55,7 +56,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _NORM = LayerNormConfig(eps=1e-5)
-IMAGE, VIDEO, AUDIO = 151_655, 151_656, 151_675
+_IMAGE, _VIDEO, _AUDIO = 151_655, 151_656, 151_675
 
 
 def omni_audio(
@@ -71,28 +72,49 @@ def omni_audio(
     window_chunks: int = 8,
     activation: str = "gelu",
 ) -> EncoderConfig:
-    """Return the encoder of audio: tokens attend to their window of `window_chunks` chunks."""
+    """Return the configuration of the audio encoder.
+
+    **Arguments:**
+
+    - `embed_dim`, `layers`, `heads`, `mlp_dim`: width, number of layers, heads and MLP width.
+    - `out_dim`: width of the decoder.
+    - `mel_bands`: number of mel bands per frame.
+    - `filters`: number of filters of the convolutions in the stem.
+    - `chunk_frames`: number of frames per chunk, which the stem processes separately.
+    - `window_chunks`: number of chunks per attention window.
+    - `activation`: activation of the MLPs and of the projector.
+    """
     stem = AudioStemConfig(mel_bands=mel_bands, chunk_frames=chunk_frames, filters=filters)
     window = window_chunks * stem.chunk_tokens
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
-    into = ProjectionConfig(dim=embed_dim, bias=True, activation=activation)
     return EncoderConfig(
         embed_dim=embed_dim,
         stem=stem,
         blocks=(encoder_layer(embed_dim, heads, mlp, _NORM, window=window),) * layers,
         post_norm=_NORM,
-        projector=ProjectorConfig(layers=(into, ProjectionConfig(dim=out_dim, bias=True))),
+        projector=ProjectorConfig(
+            layers=(
+                ProjectionConfig(dim=embed_dim, bias=True, activation=activation),
+                ProjectionConfig(dim=out_dim, bias=True),
+            )
+        ),
     )
 
 
 def _window_frames(audio: EncoderConfig) -> int:
-    stem, mask = audio.stem, value_at(audio, "attention").mask
-    if not isinstance(stem, AudioStemConfig) or not isinstance(mask, Bidirectional) or mask.size is None:
-        raise ConversionError("MediaConfig.audio must have an AudioStemConfig, and Bidirectional(size) as its mask.")
+    stem = audio.stem
+    mask = value_at(audio, "attention").mask
+    if not isinstance(stem, AudioStemConfig):
+        raise ConversionError(f"MediaConfig.audio.stem={stem!r} must be an AudioStemConfig to export Qwen3-Omni.")
+    if not isinstance(mask, Bidirectional) or mask.size is None:
+        raise ConversionError(
+            f"The mask of MediaConfig.audio, {mask!r}, must be Bidirectional(size) with a window size to export "
+            "Qwen3-Omni."
+        )
     return mask.size // stem.chunk_tokens * stem.chunk_frames
 
 
-_AUDIO = (
+_AUDIO_SETTINGS = (
     OUT_DIM,
     Renamed({"num_hidden_layers": "encoder_layers"}),
     Only("scale_embedding", False, written=True),
@@ -101,14 +123,14 @@ _AUDIO = (
         lambda values: values["_output_dim"] == values["out_dim"],
         "output_dim={_output_dim} must be the decoder's hidden_size={out_dim}.",
     ),
-    Integer("n_window", lambda audio: value_at(audio, "stem.chunk_frames") // 2, 50, name="_half"),
+    Integer("n_window", lambda audio: value_at(audio, "stem.chunk_frames") // 2, 50, name="_half_chunk"),
     Integer("n_window_infer", _window_frames, 800, name="_window"),
     Check(
-        lambda values: values["_window"] >= 2 * values["_half"],
-        "n_window_infer={_window} must be at least 2 x n_window={_half}: one chunk.",
+        lambda values: values["_window"] >= 2 * values["_half_chunk"],
+        "n_window_infer={_window} must be at least 2 x n_window={_half_chunk}: a window must have at least one chunk.",
     ),
-    Rule("chunk_frames", lambda fields, values: 2 * values["_half"]),
-    Rule("window_chunks", lambda fields, values: values["_window"] // (2 * values["_half"])),
+    Rule("chunk_frames", lambda fields, values: 2 * values["_half_chunk"]),
+    Rule("window_chunks", lambda fields, values: values["_window"] // (2 * values["_half_chunk"])),
     Integer("d_model", "embed_dim", 1280),
     Integer("encoder_attention_heads", "attention.num_heads", 20, name="heads"),
     Check(
@@ -123,17 +145,15 @@ _AUDIO = (
 )
 _AUDIO_CONFIG = Table(
     "audio_config",
-    (Group("audio", omni_audio, _AUDIO, path="media.audio"),),
+    (Group("audio", omni_audio, _AUDIO_SETTINGS, path="media.audio"),),
     model_type="qwen3_omni_moe_audio_encoder",
-    what="the encoder of audio",
+    what="the audio encoder",
     ignored={
-        "initializer_range": "of new weights",
-        "tie_word_embeddings": "there are none",
-        "conv_chunksize": "how many chunks transformers convolves at once",
-        "max_source_positions": "positions begin anew in each chunk",
-        "dropout": "dropout happens in training only, and a loaded model has none",
-        "activation_dropout": "likewise",
-        "encoder_layerdrop": "likewise",
+        "initializer_range": "only initializes new weights",
+        "tie_word_embeddings": "an encoder has no word embeddings",
+        "conv_chunksize": "only the number of chunks that transformers convolves at once",
+        "max_source_positions": "positions start at 0 in each chunk",
+        "dropout activation_dropout encoder_layerdrop": "only used in training, and loaded models have no dropout",
     },
 )
 
@@ -142,10 +162,20 @@ def qwen3_omni(
     text: DecoderConfig, *, vision: EncoderConfig, audio: EncoderConfig, per_second: int | float, image_token: int,
     video_token: int, audio_token: int,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder with these encoders, and `per_second` positions of time in a second of a video."""
-    positions = GridPositions(frames="together", per_second=float(per_second))
-    tokens: dict[str, Any] = dict(image_token=image_token, video_token=video_token, audio_token=audio_token)
-    return with_media(text, MediaConfig(vision=vision, audio=audio, positions=positions, **tokens))
+    """Return the decoder configuration with vision and audio encoders and M-RoPE positions.
+
+    `per_second` is the number of time positions per second of video; `image_token`, `video_token` and `audio_token` are
+    the ids of the placeholder tokens.
+    """
+    media = MediaConfig(
+        vision=vision,
+        audio=audio,
+        image_token=image_token,
+        video_token=video_token,
+        audio_token=audio_token,
+        positions=GridPositions(frames="together", per_second=float(per_second)),
+    )
+    return with_media(text, media)
 
 
 _TOWER = "audio_tower."
@@ -166,27 +196,28 @@ _AUDIO_WEIGHTS = (
     *linear(_TOWER + "proj2", "audio.projector.layers.1"),
 )  # fmt: skip
 _VISION_WEIGHTS = vision_weights(
-    "visual.", "visual.merger.", "visual.merger_list.", first="mlp.0", second="mlp.2", normed="ln_q"
+    "visual.", "visual.merger.", "visual.merger_list.", fc1="mlp.0", fc2="mlp.2", norm_name="ln_q"
 )
 
 
-# transformers finds placeholders by these
-_AROUND = {
+# Token ids around placeholders, by which transformers finds the placeholders.
+_MARKER_TOKENS = {
     "vision_start_token_id": 151_652,
     "vision_end_token_id": 151_653,
     "audio_start_token_id": 151_669,
     "audio_end_token_id": 151_670,
 }
-_ARCHITECTURE, _WHOLE = "Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"
+_THINKER = "Qwen3OmniMoeThinkerForConditionalGeneration"
+_COMPLETE_MODEL = "Qwen3OmniMoeForConditionalGeneration"
 
 
-def _thinker(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the thinker's settings, which those of the whole model contain."""
+def _thinker_settings(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the thinker, which are nested in `thinker_config` for the complete model."""
     inner = content.get("thinker_config")
     if not isinstance(inner, Mapping):
         return content
-    named = content.get("architectures")
-    return {**inner, "architectures": [_ARCHITECTURE] if named in (None, [_WHOLE]) else named}
+    architectures = content.get("architectures")
+    return {**inner, "architectures": [_THINKER] if architectures in (None, [_COMPLETE_MODEL]) else architectures}
 
 
 FAMILY = MultimodalFamily(
@@ -203,7 +234,7 @@ FAMILY = MultimodalFamily(
     ),
     reads_as_text=True,
     model_type="qwen3_omni_moe_thinker",
-    architecture=_ARCHITECTURE,
+    architecture=_THINKER,
     settings=(
         Integer(
             "position_id_per_seconds", lambda config: int(value_at(config, "media.positions.per_second")), 25,
@@ -211,22 +242,22 @@ FAMILY = MultimodalFamily(
         ),
         qwen_vision_config("qwen3_omni_moe_vision_encoder", deepstack=LARGE_DEEPSTACK),
         _AUDIO_CONFIG,
-        *media_tokens(IMAGE, VIDEO),
+        *media_tokens(_IMAGE, _VIDEO),
         token("audio_token_id", "audio_token", 151_646),
     ),
     build=qwen3_omni,
     weights=(*_VISION_WEIGHTS, *_AUDIO_WEIGHTS),
     text_names={"model.": "model.", "lm_head.": "lm_head."},
     ignored_keys=IGNORED_KEYS
-    | dict.fromkeys(_AROUND, "a token around placeholders: part of the prompt")
-    | {"user_token_id": "for processors", "seconds_per_chunk": "for processors"},
-    default_settings=_AROUND,
-    # the talker is stored next to the thinker
+    | dict.fromkeys(_MARKER_TOKENS, MARKER_TOKEN_REASON)
+    | {"user_token_id seconds_per_chunk": "only used by processors"},
+    default_settings=_MARKER_TOKENS,
+    # Checkpoints of the complete model also contain the talker.
     renamed={r"^thinker\.": "", r"^model\.language_model\.": "model.", r"^model\.(visual|audio_tower)\.": r"\1."},
     modules={r"^model\.": "model.language_model.", r"^(visual|audio_tower)\.": r"model.\1."},
     ignored_tensors=r"(talker|code2wav)\..*|.*rotary_emb\.inv_freq",
-    auto_class="Qwen3OmniMoeThinkerForConditionalGeneration",
-    own_settings=_thinker,
+    auto_class=_THINKER,
+    own_settings=_thinker_settings,
     aliases=("qwen3_omni_moe",),
 )  # fmt: skip
 
@@ -238,9 +269,9 @@ def _with_encoders(text: DecoderConfig) -> DecoderConfig:
         vision=qwen_vision(LARGE(out_dim=text.embed_dim), deepstack=LARGE_DEEPSTACK),
         audio=omni_audio(embed_dim=1280, layers=32, heads=20, mlp_dim=5120, out_dim=text.embed_dim),
         per_second=13.0,
-        image_token=IMAGE,
-        video_token=VIDEO,
-        audio_token=AUDIO,
+        image_token=_IMAGE,
+        video_token=_VIDEO,
+        audio_token=_AUDIO,
     )
 
 

@@ -1,4 +1,7 @@
-"""Qwen2.5-VL (Bai et al. 2025): Qwen2 with images and videos, encoded mostly in windows; video frames have times."""
+"""Qwen2.5-VL (Bai et al. 2025): Qwen2 with images and videos.
+
+Most layers of the vision encoder attend within windows. The M-RoPE positions of video frames depend on time.
+"""
 
 import dataclasses
 import functools
@@ -30,29 +33,42 @@ from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-SECTIONS = (16, 24, 24)
-IMAGE, VIDEO = 151_655, 151_656
+_SECTIONS = (16, 24, 24)  # M-RoPE sections for time, height and width
+_IMAGE, _VIDEO = 151_655, 151_656
 _NORM = RMSNormConfig(eps=1e-6)
 
 
 def windowed_vision(
     sizes: EncoderSizes,
     *,
-    whole: tuple[int, ...] = (7, 15, 23, 31),
+    full_layers: tuple[int, ...] = (7, 15, 23, 31),
     window: int = 4,
     frames: int = 2,
     theta: float = 10_000.0,
 ) -> EncoderConfig:
-    """Return the encoder: layers see windows of `window x window` merged patches, those in `whole` the whole frame."""
+    """Return the configuration of the vision encoder of Qwen2.5-VL.
+
+    **Arguments:**
+
+    - `sizes`: sizes of the encoder.
+    - `full_layers`: indices of layers in which a patch attends to all patches of its frame. In other layers it attends
+        to the patches of its window.
+    - `window`: number of rows and columns of merged patches in a window.
+    - `frames`: number of video frames per patch.
+    - `theta`: base of the rotary embedding.
+    """
     merge = sizes.merge
+    mlp = sizes.mlp(gated=True)
+    rope = AxialRope(theta=theta)
 
     def block(layer: int) -> BlockConfig:
-        size = None if layer in whole else (window * merge) ** 2
-        mlp, rope = sizes.mlp(gated=True), AxialRope(theta=theta)
-        return encoder_layer(sizes.embed_dim, sizes.heads, mlp, _NORM, rope=rope, window=size)
+        window_patches = None if layer in full_layers else (window * merge) ** 2
+        return encoder_layer(sizes.embed_dim, sizes.heads, mlp, _NORM, rope=rope, window=window_patches)
 
-    first = ProjectionConfig(dim=sizes.embed_dim * merge**2, bias=True, activation="gelu")
-    layers = (first, ProjectionConfig(dim=sizes.out_dim, bias=True))
+    layers = (
+        ProjectionConfig(dim=sizes.embed_dim * merge**2, bias=True, activation="gelu"),
+        ProjectionConfig(dim=sizes.out_dim, bias=True),
+    )
     return EncoderConfig(
         embed_dim=sizes.embed_dim,
         stem=sizes.stem(frames=frames, bias=False, window=window),
@@ -66,10 +82,14 @@ def qwen2_5_vl(
     vision: EncoderConfig,
     *,
     per_second: int | float,
-    image_token: int = IMAGE,
-    video_token: int = VIDEO,
+    image_token: int = _IMAGE,
+    video_token: int = _VIDEO,
 ) -> DecoderConfig:
-    """Return a decoder with this encoder, and `per_second` positions of time in a second of a video."""
+    """Return the decoder configuration with a vision encoder and M-RoPE positions.
+
+    `per_second` is the number of time positions per second of video; `image_token` and `video_token` are the ids of the
+    placeholder tokens.
+    """
     positions = GridPositions(frames="together", per_second=float(per_second), whole=True, behind_times=False)
     media = MediaConfig(vision=vision, image_token=image_token, video_token=video_token, positions=positions)
     return with_media(text, media)
@@ -78,9 +98,9 @@ def qwen2_5_vl(
 # --- config.json ---
 
 
-def _whole_blocks(encoder: EncoderConfig) -> tuple[int, ...]:
+def _full_layers(encoder: EncoderConfig) -> tuple[int, ...]:
     masks = [getattr(block.mixer, "mask", None) for block in encoder.blocks]
-    return tuple(index for index, mask in enumerate(masks) if mask == Bidirectional())
+    return tuple(layer for layer, mask in enumerate(masks) if mask == Bidirectional())
 
 
 _VISION = vision_config(
@@ -92,21 +112,21 @@ _VISION = vision_config(
     Integer(
         "window_size", lambda encoder: encoder.stem.window * encoder.stem.merge * encoder.stem.size, 112, name="_pixels"
     ),
-    Rule("_least", lambda fields, values: values["size"] * values["merge"]),
+    Rule("_token_pixels", lambda fields, values: values["size"] * values["merge"]),
     Check(
-        lambda values: values["_pixels"] >= values["_least"],
-        "window_size={_pixels} must be at least {_least} pixels: those of one token.",
+        lambda values: values["_pixels"] >= values["_token_pixels"],
+        "window_size={_pixels} must be at least {_token_pixels} pixels, which is patch_size x spatial_merge_size.",
     ),
     Rule("window", lambda fields, values: values["_pixels"] // values["merge"] // values["size"]),
     activation("hidden_act", "mlp.activation", "silu"),
-    Numbers("fullatt_block_indexes", _whole_blocks, (7, 15, 23, 31), name="whole"),
+    Numbers("fullatt_block_indexes", _full_layers, (7, 15, 23, 31)),
     Integer("temporal_patch_size", "stem.frames", 2),
     axial_theta("axial", "default", key=""),
     model_type="qwen2_5_vl_vision",
     ignored=IGNORED_VISION_KEYS,
 )
-# how many positions of time a second has stands among the encoder's settings
-_RATE = Integer(
+# A field of `MediaConfig`, although `vision_config` contains its key.
+_TIME_POSITIONS = Integer(
     "tokens_per_second", lambda config: int(value_at(config, "media.positions.per_second")), 4, name="per_second"
 )
 
@@ -119,7 +139,7 @@ FAMILY = MultimodalFamily(
         settings=(
             Defaults({"max_window_layers": 80}),
             decoder_sizes(num_kv_heads=8, eps=1e-5, keys=NO_BIAS),
-            rope_settings(theta=1e6, sections=SECTIONS, interleaved_sections=False),
+            rope_settings(theta=1e6, sections=_SECTIONS, interleaved_sections=False),
             LATE_WINDOWS,
         ),
         ignored_keys={**IGNORED_QWEN2_KEYS, **IGNORED_KEYS},
@@ -128,12 +148,12 @@ FAMILY = MultimodalFamily(
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
     settings=(
-        *media_tokens(IMAGE, VIDEO),
-        dataclasses.replace(_VISION, settings=(_RATE, *_VISION.settings)),
+        *media_tokens(_IMAGE, _VIDEO),
+        dataclasses.replace(_VISION, settings=(_TIME_POSITIONS, *_VISION.settings)),
     ),
     build=qwen2_5_vl,
     weights=(
-        *vision_weights("visual.", "visual.merger.", "", first="mlp.0", second="mlp.2", normed="ln_q"),
+        *vision_weights("visual.", "visual.merger.", "", fc1="mlp.0", fc2="mlp.2", norm_name="ln_q"),
         *(
             dataclasses.replace(row, path=f"vision.{row.path}")
             for row in gated_mlp("visual.blocks.{layer}.mlp.")
@@ -151,7 +171,7 @@ def _with_vision(text: DecoderConfig, mlp_dim: int = 3420) -> DecoderConfig:
     sizes = EncoderSizes(
         embed_dim=1280, layers=32, heads=16, mlp_dim=mlp_dim, out_dim=text.embed_dim, size=14, activation="silu"
     )
-    text = with_rope(text, theta=1e6, sections=SECTIONS, interleaved_sections=False)
+    text = with_rope(text, theta=1e6, sections=_SECTIONS, interleaved_sections=False)
     return qwen2_5_vl(text, windowed_vision(sizes), per_second=2.0)
 
 

@@ -1,8 +1,8 @@
-"""Qwen 4 Exp, text (Qwen Team 2026): Qwen3.5's mixers and experts between gated residual streams.
+"""The text decoder of Qwen 4 Exp (Qwen Team 2026): mixers and experts of Qwen3.5 with gated residual streams.
 
-Attention reads blocks of keys that an indexer chooses by their means, and some layers find vectors of n-grams by
-hashes of 63 bits. Of files with an encoder, as the published ones, the decoder alone is read: beside pictures the keys
-of blocks would turn by positions of three dimensions, which no cache has.
+An indexer selects the key blocks that attention reads, by the mean key of each block. Some layers add embeddings of
+n-grams, which they look up by 63-bit hashes (Engram). Published checkpoints contain a vision encoder, which is not
+loaded: with images, the mean keys would be rotated by M-RoPE positions, and caches do not store these positions.
 """
 
 import dataclasses
@@ -12,19 +12,13 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
-from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
+from eqx_decoders.families.common import ENDS, LAYER, NO_BIAS, DecoderSizes, decoder_sizes
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.qwen.gated_streams import GatedStreams
-from eqx_decoders.families.qwen.hybrid import (
-    IGNORED_STATE_KEYS,
-    LAYER,
-    QWEN3_5_WEIGHTS,
-    hybrid_settings,
-    with_depth_rows,
-)
+from eqx_decoders.families.qwen.hybrid import IGNORED_STATE_KEYS, QWEN3_5_WEIGHTS, hybrid_settings, with_depth_rows
 from eqx_decoders.families.qwen.text import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Group, Integer, Only, Rule, Values, Word, read_all, value_at, write_all
@@ -40,7 +34,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
 
-_SECTIONS = (11, 11, 10)
+_SECTIONS = (11, 11, 10)  # M-RoPE sections for time, height and width
 _ROPE = Rope(theta=1e7, fraction=0.25, sections=_SECTIONS)
 
 
@@ -49,10 +43,19 @@ def qwen4_exp(
     residual: GatedStreams, full: tuple[bool, ...], rope: Rope = _ROPE, ngrams: dict[str, Any] | None = None,
     depths: int = 0,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of Qwen 4's blocks, with attention where `full` is True.
+    """Return the configuration of a decoder with Qwen 4 blocks.
 
-    `ngrams` are fields of an Engram; the numbers of its `layers` are counted from 0. `depths` of multi-token prediction
-    have attention, and no Engram.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder and of attention.
+    - `delta`: gated delta net of the layers without attention.
+    - `mlp`: experts of all layers.
+    - `indexer`: selection of the key blocks that attention reads.
+    - `residual`: gated residual streams.
+    - `full`: whether each layer has attention.
+    - `rope`: rotary embedding of attention.
+    - `ngrams`: fields of `EngramConfig`; its `layers` are the indices of layers with an Engram. None: no Engram.
+    - `depths`: number of MTP layers, 0 or 1. An MTP layer has attention and no Engram.
     """
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     residual = dataclasses.replace(residual, norm=norm)
@@ -60,37 +63,58 @@ def qwen4_exp(
     attention = shape.attention(rope=rope, qk_norm=QKNorm(norm=norm), output_gate=True, selection=selection)
 
     def block(index: int, has_attention: bool) -> BlockConfig:
-        extra: tuple[ExtraLayerConfig, ...] = ()
+        pre_layers: tuple[ExtraLayerConfig, ...] = ()
         if ngrams is not None and index in ngrams["layers"]:
-            sizes = dict(embed_dim=shape.embed_dim, vocab_size=shape.vocab_size, streams=residual.streams)
-            fixed: dict[str, Any] = dict(hash_bits=63, bias=False, eps=shape.eps, norm_offset=1.0, layer=index)
-            extra = (ExtraLayerConfig(layer=EngramConfig(**sizes, **fixed, **ngrams)),)
+            engram = EngramConfig(
+                embed_dim=shape.embed_dim,
+                vocab_size=shape.vocab_size,
+                streams=residual.streams,
+                layer=index,
+                hash_bits=63,
+                bias=False,
+                eps=shape.eps,
+                norm_offset=1.0,
+                **ngrams,
+            )
+            pre_layers = (ExtraLayerConfig(layer=engram),)
         mixer = attention if has_attention else delta
-        return BlockConfig(mixer=mixer, mlp=mlp, residual=residual, pre_layers=extra)
+        return BlockConfig(mixer=mixer, mlp=mlp, residual=residual, pre_layers=pre_layers)
 
     config = shape.decoder(block(index, has_attention) for index, has_attention in enumerate(full))
     mtp = None
     if depths:
-        ahead = BlockConfig(mixer=attention, mlp=mlp, residual=residual)
-        streams = dict(all_streams=True, joint_norm=True, model_norm=True)
-        mtp = MTPConfig(num_depths=depths, block=ahead, norm=norm, **streams)
+        mtp = MTPConfig(
+            num_depths=depths,
+            block=BlockConfig(mixer=attention, mlp=mlp, residual=residual),
+            norm=norm,
+            all_streams=True,
+            joint_norm=True,
+            model_norm=True,
+        )
     return dataclasses.replace(config, final_norm=None, mtp=mtp)
 
 
 def _read_indexer(fields: Fields, values: Values) -> PooledIndexerConfig:
-    size, budget = fields.integer("indexer_compress_ratio"), fields.integer("indexer_budget")
-    if budget % size:
-        raise fields.error(f"indexer_budget={budget} must be a multiple of indexer_compress_ratio={size}.")
-    heads, head_dim = fields.integer("indexer_n_heads"), fields.integer("indexer_head_dim")
-    return PooledIndexerConfig(size=size, top_k=budget // size, num_heads=heads, head_dim=head_dim)
+    block_size = fields.integer("indexer_compress_ratio")
+    budget = fields.integer("indexer_budget")
+    if budget % block_size:
+        raise fields.error(f"indexer_budget={budget} must be a multiple of indexer_compress_ratio={block_size}.")
+    return PooledIndexerConfig(
+        size=block_size,
+        top_k=budget // block_size,
+        num_heads=fields.integer("indexer_n_heads"),
+        head_dim=fields.integer("indexer_head_dim"),
+    )
 
 
 def _write_indexer(config: DecoderConfig) -> dict[str, Any]:
     indexer = value_at(config, "attention").selection
     return {
-        "indexer_compress_ratio": indexer.size, "indexer_budget": indexer.size * indexer.top_k,
-        "indexer_n_heads": indexer.num_heads, "indexer_head_dim": indexer.head_dim,
-    }  # fmt: skip
+        "indexer_compress_ratio": indexer.size,
+        "indexer_budget": indexer.size * indexer.top_k,
+        "indexer_n_heads": indexer.num_heads,
+        "indexer_head_dim": indexer.head_dim,
+    }
 
 
 _NGRAMS = (
@@ -103,75 +127,98 @@ _NGRAMS = (
 
 
 def _read_ngrams(fields: Fields, values: Values) -> dict[str, Any] | None:
-    shape, options, numbers = values["shape"], read_all(_NGRAMS, fields), set(fields.numbers("ple_layer_ids"))
-    orders, features = fields.integer("ngram_size", 3) - 1, fields.integer("ple_embed_dim", shape.embed_dim)
-    base, end = fields.integer("ngram_vocab_size_base", 20_000_000), fields.take("eos_token_id", None)
-    if not numbers:
+    shape = values["shape"]
+    options = read_all(_NGRAMS, fields)
+    layer_numbers = sorted(set(fields.numbers("ple_layer_ids")))  # counted from 1
+    max_ngram = fields.integer("ngram_size", 3)
+    features = fields.integer("ple_embed_dim", shape.embed_dim)
+    vocab_base = fields.integer("ngram_vocab_size_base", 20_000_000)
+    end_token = fields.take("eos_token_id", None)
+    if not layer_numbers:
         return None
-    if not numbers <= set(range(1, shape.num_layers + 1)):
-        raise fields.error(f"ple_layer_ids={sorted(numbers)} must be numbers of layers from 1 to {shape.num_layers}.")
-    end = end[0] if isinstance(end, list) and end else end
-    if not isinstance(end, int):
-        raise fields.error("eos_token_id is missing: n-grams of layers in ple_layer_ids do not reach across it.")
-    if orders < 1 or features % (orders * options["num_heads"]):
-        rule = f"must be a multiple of (ngram_size - 1) x heads_per_ngram={orders * options['num_heads']}"
-        raise fields.error(f"ple_embed_dim={features} {rule}.")
-    sizes = dict(head_dim=features // (orders * options["num_heads"]), vocab_bases=(base,) * orders)
+    if layer_numbers[0] < 1 or layer_numbers[-1] > shape.num_layers:
+        raise fields.error(f"ple_layer_ids={layer_numbers} must be layer numbers from 1 to {shape.num_layers}.")
+    if isinstance(end_token, list) and end_token:
+        end_token = end_token[0]
+    if not isinstance(end_token, int):
+        raise fields.error(
+            f"eos_token_id={abbreviate(end_token)} must be a token id: n-grams of the layers in ple_layer_ids do not "
+            "extend across it. Set eos_token_id."
+        )
+    if max_ngram < 2:
+        raise fields.error(f"ngram_size={max_ngram} must be at least 2, the number of tokens of the shortest n-gram.")
+    orders = max_ngram - 1
+    num_hashes = orders * options["num_heads"]
+    if features % num_hashes:
+        raise fields.error(
+            f"ple_embed_dim={features} must be a multiple of (ngram_size - 1) x heads_per_ngram={num_hashes}."
+        )
     return dict(
-        layers=tuple(sorted(number - 1 for number in numbers)), pad_token=end, end_token=end, **sizes, **options
+        layers=tuple(number - 1 for number in layer_numbers),
+        pad_token=end_token,
+        end_token=end_token,
+        head_dim=features // num_hashes,
+        vocab_bases=(vocab_base,) * orders,
+        **options,
     )
 
 
 def _write_ngrams(config: DecoderConfig) -> dict[str, Any]:
-    layers = (extra.layer for block in config.blocks for extra in block.pre_layers)
-    layer = next((layer for layer in layers if isinstance(layer, EngramConfig)), None)
-    if layer is None:
+    extra_layers = (extra.layer for block in config.blocks for extra in block.pre_layers)
+    engram = next((layer for layer in extra_layers if isinstance(layer, EngramConfig)), None)
+    if engram is None:
         return {"ple_layer_ids": []}
-    written = {"ple_layer_ids": [number + 1 for number in layer.layers], "ple_embed_dim": layer.features}
-    written |= {"ngram_size": layer.max_ngram, "ngram_vocab_size_base": layer.vocab_bases[0]}
-    return written | {"eos_token_id": layer.end_token} | write_all(_NGRAMS, layer)
+    return {
+        "ple_layer_ids": [layer + 1 for layer in engram.layers],
+        "ple_embed_dim": engram.features,
+        "ngram_size": engram.max_ngram,
+        "ngram_vocab_size_base": engram.vocab_bases[0],
+        "eos_token_id": engram.end_token,
+        **write_all(_NGRAMS, engram),
+    }
 
 
-_DEPTH = (
+_MTP_SETTINGS = (
     Only("layer_types", ["full_attention"]),
     Only("mtp_use_hidden_state_from_layer"),
     Only("rope_theta", lambda values: values["rope"].theta, lambda values: int(values["rope"].theta)),
 )
 
 
-def _check_depth(fields: Fields, values: Values) -> None:
-    """Refuse a layer of multi-token prediction unlike the model's layers with attention."""
+def _check_mtp(fields: Fields, values: Values) -> None:
+    """Raise ConversionError if the MTP layer differs from the decoder layers with attention."""
     table = fields.table("mtp")
     if table is not None and values["depths"]:
-        read_all(_DEPTH, table, values)
+        read_all(_MTP_SETTINGS, table, values)
 
 
-def _of_decoder(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the decoder, which stand in `text_config` where there is an encoder."""
+def _decoder_settings(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the decoder, which are nested in `text_config` if the model has an encoder."""
     inner = content.get("text_config")
-    outer = ("architectures", "tie_word_embeddings", "quantization_config")
-    return (
-        {**inner, **{key: content[key] for key in outer if key in content}} if isinstance(inner, Mapping) else content
-    )
+    if not isinstance(inner, Mapping):
+        return content
+    outer_keys = ("architectures", "tie_word_embeddings", "quantization_config")
+    return {**inner, **{key: content[key] for key in outer_keys if key in content}}
 
 
 _PLE = LAYER + "ple."
 
 
-def _numbers_of_hashes(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """Return the multipliers of hashes, and sizes and first rows of their tables."""
+def _hash_tensors(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Return the hash multipliers, and the sizes and first rows of the hash tables, by tensor name."""
     tensors: dict[str, np.ndarray] = {}
-    for number, block in enumerate(config.blocks):
-        for layer in (extra.layer for extra in block.pre_layers):
-            if isinstance(layer, EngramConfig):
-                sizes, prefix = np.asarray(layer.table_sizes), _PLE.format(layer=number) + "ple_embedding."
-                tensors[prefix + "layer_multipliers"] = np.asarray(layer.multipliers)
+    for index, block in enumerate(config.blocks):
+        for engram in (extra.layer for extra in block.pre_layers):
+            if isinstance(engram, EngramConfig):
+                prefix = _PLE.format(layer=index) + "ple_embedding."
+                sizes = np.asarray(engram.table_sizes)
+                tensors[prefix + "layer_multipliers"] = np.asarray(engram.multipliers)
                 tensors[prefix + "ngram_heads_vocab_sizes"] = sizes
                 tensors[prefix + "ngram_heads_offsets"] = np.cumsum(sizes) - sizes
     return tensors
 
 
-def _mean(prefix: str, path: str) -> tuple[Weight, ...]:
+def _gated_mean(prefix: str, path: str) -> tuple[Weight, ...]:
     return (
         Weight(prefix + "hc_norm.weight", path + "scale", "(streams norm) -> streams norm"),
         Weight(
@@ -181,20 +228,24 @@ def _mean(prefix: str, path: str) -> tuple[Weight, ...]:
     )
 
 
-def _connection(name: str, number: int) -> tuple[Weight, ...]:
-    prefix, path = LAYER + f"{name}_hyper_connection.", f"residual.connections.{number}."
-    pattern = "streams stream_embed -> stream_embed streams"
-    return (*_mean(prefix, path + "mean."), Weight(prefix + "block_inject_weight.weight", path + "write", pattern))
+def _connection(name: str, index: int) -> tuple[Weight, ...]:
+    prefix = LAYER + f"{name}_hyper_connection."
+    path = f"residual.connections.{index}."
+    return (
+        *_gated_mean(prefix, path + "mean."),
+        Weight(prefix + "block_inject_weight.weight", path + "write", "streams stream_embed -> stream_embed streams"),
+    )
 
 
-def _into_depth(name: str, path: str) -> tuple[Weight, ...]:
+def _mtp_input(name: str, path: str) -> tuple[Weight, ...]:
     return (
         Weight(f"mtp.pre_fc_norm_{name}.weight", f"mtp.depth.{path}_norm.scale", "norm -> norm"),
         Weight(f"mtp.fc_{name}.weight", f"mtp.depth.{path}_kernel", "embed joined -> joined embed"),
     )
 
 
-_ENGRAM, _INDEXER = "pre_layers.0.layer.", LAYER + "self_attn.indexer."
+_ENGRAM = "pre_layers.0.layer."
+_INDEXER = LAYER + "self_attn.indexer."
 _LAYERS = (
     *QWEN3_5_WEIGHTS,
     *EXPERTS,
@@ -205,10 +256,8 @@ _LAYERS = (
         ("mixer.indexer.query", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
         ("mixer.indexer.key", "head_dim embed -> embed head_dim"),
     ),
-    *(
-        Weight(_INDEXER + f"{name[0]}_layernorm.weight", f"mixer.indexer.{name}_norm.scale", "norm -> norm")
-        for name in ("query", "key")
-    ),
+    Weight(_INDEXER + "q_layernorm.weight", "mixer.indexer.query_norm.scale", "norm -> norm"),
+    Weight(_INDEXER + "k_layernorm.weight", "mixer.indexer.key_norm.scale", "norm -> norm"),
 )
 FAMILY = Family(
     model_type="qwen4_exp_text",
@@ -236,36 +285,37 @@ FAMILY = Family(
         Rule("ngrams", _read_ngrams, _write_ngrams),
         *depth_settings("mtp_num_hidden_layers", always=False),
         Only("mtp_use_dedicated_embeddings", False),
-        Rule("", _check_depth),
+        Rule("", _check_mtp),
     ),
     build=qwen4_exp,
     weights=(
         *ENDS,
         *with_depth_rows(_LAYERS),
-        *_mean("model.hyper_connection_mixer.", "streams."),
-        *_mean("mtp.hyper_connection_mixer.", "mtp.depth.streams."),
-        *_into_depth("embedding", "embed"),
-        *_into_depth("hidden", "stream"),
+        *_gated_mean("model.hyper_connection_mixer.", "streams."),
+        *_gated_mean("mtp.hyper_connection_mixer.", "mtp.depth.streams."),
+        *_mtp_input("embedding", "embed"),
+        *_mtp_input("hidden", "stream"),
         Weight(_PLE + "ple_embedding.ngram_embedding.shard_{table_part}.weight", _ENGRAM + "table",
                "rows row_dim -> rows row_dim"),
         Weight(_PLE + "key_proj.weight", _ENGRAM + "key",
                "(streams embed) ngram_features -> ngram_features streams embed"),
         Weight(_PLE + "value_proj.weight", _ENGRAM + "value", "embed ngram_features -> ngram_features embed"),
         Weight(_PLE + "conv1d.weight", _ENGRAM + "convolution", "channels 1 taps -> channels taps"),
-        *(Weight(_PLE + f"norm_{name}.weight", f"{_ENGRAM}{path}_scale", "(streams norm) -> streams norm")
-          for name, path in (("query", "query"), ("key", "key"), ("conv", "value"))),
+        Weight(_PLE + "norm_query.weight", _ENGRAM + "query_scale", "(streams norm) -> streams norm"),
+        Weight(_PLE + "norm_key.weight", _ENGRAM + "key_scale", "(streams norm) -> streams norm"),
+        Weight(_PLE + "norm_conv.weight", _ENGRAM + "value_scale", "(streams norm) -> streams norm"),
     ),
     fused=with_depth_rows(FUSED_EXPERTS),
-    fixed_tensors=_numbers_of_hashes,
+    fixed_tensors=_hash_tensors,
     integer_tensors=r".*\.ple_embedding\.(layer_multipliers|ngram_heads_.*)",
     ignored_tensors=unread_depths(r"mtp\..*", r".*rotary_emb\.inv_freq|model\.visual\..*"),
     aliases=("qwen4_exp",),
     other_architectures=("Qwen4ExpForConditionalGeneration",),
-    own_settings=_of_decoder,
+    own_settings=_decoder_settings,
     renamed={r"^model\.language_model\.": "model."},
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS | {
         "number_of_conv_states": "it follows from ple_layer_ids",
-        "mtp": "its layer is like those with attention, or it is refused",
+        "mtp": "the MTP layer must equal the layers with attention",
     },
 )  # fmt: skip
 

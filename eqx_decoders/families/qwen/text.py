@@ -1,6 +1,7 @@
 """Qwen2 and 2.5 (Yang et al. 2024) and Qwen3 (Yang et al. 2025), dense and with experts.
 
-Llama's block: Qwen2 has biases on queries, keys and values, and Qwen3 normalizes queries and keys.
+The blocks are Llama blocks with two changes: Qwen2 adds biases to the query, key and value projections, and Qwen3
+normalizes queries and keys per head.
 """
 
 import dataclasses
@@ -40,18 +41,24 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-VL_SECTIONS = (24, 20, 20)
-IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}
-IGNORED_QWEN2_KEYS = IGNORED_WINDOW_KEYS | {"attention_bias qkv_bias": "the biases are always there"}
+VL_SECTIONS = (24, 20, 20)  # M-RoPE sections for time, height and width
+IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types determines the masks"}
+IGNORED_QWEN2_KEYS = IGNORED_WINDOW_KEYS | {"attention_bias qkv_bias": "Qwen2 always has these biases"}
 
 
 def qwen2(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
-    """Return a decoder of Qwen2 blocks; without `masks`, one for each layer, all are causal."""
+    """Return the configuration of a decoder with Qwen2 blocks.
+
+    `masks` contains one mask per layer; if it is empty, all layers are causal.
+    """
     return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope, qkv_bias=True)))
 
 
 def qwen3(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
-    """Return a decoder of Qwen3 blocks; without `masks`, one for each layer, all are causal."""
+    """Return the configuration of a decoder with Qwen3 blocks.
+
+    `masks` contains one mask per layer; if it is empty, all layers are causal.
+    """
     return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope, qk_norm=shape.qk_norm)))
 
 
@@ -66,7 +73,11 @@ def qwen3_moe(
     rope: Rope = Rope(theta=1e6),
     mask: Mask = Causal(),
 ) -> DecoderConfig:
-    """Return a decoder of Qwen3 blocks with experts; `dense_layers`, counted from 0, have `shape`'s MLP."""
+    """Return the configuration of a decoder with Qwen3 mixture-of-experts blocks.
+
+    `dense_layers` contains the indices of layers with a dense MLP, whose width is `shape.mlp_dim`. Raises ConfigError
+    if no layer has experts.
+    """
     experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
@@ -78,14 +89,16 @@ def qwen3_moe(
 
 
 def _read_window_settings(fields: Fields) -> tuple[int | None, int]:
-    """Return the size of windows, None where they are off, and the layer where they begin or end."""
-    on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None, least=0)
-    return (size or None) if on else None, fields.integer("max_window_layers", 28, least=0)
+    """Return the window size, or None if windows are disabled, and the value of `max_window_layers`."""
+    enabled = fields.flag("use_sliding_window", False)
+    size = fields.integer("sliding_window", 4096, null=None, least=0)
+    boundary = fields.integer("max_window_layers", 28, least=0)
+    return (size or None) if enabled else None, boundary
 
 
 def _read_late_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    window, first = _read_window_settings(fields)
-    return read_masks(fields, values, window, lambda index: window is not None and index >= first)
+    window, first_layer = _read_window_settings(fields)
+    return read_masks(fields, values, window, lambda layer: window is not None and layer >= first_layer)
 
 
 def _write_late_windows(config: DecoderConfig) -> dict[str, Any]:
@@ -95,27 +108,28 @@ def _write_late_windows(config: DecoderConfig) -> dict[str, Any]:
     return masks | {"use_sliding_window": True, "max_window_layers": masks["layer_types"].index("sliding_attention")}
 
 
-# windows from layer `max_window_layers` on, or as `layer_types` says
+# Sliding windows in the layers from index `max_window_layers` on. `layer_types` takes precedence.
 LATE_WINDOWS = Rule("masks", _read_late_windows, _write_late_windows)
 
 
 def _read_early_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    window, end = _read_window_settings(fields)
-    return read_masks(fields, values, window, lambda index: window is not None and index % 2 == 0 and index < end)
+    window, end_layer = _read_window_settings(fields)
+    return read_masks(fields, values, window, lambda layer: window is not None and layer % 2 == 0 and layer < end_layer)
 
 
 def _write_early_windows(config: DecoderConfig) -> dict[str, Any]:
-    masks = write_masks(config, default=0)  # as transformers writes it
+    masks = write_masks(config, default=0)  # transformers writes sliding_window=0 if no layer has a window
     return masks | {"use_sliding_window": masks["sliding_window"] > 0}
 
 
-# windows in every other layer before layer `max_window_layers`, or as `layer_types` says
+# Sliding windows in layers with an even index below `max_window_layers`. `layer_types` takes precedence.
 EARLY_WINDOWS = Rule("masks", _read_early_windows, _write_early_windows)
 
 
 def _read_window(fields: Fields, values: Values) -> Mask:
-    on, window = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
-    return SlidingWindow(window) if on and window is not None else Causal()
+    enabled = fields.flag("use_sliding_window", False)
+    window = fields.integer("sliding_window", 4096, null=None)
+    return SlidingWindow(window) if enabled and window is not None else Causal()
 
 
 def _write_window(config: DecoderConfig) -> dict[str, Any]:
@@ -123,18 +137,18 @@ def _write_window(config: DecoderConfig) -> dict[str, Any]:
     return {"use_sliding_window": window is not None, "sliding_window": window}
 
 
-WINDOW = Rule("mask", _read_window, _write_window)
+WINDOW = Rule("mask", _read_window, _write_window)  # the same window in all layers
 
 
 def sparse_settings(
     *, num_kv_heads: int, mlp_dim: int, expert_dim: int, num_experts: int, num_experts_per_token: int
 ) -> tuple[Setting, ...]:
-    """Return the rows of Qwen3's sizes and experts; the arguments are transformers' defaults."""
+    """Return the settings of the sizes and experts of Qwen3. The arguments are the defaults in transformers."""
     return (
         Defaults({"intermediate_size": mlp_dim}),
         decoder_sizes(num_kv_heads=num_kv_heads),
         moe.sparse_steps(),
-        # these stand in Qwen3-Coder's files, and transformers does not read them
+        # Checkpoints of Qwen3-Coder contain these keys, but transformers does not read them.
         *only(use_qk_norm=True, qkv_bias=False, shared_expert_intermediate_size=0),
         Renamed({"num_local_experts": "num_experts"}),
         *moe.expert_counts("num_experts", num=num_experts, chosen=num_experts_per_token, width=expert_dim),
@@ -142,31 +156,30 @@ def sparse_settings(
 
 
 def sparse_text_settings(*, theta: float, **defaults: int) -> tuple[Setting, ...]:
-    """Return the rows of Qwen3 with experts, as a decoder with positions of three dimensions."""
-    unwindowed = ("sliding_window", "use_sliding_window", "max_window_layers")
+    """Return the settings of a Qwen3 decoder with experts and M-RoPE, used in vision-language models."""
     return (
-        # transformers reads none of them: all layers have full attention
-        Unused(" ".join(unwindowed), "all layers have full attention"),
+        # transformers does not read these keys.
+        Unused("sliding_window use_sliding_window max_window_layers", "all layers have full attention"),
         dataclasses.replace(WINDOW, reads=lambda fields, values: Causal()),
         *sparse_settings(**defaults),
         rope_settings(theta=theta, sections=VL_SECTIONS),
     )
 
 
-# --- experts with a gated shared expert, for Qwen2, Qwen3-Next and Qwen3.5 ---
+# --- Experts with a gated shared expert (Qwen2, Qwen3-Next, Qwen3.5) ---
 
 
 _MLP = LAYER + "mlp."
 
 
 def qwen_experts(shape: DecoderSizes, *, renormalize: bool = True, **options: Any) -> ExpertsConfig:
-    """Return experts with a shared expert that has a gate per token."""
+    """Return the configuration of experts with a shared expert, whose output is scaled by a learned gate per token."""
     router = RouterConfig(order="score_first", renormalize=renormalize)
     return shape.experts(shared_gate=True, router=router, **options)
 
 
 def expert_settings(*, num: int, chosen: int, expert_dim: int = 512, shared_dim: int = 512) -> tuple[Setting, ...]:
-    """Return the rows of the experts; the arguments are transformers' defaults."""
+    """Return the settings of the experts. The arguments are the defaults in transformers."""
     return (
         *moe.expert_counts("num_experts", num=num, chosen=chosen),
         Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim),
@@ -182,7 +195,7 @@ EXPERTS = (
 FUSED_EXPERTS = moe.fused_experts(_MLP)
 
 
-# --- Qwen2 and Qwen2.5: biases on queries, keys and values ---
+# --- Qwen2 and Qwen2.5: biases in the query, key and value projections ---
 
 
 QWEN2 = Family(
@@ -231,7 +244,7 @@ _QWEN3_14B = _QWEN3_KEYS | dict(
 )
 
 
-# --- Qwen3 with experts: any layer may have experts or an MLP ---
+# --- Qwen3 with experts: each layer has either experts or a dense MLP ---
 
 
 QWEN3_MOE = Family(
@@ -240,7 +253,7 @@ QWEN3_MOE = Family(
     settings=(
         *sparse_settings(num_kv_heads=4, mlp_dim=6144, expert_dim=768, num_experts=128, num_experts_per_token=8),
         WINDOW,
-        Unused("max_window_layers", "transformers gives all layers the window"),
+        Unused("max_window_layers", "transformers uses the window in all layers"),
         Flag("norm_topk_prob", "experts.router.renormalize", False),
         rope_settings(),
     ),
@@ -254,14 +267,18 @@ QWEN3_MOE = Family(
 _QWEN3_MOE_KEYS = dict(model_type="qwen3_moe", vocab_size=151_936, head_dim=128, norm_topk_prob=True)
 
 
-# --- Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and a gated shared expert ---
+# --- Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 attention, and experts with a gated shared expert ---
 
 
 def qwen2_moe(
     shape: DecoderSizes, *, experts: ExpertsConfig, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = (),
     dense_layers: frozenset[int] = frozenset(),
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of Qwen2 blocks with experts; `dense_layers`, counted from 0, have `shape`'s MLP."""
+    """Return the configuration of a decoder with Qwen2 mixture-of-experts blocks.
+
+    `masks` contains one mask per layer; if it is empty, all layers are causal. `dense_layers` contains the indices of
+    layers with a dense MLP, whose width is `shape.mlp_dim`. Raises ConfigError if no layer has experts.
+    """
     mixers = shape.attention_by_mask(masks, rope, rope, out_bias=False)
     return moe.sparse_decoder(shape, mixers, experts, dense_layers)
 

@@ -1,4 +1,7 @@
-"""Qwen3-VL (Bai et al. 2025) and Qwen3.5 (Qwen Team 2026) with images and videos; Qwen3-Omni has the same encoder."""
+"""Qwen3-VL (Bai et al. 2025) and Qwen3.5 (Qwen Team 2026) with images and videos.
+
+Qwen3-Omni uses the same vision encoder.
+"""
 
 import dataclasses
 import functools
@@ -12,7 +15,7 @@ from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import decoder_sizes, llama_weights, plain_mlp
+from eqx_decoders.families.common import LAYER, decoder_sizes, llama_weights, plain_mlp
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, linear, token, with_rope
 from eqx_decoders.families.qwen.text import VL_SECTIONS, sparse_text_settings
 from eqx_decoders.families.rope_config import rope_settings
@@ -33,7 +36,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _NORM = LayerNormConfig(eps=1e-6)
-MOST_DEEPSTACK = 8
+_MAX_DEEPSTACK_LEVELS = 8  # maximum number of DeepStack levels whose tensors are mapped
 
 
 def qwen_vision(
@@ -44,11 +47,20 @@ def qwen_vision(
     side: int = 48,
     theta: float = 10_000.0,
 ) -> EncoderConfig:
-    """Return the encoder; its learned positions are a grid of `side x side`, resampled for each image."""
+    """Return the configuration of the vision encoder of Qwen3-VL.
+
+    **Arguments:**
+
+    - `sizes`: sizes of the encoder.
+    - `deepstack`: indices of encoder layers whose outputs are added to the decoder (DeepStack).
+    - `frames`: number of video frames per patch.
+    - `side`: number of rows and columns of the grid of learned positions, which is resampled for each image.
+    - `theta`: base of the rotary embedding.
+    """
     block = encoder_layer(sizes.embed_dim, sizes.heads, sizes.mlp(), _NORM, rope=AxialRope(theta=theta))
-    joined = sizes.embed_dim * sizes.merge**2
+    merged_dim = sizes.embed_dim * sizes.merge**2
     layers = (
-        ProjectionConfig(dim=joined, bias=True, activation="gelu"),
+        ProjectionConfig(dim=merged_dim, bias=True, activation="gelu"),
         ProjectionConfig(dim=sizes.out_dim, bias=True),
     )
     projector = ProjectorConfig(group=sizes.merge**2, norm=_NORM, norm_of="patches", layers=layers)
@@ -63,14 +75,22 @@ def qwen_vision(
 
 
 def with_media(config: DecoderConfig, media: MediaConfig) -> DecoderConfig:
-    """Return the configuration with encoders, whose deeper features are added behind its first layers."""
-    levels = 0 if media.vision is None else len(media.vision.deepstack)
-    if levels > len(config.blocks):
-        raise ConversionError(f"{levels} levels of deepstack need as many layers, not {len(config.blocks)}.")
-    added = ExtraLayerConfig(layer=AddedFeaturesConfig())
+    """Return the configuration with encoders.
+
+    The DeepStack features of the vision encoder are added to the residual stream after the first decoder layers. Raises
+    ConversionError if the decoder has fewer layers than DeepStack levels.
+    """
+    num_levels = 0 if media.vision is None else len(media.vision.deepstack)
+    num_layers = len(config.blocks)
+    if num_levels > num_layers:
+        raise ConversionError(
+            f"EncoderConfig.deepstack (deepstack_visual_indexes) has {num_levels} entries, but the decoder has only "
+            f"{num_layers} layers: each entry needs a decoder layer. Remove entries or add decoder layers."
+        )
+    added_features = ExtraLayerConfig(layer=AddedFeaturesConfig())
     blocks = tuple(
-        dataclasses.replace(block, post_layers=(*block.post_layers, added)) if index < levels else block
-        for index, block in enumerate(config.blocks)
+        dataclasses.replace(block, post_layers=(*block.post_layers, added_features)) if layer < num_levels else block
+        for layer, block in enumerate(config.blocks)
     )
     return dataclasses.replace(config, blocks=blocks, media=media)
 
@@ -83,7 +103,7 @@ SAME_OUT_DIM = Check(
 
 
 def qwen_vision_config(model_type: str, *, deepstack: tuple[int, ...] = ()) -> Table:
-    """Return the rows of `vision_config`; `deepstack` is the default of its levels."""
+    """Return the settings of `vision_config`. `deepstack` is the default of `deepstack_visual_indexes`."""
     return vision_config(
         qwen_vision,
         *square_grid("num_position_embeddings", 2304),
@@ -102,35 +122,43 @@ def qwen_vision_config(model_type: str, *, deepstack: tuple[int, ...] = ()) -> T
 
 
 IGNORED_VISION_KEYS = {
-    "initializer_range": "of new weights",
-    "tie_word_embeddings": "there are none",
-    "image_size": "images have any size",
-    "spatial_patch_size": "patch_size says it",
-    "in_chans": "in_channels says it",
-    "tokens_per_second": "the families that count seconds say it elsewhere, or read it",
+    "initializer_range": "only initializes new weights",
+    "tie_word_embeddings": "an encoder has no word embeddings",
+    "image_size": "images of any size are supported",
+    "spatial_patch_size": "patch_size is read instead",
+    "in_chans": "in_channels is read instead",
+    "tokens_per_second": "unused, or read by the family",
 }
 
 
 def media_tokens(image: int, video: int) -> tuple[Setting, ...]:
-    """Return the rows of the placeholders of images and videos, with these defaults."""
+    """Return the settings of the placeholder token ids of images and videos, with these defaults."""
     return token("image_token_id", "image_token", image), token("video_token_id", "video_token", video)
 
 
-_AROUND = ("vision_start_token_id", "vision_end_token_id", "vision_token_id")
-IGNORED_KEYS = dict.fromkeys(_AROUND, "a token around placeholders: part of the prompt") | {
-    "initializer_range": "of new weights"
+MARKER_TOKEN_REASON = "tokens around placeholders are part of the prompt"
+_MARKER_TOKEN_KEYS = ("vision_start_token_id", "vision_end_token_id", "vision_token_id")
+IGNORED_KEYS = dict.fromkeys(_MARKER_TOKEN_KEYS, MARKER_TOKEN_REASON) | {
+    "initializer_range": "only initializes new weights"
 }
 
 
 def media_keys(ignored: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the keys of placeholders, and of tokens around them."""
+    """Return the keys of placeholder token ids, and the ignored keys of other token ids."""
     return ("image_token_id", "video_token_id", *(key for key in ignored if key.endswith("token_id")))
 
 
 def vision_weights(
-    visual: str, merger: str, deepstack: str, first: str, second: str, normed: str
+    visual: str, merger: str, deepstack: str, *, fc1: str, fc2: str, norm_name: str
 ) -> tuple[Weight, ...]:
-    """Return the rows of the encoder; the arguments are prefixes and names of its tensors."""
+    """Return the weight rows of the vision encoder and its projectors.
+
+    **Arguments:**
+
+    - `visual`, `merger`, `deepstack`: tensor name prefixes of the encoder, of its projector, and of the projectors of
+        DeepStack levels.
+    - `fc1`, `fc2`, `norm_name`: names of the linear layers and of the norm of a projector.
+    """
     layer = visual + "blocks.{layer}."
     rows = [
         Weight(visual + "patch_embed.proj.weight", "vision.stem.kernel", KERNEL_IN_TIME),
@@ -141,27 +169,30 @@ def vision_weights(
         *joint_attention(layer),
         *plain_mlp(layer + "mlp.", "vision.mlp.", "linear_fc1", "linear_fc2"),
     ]
-    levels = [(merger, "vision.projector")]
-    levels += [(f"{deepstack}{level}.", f"vision.deepstack.{level}") for level in range(MOST_DEEPSTACK)]
-    for name, path in levels:
-        rows += norm(name + normed, f"{path}.norm")
-        rows += (*linear(name + first, f"{path}.layers.0"), *linear(name + second, f"{path}.layers.1"))
+    projectors = {merger: "vision.projector"}
+    projectors |= {f"{deepstack}{level}.": f"vision.deepstack.{level}" for level in range(_MAX_DEEPSTACK_LEVELS)}
+    for prefix, path in projectors.items():
+        rows += norm(prefix + norm_name, f"{path}.norm")
+        rows += linear(prefix + fc1, f"{path}.layers.0")
+        rows += linear(prefix + fc2, f"{path}.layers.1")
     return tuple(rows)
 
 
 def joint_attention(layer: str) -> tuple[Weight, ...]:
-    """Return the rows of attention with one matrix for queries, keys and values."""
+    """Return the weight rows of attention whose queries, keys and values share one matrix."""
     return (
-        *_joint(layer + "attn.qkv.weight", "", "({heads} head_dim) embed -> embed {heads} head_dim"),
-        *_joint(layer + "attn.qkv.bias", "_bias", "({heads} head_dim) -> {heads} head_dim"),
+        *_qkv(layer + "attn.qkv.weight", "", "({heads} head_dim) embed -> embed {heads} head_dim"),
+        *_qkv(layer + "attn.qkv.bias", "_bias", "({heads} head_dim) -> {heads} head_dim"),
         Weight(layer + "attn.proj.weight", "vision.mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         Weight(layer + "attn.proj.bias", "vision.mixer.out_bias", "embed -> embed"),
     )
 
 
-def _joint(name: str, ending: str, pattern: str) -> tuple[Weight, ...]:
-    kinds = (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
-    return sharing(name, *((f"vision.mixer.{kind}{ending}", pattern.format(heads=heads)) for kind, heads in kinds))
+def _qkv(name: str, suffix: str, pattern: str) -> tuple[Weight, ...]:
+    heads = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
+    return sharing(
+        name, *((f"vision.mixer.{kind}{suffix}", pattern.format(heads=axis)) for kind, axis in heads.items())
+    )
 
 
 # --- Qwen3-VL ---
@@ -172,12 +203,12 @@ VL_WEIGHTS = vision_weights(
     "model.visual.",
     "model.visual.merger.",
     "model.visual.deepstack_merger_list.",
-    first="linear_fc1",
-    second="linear_fc2",
-    normed="norm",
+    fc1="linear_fc1",
+    fc2="linear_fc2",
+    norm_name="norm",
 )
 _small = functools.partial(EncoderSizes, embed_dim=768, layers=12, heads=12, mlp_dim=3072, size=16)
-_middle = functools.partial(EncoderSizes, embed_dim=1024, layers=24, heads=16, mlp_dim=4096, size=16)
+_medium = functools.partial(EncoderSizes, embed_dim=1024, layers=24, heads=16, mlp_dim=4096, size=16)
 LARGE = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, mlp_dim=4304, size=16)
 LARGE_DEEPSTACK = (8, 16, 24)
 
@@ -185,23 +216,34 @@ LARGE_DEEPSTACK = (8, 16, 24)
 def qwen3_vl(
     text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE, video_token: int = VIDEO
 ) -> DecoderConfig:
-    """Return a decoder with this encoder."""
+    """Return the decoder configuration with a vision encoder and M-RoPE positions.
+
+    `image_token` and `video_token` are the placeholder token ids.
+    """
     media = MediaConfig(vision=vision, image_token=image_token, video_token=video_token, positions=GridPositions())
     return with_media(text, media)
 
 
-def with_vl_vision(
+def _with_vl_vision(
     text: DecoderConfig,
     sizes: functools.partial[EncoderSizes] = LARGE,
     deepstack: tuple[int, ...] = LARGE_DEEPSTACK,
 ) -> DecoderConfig:
-    """Return a Qwen3 with an encoder of these sizes, and positions of three dimensions."""
+    """Return a Qwen3 configuration with M-RoPE and a vision encoder of the given sizes."""
     vision = qwen_vision(sizes(out_dim=text.embed_dim), deepstack=deepstack)
     return qwen3_vl(with_rope(text, theta=5e6, sections=VL_SECTIONS), vision)
 
 
-def qwen3_vl_family(text: str, changes: Mapping[str, Any], *, kind: str, **options: Any) -> MultimodalFamily:
-    """Return the family with encoders of a text family of Qwen3; `kind` is the `model_type` of the encoder."""
+def _qwen3_vl_family(text: str, changes: Mapping[str, Any], *, kind: str, **options: Any) -> MultimodalFamily:
+    """Return the family that adds a vision encoder to a Qwen3 text family.
+
+    **Arguments:**
+
+    - `text`: `model_type` of the text family.
+    - `changes`: fields of the text family that differ.
+    - `kind`: `model_type` of the encoder.
+    - `options`: further fields of `MultimodalFamily`.
+    """
     return MultimodalFamily(
         text_type=text,
         changes=changes,
@@ -217,38 +259,36 @@ def qwen3_vl_family(text: str, changes: Mapping[str, Any], *, kind: str, **optio
 
 # --- Qwen3.5 ---
 
-_IMAGE, _VIDEO = 248_056, 248_057
+_QWEN3_5_IMAGE, _QWEN3_5_VIDEO = 248_056, 248_057
 
 
-def qwen3_5_family(text: str, *, model_type: str, architecture: str) -> MultimodalFamily:
-    """Return the family with encoders of a text family of Qwen3.5."""
+def _qwen3_5_family(text: str, *, model_type: str, architecture: str) -> MultimodalFamily:
+    """Return the family that adds a vision encoder to the Qwen3.5 text family with `model_type` `text`."""
     return MultimodalFamily(
         text_type=text,
         model_type=model_type,
         architecture=architecture,
-        settings=(*media_tokens(_IMAGE, _VIDEO), qwen_vision_config(f"{model_type}_vision")),
+        settings=(*media_tokens(_QWEN3_5_IMAGE, _QWEN3_5_VIDEO), qwen_vision_config(f"{model_type}_vision")),
         build=qwen3_vl,
         weights=VL_WEIGHTS,
-        text_names=VL_NAMES | {"mtp.": "mtp."},  # layers of multi-token prediction stand outside of the decoder
+        text_names=VL_NAMES | {"mtp.": "mtp."},  # the MTP layers are not part of `model.language_model`
         ignored_keys=IGNORED_KEYS,
     )
 
 
 def qwen3_5_vision(text: DecoderConfig, vision: EncoderConfig) -> DecoderConfig:
-    """Return a decoder with this encoder, and the published placeholders."""
-    return qwen3_vl(text, vision, image_token=_IMAGE, video_token=_VIDEO)
+    """Return the decoder configuration with a vision encoder and the published placeholder token ids."""
+    return qwen3_vl(text, vision, image_token=_QWEN3_5_IMAGE, video_token=_QWEN3_5_VIDEO)
 
 
-def with_large_vision(text: DecoderConfig) -> DecoderConfig:
-    """Return a decoder with the largest encoder."""
+def _with_large_vision(text: DecoderConfig) -> DecoderConfig:
     return qwen3_5_vision(text, qwen_vision(LARGE(out_dim=text.embed_dim)))
 
 
-# --- Qwen3-VL: features of images and videos are added after three layers (DeepStack) ---
+# --- Qwen3-VL: DeepStack adds features of images and videos after the first three decoder layers ---
 
 
-# with experts and without, the layers have full attention
-QWEN3_VL = qwen3_vl_family(
+QWEN3_VL = _qwen3_vl_family(
     "qwen3",
     dict(
         model_type="qwen3_vl_text",
@@ -265,25 +305,24 @@ QWEN3_VL = qwen3_vl_family(
 )
 
 
-def _with_middle_vl_vision(text: DecoderConfig) -> DecoderConfig:
-    return with_vl_vision(text, _middle, (5, 11, 17))
+def _with_medium_vl_vision(text: DecoderConfig) -> DecoderConfig:
+    return _with_vl_vision(text, _medium, (5, 11, 17))
 
 
 # --- Qwen3-VL with experts ---
 
 
-_MLP = "model.layers.{layer}.mlp."
+_MLP = LAYER + "mlp."
 
-
-# published files have matrices `[in, out]`; transformers 5 also writes `[out, in]`
+# Published checkpoints store expert matrices as `[in, out]`. transformers 5 also writes `[out, in]`.
 _TRANSPOSED = moe.fused_experts(_MLP, gate_up="experts embed mlp", down="experts mlp embed")
-QWEN3_VL_MOE = qwen3_vl_family(
+QWEN3_VL_MOE = _qwen3_vl_family(
     "qwen3_moe",
     dict(
         model_type="qwen3_vl_moe_text",
         architecture="Qwen3VLMoeTextModel",
         settings=(
-            Only("norm_topk_prob", True, written=True),  # transformers always does it
+            Only("norm_topk_prob", True, written=True),  # transformers always renormalizes
             *sparse_text_settings(
                 num_kv_heads=16, mlp_dim=5632, expert_dim=1408, num_experts=60, num_experts_per_token=4, theta=500_000.0
             ),
@@ -295,7 +334,7 @@ QWEN3_VL_MOE = qwen3_vl_family(
     model_type="qwen3_vl_moe",
     kind="qwen3_vl_moe_vision",
     architecture="Qwen3VLMoeForConditionalGeneration",
-    # the class of the decoder's settings ties tables by default, and the outer value counts
+    # The configuration class of the decoder defaults to tied embeddings, but the outer value takes precedence.
     own_settings=lambda content: {"tie_word_embeddings": False, **content},
 )
 
@@ -303,21 +342,21 @@ QWEN3_VL_MOE = qwen3_vl_family(
 # --- Qwen3.5: M-RoPE in the attention layers ---
 
 
-QWEN3_5 = qwen3_5_family("qwen3_5_text", model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")
+QWEN3_5 = _qwen3_5_family("qwen3_5_text", model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")
 
 
 def _with_small_vision(text: DecoderConfig) -> DecoderConfig:
     return qwen3_5_vision(text, qwen_vision(_small(out_dim=text.embed_dim)))
 
 
-def _with_middle_vision(text: DecoderConfig) -> DecoderConfig:
-    return qwen3_5_vision(text, qwen_vision(_middle(out_dim=text.embed_dim)))
+def _with_medium_vision(text: DecoderConfig) -> DecoderConfig:
+    return qwen3_5_vision(text, qwen_vision(_medium(out_dim=text.embed_dim)))
 
 
 # --- Qwen3.5 with experts ---
 
 
-QWEN3_5_MOE = qwen3_5_family(
+QWEN3_5_MOE = _qwen3_5_family(
     "qwen3_5_moe_text", model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration"
 )
 
@@ -325,18 +364,18 @@ QWEN3_5_MOE = qwen3_5_family(
 FAMILIES = (QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE)
 
 MODELS = {
-    "qwen3-vl-2b": ExtendedModel("qwen3-1.7b", _with_middle_vl_vision),
-    "qwen3-vl-4b": ExtendedModel("qwen3-4b", _with_middle_vl_vision),
-    "qwen3-vl-8b": ExtendedModel("qwen3-8b", with_vl_vision),
-    "qwen3-vl-32b": ExtendedModel("qwen3-32b", with_vl_vision),
-    "qwen3-vl-30b-a3b": ExtendedModel("qwen3-30b-a3b", with_vl_vision),
-    "qwen3-vl-235b-a22b": ExtendedModel("qwen3-235b-a22b", with_vl_vision),
+    "qwen3-vl-2b": ExtendedModel("qwen3-1.7b", _with_medium_vl_vision),
+    "qwen3-vl-4b": ExtendedModel("qwen3-4b", _with_medium_vl_vision),
+    "qwen3-vl-8b": ExtendedModel("qwen3-8b", _with_vl_vision),
+    "qwen3-vl-32b": ExtendedModel("qwen3-32b", _with_vl_vision),
+    "qwen3-vl-30b-a3b": ExtendedModel("qwen3-30b-a3b", _with_vl_vision),
+    "qwen3-vl-235b-a22b": ExtendedModel("qwen3-235b-a22b", _with_vl_vision),
     "qwen3.5-0.8b-vision": ExtendedModel("qwen3.5-0.8b", _with_small_vision),
-    "qwen3.5-2b-vision": ExtendedModel("qwen3.5-2b", _with_middle_vision),
-    "qwen3.5-4b-vision": ExtendedModel("qwen3.5-4b", _with_middle_vision),
-    "qwen3.5-9b-vision": ExtendedModel("qwen3.5-9b", with_large_vision),
-    "qwen3.5-27b-vision": ExtendedModel("qwen3.5-27b", with_large_vision),
-    "qwen3.5-35b-a3b-vision": ExtendedModel("qwen3.5-35b-a3b", with_large_vision),
-    "qwen3.5-122b-a10b-vision": ExtendedModel("qwen3.5-122b-a10b", with_large_vision),
-    "qwen3.5-397b-a17b-vision": ExtendedModel("qwen3.5-397b-a17b", with_large_vision),
+    "qwen3.5-2b-vision": ExtendedModel("qwen3.5-2b", _with_medium_vision),
+    "qwen3.5-4b-vision": ExtendedModel("qwen3.5-4b", _with_medium_vision),
+    "qwen3.5-9b-vision": ExtendedModel("qwen3.5-9b", _with_large_vision),
+    "qwen3.5-27b-vision": ExtendedModel("qwen3.5-27b", _with_large_vision),
+    "qwen3.5-35b-a3b-vision": ExtendedModel("qwen3.5-35b-a3b", _with_large_vision),
+    "qwen3.5-122b-a10b-vision": ExtendedModel("qwen3.5-122b-a10b", _with_large_vision),
+    "qwen3.5-397b-a17b-vision": ExtendedModel("qwen3.5-397b-a17b", _with_large_vision),
 }  # fmt: skip
