@@ -98,7 +98,7 @@ def audio_directory(folder: Path) -> Path:
     plain = gemma4(shape, masks=(SlidingWindow(8), Causal()), heads=((1, 8), (1, 8)))
     token = tokenizer.token_to_id("<|audio|>")
     model = filled(
-        gemma4_vision(plain, None, audio=audio, whole=False, audio_token=token, image_token=0, video_token=1), 4
+        gemma4_vision(plain, None, audio=audio, image_spans=False, audio_token=token, image_token=0, video_token=1), 4
     )
     loose = {"input_min": -9.0, "input_max": 9.0, "output_min": -9.0, "output_max": 9.0}
     bounds = {path: loose.get(path.split(".")[-1]) for path in named_leaves(model)}

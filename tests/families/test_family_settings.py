@@ -934,7 +934,7 @@ REFUSED = [
       for factors in ("short_factor", "long_factor") for bad in ([1.0, -1.0, 2.0], "many", [1.0, "2", 3.0])),
     refusal("phimoe", drop("rope_parameters.long_mscale"), "long_mscale"),
     refusal("phimoe", dict(rope_scaling=sample("phimoe")["rope_parameters"] | dict(short_mscale=1.2)),
-            "short_mscale", "long_mscale"),
+            "short_mscale", "[1.1, 1.2]"),
     refusal("phimoe", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)),
             "rope_type", "default", "longrope"),
     refusal(QWEN15_MOE, dict(use_qk_norm=True), "use_qk_norm"),

@@ -158,7 +158,7 @@ def test_settings_of_drawn_models_come_back(seed):
         filters=(bands + int(draw.integers(4)), int(draw.integers(1, 9))),
         feature_dim=int(draw.integers(1, 20)),
         taps=int(draw.integers(1, 8)),
-        half=float(draw.uniform(0.1, 1)),
+        feed_forward_scale=float(draw.uniform(0.1, 1)),
         chunk=int(draw.integers(1, 20)),
         left=int(draw.integers(2, 20)),
         right=int(draw.integers(0, 9)),
@@ -172,7 +172,9 @@ def test_settings_of_drawn_models_come_back(seed):
     plain = decode(CONTENT)
     seen = plain.media.vision if seed % 3 else None  # it may hear and see nothing
     text = dataclasses.replace(plain, media=None)
-    config = gemma4_vision(text, seen, audio=audio, whole=False, audio_token=seed + 3, image_token=1, video_token=2)
+    config = gemma4_vision(
+        text, seen, audio=audio, image_spans=False, audio_token=seed + 3, image_token=1, video_token=2
+    )
     written = FAMILIES["gemma4"].encode(config)
     assert decode(written) == config and FAMILIES["gemma4"].encode(decode(written)) == written
     assert ed.DecoderConfig.from_json(config.to_json()) == config

@@ -45,11 +45,11 @@ PLAIN = gemma4(SHAPE, masks=MASKS, heads=((1, 8), (1, 16)))
 TOKENS = dict(image_token=IMAGE, video_token=VIDEO)
 MODELS = {
     "gemma3": gemma3_vision(gemma3(SHAPE, masks=MASKS), SIGLIP, image_token=IMAGE),
-    "whole": gemma4_vision(PLAIN, EYE, whole=True, **TOKENS),
+    "whole": gemma4_vision(PLAIN, EYE, image_spans=True, **TOKENS),
     "clipped": gemma4_vision(
         gemma4(SHAPE, masks=MASKS, heads=((1, 8), (1, 16)), per_layer=PER_LAYER),
         CLIPPED,
-        whole=False,
+        image_spans=False,
         lookup_token=5,
         **TOKENS,
     ),
@@ -169,7 +169,7 @@ def test_settings_of_drawn_models_come_back(seed):
             clipped=flags[1],
         )
         places = dict(image_token=token, video_token=token + 1, lookup_token=int(draw.integers(9)))
-        config = gemma4_vision(PLAIN, vision, whole=flags[2], **places)
+        config = gemma4_vision(PLAIN, vision, image_spans=flags[2], **places)
     assert decode(encode(config)) == config
     assert ed.DecoderConfig.from_json(config.to_json()) == config
 

@@ -1,6 +1,7 @@
-"""Gemma 3n, text (Gemma Team 2025): several residual streams, gates of few features, embeddings for each layer.
+"""The text decoder of Gemma 3n (Gemma Team 2025).
 
-Its layers alternate like Gemma 3's, and the last ones share the keys and values of earlier ones.
+It has several residual streams (AltUp, Laurel), sparse MLP gates and per-layer embeddings. Layers with a sliding window
+and layers with full attention alternate. The last layers read the keys and values of earlier layers.
 """
 
 import dataclasses
@@ -8,7 +9,7 @@ import functools
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.gemma.altup import AltUp, Laurel
 from eqx_decoders.families.gemma.text import (
@@ -23,7 +24,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Number, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, norm
-from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -31,7 +32,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_MOST_STREAMS = 16
+_MAX_STREAMS = 16  # maximum number of residual streams whose tensors are mapped
 
 
 def gemma3n(
@@ -47,87 +48,111 @@ def gemma3n(
     local_rope: Rope = Rope(theta=10_000.0),
     logit_cap: float | None = 30.0,
 ) -> DecoderConfig:
-    """Return a decoder of Gemma 3n blocks.
+    """Return the configuration of a decoder with Gemma 3n blocks.
 
     **Arguments:**
 
-    - `shape`: sizes of all layers.
-    - `masks`, `sparsity`, `mlp_dims`: of each layer: its mask, the fraction of its gate that is cut off, and its MLP's
-        features, by default those of `shape`.
-    - `residual`, `per_layer`: `residual_of` and `per_layer_of` make them.
-    - `num_kv_shared_layers`: number of last layers that read the keys and values of an earlier layer of their type.
-    - `rope`, `local_rope`: rotary embeddings of layers without a window, and with one.
-    - `logit_cap`: soft cap of the logits.
+    - `shape`: sizes of the decoder.
+    - `masks`: mask of each layer.
+    - `residual`: residual streams; see `residual_of`.
+    - `per_layer`: per-layer embeddings; see `per_layer_of`.
+    - `num_kv_shared_layers`: number of layers at the end that read the keys and values of an earlier layer of the same
+        type.
+    - `sparsity`: for each layer, the fraction of the MLP gate's values that are set to zero.
+    - `mlp_dims`: MLP width of each layer; None: `shape.mlp_dim`.
+    - `rope`, `local_rope`: rotary embeddings of layers with full attention, and with a sliding window.
+    - `logit_cap`: soft cap of the logits; None: no cap.
     """
-    sharing, norm = share_keys(masks, num_kv_shared_layers), shape.norm
-    taker = PerLayerInputConfig(features=per_layer.features, activation=shape.activation)
+    kv_sharing = share_keys(masks, num_kv_shared_layers)
+    per_layer_input = PerLayerInputConfig(features=per_layer.features, activation=shape.activation)
 
-    def mixer(mask: Mask, shared_from: str | None) -> AttentionConfig:
+    def attention(mask: Mask, shared_from: str | None) -> AttentionConfig:
         return shape.attention(
             mask=mask,
             rope=local_rope if isinstance(mask, SlidingWindow) else rope,
             query_scale=1.0,
-            qk_norm=QKNorm(norm=norm),
+            qk_norm=shape.qk_norm,
             value_norm=None if shared_from else RMSNormConfig(eps=shape.eps, scale=False),
             kv_shared_from=shared_from,
         )
 
     def block(layer: int) -> BlockConfig:
-        shared_as, shared_from = sharing[layer]
+        shared_as, shared_from = kv_sharing[layer]
         sizes = shape if mlp_dims is None else dataclasses.replace(shape, mlp_dim=mlp_dims[layer])
         return sizes.block(
-            mixer(masks[layer], shared_from),
+            attention(masks[layer], shared_from),
             sizes.mlp(gate_sparsity=sparsity[layer]),
             norms="sandwich",
             residual=residual,
-            post_layers=(ExtraLayerConfig(layer=taker, post_norm=norm),),
+            post_layers=(ExtraLayerConfig(layer=per_layer_input, post_norm=shape.norm),),
             shares_kv_as=shared_as,
         )
 
-    options: dict[str, Any] = dict(embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
-    return shape.decoder(map(block, range(len(masks))), per_layer_embedding=per_layer, **options)
+    return shape.decoder(
+        map(block, range(len(masks))),
+        per_layer_embedding=per_layer,
+        embedding_scale=shape.embed_dim**0.5,
+        logit_soft_cap=logit_cap,
+    )
 
 
 def residual_of(shape: DecoderSizes, *, streams: int = 4, rank: int = 64, read_scale: bool = True) -> AltUp:
-    """Return the residual connection, of so many streams, with Laurel branches of this rank."""
+    """Return the residual connection: AltUp, whose first stream has a Laurel branch.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `streams`: number of residual streams.
+    - `rank`: rank of the Laurel branch.
+    - `read_scale`: as in `AltUp`.
+    """
     inner = Laurel(rank=rank, norm=shape.norm)
     return AltUp(streams=streams, inner=inner, norm=shape.norm, read_scale=read_scale)
 
 
 def per_layer_of(shape: DecoderSizes, *, features: int = 256, vocab_size: int = 262_144) -> PerLayerEmbeddingConfig:
-    """Return the embeddings for each layer; tokens that they lack count as the first."""
-    options: dict[str, Any] = dict(unknown_token=0, norm=shape.norm, init_std=shape.init_std)
-    return PerLayerEmbeddingConfig(features=features, vocab_size=vocab_size, **options)
+    """Return the configuration of per-layer embeddings. Token ids outside of the table use the embedding of token 0."""
+    return PerLayerEmbeddingConfig(
+        features=features, vocab_size=vocab_size, unknown_token=0, norm=shape.norm, init_std=shape.init_std
+    )
 
 
 # --- config.json ---
 
 
 def _read_mlp_dims(fields: Fields, values: Values) -> Any:
-    """Read the features of all MLPs, a number or a list, and leave the first one for the row of the sizes."""
-    dims = fields.content.get("intermediate_size")
-    if not isinstance(dims, list):
+    """Return the MLP widths if `intermediate_size` is a list, or None if it is a number.
+
+    A list is replaced by its first number, because the settings of the sizes read a number.
+    """
+    if not isinstance(fields.content.get("intermediate_size"), list):
         return None
-    dims = fields.numbers("intermediate_size")
-    if not dims or min(dims) < 1:
-        raise fields.error("intermediate_size must have a number above 0 for each layer.")
-    fields.content["intermediate_size"] = dims[0]
-    return tuple(dims)
+    mlp_dims = fields.numbers("intermediate_size")
+    if not mlp_dims or min(mlp_dims) < 1:
+        raise fields.error(
+            f"intermediate_size={abbreviate(list(mlp_dims))} must be a number above 0, or a list with a number above 0 "
+            "for each layer."
+        )
+    fields.content["intermediate_size"] = mlp_dims[0]
+    return tuple(mlp_dims)
 
 
-def _same_mlp_dims(fields: Fields, values: Values) -> tuple[int, ...]:
-    shape, dims = values["shape"], values["_mlp_dims"]
-    return (shape.mlp_dim,) * shape.num_layers if dims is None else dims
+def _fill_mlp_dims(fields: Fields, values: Values) -> tuple[int, ...]:
+    shape = values["shape"]
+    mlp_dims = values["_mlp_dims"]
+    return (shape.mlp_dim,) * shape.num_layers if mlp_dims is None else mlp_dims
 
 
 def _read_sparsity(fields: Fields, values: Values) -> tuple[float, ...]:
-    layers = values["shape"].num_layers
-    default = [0.95 if layers > 10 and index < 10 else 0.0 for index in range(layers)]
+    num_layers = values["shape"].num_layers
+    default = [0.95 if num_layers > 10 and layer < 10 else 0.0 for layer in range(num_layers)]
     pattern = fields.take("activation_sparsity_pattern", default)
-    good = isinstance(pattern, list) and all(isinstance(x, int | float) and 0 <= x < 1 for x in pattern)
-    if not good or len(pattern) != layers:
-        rule = f"must be a list of {layers} numbers of at least 0 and below 1, one for each layer"
-        raise fields.error(f"activation_sparsity_pattern {rule}.")
+    is_valid = isinstance(pattern, list) and all(isinstance(x, int | float) and 0 <= x < 1 for x in pattern)
+    if not is_valid or len(pattern) != num_layers:
+        raise fields.error(
+            f"activation_sparsity_pattern={abbreviate(pattern)} must be a list of {num_layers} numbers, one for each "
+            "layer, at least 0 and below 1."
+        )
     return tuple(map(float, pattern))
 
 
@@ -139,10 +164,10 @@ def _write_mlp_dims(config: DecoderConfig) -> dict[str, Any]:
     return {"intermediate_size": [getattr(block.mlp, "mlp_dim", None) for block in config.blocks]}
 
 
-def _maps(name: str, path: str) -> tuple[Weight, ...]:
+def _stream_projections(name: str, path: str) -> tuple[Weight, ...]:
     return tuple(
-        Weight(f"model.{name}.{k}.weight", f"streams.{path}.{k}.kernel", "outer embed -> embed outer")
-        for k in range(_MOST_STREAMS - 1)
+        Weight(f"model.{name}.{stream}.weight", f"streams.{path}.{stream}.kernel", "outer embed -> embed outer")
+        for stream in range(_MAX_STREAMS - 1)
     )
 
 
@@ -156,17 +181,18 @@ _RESIDUAL = (
     Flag("altup_correct_scale", "read_scale", True),
     Integer("laurel_rank", "inner.rank", 64),
 )
-_ALTUP, _LAUREL = LAYER + "altup.", LAYER + "laurel."
+_ALTUP = LAYER + "altup."
+_LAUREL = LAYER + "laurel."
 FAMILY = Family(
     model_type="gemma3n_text",
     architecture="Gemma3nForCausalLM",
     settings=(
         Rule("_mlp_dims", _read_mlp_dims),
         gemma_sizes(),
-        Rule("mlp_dims", _same_mlp_dims, _write_mlp_dims),
+        Rule("mlp_dims", _fill_mlp_dims, _write_mlp_dims),
         Check(
             lambda values: len(values["mlp_dims"]) == values["shape"].num_layers,
-            "intermediate_size must have a number for each layer.",
+            "intermediate_size must have as many numbers as num_hidden_layers={shape.num_layers}.",
         ),
         Rule("sparsity", _read_sparsity, _write_sparsity),
         RopesByLayer(theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq"),
@@ -175,8 +201,9 @@ FAMILY = Family(
         Group("per_layer", per_layer_of, _PER_LAYER, uses=("shape",), path="per_layer_embedding"),
         Group("residual", residual_of, _RESIDUAL, uses=("shape",), path="residual"),
         Check(
-            lambda values: values["residual"].streams <= _MOST_STREAMS,
-            f"altup_num_inputs={{residual.streams}} must be at most {_MOST_STREAMS}.",
+            lambda values: values["residual"].streams <= _MAX_STREAMS,
+            f"altup_num_inputs={{residual.streams}} must be at most {_MAX_STREAMS}, the largest number of residual "
+            "streams that can be loaded.",
         ),
         Number("final_logit_softcapping", "logit_soft_cap", 30.0, null=None, name="logit_cap"),
     ),
@@ -184,8 +211,8 @@ FAMILY = Family(
     weights=(
         *llama_weights(norms="sandwich"),
         *PER_LAYER_WEIGHTS,
-        *_maps("altup_projections", "first"),
-        *_maps("altup_unembed_projections", "last"),
+        *_stream_projections("altup_projections", "first"),
+        *_stream_projections("altup_unembed_projections", "last"),
         *norm(_ALTUP + "router_norm", "residual.norm"),
         Weight(_ALTUP + "modality_router.weight", "residual.router", "streams embed -> streams embed"),
         Weight(_ALTUP + "prediction_coefs.weight", "residual.predict", "stream_pairs streams -> stream_pairs streams"),
@@ -197,9 +224,9 @@ FAMILY = Family(
     ),
     ignored_keys=IGNORED_ACTIVATION_KEY
     | {
-        "altup_coef_clip": "bounds weights in training only",
-        "altup_lr_multiplier": "of a rate of learning",
-        "query_pre_attn_scalar": "transformers has the key in old files and never applies it",
+        "altup_coef_clip": "only clips weights during training",
+        "altup_lr_multiplier": "only scales a learning rate",
+        "query_pre_attn_scalar": "older configurations contain this key, but transformers does not use it",
     },
     ignored_tensors=unused_kv_tensors,
 )
@@ -208,7 +235,8 @@ _shape = functools.partial(
     DecoderSizes, vocab_size=262_400, embed_dim=2048, num_heads=8, num_kv_heads=2, head_dim=256, tied=True,
     activation="gelu_tanh",
 )  # fmt: skip
-_E2B, _E4B = _shape(num_layers=30, mlp_dim=8192), _shape(num_layers=35, mlp_dim=16_384)
+_E2B = _shape(num_layers=30, mlp_dim=8192)
+_E4B = _shape(num_layers=35, mlp_dim=16_384)
 
 
 def _model(shape: DecoderSizes, num_kv_shared_layers: int) -> DecoderConfig:

@@ -1,7 +1,8 @@
-"""Gemma 3n with images and audio (Gemma Team 2025): a MobileNet V5, 256 tokens an image, and a Conformer, 160 ms each.
+"""Gemma 3n with images and audio (Gemma Team 2025).
 
-Each encoder has tokens of its own, whose embeddings its projector makes, too; audio clips are filled up with the last
-one to 188 tokens, half a minute.
+The vision encoder is a MobileNet V5 with 256 tokens per image. The audio encoder is a Conformer; a token covers 160 ms.
+Each encoder also embeds a separate range of token ids, with a table and its projector. Audio clips are padded to 188
+tokens (30 seconds) with the last of these token ids.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig, FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
-from eqx_decoders.families.gemma.audio import CLIP, CONFORMER, ConformerSizes, conformer_block
+from eqx_decoders.families.gemma.audio import CLIP, CONFORMER_WEIGHTS, ConformerSizes, conformer_block
 from eqx_decoders.families.gemma.mobilenet import MobileNetConfig
 from eqx_decoders.families.gemma.mobilenet_weights import architectures, network_weights, read_network, write_network
 from eqx_decoders.families.gemma.text import unused_kv_tensors
@@ -35,15 +36,25 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-IMAGE, AUDIO = 262_145, 262_273
-_VISION_TOKENS, _AUDIO_TOKENS, _COUNT = 262_144, 262_272, 128
+_IMAGE, _AUDIO = 262_145, 262_273  # ids of placeholder tokens
+_FIRST_VISION_TOKEN, _FIRST_AUDIO_TOKEN = 262_144, 262_272
+_NUM_TOKENS = 128  # number of token ids that each encoder embeds
 _CLIP_TOKENS = 188
 
 
 def gemma3n_encoder(
     network: MobileNetConfig, *, embed_dim: int, out_dim: int, first: int, count: int, eps: float = 1e-6
 ) -> EncoderConfig:
-    """Return the encoder of images; `first` and `count` are the ids of its own tokens."""
+    """Return the configuration of the vision encoder.
+
+    **Arguments:**
+
+    - `network`: the MobileNet.
+    - `embed_dim`: number of features of the network.
+    - `out_dim`: width of the decoder.
+    - `first`, `count`: first id and number of the token ids that the encoder embeds.
+    - `eps`: epsilon of the norms.
+    """
     return EncoderConfig(
         embed_dim=embed_dim,
         stem=network,
@@ -64,15 +75,17 @@ def gemma3n_audio(
     reduction: int = 4,
     stem_eps: float = 1e-3,
 ) -> EncoderConfig:
-    """Return the encoder of audio.
+    """Return the configuration of the audio encoder.
 
     **Arguments:**
 
-    - `sizes`: of its layers.
-    - `first`, `count`: the ids of its own tokens.
-    - `clip_tokens`, `fill`: number of tokens of a clip, and the one that fills it up.
-    - `reduction`: number of the layers' tokens of which the first one becomes a row of features.
-    - `stem_eps`: of the norms of the input layers.
+    - `sizes`: sizes of the Conformer.
+    - `out_dim`: width of the decoder.
+    - `first`, `count`: first id and number of the token ids that the encoder embeds.
+    - `fill`: token id that pads clips.
+    - `clip_tokens`: number of decoder tokens per clip.
+    - `reduction`: number of consecutive encoder outputs per decoder token; only the first of them is used.
+    - `stem_eps`: epsilon of the norms of the stem.
     """
     stem = FrameStemConfig(
         mel_bands=sizes.mel_bands,
@@ -101,10 +114,10 @@ def gemma3n_vision(
     vision: EncoderConfig,
     audio: EncoderConfig,
     *,
-    image_token: int = IMAGE,
-    audio_token: int = AUDIO,
+    image_token: int = _IMAGE,
+    audio_token: int = _AUDIO,
 ) -> DecoderConfig:
-    """Return a decoder with these encoders."""
+    """Return the decoder configuration with encoders and the ids of their placeholder tokens."""
     media = MediaConfig(vision=vision, audio=audio, image_token=image_token, audio_token=audio_token)
     return dataclasses.replace(text, media=media)
 
@@ -112,32 +125,34 @@ def gemma3n_vision(
 # --- config.json ---
 
 
-def _pairs(key: str, number: int) -> Rule:
-    """Return the row of the sizes of two convolutions, both of which must be `number` by `number`."""
+def _only_square(key: str, size: int) -> Rule:
+    """Return the setting of the sizes of two convolutions, which must both be `size x size`."""
+    supported = [[size, size], [size, size]]
 
     def read(fields: Fields, values: Values) -> None:
-        value = fields.take(key, [[number] * 2] * 2)
-        if not isinstance(value, list | tuple) or [list(each) for each in value if each] != [[number] * 2] * 2:
-            raise fields.error(f"{key}={abbreviate(value)} must be {[[number] * 2] * 2}: others are not implemented.")
+        value = fields.take(key, supported)
+        pairs = value if isinstance(value, list | tuple) else []
+        if [list(pair) if isinstance(pair, tuple) else pair for pair in pairs] != supported:
+            raise fields.error(f"{key}={abbreviate(value)} is not supported. Supported: {supported}.")
 
-    return Rule("", read, lambda audio: {key: [[number] * 2] * 2})
+    return Rule("", read, lambda audio: {key: supported})
 
 
 def _read_filters(fields: Fields, values: Values) -> tuple[int, int]:
     filters = fields.numbers("sscp_conv_channel_size", [128, 32])
     if len(filters) != 2 or not all(0 < count < 2**31 for count in filters):
-        raise fields.error(f"sscp_conv_channel_size={abbreviate(filters)} must be two numbers above 0.")
+        raise fields.error(f"sscp_conv_channel_size={abbreviate(list(filters))} must be a list of two numbers above 0.")
     return filters[0], filters[1]
 
 
-def _tokens(offset: int) -> tuple[Integer, Integer]:
+def _token_settings(first: int) -> tuple[Integer, Integer]:
     return (
-        Integer("vocab_size", "tokens.count", _COUNT, name="count"),
-        Integer("vocab_offset", "tokens.first", offset, name="first", least=0),
+        Integer("vocab_size", "tokens.count", _NUM_TOKENS, name="count"),
+        Integer("vocab_offset", "tokens.first", first, name="first", least=0),
     )
 
 
-_VISION = Table(
+_VISION_CONFIG = Table(
     "vision_config",
     (
         Group(
@@ -148,7 +163,7 @@ _VISION = Table(
                 Only("do_pooling", False),
                 Integer("hidden_size", "embed_dim", 2048),
                 Rule("network", read_network, write_network),
-                *_tokens(_VISION_TOKENS),
+                *_token_settings(_FIRST_VISION_TOKEN),
                 Number("rms_norm_eps", "projector.norm.eps", 1e-6),
             ),
             path="media.vision",
@@ -156,13 +171,14 @@ _VISION = Table(
     ),
     model_type="gemma3n_vision",
     ignored={
-        "initializer_range": "of new weights",
-        "num_classes": "of a classifier that there is not",
-        "label_names": "of a classifier that there is not",
+        "initializer_range": "only initializes new weights",
+        "num_classes label_names": "the network is used without its classifier",
     },
 )
-_BLOCK, _MIXER, _CONVOLUTION = "blocks.0.pre_layers.0.", "blocks.0.mixer.", "blocks.0.post_layers.0.layer."
-_AUDIO = Table(
+_FEED_FORWARD = "blocks.0.pre_layers.0."
+_MIXER = "blocks.0.mixer."
+_CONVOLUTION = "blocks.0.post_layers.0.layer."
+_AUDIO_CONFIG = Table(
     "audio_config",
     (
         Group(
@@ -171,7 +187,7 @@ _AUDIO = Table(
             (
                 OUT_DIM,
                 Rule("fill", lambda fields, values: values["text"].vocab_size - 1),
-                *_tokens(_AUDIO_TOKENS),
+                *_token_settings(_FIRST_AUDIO_TOKEN),
                 Integer("input_feat_size", "stem.mel_bands", 128),
                 Integer("hidden_size", "embed_dim", 1536),
                 Integer("conf_num_attention_heads", _MIXER + "num_heads", 8, name="heads"),
@@ -186,15 +202,15 @@ _AUDIO = Table(
                 Number("conf_attention_logit_cap", _MIXER + "soft_cap", 50.0),
                 Integer("conf_conv_kernel_size", _CONVOLUTION + "taps", 5),
                 Integer("conf_reduction_factor", "stem.merge", 4, name="reduction"),
-                Number("conf_residual_weight", _BLOCK + "scale", 0.5, name="half"),
+                Number("conf_residual_weight", _FEED_FORWARD + "scale", 0.5, name="feed_forward_scale"),
                 Number("gradient_clipping", lambda audio: value_at(audio, "blocks.0.pre_mixer_norm.clip"), CLIP,
                        name="clip"),
                 Number("rms_norm_eps", _CONVOLUTION + "norm.eps", 1e-6),
                 Rule("filters", _read_filters,
                      lambda audio: {"sscp_conv_channel_size": list(value_at(audio, "stem.filters"))}),
                 Number("sscp_conv_group_norm_eps", "stem.norm.eps", 1e-3, name="stem_eps"),
-                _pairs("sscp_conv_kernel_size", 3),
-                _pairs("sscp_conv_stride_size", 2),
+                _only_square("sscp_conv_kernel_size", 3),
+                _only_square("sscp_conv_stride_size", 2),
             ),
             uses=("clip_tokens",),
             path="media.audio",
@@ -204,15 +220,15 @@ _AUDIO = Table(
 )  # fmt: skip
 
 
-def _is_outside(values: Values) -> bool:
-    table = values["text"].per_layer_embedding
-    return min(values["image_token"], values["audio_token"]) >= table.vocab_size
+def _placeholders_have_no_per_layer_embedding(values: Values) -> bool:
+    num_embeddings = values["text"].per_layer_embedding.vocab_size
+    return min(values["image_token"], values["audio_token"]) >= num_embeddings
 
 
 # --- tensors ---
 
-# names of a Conformer's tensors in Gemma 4, and those here
-_NAMES = {
+# Names of Conformer modules in Gemma 4, and the corresponding names in Gemma 3n.
+_CONFORMER_NAMES = {
     "layers.{layer}": "conformer.{layer}",
     "self_attn.relative_k_proj": "attention.attn.relative_position_embedding.pos_proj",
     "self_attn.post": "attention.post",
@@ -227,13 +243,13 @@ _NAMES = {
 
 
 def _renamed(name: str) -> str:
-    for old, new in _NAMES.items():
+    for old, new in _CONFORMER_NAMES.items():
         name = name.replace(old, new)
     return name
 
 
 def _embedder(owner: str) -> tuple[Weight, ...]:
-    """Return the rows of the projector of an encoder, and of its tokens."""
+    """Return the weight rows of an encoder's projector and of the table of its token ids."""
     prefix = f"model.embed_{owner}."
     return (
         Weight(prefix + "embedding.weight", f"{owner}.tokens.table", "rows row_dim -> rows row_dim"),
@@ -250,47 +266,56 @@ FAMILY = MultimodalFamily(
     architecture="Gemma3nForConditionalGeneration",
     settings=(
         Integer("audio_soft_tokens_per_image", "media.audio.stem.rows_per_clip", _CLIP_TOKENS, name="clip_tokens"),
-        _VISION,
-        _AUDIO,
+        _VISION_CONFIG,
+        _AUDIO_CONFIG,
         Integer("vision_soft_tokens_per_image", lambda config: value_at(config, "media.vision.stem.side") ** 2, 256,
                 name="_image_tokens"),
         Check(
             lambda values: values["_image_tokens"] == values["vision"].stem.side ** 2,
-            "vision_soft_tokens_per_image={_image_tokens} must be {vision.stem.side} x {vision.stem.side}.",
+            "vision_soft_tokens_per_image={_image_tokens} must be {vision.stem.side} x {vision.stem.side}, the size of "
+            "the network's output.",
         ),
-        token("image_token_id", "image_token", IMAGE),
-        token("audio_token_id", "audio_token", AUDIO),
+        token("image_token_id", "image_token", _IMAGE),
+        token("audio_token_id", "audio_token", _AUDIO),
         Check(
-            _is_outside,
+            _placeholders_have_no_per_layer_embedding,
             "image_token_id={image_token} and audio_token_id={audio_token} must be at least "
-            "vocab_size_per_layer_input={text.per_layer_embedding.vocab_size}.",
+            "vocab_size_per_layer_input={text.per_layer_embedding.vocab_size}, because placeholders have no per-layer "
+            "embeddings.",
         ),
     ),
     build=lambda clip_tokens, **values: gemma3n_vision(**values),
     weights=(
         *network_weights("model.vision_tower.timm_model."),
         *_embedder("vision"),
-        *(dataclasses.replace(row, name=_renamed(row.name)) for row in CONFORMER),
+        *(dataclasses.replace(row, name=_renamed(row.name)) for row in CONFORMER_WEIGHTS),
         *_embedder("audio"),
     ),
     text_names=_TEXT_NAMES,
     ignored_keys={
-        "boi_token_id eoi_token_id boa_token_id eoa_token_id": "a token around placeholders",
-        "initializer_range": "of new weights",
+        "boi_token_id eoi_token_id boa_token_id eoa_token_id": "tokens around placeholders are part of the prompt",
+        "initializer_range": "only initializes new weights",
     },
     ignored_tensors=lambda config: unused_kv_tensors(config, _TEXT_NAMES["model."]),
 )  # fmt: skip
 
 
 def _with_encoders(text: DecoderConfig) -> DecoderConfig:
-    sizes = ConformerSizes(embed_dim=1536, clipped=False)
-    network, out_dim = architectures()["mobilenetv5_300m_enc"], text.embed_dim
-    audio = dict(first=_AUDIO_TOKENS, count=_COUNT, fill=text.vocab_size - 1)
-    return gemma3n_vision(
-        text,
-        gemma3n_encoder(network, embed_dim=2048, out_dim=out_dim, first=_VISION_TOKENS, count=_COUNT),
-        gemma3n_audio(sizes, out_dim=out_dim, **audio),
+    vision = gemma3n_encoder(
+        architectures()["mobilenetv5_300m_enc"],
+        embed_dim=2048,
+        out_dim=text.embed_dim,
+        first=_FIRST_VISION_TOKEN,
+        count=_NUM_TOKENS,
     )
+    audio = gemma3n_audio(
+        ConformerSizes(embed_dim=1536, clipped=False),
+        out_dim=text.embed_dim,
+        first=_FIRST_AUDIO_TOKEN,
+        count=_NUM_TOKENS,
+        fill=text.vocab_size - 1,
+    )
+    return gemma3n_vision(text, vision, audio)
 
 
 MODELS = {

@@ -1,7 +1,8 @@
-"""Gemma 4, text (Gemma Team 2026): Gemma 3's layers with wider heads in layers without a window.
+"""The text decoder of Gemma 4 (Gemma Team 2026): Gemma 3 with wider heads in layers with full attention.
 
-The larger models have normalized keys as values, and perhaps experts next to the MLP; the smaller ones have embeddings
-for each layer, and last layers that share the keys and values of earlier ones.
+In the larger models, values are the normalized keys in layers with full attention, and one model has experts in
+parallel with the MLP. The smaller models have per-layer embeddings, and their last layers read the keys and values of
+earlier layers.
 """
 
 import dataclasses
@@ -12,7 +13,15 @@ from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.common import LAYER_TYPES, DecoderSizes, attentions, llama_weights, read_masks, write_masks
+from eqx_decoders.families.common import (
+    LAYER,
+    LAYER_TYPES,
+    DecoderSizes,
+    attentions,
+    llama_weights,
+    read_masks,
+    write_masks,
+)
 from eqx_decoders.families.gemma.text import (
     IGNORED_ACTIVATION_KEY,
     PER_LAYER_WEIGHTS,
@@ -42,7 +51,7 @@ ROPES: dict[str, Rope] = {
     "full_attention": ProportionalRope(theta=1e6, fraction=0.25),
     "sliding_attention": Rope(theta=10_000.0),
 }
-Heads = tuple[int, int]  # key and value heads, and the features of one
+Heads = tuple[int, int]  # (num_kv_heads, head_dim)
 
 
 def gemma4(
@@ -58,25 +67,28 @@ def gemma4(
     per_layer: PerLayerEmbeddingConfig | None = None,
     logit_cap: float | None = 30.0,
 ) -> DecoderConfig:
-    """Return a decoder of Gemma 4 blocks.
+    """Return the configuration of a decoder with Gemma 4 blocks.
 
     **Arguments:**
 
-    - `shape`: sizes of all layers.
-    - `masks`, `heads`: of each layer.
-    - `ropes`: rotary embeddings by the type of the layer.
-    - `shared_kv`: whether values are keys in layers without a window.
-    - `num_kv_shared_layers`: number of last layers that read the keys and values of an earlier layer of their type.
-    - `double_wide`: whether these have an MLP of twice the width.
-    - `experts`: `num_experts`, `num_experts_per_token` and `mlp_dim` of experts next to the MLP; None for none.
-    - `per_layer`: embeddings for each layer; None for none.
-    - `logit_cap`: soft cap of the logits.
+    - `shape`: sizes of the decoder.
+    - `masks`: mask of each layer.
+    - `heads`: number of key and value heads, and features per head, of each layer.
+    - `ropes`: rotary embedding for each layer type.
+    - `shared_kv`: whether values are the keys in layers with full attention.
+    - `num_kv_shared_layers`: number of layers at the end that read the keys and values of an earlier layer of the same
+        type.
+    - `double_wide`: whether the MLPs of these layers are twice as wide.
+    - `experts`: `num_experts`, `num_experts_per_token` and `mlp_dim` of experts in parallel with the MLP; None: no
+        experts.
+    - `per_layer`: per-layer embeddings; None: no per-layer embeddings.
+    - `logit_cap`: soft cap of the logits; None: no cap.
     """
-    sharing = share_keys(masks, num_kv_shared_layers)
+    kv_sharing = share_keys(masks, num_kv_shared_layers)
 
     def block(layer: int) -> BlockConfig:
-        shared_as, shared_from = sharing[layer]
-        shares = shared_from is not None
+        shared_as, shared_from = kv_sharing[layer]
+        reads_shared_kv = shared_from is not None
         num_kv_heads, head_dim = heads[layer]
         mixer = shape.attention(
             num_kv_heads=num_kv_heads,
@@ -85,20 +97,23 @@ def gemma4(
             rope=ropes[LAYER_TYPES[type(masks[layer])]],
             query_scale=1.0,
             qk_norm=shape.qk_norm,
-            shared_kv=shared_kv and isinstance(masks[layer], Causal) and not shares,
-            value_norm=None if shares else RMSNormConfig(eps=shape.eps, scale=False),
+            shared_kv=shared_kv and isinstance(masks[layer], Causal) and not reads_shared_kv,
+            value_norm=None if reads_shared_kv else RMSNormConfig(eps=shape.eps, scale=False),
             kv_shared_from=shared_from,
         )
-        mlp = _mlp(shape, 2 if double_wide and shares else 1, experts)
+        mlp = _mlp(shape, 2 if double_wide and reads_shared_kv else 1, experts)
         return dataclasses.replace(_block(shape, mixer, mlp, per_layer), shares_kv_as=shared_as)
 
-    scale = shape.embed_dim**0.5
-    options: dict[str, Any] = dict(embedding_scale=scale, logit_soft_cap=logit_cap, per_layer_embedding=per_layer)
-    return shape.decoder(map(block, range(len(masks))), **options)
+    return shape.decoder(
+        map(block, range(len(masks))),
+        embedding_scale=shape.embed_dim**0.5,
+        logit_soft_cap=logit_cap,
+        per_layer_embedding=per_layer,
+    )
 
 
-def _mlp(shape: DecoderSizes, factor: int, experts: dict[str, Any] | None) -> MLPConfig | ExpertsConfig:
-    dense = MLPConfig(mlp_dim=shape.mlp_dim * factor, activation=shape.activation)
+def _mlp(shape: DecoderSizes, width_factor: int, experts: dict[str, Any] | None) -> MLPConfig | ExpertsConfig:
+    dense = MLPConfig(mlp_dim=shape.mlp_dim * width_factor, activation=shape.activation)
     if experts is None:
         return dense
     router = RouterConfig(order="score_first", renormalize=True, per_expert_scale=True, input_norm=shape.norm)
@@ -131,8 +146,8 @@ def _block(
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    masks = read_masks(fields, values, fields.integer("sliding_window", 512), lambda index: (index + 1) % 6 != 0)
-    return (*masks[:-1], Causal())  # as transformers has it
+    masks = read_masks(fields, values, fields.integer("sliding_window", 512), lambda layer: (layer + 1) % 6 != 0)
+    return (*masks[:-1], Causal())  # in transformers the last layer always has full attention
 
 
 def _read_rope_tables(fields: Fields, values: Values) -> dict[str, Rope]:
@@ -142,27 +157,31 @@ def _read_rope_tables(fields: Fields, values: Values) -> dict[str, Rope]:
 
 
 def _read_heads(fields: Fields, values: Values) -> tuple[Heads, ...]:
-    """Read the heads from `per_layer_config`, or from `global_…` keys in older files."""
-    shape, masks, shared_kv = values["shape"], values["masks"], values["shared_kv"]
-    head_dim = fields.integer("global_head_dim", 512)
-    kv_heads = fields.integer("num_global_key_value_heads", None)
+    """Read the heads of each layer from `per_layer_config`, or from `global_…` keys in older files."""
+    shape, masks = values["shape"], values["masks"]
     default = (shape.num_kv_heads, shape.head_dim)
+    global_head_dim = fields.integer("global_head_dim", 512)
+    global_kv_heads = fields.integer("num_global_key_value_heads", None)
+    if global_kv_heads is None or not values["shared_kv"]:
+        global_kv_heads = shape.num_kv_heads
     table = fields.table("per_layer_config")
     if "per_layer_config" not in fields.content:
-        wide = (kv_heads if shared_kv and kv_heads is not None else shape.num_kv_heads, head_dim)
-        return tuple(wide if isinstance(mask, Causal) else default for mask in masks)
-    if table is not None:  # transformers writes numbers of equal length: 04, 09
-        table.content = {key.lstrip("0") or key[:1]: value for key, value in table.content.items()}
+        return tuple((global_kv_heads, global_head_dim) if isinstance(mask, Causal) else default for mask in masks)
+    if table is None:
+        return (default,) * len(masks)
+    # transformers pads layer indices with zeros to the same length: "04", "09", "14".
+    table.content = {key.lstrip("0") or key[:1]: value for key, value in table.content.items()}
     heads = []
-    for index in range(len(masks)):
-        layer = None if table is None else table.table(str(index))
-        if layer is None:
+    for layer in range(len(masks)):
+        layer_fields = table.table(str(layer))
+        if layer_fields is None:
             heads.append(default)
             continue
-        heads.append((layer.integer("num_key_value_heads", default[0]), layer.integer("head_dim", default[1])))
-        layer.finish()
-    if table is not None:
-        table.finish()
+        num_kv_heads = layer_fields.integer("num_key_value_heads", shape.num_kv_heads)
+        head_dim = layer_fields.integer("head_dim", shape.head_dim)
+        layer_fields.finish()
+        heads.append((num_kv_heads, head_dim))
+    table.finish()
     return tuple(heads)
 
 
@@ -175,8 +194,8 @@ _EXPERT_KEYS = {
 
 def _read_experts(fields: Fields, values: Values) -> dict[str, int] | None:
     if not fields.flag("enable_moe_block", False):
-        for key in _EXPERT_KEYS:  # without effect
-            fields.take(key, None)
+        for key in _EXPERT_KEYS:
+            fields.take(key, None)  # no effect without experts, but the key counts as read
         return None
     return {name: fields.integer(key) for key, name in _EXPERT_KEYS.items()}
 
@@ -206,42 +225,54 @@ def _per_layer(shape: DecoderSizes, features: int = 256, vocab_size: int = 262_1
 
 
 def _is_double_wide(config: DecoderConfig) -> bool:
-    return num_shared(config) > 0 and _dense(config.blocks[-1]).mlp_dim != _dense(config.blocks[0]).mlp_dim
+    return num_shared(config) > 0 and _dense_mlp(config.blocks[-1]).mlp_dim != _dense_mlp(config.blocks[0]).mlp_dim
 
 
-def _dense(block: BlockConfig) -> MLPConfig:
-    """Return the MLP of a block, with or without experts next to it."""
+def _dense_mlp(block: BlockConfig) -> MLPConfig:
+    """Return the dense MLP of a block, which is the shared expert in a block with experts."""
     mlp = block.mlp.shared if isinstance(block.mlp, ExpertsConfig) else block.mlp
     if not isinstance(mlp, MLPConfig):
-        raise ConversionError(f"BlockConfig.mlp={block.mlp!r} must be or have an MLP.")
+        raise ConversionError(
+            f"BlockConfig.mlp={block.mlp!r} must be an MLPConfig, or an ExpertsConfig whose `shared` is an MLPConfig, "
+            "to export Gemma 4."
+        )
     return mlp
 
 
 def _write_heads(config: DecoderConfig) -> dict[str, Any]:
-    """Return the sizes in which layers differ from the first."""
-    keys = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    """Return `per_layer_config`: the sizes of layers that differ from the sizes of the first layer."""
     mixers = attentions(config)
-    layers = (
-        {key: getattr(mixer, name) for key, name in keys.items() if getattr(mixer, name) != getattr(mixers[0], name)}
-        for mixer in mixers
-    )
-    return {"per_layer_config": {str(index): sizes for index, sizes in enumerate(layers) if sizes}}
+    first = mixers[0]
+    layers: dict[str, dict[str, int]] = {}
+    for layer, mixer in enumerate(mixers):
+        sizes = {}
+        if mixer.head_dim != first.head_dim:
+            sizes["head_dim"] = mixer.head_dim
+        if mixer.num_kv_heads != first.num_kv_heads:
+            sizes["num_key_value_heads"] = mixer.num_kv_heads
+        if sizes:
+            layers[str(layer)] = sizes
+    return {"per_layer_config": layers}
 
 
-_LAYER = "model.layers.{layer}."
 FAMILY = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     settings=(
-        Only("use_bidirectional_attention", "vision"),  # it is about the tokens of images
+        Only("use_bidirectional_attention", "vision"),  # only affects the tokens of images
         gemma_sizes(
             paths={
-                "intermediate_size": lambda config: _dense(config.blocks[0]).mlp_dim,
-                "hidden_act": lambda config: _dense(config.blocks[0]).activation,
+                "intermediate_size": lambda config: _dense_mlp(config.blocks[0]).mlp_dim,
+                "hidden_act": lambda config: _dense_mlp(config.blocks[0]).activation,
             }
         ),
         Rule("masks", _read_masks, functools.partial(write_masks, default=512)),
-        Flag("attention_k_eq_v", lambda config: any(x.shared_kv for x in attentions(config)), False, name="shared_kv"),
+        Flag(
+            "attention_k_eq_v",
+            lambda config: any(mixer.shared_kv for mixer in attentions(config)),
+            False,
+            name="shared_kv",
+        ),
         *shared_key_settings(0),
         Rule("heads", _read_heads, _write_heads),
         Rule("ropes", _read_rope_tables, write_ropes),
@@ -253,10 +284,10 @@ FAMILY = Family(
     build=gemma4,
     weights=(
         *llama_weights(norms="sandwich"),
-        *gated_mlp(_LAYER + "mlp.", "mlp.shared."),
-        *fused_experts(_LAYER, router="router.proj"),
+        *gated_mlp(LAYER + "mlp.", "mlp.shared."),
+        *fused_experts(LAYER, router="router.proj"),
         *norm_weights(
-            _LAYER,
+            LAYER,
             **{
                 "mlp.norms.pre_shared": "pre_feedforward_layernorm",
                 "mlp.norms.post_shared": "post_feedforward_layernorm_1",
@@ -264,9 +295,9 @@ FAMILY = Family(
                 "mlp.norms.post_routed": "post_feedforward_layernorm_2",
             },
         ),
-        Weight(_LAYER + "router.scale", "mlp.router.input_norm.scale", "norm -> norm"),
-        Weight(_LAYER + "router.per_expert_scale", "mlp.router.per_expert_scale", "experts -> experts"),
-        Weight(_LAYER + "layer_scalar", "residual.scale", "one -> one"),
+        Weight(LAYER + "router.scale", "mlp.router.input_norm.scale", "norm -> norm"),
+        Weight(LAYER + "router.per_expert_scale", "mlp.router.per_expert_scale", "experts -> experts"),
+        Weight(LAYER + "layer_scalar", "residual.scale", "one -> one"),
         *PER_LAYER_WEIGHTS,
     ),
     ignored_keys=IGNORED_ACTIVATION_KEY | IGNORED_ROUTER_KEYS,

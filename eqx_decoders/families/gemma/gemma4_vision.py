@@ -1,8 +1,10 @@
-"""Gemma 4 with images (Gemma Team 2026): patches of images of any shape, rotated by column and row, averaged to tokens.
+"""Gemma 4 with images, videos and audio (Gemma Team 2026).
 
-In the larger models the tokens of an image attend to all of it, in layers with a window; in the smaller ones the
-encoder's matrices clip their inputs and outputs. A video is its frames: images, one behind the other. The smaller ones
-also have an encoder of audio: `gemma4_audio`.
+The vision encoder accepts images of any shape. Its queries and keys are rotated by the column and row of a patch, and
+it averages groups of patches to one token. The frames of a video are images, one after another. In the larger models,
+the tokens of an image attend to all tokens of the image in decoder layers with a sliding window. In the smaller models,
+the linear layers of the encoder clip their inputs and outputs. The smaller models also have an audio encoder,
+`gemma4_audio`.
 """
 
 import dataclasses
@@ -46,7 +48,7 @@ from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-IMAGE, VIDEO, AUDIO = 258_880, 258_884, 258_881
+_IMAGE, _VIDEO, _AUDIO = 258_880, 258_884, 258_881
 
 
 def gemma4_encoder(
@@ -60,11 +62,21 @@ def gemma4_encoder(
     standardize: bool = False,
     clipped: bool = False,
 ) -> EncoderConfig:
-    """Return the encoder of images of any number of patches, of which `merge x merge` are averaged to one token.
+    """Return the configuration of the vision encoder, which averages `merge x merge` patches to one token.
 
-    `positions` is the number of columns, and of rows, that have learned positions.
+    **Arguments:**
+
+    - `sizes`: sizes of the encoder.
+    - `kv_heads`: number of key and value heads; None: the number of query heads.
+    - `head_dim`: features per head; None: `embed_dim / heads`.
+    - `positions`: number of learned positions for columns, and for rows.
+    - `theta`: base of the rotary embedding.
+    - `eps`: epsilon of the norms.
+    - `standardize`: whether the projector standardizes features with a mean and a scale from the checkpoint.
+    - `clipped`: whether linear layers clip their inputs and outputs.
     """
-    scaled, plain = RMSNormConfig(eps=eps), RMSNormConfig(eps=eps, scale=False)
+    norm = RMSNormConfig(eps=eps)
+    norm_without_scale = RMSNormConfig(eps=eps, scale=False)
     mixer = AttentionConfig(
         num_heads=sizes.heads,
         num_kv_heads=kv_heads or sizes.heads,
@@ -72,16 +84,16 @@ def gemma4_encoder(
         mask=Bidirectional(),
         rope=AxialRope(theta=theta, pairing="half_of_axis"),
         query_scale=1.0,
-        qk_norm=QKNorm(norm=scaled),
-        value_norm=plain,
+        qk_norm=QKNorm(norm=norm),
+        value_norm=norm_without_scale,
     )
     block = BlockConfig(
         mixer=mixer,
         mlp=sizes.mlp(gated=True, bias=False),
-        pre_mixer_norm=scaled,
-        post_mixer_norm=scaled,
-        pre_mlp_norm=scaled,
-        post_mlp_norm=scaled,
+        pre_mixer_norm=norm,
+        post_mixer_norm=norm,
+        pre_mlp_norm=norm,
+        post_mlp_norm=norm,
     )
     stem = sizes.stem(
         bias=False,
@@ -95,43 +107,56 @@ def gemma4_encoder(
         combine="mean",
         scale=sizes.embed_dim**0.5,
         standardize=standardize,
-        norm=plain,
+        norm=norm_without_scale,
         layers=(ProjectionConfig(dim=sizes.out_dim),),
     )
-    blocks = (block,) * sizes.layers
-    return EncoderConfig(embed_dim=sizes.embed_dim, stem=stem, blocks=blocks, projector=projector, clipped=clipped)
+    return EncoderConfig(
+        embed_dim=sizes.embed_dim,
+        stem=stem,
+        blocks=(block,) * sizes.layers,
+        projector=projector,
+        clipped=clipped,
+    )
 
 
 def gemma4_vision(
     text: DecoderConfig,
     vision: EncoderConfig | None,
     *,
-    whole: bool,
+    image_spans: bool,
     audio: EncoderConfig | None = None,
-    image_token: int = IMAGE,
-    video_token: int = VIDEO,
-    audio_token: int = AUDIO,
+    image_token: int = _IMAGE,
+    video_token: int = _VIDEO,
+    audio_token: int = _AUDIO,
     lookup_token: int = 0,
 ) -> DecoderConfig:
-    """Return a decoder with these encoders; `whole`: whether layers with a window attend to whole images.
+    """Return the decoder configuration with encoders.
 
-    `lookup_token` is the token that per-layer embeddings read in place of placeholders.
+    **Arguments:**
+
+    - `text`: configuration of the decoder.
+    - `vision`, `audio`: configurations of the encoders; None: no such encoder.
+    - `image_spans`: whether the tokens of an image attend to all tokens of the image in layers with a sliding window.
+    - `image_token`, `video_token`, `audio_token`: ids of the placeholder tokens.
+    - `lookup_token`: token id that per-layer embeddings look up for placeholders.
     """
+    if image_spans:
+        text = with_spans(text, lambda mixer: isinstance(mixer.mask, SlidingWindow))
     media = MediaConfig(
         vision=vision,
         audio=audio,
         image_token=image_token,
         video_token=video_token,
         audio_token=None if audio is None else audio_token,
-        spans=whole,
+        spans=image_spans,
         lookup_token=lookup_token,
     )
-    text = with_spans(text, lambda mixer: isinstance(mixer.mask, SlidingWindow)) if whole else text
     return dataclasses.replace(text, media=media)
 
 
 # --- config.json ---
 
+# Sizes that published configurations omit from text_config.
 _DEFAULTS = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -149,8 +174,8 @@ def _lookup_token(fields: Fields, values: Values) -> int:
     return Fields(fields.content["text_config"], f"{fields.where}: text_config").integer("pad_token_id", 0, least=0)
 
 
-# the settings of the decoder that depend on its encoders
-_TEXT = (
+# Settings in text_config that depend on the encoders.
+_TEXT_SETTINGS = (
     Rule(
         "",
         lambda fields, values: None,
@@ -163,13 +188,13 @@ _TEXT = (
 
 
 _IGNORED_VISION_KEYS = {
-    "initializer_range": "of new weights",
-    "default_output_length": "how large processors make images",
-    "global_head_dim": "no layer of an encoder has a window",
+    "initializer_range": "only initializes new weights",
+    "default_output_length": "only determines the image size in processors",
+    "global_head_dim": "all layers of the encoder have the same head_dim",
 }
 _VISION = vision_config(
     gemma4_encoder,
-    Only("attention_bias", False),  # transformers has the key and never applies it
+    Only("attention_bias", False),  # transformers writes this key, but does not use it
     Integer("hidden_size", "embed_dim", 768),
     Layers("num_hidden_layers", "blocks", 16, name="layers"),
     Integer("num_attention_heads", "attention.num_heads", 12, name="heads"),
@@ -180,7 +205,7 @@ _VISION = vision_config(
     Integer("num_key_value_heads", "attention.num_kv_heads", 12, name="kv_heads"),
     Integer("head_dim", "attention.head_dim", 64),
     Integer("position_embedding_size", "stem.positions.size", 10_240, name="positions"),
-    axial_theta("axial", "default", default=100.0, key=""),  # the two are the same here
+    axial_theta("axial", "default", default=100.0, key=""),  # both types are equivalent for this encoder
     Number("rms_norm_eps", "attention.value_norm.eps", 1e-6),
     Flag("standardize", "projector.standardize", False),
     Flag("use_clipped_linears", "clipped", False),
@@ -195,21 +220,23 @@ def _audio_token(config: DecoderConfig) -> Any:
     return ABSENT if media.audio is None else media.audio_token
 
 
-_BESIDE = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
-IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders") | {
-    "audio_token_id": "of a model without an encoder of audio",
-    "initializer_range": "of new weights",
-    "vision_soft_tokens_per_image": "how large processors make images",
-    "vision_soft_tokens_per_video_frame": "how large processors make images",
-    "audio_soft_tokens_per_image": "how long processors make audio",
-    "audio_ms_per_token": "how long processors make audio",
+_MARKER_TOKEN_KEYS = "boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index"
+_IGNORED_KEYS = {
+    _MARKER_TOKEN_KEYS: "tokens around placeholders are part of the prompt",
+    "audio_token_id": "not used without an audio encoder",
+    "initializer_range": "only initializes new weights",
+    "vision_soft_tokens_per_image vision_soft_tokens_per_video_frame": "only determines the image size in processors",
+    "audio_soft_tokens_per_image audio_ms_per_token": "only determines the length of audio clips in processors",
 }
 
 
 def _maybe_clipped(rows: tuple[Weight, ...]) -> Iterator[Weight]:
-    """Yield the rows of projections, without and with the bounds of inputs and outputs; other rows unchanged."""
+    """Yield the weight rows of layers whose linear layers may be clipped; see `maybe_clipped`."""
     for row in rows:
-        yield from maybe_clipped(row) if row.name.endswith("_proj.weight") else (row,)
+        if row.name.endswith("_proj.weight"):
+            yield from maybe_clipped(row)
+        else:
+            yield row
 
 
 _LAYER = "model.vision_tower.encoder.layers.{layer}."
@@ -219,7 +246,7 @@ _NORMS = {
     "vision.pre_mlp_norm": "pre_feedforward_layernorm",
     "vision.post_mlp_norm": "post_feedforward_layernorm",
 }
-WEIGHTS = (
+_WEIGHTS = (
     Weight(
         "model.vision_tower.patch_embedder.input_proj.weight",
         "vision.stem.kernel",
@@ -241,23 +268,30 @@ WEIGHTS = (
 _NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
 FAMILY = MultimodalFamily(
     text_type="gemma4_text",
-    text_settings=(Defaults(_DEFAULTS), *_TEXT),
+    text_settings=(Defaults(_DEFAULTS), *_TEXT_SETTINGS),
     model_type="gemma4",
     architecture="Gemma4ForConditionalGeneration",
     settings=(
         _VISION,
         AUDIO_SETTINGS,
-        Check(_has_encoder, "vision_config is missing: it describes the encoder. Without one: text_only=True."),
-        Rule("whole", lambda fields, _: fields.content["text_config"].get("use_bidirectional_attention") == "vision"),
-        token("image_token_id", "image_token", IMAGE),
-        token("video_token_id", "video_token", VIDEO),
-        dataclasses.replace(token("audio_token_id", "audio_token", AUDIO), path=_audio_token, name="audio_token"),
+        Check(
+            _has_encoder,
+            "vision_config is missing: it describes the vision encoder. To load the decoder without encoders, pass "
+            "text_only=True.",
+        ),
+        Rule(
+            "image_spans",
+            lambda fields, _: fields.content["text_config"].get("use_bidirectional_attention") == "vision",
+        ),
+        token("image_token_id", "image_token", _IMAGE),
+        token("video_token_id", "video_token", _VIDEO),
+        dataclasses.replace(token("audio_token_id", "audio_token", _AUDIO), path=_audio_token, name="audio_token"),
         Rule("lookup_token", _lookup_token),
     ),
     build=gemma4_vision,
-    weights=WEIGHTS,
+    weights=_WEIGHTS,
     text_names=_NAMES,
-    ignored_keys=IGNORED_KEYS,
+    ignored_keys=_IGNORED_KEYS,
     ignored_tensors=lambda config: unused_kv_tensors(config, _NAMES["model."]),
 )
 
@@ -266,13 +300,13 @@ _small = functools.partial(EncoderSizes, embed_dim=768, layers=16, heads=12, mlp
 
 
 def _with_large_vision(text: DecoderConfig) -> DecoderConfig:
-    return gemma4_vision(text, gemma4_encoder(_large(out_dim=text.embed_dim), standardize=True), whole=True)
+    return gemma4_vision(text, gemma4_encoder(_large(out_dim=text.embed_dim), standardize=True), image_spans=True)
 
 
 def _with_small_vision_and_audio(text: DecoderConfig) -> DecoderConfig:
-    """Add encoders; that of audio is transformers' `Gemma4AudioConfig`, whose defaults are said to be e2b's."""
+    # The defaults of `Gemma4AudioConfig` in transformers are documented as the audio encoder of Gemma 4 E2B.
     vision = gemma4_encoder(_small(out_dim=text.embed_dim), clipped=True)
-    return gemma4_vision(text, vision, whole=False, audio=gemma4_audio(out_dim=text.embed_dim))
+    return gemma4_vision(text, vision, image_spans=False, audio=gemma4_audio(out_dim=text.embed_dim))
 
 
 MODELS = {

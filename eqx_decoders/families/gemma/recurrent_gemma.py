@@ -1,11 +1,14 @@
-"""RecurrentGemma (Griffin Team 2024): two gated recurrences to one attention with a window, and half of RoPE."""
+"""RecurrentGemma (Griffin Team 2024): two gated linear recurrences (RG-LRU) for each layer with local attention.
+
+Attention has a sliding window, and rotates half of the features of a head.
+"""
 
 import itertools
 from typing import Any
 
 import jax.numpy as jnp
 
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import check
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
@@ -20,8 +23,8 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_KINDS = ("recurrent", "attention")
-_CYCLE = (_KINDS[0], _KINDS[0], _KINDS[1])
+_RECURRENT, _ATTENTION = "recurrent", "attention"  # names in `block_types`
+_CYCLE = (_RECURRENT, _RECURRENT, _ATTENTION)
 _ROPE = Rope(fraction=0.5)
 
 
@@ -34,60 +37,73 @@ def recurrent_gemma(
     rope: Rope = _ROPE,
     logit_cap: float = 30.0,
 ) -> DecoderConfig:
-    """Return a decoder whose layers have the mixers of a repeated `cycle`, cut off where they end."""
-    norm, mlp = RMSNormConfig(eps=shape.eps, offset=1.0), shape.mlp(bias=True)
+    """Return the configuration of a decoder with RecurrentGemma blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder and of attention.
+    - `recurrence`: mixer of `"recurrent"` layers.
+    - `cycle`: mixer types, `"recurrent"` or `"attention"`, which repeat over the layers.
+    - `window`: number of positions in the sliding window of attention.
+    - `rope`: rotary embedding of attention.
+    - `logit_cap`: soft cap of the logits.
+    """
+    norm = RMSNormConfig(eps=shape.eps, offset=1.0)
+    mlp = shape.mlp(bias=True)
     attention = shape.attention(mask=SlidingWindow(window), rope=rope, out_bias=True)
-    kinds = itertools.islice(itertools.cycle(cycle), shape.num_layers)
-    blocks = (shape.block(recurrence if kind == _KINDS[0] else attention, mlp, norm) for kind in kinds)
-    scale = float(jnp.dtype("bfloat16").type(shape.embed_dim**0.5))
-    return shape.decoder(blocks, norm, embedding_scale=scale, logit_soft_cap=logit_cap)
+    mixer_types = itertools.islice(itertools.cycle(cycle), shape.num_layers)
+    blocks = (shape.block(recurrence if name == _RECURRENT else attention, mlp, norm) for name in mixer_types)
+    embedding_scale = float(jnp.dtype("bfloat16").type(shape.embed_dim**0.5))  # transformers rounds it to bfloat16
+    return shape.decoder(blocks, norm, embedding_scale=embedding_scale, logit_soft_cap=logit_cap)
 
 
 # --- config.json ---
 
 
-def _halve(fields: Fields, values: Values) -> None:
-    """Replace `intermediate_size`, which counts gate and up, by the features of each."""
+def _halve_intermediate_size(fields: Fields, values: Values) -> None:
+    """Replace `intermediate_size`, the sum of the widths of gate and up projection, by the width of the MLP."""
     fields.content["intermediate_size"] = fields.integer("intermediate_size", 7680, least=2) // 2
 
 
 def _read_cycle(fields: Fields, values: Values) -> tuple[str, ...]:
-    cycle = tuple(fields.words("block_types", _KINDS, None) or _CYCLE)
-    if _KINDS[1] not in cycle[: values["shape"].num_layers]:
-        raise fields.error("block_types must have at least one attention layer.")
+    cycle = tuple(fields.words("block_types", (_RECURRENT, _ATTENTION), None) or _CYCLE)
+    num_layers = values["shape"].num_layers
+    if _ATTENTION not in cycle[:num_layers]:
+        raise fields.error(
+            f"block_types={abbreviate(list(cycle))} must have {_ATTENTION!r} among the types of the first "
+            f"{num_layers} layers (num_hidden_layers): add an attention layer."
+        )
     return cycle
 
 
 def _write_cycle(config: DecoderConfig) -> dict[str, Any]:
-    kinds = [_KINDS[isinstance(block.mixer, AttentionConfig)] for block in config.blocks]
-    cycles = (kinds[:size] for size in range(1, len(kinds) + 1))
-    return {"block_types": next(c for c in cycles if kinds == (c * len(kinds))[: len(kinds)])}
+    types = [_ATTENTION if isinstance(block.mixer, AttentionConfig) else _RECURRENT for block in config.blocks]
+    cycles = (types[:size] for size in range(1, len(types) + 1))
+    return {"block_types": next(cycle for cycle in cycles if types == (cycle * len(types))[: len(types)])}
 
 
 def _recurrence(shape: DecoderSizes, *, width: int, taps: int) -> RGLRUConfig:
-    heads, rule = shape.num_heads, "must be a multiple of num_attention_heads"
-    check(width % heads == 0, f"lru_width={width} {rule}={heads}.")
+    heads = shape.num_heads
+    check(width % heads == 0, f"lru_width={width} must be a multiple of num_attention_heads={heads}.")
     return RGLRUConfig(num_heads=heads, value_dim=width // heads, taps=taps, activation=shape.activation)
 
 
 def _recurrence_weights(prefix: str) -> tuple[Weight, ...]:
-    """Return rows of the recurrence."""
-    into = {"linear_x": "value", "linear_y": "gate"}
-    gates = {"input_gate": "input_gate", "recurrent_gate": "decay_gate"}
-    pattern, bias = "(heads value_dim) embed -> embed heads value_dim", "(heads value_dim) -> heads value_dim"
+    kernel = "(heads value_dim) embed -> embed heads value_dim"
+    bias = "(heads value_dim) -> heads value_dim"
+    gate_kernel = "heads inner value_dim -> heads inner value_dim"
+    gate_bias = "heads value_dim -> heads value_dim"
     return (
-        *(Weight(f"{prefix}{name}.weight", f"mixer.{path}", pattern) for name, path in into.items()),
-        *(Weight(f"{prefix}{name}.bias", f"mixer.{path}_bias", bias) for name, path in into.items()),
+        Weight(prefix + "linear_x.weight", "mixer.value", kernel),
+        Weight(prefix + "linear_y.weight", "mixer.gate", kernel),
+        Weight(prefix + "linear_x.bias", "mixer.value_bias", bias),
+        Weight(prefix + "linear_y.bias", "mixer.gate_bias", bias),
         Weight(prefix + "conv_1d.weight", "mixer.taps", "(heads value_dim) 1 taps -> heads value_dim taps"),
         Weight(prefix + "conv_1d.bias", "mixer.taps_bias", bias),
-        *(
-            Weight(f"{prefix}rg_lru.{name}_weight", f"mixer.{path}", "heads inner value_dim -> heads inner value_dim")
-            for name, path in gates.items()
-        ),
-        *(
-            Weight(f"{prefix}rg_lru.{name}_bias", f"mixer.{path}_bias", "heads value_dim -> heads value_dim")
-            for name, path in gates.items()
-        ),
+        Weight(prefix + "rg_lru.input_gate_weight", "mixer.input_gate", gate_kernel),
+        Weight(prefix + "rg_lru.recurrent_gate_weight", "mixer.decay_gate", gate_kernel),
+        Weight(prefix + "rg_lru.input_gate_bias", "mixer.input_gate_bias", gate_bias),
+        Weight(prefix + "rg_lru.recurrent_gate_bias", "mixer.decay_gate_bias", gate_bias),
         Weight(prefix + "rg_lru.recurrent_param", "mixer.decay", bias),
         Weight(prefix + "linear_out.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
         Weight(prefix + "linear_out.bias", "mixer.out_bias", "embed -> embed", needs="mixer.decay"),
@@ -102,7 +118,7 @@ FAMILY = Family(
     settings=(
         Renamed({"_block_types": "block_types"}),
         Only("embeddings_scale_by_sqrt_dim", True),
-        Rule("", _halve),
+        Rule("", _halve_intermediate_size),
         decoder_sizes(tied=True, activation="gelu_pytorch_tanh", keys=_KEYS, paths=_PATHS),
         Rule("cycle", _read_cycle, _write_cycle),
         Group(
@@ -127,7 +143,7 @@ FAMILY = Family(
         *_recurrence_weights(LAYER + "temporal_block."),
         *gated_mlp(LAYER + "mlp_block."),
     ),
-    ignored_keys={"final_w_init_variance_scale w_init_variance_scale": "how it was begun"},
+    ignored_keys={"final_w_init_variance_scale w_init_variance_scale": "only initializes new weights"},
 )
 
 

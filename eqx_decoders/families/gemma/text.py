@@ -1,6 +1,7 @@
-"""Gemma 1 to 3, text (Gemma Team 2024, 2025), and VaultGemma (Google 2025).
+"""Text decoders of Gemma 1, 2 and 3 (Gemma Team 2024, 2025), and VaultGemma (Google 2025).
 
-Norms that store w - 1, scaled embeddings, tanh-gelu, tied head. The first parts are shared with Gemma 3n and 4.
+RMSNorm stores `scale - 1`, embeddings are multiplied by `sqrt(embed_dim)`, MLPs use the tanh approximation of GELU, and
+the output head is tied to the embeddings. Gemma 3n and Gemma 4 use the definitions before the section "Gemma".
 """
 
 import functools
@@ -36,7 +37,15 @@ IGNORED_ACTIVATION_KEY = {"hidden_act": "transformers reads hidden_activation"}
 def gemma_decoder(
     shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_cap: float | None, norms: NormPlaces = "sandwich"
 ) -> DecoderConfig:
-    """Return a decoder with norms around both layers of a block, which store w - 1, and scaled embeddings."""
+    """Return the configuration of a decoder with Gemma norms and scaled embeddings.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `mixers`: attention of each layer.
+    - `logit_cap`: soft cap of the logits; None: no cap.
+    - `norms`: positions of the norms of a block: before, after, or before and after attention and MLP.
+    """
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     blocks = (shape.block(mixer, norm=norm, norms=norms) for mixer in mixers)
     return shape.decoder(blocks, norm, embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
@@ -52,36 +61,48 @@ def gemma2(
     logit_cap: float | None = 30.0,
     norms: NormPlaces = "sandwich",
 ) -> DecoderConfig:
-    """Return a decoder of Gemma 2 blocks; queries are multiplied by `query_scalar ** -0.5`."""
-    options: dict[str, Any] = dict(rope=rope, query_scale=query_scalar**-0.5, soft_cap=attention_cap)
-    return gemma_decoder(shape, (shape.attention(mask=mask, **options) for mask in masks), logit_cap, norms)
+    """Return the configuration of a decoder with Gemma 2 blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `masks`: mask of each layer.
+    - `query_scalar`: queries are multiplied by `query_scalar ** -0.5`.
+    - `rope`: rotary embedding.
+    - `attention_cap`, `logit_cap`: soft caps of attention scores and of logits; None: no cap.
+    - `norms`: positions of the norms of a block.
+    """
+    mixers = (
+        shape.attention(mask=mask, rope=rope, query_scale=query_scalar**-0.5, soft_cap=attention_cap) for mask in masks
+    )
+    return gemma_decoder(shape, mixers, logit_cap, norms)
 
 
 def _query_scalar(config: DecoderConfig) -> int:
     mixer = attentions(config)[0]
-    return round((mixer.head_dim**-0.5 if mixer.query_scale is None else mixer.query_scale) ** -2)
+    query_scale = mixer.head_dim**-0.5 if mixer.query_scale is None else mixer.query_scale
+    return round(query_scale**-2)
 
 
 def gemma_sizes(**options: Any) -> Group:
-    """Return the rows of the sizes of Gemma 2, 3 and 4."""
-    activation = "gelu_pytorch_tanh"
+    """Return the settings of the sizes of Gemma 2, 3, 3n and 4. `options` are further arguments of `decoder_sizes`."""
     return decoder_sizes(
         num_kv_heads=4,
         head_dim=256,
         tied=True,
-        activation=activation,
+        activation="gelu_pytorch_tanh",
         keys={"hidden_act": "hidden_activation"},
         **options,
     )
 
 
-# of Gemma 2 and 3
-GEMMA_SETTINGS = (
+# Settings of Gemma 2 and Gemma 3.
+_SHARED_SETTINGS = (
     gemma_sizes(),
     Integer("query_pre_attn_scalar", _query_scalar, 256, name="query_scalar"),
 )
-GEMMA2_SETTINGS = (
-    *GEMMA_SETTINGS,
+_GEMMA2_SETTINGS = (
+    *_SHARED_SETTINGS,
     cycle_masks(2, default=4096),
     rope_settings(),
     Number("attn_logit_softcapping", "attention.soft_cap", 50.0, null=None, name="attention_cap"),
@@ -90,40 +111,56 @@ GEMMA2_SETTINGS = (
 
 
 def unused_kv_tensors(config: DecoderConfig, prefix: str = "model.") -> str:
-    """Return a pattern of unused tensors: projections of keys and values in layers that use those of earlier layers."""
-    layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.kv_shared_from is not None)
+    """Return a regular expression of unused tensors.
+
+    These are the key and value projections and norms of layers that read the keys and values of an earlier layer.
+    `prefix` is the prefix of the decoder's tensor names.
+    """
+    layers = "|".join(str(layer) for layer, mixer in enumerate(attentions(config)) if mixer.kv_shared_from is not None)
     return rf"{re.escape(prefix)}layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
 
 
 def share_keys(masks: tuple[Mask, ...], num_shared: int) -> list[tuple[str | None, str | None]]:
-    """Return two names per layer: under which it shares its keys and values, and of the shared ones that it uses.
+    """Return `(shares_kv_as, kv_shared_from)` for each layer.
 
-    The last `num_shared` layers read those of the last layer before them that has their mask.
+    The last `num_shared` layers do not compute keys and values. Each of them reads the keys and values of the last
+    other layer with the same type of mask. Shared keys and values are named after the type of the layer.
     """
-    types, first = [LAYER_TYPES[type(mask)] for mask in masks], len(masks) - num_shared
-    last = {kind: layer for layer, kind in enumerate(types[:first])}
-    sources = {last[kind] for kind in types[first:] if kind in last}
-    return [(kind if i in sources else None, kind if i >= first else None) for i, kind in enumerate(types)]
+    layer_types = [LAYER_TYPES[type(mask)] for mask in masks]
+    first_shared = len(masks) - num_shared
+    last_by_type = {layer_type: layer for layer, layer_type in enumerate(layer_types[:first_shared])}
+    sources = {last_by_type[layer_type] for layer_type in layer_types[first_shared:] if layer_type in last_by_type}
+    return [
+        (layer_type if layer in sources else None, layer_type if layer >= first_shared else None)
+        for layer, layer_type in enumerate(layer_types)
+    ]
 
 
 def num_shared(config: DecoderConfig) -> int:
-    """Return the number of layers that use the keys and values of earlier layers."""
+    """Return the number of layers that read the keys and values of an earlier layer."""
     return sum(mixer.kv_shared_from is not None for mixer in attentions(config))
 
 
-def _has_own_keys(values: Values) -> bool:
-    masks, shared = values["masks"], values["num_kv_shared_layers"]
-    return {type(mask) for mask in masks} == {type(mask) for mask in masks[: max(0, len(masks) - shared)]}
+def _all_types_have_keys(values: Values) -> bool:
+    mask_types = [type(mask) for mask in values["masks"]]
+    num_unshared = max(0, len(mask_types) - values["num_kv_shared_layers"])
+    return set(mask_types) == set(mask_types[:num_unshared])
 
 
 def shared_key_settings(default: int) -> tuple[Integer, Check]:
-    """Return the rows of `num_kv_shared_layers`; they must follow the rows of the masks."""
+    """Return the settings of `num_kv_shared_layers`. They must follow the settings of the masks."""
     key = "num_kv_shared_layers"
-    rule = "num_kv_shared_layers={num_kv_shared_layers} leaves no layer of each type with keys of its own."
-    return Integer(key, num_shared, default, least=0, name=key), Check(_has_own_keys, rule)
+    return (
+        Integer(key, num_shared, default, least=0, name=key),
+        Check(
+            _all_types_have_keys,
+            "num_kv_shared_layers={num_kv_shared_layers} is too large: at least one layer of each type in layer_types "
+            "must compute its own keys and values. Reduce num_kv_shared_layers.",
+        ),
+    )
 
 
-# per-layer embeddings
+# Weight rows of per-layer embeddings.
 PER_LAYER_WEIGHTS = (
     *norm_weights(LAYER, **{"post_layers.0.post_norm": "post_per_layer_input_norm"}),
     Weight(
@@ -154,14 +191,17 @@ PER_LAYER_WEIGHTS = (
 
 
 def gemma(shape: DecoderSizes, *, rope: Rope = Rope()) -> DecoderConfig:
-    """Return a decoder of Gemma blocks."""
+    """Return the configuration of a decoder with Gemma blocks."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     block = shape.block(shape.attention(rope=rope), norm=norm)
     return shape.decoder(block, norm, embedding_scale=shape.embed_dim**0.5)
 
 
-def _tanh(fields: Fields, values: Values) -> None:
-    """Read "gelu" as its tanh approximation, as transformers does: the first files mean it."""
+def _replace_gelu(fields: Fields, values: Values) -> None:
+    """Replace "gelu" by the tanh approximation, as transformers does.
+
+    The first published checkpoints say "gelu", but were trained with the tanh approximation.
+    """
     if fields.content.get("hidden_act") == "gelu":
         fields.content["hidden_act"] = "gelu_pytorch_tanh"
 
@@ -170,7 +210,7 @@ GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
     settings=(
-        Rule("", _tanh),
+        Rule("", _replace_gelu),
         decoder_sizes(num_kv_heads=16, head_dim=256, tied=True, activation="gelu_pytorch_tanh"),
         rope_settings(),
     ),
@@ -183,13 +223,13 @@ GEMMA = Family(
 _GEMMA_KEYS = dict(model_type="gemma", vocab_size=256_128)
 
 
-# --- Gemma 2: norms around both layers, soft caps, and a window in every other layer ---
+# --- Gemma 2: norms before and after attention and MLP, soft caps, and a window in every other layer ---
 
 
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    settings=GEMMA2_SETTINGS,
+    settings=_GEMMA2_SETTINGS,
     build=gemma2,
     weights=llama_weights(norms="sandwich"),
     ignored_keys=IGNORED_ACTIVATION_KEY,
@@ -199,21 +239,21 @@ GEMMA2 = Family(
 _GEMMA2_KEYS = dict(model_type="gemma2", vocab_size=256_128)
 
 
-# --- VaultGemma, trained with differential privacy: Gemma 2 with norms before its layers only ---
+# --- VaultGemma, trained with differential privacy: Gemma 2 with norms only before attention and MLP ---
 
 
-_NORMS = norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm")
+_PRE_NORMS = norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm")
 VAULTGEMMA = Family(
     model_type="vaultgemma",
     architecture="VaultGemmaForCausalLM",
-    settings=GEMMA2_SETTINGS,
+    settings=_GEMMA2_SETTINGS,
     build=functools.partial(gemma2, norms="pre"),
-    weights=llama_weights(norms=_NORMS),
+    weights=llama_weights(norms=_PRE_NORMS),
     ignored_keys=IGNORED_ACTIVATION_KEY,
 )
 
 
-# --- Gemma 3: five layers with a sliding window, then one without; the two kinds have different RoPE ---
+# --- Gemma 3: five layers with a sliding window, then one with full attention; the two types have different RoPE ---
 
 
 def gemma3(
@@ -225,7 +265,16 @@ def gemma3(
     local_rope: Rope = Rope(theta=10_000.0),
     logit_cap: float | None = None,
 ) -> DecoderConfig:
-    """Return a decoder of Gemma 3 blocks; layers with a window have the rotary embedding `local_rope`."""
+    """Return the configuration of a decoder with Gemma 3 blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `masks`: mask of each layer.
+    - `query_scalar`: queries are multiplied by `query_scalar ** -0.5`.
+    - `rope`, `local_rope`: rotary embeddings of layers with full attention, and with a sliding window.
+    - `logit_cap`: soft cap of the logits; None: no cap.
+    """
     qk_norm = QKNorm(norm=RMSNormConfig(eps=shape.eps, offset=1.0))
     mixers = shape.attention_by_mask(masks, rope, local_rope, query_scale=query_scalar**-0.5, qk_norm=qk_norm)
     return gemma_decoder(shape, mixers, logit_cap)
@@ -235,15 +284,15 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     settings=(
-        *GEMMA_SETTINGS,
-        Only("attn_logit_softcapping", written=True),  # transformers has the key and never applies it
+        *_SHARED_SETTINGS,
+        Only("attn_logit_softcapping", written=True),  # transformers writes this key, but does not use it
         RopesByLayer(theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq"),
         cycle_masks(6, key="sliding_window_pattern", default=4096),
         Number("final_logit_softcapping", "logit_soft_cap", None, name="logit_cap"),
     ),
     build=gemma3,
     weights=llama_weights(norms="sandwich"),
-    ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types says it"},
+    ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types determines the masks"},
 )
 
 

@@ -1,6 +1,7 @@
-"""Audio encoder of Phi-4 multimodal (Microsoft 2025): a Conformer (Gulati et al. 2020), 80 ms a token.
+"""The audio encoder of Phi-4 multimodal (Microsoft 2025): a Conformer (Gulati et al. 2020).
 
-Its layers share a learned number for each distance; speech alone, and beside images, has a projector of its own.
+A token covers 80 ms. All layers share a learned attention bias for each relative position. Inputs with audio and images
+use a separate audio projector.
 """
 
 import dataclasses
@@ -36,20 +37,22 @@ from eqx_decoders.layers.norm import LayerNormConfig
 
 AUDIO = 200_011
 _NORM = LayerNormConfig(eps=1e-5)
-_LONGEST = 500  # tokens that transformers' encoder sees at once
+_MAX_TOKENS = 500  # maximum number of tokens in one sequence of the encoder, as in transformers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeechSizes:
-    """Sizes of the encoder of audio; the defaults are those of transformers' `Phi4MultimodalAudioConfig`.
+    """Sizes of the audio encoder. The defaults equal `Phi4MultimodalAudioConfig` in transformers.
 
     **Arguments:**
 
-    - `embed_dim`, `layers`, `heads`, `mlp_dim`: features, number, heads and MLP width of the layers.
-    - `mel_bands`, `filters`, `convolutions`: bands of a frame; filters and number of the stem's convolutions.
-    - `stem_activation`, `activation`, `gate`, `convolution_activation`: activations behind these, of MLPs, and of the
-        layers' convolutions.
-    - `taps`: taps of a layer's convolution.
+    - `embed_dim`, `layers`, `heads`, `mlp_dim`: width, number of layers, heads per layer and MLP width.
+    - `mel_bands`: number of mel bands per frame.
+    - `filters`, `convolutions`: number of filters of each convolution of the stem, and number of its convolutions.
+    - `stem_activation`: activation after a convolution of the stem.
+    - `activation`: activation of MLPs.
+    - `gate`, `convolution_activation`: activations of the gate and of the output of the convolution in a layer.
+    - `taps`: kernel size of the convolution in a layer.
     - `distances`, `symmetric`: as in `RelativeAttentionConfig`.
     """
 
@@ -70,61 +73,84 @@ class SpeechSizes:
 
 
 def phi4_audio(sizes: SpeechSizes = SpeechSizes(), *, out_dim: int) -> EncoderConfig:
-    """Return the encoder of audio."""
+    """Return the configuration of the audio encoder. `out_dim` is the width of the decoder."""
     mlp = MLPConfig(mlp_dim=sizes.mlp_dim, activation=sizes.activation, bias=True)
     feed_forward = ExtraLayerConfig(layer=mlp, pre_norm=_NORM, scale=0.5)
     convolution = LightConvolutionConfig(
         taps=sizes.taps, activation=sizes.convolution_activation, gate=sizes.gate, norm=None, pointwise=True, bias=True
     )
+    attention = RelativeAttentionConfig(
+        num_heads=sizes.heads,
+        head_dim=sizes.embed_dim // sizes.heads,
+        distances=sizes.distances,
+        symmetric=sizes.symmetric,
+        reach=_MAX_TOKENS,
+    )
     block = BlockConfig(
         pre_layers=(feed_forward,),
-        mixer=RelativeAttentionConfig(
-            num_heads=sizes.heads, head_dim=sizes.embed_dim // sizes.heads, distances=sizes.distances,
-            symmetric=sizes.symmetric, reach=_LONGEST,
-        ),
+        mixer=attention,
         mlp=None,
         pre_mixer_norm=_NORM,
         post_layers=(ExtraLayerConfig(layer=convolution, pre_norm=_NORM), feed_forward),
         residual=Sequential(output_norm=_NORM),
-    )  # fmt: skip
+    )
     projector = ProjectorConfig(
         layers=(ProjectionConfig(dim=out_dim, bias=True, activation="gelu"), ProjectionConfig(dim=out_dim, bias=True))
     )
     return EncoderConfig(
         embed_dim=sizes.embed_dim,
         stem=FrameStemConfig(
-            mel_bands=sizes.mel_bands, filters=(sizes.filters,) * sizes.convolutions, norm=None, bias=True,
-            activation=sizes.stem_activation, separable=True, standardize=True, longest=_LONGEST,
+            mel_bands=sizes.mel_bands,
+            filters=(sizes.filters,) * sizes.convolutions,
+            norm=None,
+            bias=True,
+            activation=sizes.stem_activation,
+            separable=True,
+            standardize=True,
+            longest=_MAX_TOKENS,
         ),
         blocks=(block,) * sizes.layers,
         projector=projector,
         projector_beside=projector,
-    )  # fmt: skip
+    )
 
 
 # --- config.json ---
 
 
-def _read_convolutions(fields, values):
+def _read_convolutions(fields: Fields, values: Values) -> int:
     reduction = fields.integer("time_reduction", 8, least=2)
     if reduction & (reduction - 1):
-        raise fields.error(f"time_reduction={reduction} must be a power of two: each convolution halves the frames.")
+        raise fields.error(
+            f"time_reduction={reduction} must be a power of two, because each convolution halves the number of frames."
+        )
     return reduction.bit_length() - 1
 
 
 def _rename_misspelled(fields: Fields, values: Values) -> None:
-    """Rename `depthwise_seperable_out_channel`, as transformers 4.5x spells it, unless the right spelling is there."""
+    # transformers 4.5x writes `depthwise_seperable_out_channel`. The correct spelling takes precedence.
     value = fields.content.pop("depthwise_seperable_out_channel", None)
     if value is not None:
         fields.content.setdefault("depthwise_separable_out_channel", value)
 
 
-_BRANCH, _MIXER, _CONVOLUTION = "blocks.0.pre_layers.0.layer.", "blocks.0.mixer.", "blocks.0.post_layers.0.layer."
-_AUDIO = (
+def _only_embed_dim(key: str) -> Rule:
+    """Return the setting of a number of features that must equal `hidden_size`."""
+
+    def read(fields: Fields, values: Values) -> None:
+        fields.allow_only(key, values["embed_dim"])
+
+    return Rule("", read, lambda audio: {key: audio.embed_dim})
+
+
+_FEED_FORWARD = "blocks.0.pre_layers.0.layer."
+_MIXER = "blocks.0.mixer."
+_CONVOLUTION = "blocks.0.post_layers.0.layer."
+_AUDIO_SETTINGS = (
     Rule("", _rename_misspelled),
     OUT_DIM,
     Integer("hidden_size", "embed_dim", 1024),
-    Integer("intermediate_size", _BRANCH + "mlp_dim", 1536),
+    Integer("intermediate_size", _FEED_FORWARD + "mlp_dim", 1536),
     Layers("num_blocks", "blocks", 24, name="layers"),
     Integer("num_attention_heads", _MIXER + "num_heads", 16, name="heads"),
     Check(
@@ -135,20 +161,14 @@ _AUDIO = (
     Integer("nemo_conv_channels", lambda audio: value_at(audio, "stem.filters")[0], 1024, name="filters"),
     Rule("convolutions", _read_convolutions, lambda audio: {"time_reduction": value_at(audio, "stem.stride")}),
     activation("nemo_activation", "stem.activation", "relu", name="stem_activation"),
-    activation("activation", _BRANCH + "activation", "swish"),
+    activation("activation", _FEED_FORWARD + "activation", "swish"),
     activation("conv_glu_type", _CONVOLUTION + "gate", "swish"),
     activation("conv_activation", _CONVOLUTION + "activation", "swish", name="convolution_activation"),
     Integer("kernel_size", _CONVOLUTION + "taps", 3),
     Integer("bias_max_distance", _MIXER + "distances", 1000),
     Flag("bias_symmetric", _MIXER + "symmetric", False),
-    *(
-        Rule(
-            "",
-            lambda fields, values, key=key: fields.allow_only(key, values["embed_dim"]),
-            lambda audio, key=key: {key: audio.embed_dim},
-        )
-        for key in ("ext_pw_out_channel", "depthwise_separable_out_channel")
-    ),
+    _only_embed_dim("ext_pw_out_channel"),
+    _only_embed_dim("depthwise_separable_out_channel"),
     Only("depthwise_multiplier", 1, written=True),
     Only("downsample_rate", 1, written=True),
     Only("chunk_size", -1, written=True),
@@ -156,16 +176,16 @@ _AUDIO = (
 SETTINGS = Table(
     "audio_config",
     (
-        Group("audio", sized(SpeechSizes, phi4_audio), _AUDIO, path="media.audio"),
+        Group("audio", sized(SpeechSizes, phi4_audio), _AUDIO_SETTINGS, path="media.audio"),
         token("audio_token_id", "audio_token", AUDIO),
     ),
     model_type="phi4_multimodal_audio",
     ignored={
-        "initializer_range": "of new weights",
-        "dropout_rate": "dropout happens in training only",
-        "left_chunk": "chunks would have it: there is one",
+        "initializer_range": "only initializes new weights",
+        "dropout_rate": "only used in training",
+        "left_chunk": "only used with several chunks, but chunk_size is -1",
         "feature_layer": "transformers does not read it",
-        "nemo_final_size": "the other sizes say it",
+        "nemo_final_size": "determined by the other sizes",
     },
 )
 
@@ -175,26 +195,37 @@ SETTINGS = Table(
 _EMBED = "model.embed_tokens_extend.audio_embed."
 _TOWER = _EMBED + "encoder."
 _LAYER = _TOWER + "encoders.{layer}."
-_CONV, _LIGHT = _LAYER + "conv.", "audio.post_layers.0.layer."
+_CONV = _LAYER + "conv."
+_CONV_PATH = "audio.post_layers.0.layer."
 _KERNEL = "filters input_filters kernel_columns kernel_rows"
 
 
 def _feed_forward(name: str, path: str) -> tuple[Weight, ...]:
-    prefix, path, into = f"{_LAYER}{name}.", f"audio.{path}.", "mlp embed -> embed mlp"
-    biases = (path + "layer.up_bias", "mlp -> mlp"), (path + "layer.gate_bias", "mlp -> mlp")
+    prefix = f"{_LAYER}{name}."
+    mlp = f"audio.{path}.layer."
     return (
-        *norm(prefix + "layer_norm", path + "pre_norm"),
-        *sharing(prefix + "gate_up_proj.weight", (path + "layer.up", into), (path + "layer.gate", into)),
-        *sharing(prefix + "gate_up_proj.bias", *biases),
-        Weight(prefix + "down_proj.weight", path + "layer.down", "embed mlp -> mlp embed"),
-        Weight(prefix + "down_proj.bias", path + "layer.down_bias", "embed -> embed"),
+        *norm(prefix + "layer_norm", f"audio.{path}.pre_norm"),
+        *sharing(
+            prefix + "gate_up_proj.weight",
+            (mlp + "up", "mlp embed -> embed mlp"),
+            (mlp + "gate", "mlp embed -> embed mlp"),
+        ),
+        *sharing(prefix + "gate_up_proj.bias", (mlp + "up_bias", "mlp -> mlp"), (mlp + "gate_bias", "mlp -> mlp")),
+        Weight(prefix + "down_proj.weight", mlp + "down", "embed mlp -> mlp embed"),
+        Weight(prefix + "down_proj.bias", mlp + "down_bias", "embed -> embed"),
     )
 
 
-def _stem(index: int) -> tuple[Weight, ...]:
-    """Return the rows of a convolution: those behind the first one have two modules and an activation each."""
-    path, at = f"audio.stem.convolutions.{index}.", 0 if index == 0 else 3 * index - 1
-    conv, point = f"{_TOWER}embed.conv.{at}.", f"{_TOWER}embed.conv.{at + 1}."
+def _stem_convolution(index: int) -> tuple[Weight, ...]:
+    """Return the weight rows of a convolution of the stem.
+
+    In the `Sequential` of the checkpoint, the first convolution and its activation are modules 0 and 1. Each later
+    convolution is three modules: depthwise convolution, pointwise convolution and activation.
+    """
+    path = f"audio.stem.convolutions.{index}."
+    module = 0 if index == 0 else 3 * index - 1
+    conv = f"{_TOWER}embed.conv.{module}."
+    point = f"{_TOWER}embed.conv.{module + 1}."
     return (
         Weight(conv + "weight", path + "kernel", f"{_KERNEL} -> {_KERNEL}"),
         Weight(conv + "bias", path + "bias", "filters -> filters"),
@@ -203,11 +234,13 @@ def _stem(index: int) -> tuple[Weight, ...]:
     )
 
 
-_CHANNELS = "channels -> channels"
+_MAX_CONVOLUTIONS = 8  # maximum number of convolutions of the stem whose tensors are mapped
+_INTO_HEADS = "(heads head_dim) embed -> embed heads head_dim"
+_HEADS_BIAS = "(heads head_dim) -> heads head_dim"
 WEIGHTS = (
     Weight(_TOWER + "encoder_embedding.global_mean", "audio.stem.mean", "norm -> norm"),
     Weight(_TOWER + "encoder_embedding.global_invstd", "audio.stem.scale", "norm -> norm"),
-    *(row for index in range(8) for row in _stem(index)),
+    *(row for index in range(_MAX_CONVOLUTIONS) for row in _stem_convolution(index)),
     Weight(_TOWER + "embed.out.weight", "audio.stem.out", "embed (filters mel) -> mel filters embed"),
     Weight(_TOWER + "embed.out.bias", "audio.stem.out_bias", "embed -> embed"),
     Weight(
@@ -216,27 +249,27 @@ WEIGHTS = (
     ),
     *_feed_forward("feed_forward_in", "pre_layers.0"),
     *norm(_LAYER + "layer_norm_att", "audio.pre_mixer_norm"),
-    *(
-        Weight(f"{_LAYER}self_attn.{name[0]}_proj.{kind}", f"audio.mixer.{name}{end}", pattern)
-        for name in ("query", "key", "value")
-        for kind, end, pattern in (
-            ("weight", "", "(heads head_dim) embed -> embed heads head_dim"),
-            ("bias", "_bias", "(heads head_dim) -> heads head_dim"),
-        )
-    ),
+    Weight(_LAYER + "self_attn.q_proj.weight", "audio.mixer.query", _INTO_HEADS),
+    Weight(_LAYER + "self_attn.q_proj.bias", "audio.mixer.query_bias", _HEADS_BIAS),
+    Weight(_LAYER + "self_attn.k_proj.weight", "audio.mixer.key", _INTO_HEADS),
+    Weight(_LAYER + "self_attn.k_proj.bias", "audio.mixer.key_bias", _HEADS_BIAS),
+    Weight(_LAYER + "self_attn.v_proj.weight", "audio.mixer.value", _INTO_HEADS),
+    Weight(_LAYER + "self_attn.v_proj.bias", "audio.mixer.value_bias", _HEADS_BIAS),
     Weight(_LAYER + "self_attn.o_proj.weight", "audio.mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
     Weight(_LAYER + "self_attn.o_proj.bias", "audio.mixer.out_bias", "embed -> embed"),
     *norm(_CONV + "layer_norm", "audio.post_layers.0.pre_norm"),
-    Weight(_CONV + "glu.ext_pw_conv_1d.weight", _LIGHT + "into", "(inputs channels) embed 1 -> embed inputs channels"),
-    Weight(_CONV + "glu.ext_pw_conv_1d.bias", _LIGHT + "into_bias", "(inputs channels) -> inputs channels"),
-    Weight(_CONV + "glu.b1", _LIGHT + "value_shift", "1 channels 1 -> channels"),
-    Weight(_CONV + "glu.b2", _LIGHT + "gate_shift", "1 channels 1 -> channels"),
-    Weight(_CONV + "dw_sep_conv_1d.dw_conv.weight", _LIGHT + "taps", "channels 1 taps -> channels taps"),
-    Weight(_CONV + "dw_sep_conv_1d.dw_conv.bias", _LIGHT + "taps_bias", _CHANNELS),
-    Weight(_CONV + "dw_sep_conv_1d.pw_conv.weight", _LIGHT + "point", "outer channels 1 -> channels outer"),
-    Weight(_CONV + "dw_sep_conv_1d.pw_conv.bias", _LIGHT + "point_bias", "outer -> outer"),
-    Weight(_CONV + "ext_pw_conv_1d.weight", _LIGHT + "out", "embed channels 1 -> channels embed"),
-    Weight(_CONV + "ext_pw_conv_1d.bias", _LIGHT + "out_bias", "embed -> embed"),
+    Weight(
+        _CONV + "glu.ext_pw_conv_1d.weight", _CONV_PATH + "into", "(inputs channels) embed 1 -> embed inputs channels"
+    ),
+    Weight(_CONV + "glu.ext_pw_conv_1d.bias", _CONV_PATH + "into_bias", "(inputs channels) -> inputs channels"),
+    Weight(_CONV + "glu.b1", _CONV_PATH + "value_shift", "1 channels 1 -> channels"),
+    Weight(_CONV + "glu.b2", _CONV_PATH + "gate_shift", "1 channels 1 -> channels"),
+    Weight(_CONV + "dw_sep_conv_1d.dw_conv.weight", _CONV_PATH + "taps", "channels 1 taps -> channels taps"),
+    Weight(_CONV + "dw_sep_conv_1d.dw_conv.bias", _CONV_PATH + "taps_bias", "channels -> channels"),
+    Weight(_CONV + "dw_sep_conv_1d.pw_conv.weight", _CONV_PATH + "point", "outer channels 1 -> channels outer"),
+    Weight(_CONV + "dw_sep_conv_1d.pw_conv.bias", _CONV_PATH + "point_bias", "outer -> outer"),
+    Weight(_CONV + "ext_pw_conv_1d.weight", _CONV_PATH + "out", "embed channels 1 -> channels embed"),
+    Weight(_CONV + "ext_pw_conv_1d.bias", _CONV_PATH + "out_bias", "embed -> embed"),
     *_feed_forward("feed_forward_out", "post_layers.1"),
     *norm(_LAYER + "layer_norm", "audio.residual.norm"),
     *linear(_EMBED + "up_proj_for_speech", "audio.projector.layers.0"),

@@ -1,6 +1,7 @@
 """Phi 1, 1.5 and 2 (Gunasekar et al. 2023), Phi-3, Phi-3.5-MoE and Phi-4 (Abdin et al. 2024)."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
@@ -31,17 +32,18 @@ from eqx_decoders.layers.rope import LongRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-# --- Phi 1, 1.5 and 2: attention and MLP in parallel after one norm, biases in all layers and in the head ---
+# --- Phi 1, 1.5 and 2: attention and MLP in parallel after a shared norm, biases in all linear layers and the head ---
 
 
 def phi(shape: DecoderSizes, *, rope: Rope = Rope(fraction=0.5), qk_norm: bool = False) -> DecoderConfig:
-    """Return a decoder of Phi's blocks, with queries and keys normalized per head if `qk_norm`."""
+    """Return the configuration of a decoder with Phi blocks. `qk_norm` adds a norm per head to queries and keys."""
     norm = LayerNormConfig(eps=shape.eps)
     mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=norm) if qk_norm else None)
     block = shape.block(mixer, shape.mlp(gated=False, bias=True), norm, parallel=1)
     return shape.decoder(block, norm, head_bias=True)
 
 
+# Parts of Llama's tensor names, and their replacements.
 _NAMES = {"model.norm": "model.final_layernorm", "o_proj": "dense", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 PHI = Family(
     model_type="phi",
@@ -70,16 +72,17 @@ _PHI_KEYS = dict(
 )
 
 
-# --- Phi-3 and Phi-4: Llama's block with fused matrices; LongRoPE for long texts, windows ---
+# --- Phi-3 and Phi-4: Llama blocks with fused projections, LongRoPE for long contexts, sliding windows ---
 
 
 def phi3(shape: DecoderSizes, *, rope: Rope = Rope(), mask: Mask = Causal()) -> DecoderConfig:
-    """Return a decoder of Phi-3 blocks."""
-    return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask, fused_qkv=True), shape.mlp(fused=True)))
+    """Return the configuration of a decoder with Phi-3 blocks."""
+    attention = shape.attention(rope=rope, mask=mask, fused_qkv=True)
+    return shape.decoder(shape.block(attention, shape.mlp(fused=True)))
 
 
 def _write_original_length(config: DecoderConfig) -> dict[str, Any]:
-    """Write the original length outside of the rotary settings, too, because transformers reads it there."""
+    # transformers reads this key outside of rope_parameters.
     rope = value_at(config, "attention.rope")
     return {"original_max_position_embeddings": rope.original_length} if isinstance(rope, LongRope) else {}
 
@@ -102,11 +105,11 @@ PHI3 = Family(
         Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         *fused_mlp(LAYER + "mlp."),
     ),
-    ignored_keys={"attention_bias mlp_bias": "transformers has no such key here"},
+    ignored_keys={"attention_bias mlp_bias": "transformers does not read these keys for Phi-3"},
 )
 
 
-# divisors of the frequencies for long sequences
+# Divisors of the rotary frequencies of Phi-4 mini for long sequences.
 _LONG = (
     1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
     2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
@@ -142,17 +145,18 @@ _PHI3_KEYS = dict(
 )
 
 
-# --- Phi-3.5-MoE: LayerNorm, biases in all layers and in the head, two experts selected by SparseMixer ---
+# --- Phi-3.5-MoE: LayerNorm, biases in attention and in the head, two experts per token selected by SparseMixer ---
 
 
-_TABLES, _SHORT_SCALE, _LONG_SCALE = ("rope_parameters", "rope_scaling"), "short_mscale", "long_mscale"
+_ROPE_TABLES = ("rope_parameters", "rope_scaling")
+_SHORT_SCALE, _LONG_SCALE = "short_mscale", "long_mscale"
 
 
 def phimoe(
     shape: DecoderSizes, *, num_experts: int = 16, jitter: float = 0.01, rope: Rope = Rope(), mask: Mask = Causal(),
     head_bias: bool = False,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of Phi-3.5-MoE blocks."""
+    """Return the configuration of a decoder with Phi-3.5-MoE blocks. `jitter` is `RouterConfig.sparse_mixer`."""
     norm = LayerNormConfig(eps=shape.eps)
     router = RouterConfig(sparse_mixer=jitter)
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=2, router=router)
@@ -160,28 +164,42 @@ def phimoe(
 
 
 def _read_rope(fields: Fields, values: Values) -> Rope:
-    """Read a rotary embedding with the magnitudes for short and long sequences from the file."""
+    """Return the rotary embedding. In LongRoPE, the attention factors are `short_mscale` and `long_mscale`."""
     rope = read_rope(fields, theta=1e6, others=(_SHORT_SCALE, _LONG_SCALE))
-    tables = [table for key in _TABLES if (table := fields.table(key)) is not None]
+    tables = [table for key in _ROPE_TABLES if (table := fields.table(key)) is not None]
     if not isinstance(rope, LongRope):
         if type(rope) is not Rope:
-            raise fields.error("rope_type must be default or longrope.")
+            raise fields.error(
+                'The rope_type of phimoe must be "default" or "longrope": other types are not supported.'
+            )
         return rope
-    short, long = ({table.number(key) for table in tables} for key in (_SHORT_SCALE, _LONG_SCALE))
-    if len(short) > 1 or len(long) > 1:
-        raise fields.error(f"rope_parameters and rope_scaling say different things of {_SHORT_SCALE} or {_LONG_SCALE}.")
-    # transformers takes the divisors of short texts for all
-    magnitudes = dict(attention_factor=short.pop(), long_attention_factor=long.pop())
-    return dataclasses.replace(rope, keeps_short=True, **magnitudes)
+    return dataclasses.replace(
+        rope,
+        attention_factor=_read_scale(fields, tables, _SHORT_SCALE),
+        long_attention_factor=_read_scale(fields, tables, _LONG_SCALE),
+        keeps_short=True,  # transformers uses the short factors for all sequence lengths
+    )
+
+
+def _read_scale(fields: Fields, tables: Sequence[Fields], key: str) -> float:
+    scales = {table.number(key) for table in tables}
+    if len(scales) > 1:
+        raise fields.error(
+            f"{key} must be the same in rope_parameters and rope_scaling, but the values are {sorted(scales)}: make "
+            "them equal or remove rope_scaling."
+        )
+    return scales.pop()
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    written, rope = write_rope(config), value_at(config, "attention.rope")
+    written = write_rope(config)
+    rope = value_at(config, "attention.rope")
     if not isinstance(rope, LongRope):
         return written
-    magnitudes = {_SHORT_SCALE: rope.attention_factor, _LONG_SCALE: rope.long_attention_factor}
-    for key in _TABLES:
-        written[key] = {name: value for name, value in written[key].items() if name != "attention_factor"} | magnitudes
+    scales = {_SHORT_SCALE: rope.attention_factor, _LONG_SCALE: rope.long_attention_factor}
+    for key in _ROPE_TABLES:
+        table = {name: value for name, value in written[key].items() if name != "attention_factor"}
+        written[key] = table | scales
     return written | {"original_max_position_embeddings": rope.original_length}
 
 
@@ -204,7 +222,7 @@ PHIMOE = Family(
     other_architectures=("PhiMoEForCausalLM",),
     ignored_keys={
         **{key: reason for key, reason in moe.IGNORED_ROUTER_KEYS.items() if key != "router_jitter_noise"},
-        "input_jitter_noise": "noise in training only",
+        "input_jitter_noise": "only used in training",
     },
 )
 

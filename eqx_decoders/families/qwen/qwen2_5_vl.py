@@ -119,7 +119,7 @@ _VISION = vision_config(
     ),
     Rule("window", lambda fields, values: values["_pixels"] // values["merge"] // values["size"]),
     activation("hidden_act", "mlp.activation", "silu"),
-    Numbers("fullatt_block_indexes", _full_layers, (7, 15, 23, 31)),
+    Numbers("fullatt_block_indexes", _full_layers, (7, 15, 23, 31), name="full_layers"),
     Integer("temporal_patch_size", "stem.frames", 2),
     axial_theta("axial", "default", key=""),
     model_type="qwen2_5_vl_vision",
