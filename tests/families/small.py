@@ -2,7 +2,7 @@
 
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.deepseek.blocks import deepseek, latent_attention, v3_router
-from eqx_decoders.families.gemma.gemma3n import gemma3n, per_layer_of, residual_of
+from eqx_decoders.families.gemma.gemma3n import gemma3n, gemma3n_per_layer_embedding, gemma3n_residual
 from eqx_decoders.families.gemma.gemma4 import gemma4
 from eqx_decoders.families.longcat_flash import longcat_flash
 from eqx_decoders.families.maxtext import deepseek_custom
@@ -35,7 +35,8 @@ DEEPSEEK_CUSTOM = deepseek_custom(
 )  # fmt: skip
 GEMMA3N = gemma3n(
     _GEMMA, masks=_MASKS, num_kv_shared_layers=2, sparsity=(0.5, 0.0, 0.5, 0.0),
-    residual=residual_of(_GEMMA, streams=3, rank=4), per_layer=per_layer_of(_GEMMA, features=4, vocab_size=32),
+    residual=gemma3n_residual(_GEMMA, streams=3, rank=4),
+    per_layer=gemma3n_per_layer_embedding(_GEMMA, features=4, vocab_size=32),
 )  # fmt: skip
 GEMMA4 = gemma4(
     _GEMMA, masks=_MASKS, heads=_HEADS, num_kv_shared_layers=2, double_wide=True,

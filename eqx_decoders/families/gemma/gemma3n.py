@@ -54,8 +54,8 @@ def gemma3n(
 
     - `shape`: sizes of the decoder.
     - `masks`: mask of each layer.
-    - `residual`: residual streams; see `residual_of`.
-    - `per_layer`: per-layer embeddings; see `per_layer_of`.
+    - `residual`: residual streams; see `gemma3n_residual`.
+    - `per_layer`: per-layer embeddings; see `gemma3n_per_layer_embedding`.
     - `num_kv_shared_layers`: number of layers at the end that read the keys and values of an earlier layer of the same
         type.
     - `sparsity`: for each layer, the fraction of the MLP gate's values that are set to zero.
@@ -96,7 +96,7 @@ def gemma3n(
     )
 
 
-def residual_of(shape: DecoderSizes, *, streams: int = 4, rank: int = 64, read_scale: bool = True) -> AltUp:
+def gemma3n_residual(shape: DecoderSizes, *, streams: int = 4, rank: int = 64, read_scale: bool = True) -> AltUp:
     """Return the residual connection: AltUp, whose first stream has a Laurel branch.
 
     **Arguments:**
@@ -110,7 +110,9 @@ def residual_of(shape: DecoderSizes, *, streams: int = 4, rank: int = 64, read_s
     return AltUp(streams=streams, inner=inner, norm=shape.norm, read_scale=read_scale)
 
 
-def per_layer_of(shape: DecoderSizes, *, features: int = 256, vocab_size: int = 262_144) -> PerLayerEmbeddingConfig:
+def gemma3n_per_layer_embedding(
+    shape: DecoderSizes, *, features: int = 256, vocab_size: int = 262_144
+) -> PerLayerEmbeddingConfig:
     """Return the configuration of per-layer embeddings. Token ids outside of the table use the embedding of token 0."""
     return PerLayerEmbeddingConfig(
         features=features, vocab_size=vocab_size, unknown_token=0, norm=shape.norm, init_std=shape.init_std
@@ -198,8 +200,8 @@ FAMILY = Family(
         RopesByLayer(theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq"),
         cycle_masks(5, window=512, default=512),
         *shared_key_settings(15),
-        Group("per_layer", per_layer_of, _PER_LAYER, uses=("shape",), path="per_layer_embedding"),
-        Group("residual", residual_of, _RESIDUAL, uses=("shape",), path="residual"),
+        Group("per_layer", gemma3n_per_layer_embedding, _PER_LAYER, uses=("shape",), path="per_layer_embedding"),
+        Group("residual", gemma3n_residual, _RESIDUAL, uses=("shape",), path="residual"),
         Check(
             lambda values: values["residual"].streams <= _MAX_STREAMS,
             f"altup_num_inputs={{residual.streams}} must be at most {_MAX_STREAMS}, the largest number of residual "
@@ -243,8 +245,8 @@ def _model(shape: DecoderSizes, num_kv_shared_layers: int) -> DecoderConfig:
     return gemma3n(
         shape,
         masks=shape.cycle_masks(512, 5),
-        residual=residual_of(shape),
-        per_layer=per_layer_of(shape),
+        residual=gemma3n_residual(shape),
+        per_layer=gemma3n_per_layer_embedding(shape),
         num_kv_shared_layers=num_kv_shared_layers,
         sparsity=tuple(0.95 if layer < 10 else 0.0 for layer in range(shape.num_layers)),
     )

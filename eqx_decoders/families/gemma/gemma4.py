@@ -25,8 +25,8 @@ from eqx_decoders.families.common import (
 from eqx_decoders.families.gemma.text import (
     IGNORED_ACTIVATION_KEY,
     PER_LAYER_WEIGHTS,
+    count_kv_shared_layers,
     gemma_sizes,
-    num_shared,
     share_keys,
     shared_key_settings,
     unused_kv_tensors,
@@ -225,7 +225,10 @@ def _per_layer(shape: DecoderSizes, features: int = 256, vocab_size: int = 262_1
 
 
 def _is_double_wide(config: DecoderConfig) -> bool:
-    return num_shared(config) > 0 and _dense_mlp(config.blocks[-1]).mlp_dim != _dense_mlp(config.blocks[0]).mlp_dim
+    return (
+        count_kv_shared_layers(config) > 0
+        and _dense_mlp(config.blocks[-1]).mlp_dim != _dense_mlp(config.blocks[0]).mlp_dim
+    )
 
 
 def _dense_mlp(block: BlockConfig) -> MLPConfig:

@@ -171,7 +171,8 @@ def _has_encoder(values: Values) -> bool:
 
 
 def _lookup_token(fields: Fields, values: Values) -> int:
-    return Fields(fields.content["text_config"], f"{fields.where}: text_config").integer("pad_token_id", 0, least=0)
+    text_fields = Fields(fields.content["text_config"], f"{fields.where}: text_config")
+    return text_fields.integer("pad_token_id", 0, least=0)
 
 
 # Settings in text_config that depend on the encoders.

@@ -136,7 +136,7 @@ def share_keys(masks: tuple[Mask, ...], num_shared: int) -> list[tuple[str | Non
     ]
 
 
-def num_shared(config: DecoderConfig) -> int:
+def count_kv_shared_layers(config: DecoderConfig) -> int:
     """Return the number of layers that read the keys and values of an earlier layer."""
     return sum(mixer.kv_shared_from is not None for mixer in attentions(config))
 
@@ -151,7 +151,7 @@ def shared_key_settings(default: int) -> tuple[Integer, Check]:
     """Return the settings of `num_kv_shared_layers`. They must follow the settings of the masks."""
     key = "num_kv_shared_layers"
     return (
-        Integer(key, num_shared, default, least=0, name=key),
+        Integer(key, count_kv_shared_layers, default, least=0, name=key),
         Check(
             _all_types_have_keys,
             "num_kv_shared_layers={num_kv_shared_layers} is too large: at least one layer of each type in layer_types "

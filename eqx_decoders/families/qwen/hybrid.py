@@ -92,7 +92,7 @@ _DELTA = (
 
 
 def hybrid_settings(*delta: Setting, **layer_types: str) -> tuple[Setting, ...]:
-    """Return the settings of the gated delta net, and of the layers that have attention in its place.
+    """Return the settings of the gated delta net, and of the layers that have attention instead.
 
     `delta` contains additional settings of the gated delta net. `layer_types` are keyword arguments of `hybrid_layers`.
     """

@@ -127,7 +127,7 @@ IGNORED_VISION_KEYS = {
     "image_size": "images of any size are supported",
     "spatial_patch_size": "patch_size is read instead",
     "in_chans": "in_channels is read instead",
-    "tokens_per_second": "unused, or read by the family",
+    "tokens_per_second": "not used, or read outside of these settings",
 }
 
 
@@ -234,21 +234,23 @@ def _with_vl_vision(
     return qwen3_vl(with_rope(text, theta=5e6, sections=VL_SECTIONS), vision)
 
 
-def _qwen3_vl_family(text: str, changes: Mapping[str, Any], *, kind: str, **options: Any) -> MultimodalFamily:
+def _qwen3_vl_family(
+    text_type: str, changes: Mapping[str, Any], *, encoder_type: str, **options: Any
+) -> MultimodalFamily:
     """Return the family that adds a vision encoder to a Qwen3 text family.
 
     **Arguments:**
 
-    - `text`: `model_type` of the text family.
+    - `text_type`: `model_type` of the text family.
     - `changes`: fields of the text family that differ.
-    - `kind`: `model_type` of the encoder.
+    - `encoder_type`: `model_type` of the encoder.
     - `options`: further fields of `MultimodalFamily`.
     """
     return MultimodalFamily(
-        text_type=text,
+        text_type=text_type,
         changes=changes,
         reads_as_text=True,
-        settings=(*media_tokens(IMAGE, VIDEO), qwen_vision_config(kind, deepstack=LARGE_DEEPSTACK)),
+        settings=(*media_tokens(IMAGE, VIDEO), qwen_vision_config(encoder_type, deepstack=LARGE_DEEPSTACK)),
         build=qwen3_vl,
         weights=VL_WEIGHTS,
         text_names=VL_NAMES,
@@ -262,10 +264,10 @@ def _qwen3_vl_family(text: str, changes: Mapping[str, Any], *, kind: str, **opti
 _QWEN3_5_IMAGE, _QWEN3_5_VIDEO = 248_056, 248_057
 
 
-def _qwen3_5_family(text: str, *, model_type: str, architecture: str) -> MultimodalFamily:
-    """Return the family that adds a vision encoder to the Qwen3.5 text family with `model_type` `text`."""
+def _qwen3_5_family(text_type: str, *, model_type: str, architecture: str) -> MultimodalFamily:
+    """Return the family that adds a vision encoder to the Qwen3.5 text family `text_type`."""
     return MultimodalFamily(
-        text_type=text,
+        text_type=text_type,
         model_type=model_type,
         architecture=architecture,
         settings=(*media_tokens(_QWEN3_5_IMAGE, _QWEN3_5_VIDEO), qwen_vision_config(f"{model_type}_vision")),
@@ -300,7 +302,7 @@ QWEN3_VL = _qwen3_vl_family(
         ignored_keys={},
     ),
     model_type="qwen3_vl",
-    kind="qwen3_vl",
+    encoder_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
 )
 
@@ -332,7 +334,7 @@ QWEN3_VL_MOE = _qwen3_vl_family(
         transposed=_TRANSPOSED,
     ),
     model_type="qwen3_vl_moe",
-    kind="qwen3_vl_moe_vision",
+    encoder_type="qwen3_vl_moe_vision",
     architecture="Qwen3VLMoeForConditionalGeneration",
     # The configuration class of the decoder defaults to tied embeddings, but the outer value takes precedence.
     own_settings=lambda content: {"tie_word_embeddings": False, **content},
