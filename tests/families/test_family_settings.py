@@ -7,7 +7,7 @@ from pytest import approx
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import PostNorm
-from eqx_decoders.families.deepseek.v4 import CHOSEN, HEAVY, SLIDING
+from eqx_decoders.families.deepseek.v4 import HEAVY, SLIDING, SPARSE
 from eqx_decoders.families.moe import sparse_layers
 from eqx_decoders.families.qwen import text as qwen
 from eqx_decoders.families.registry import FAMILIES
@@ -152,10 +152,10 @@ SETTINGS = [
         V2_ROUTER, num_groups=4, groups_per_token=1, group_score="max")}),
     row("deepseek_v2", dict(mlp_bias=True), {"mlp.bias": [True, False], "blocks.1.mlp.shared.bias": True}),
     *rows("deepseek_v4", drop("layer_types", "compress_rates", "mlp_layer_types") | dict(num_hidden_layers=4), (
-        (dict(layer_types=[SLIDING, CHOSEN, HEAVY, CHOSEN]), {compressed: ["0", "4 chosen", "128", "4 chosen"]}),
+        (dict(layer_types=[SLIDING, SPARSE, HEAVY, SPARSE]), {compressed: ["0", "4 chosen", "128", "4 chosen"]}),
         (dict(compress_ratios=[0, 4, 128, 0, 0]), {compressed: ["0", "4 chosen", "128", "0"]}),
         ({}, {compressed: ["128", "128", "128", "4 chosen"]}),
-        (dict(compress_rates={CHOSEN: 2, HEAVY: 6}), {compressed: ["6", "6", "6", "2 chosen"]}),
+        (dict(compress_rates={SPARSE: 2, HEAVY: 6}), {compressed: ["6", "6", "6", "2 chosen"]}),
         (dict(compress_rate_csa=2, compress_rate_hca=6), {compressed: ["6", "6", "6", "2 chosen"]}),
     )),
     # a layer without compressed keys has another rotary embedding

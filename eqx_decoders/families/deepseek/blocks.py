@@ -1,4 +1,4 @@
-"""Blocks, settings and tensors of DeepSeek-V2, DeepSeek-V3 and Kimi K2: latent attention, and experts."""
+"""Blocks, settings and weight rows of DeepSeek-V2, DeepSeek-V3 and Kimi K2: latent attention and experts."""
 
 import dataclasses
 import functools
@@ -48,8 +48,12 @@ def latent_attention(
     shape: DecoderSizes, *, rope: Rope | None = None, q_rank: int | None, kv_rank: int = 512, nope_dim: int = 128,
     value_dim: int = 128,
 ) -> LatentAttentionConfig:  # fmt: skip
-    """Return latent attention with `shape.head_dim` features in queries and keys, `nope_dim` of them not rotated."""
-    return LatentAttentionConfig(  # its norms have the default eps
+    """Return multi-head latent attention (MLA) with the sizes of `shape`.
+
+    Queries and keys have `shape.head_dim` features per head: `nope_dim` features without and the others with rotation.
+    """
+    # transformers does not use rms_norm_eps for the norms of latents, so `norm` keeps its default eps
+    return LatentAttentionConfig(
         num_heads=shape.num_heads,
         q_rank=q_rank,
         kv_rank=kv_rank,
@@ -63,48 +67,59 @@ def latent_attention(
 
 def deepseek(
     shape: DecoderSizes, mixer: MixerConfig, *, router: RouterConfig, dense_layers: Collection[int],
-    mlp_bias: bool = False, **sizes: int,
+    mlp_bias: bool = False, **expert_sizes: int,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of DeepSeek blocks.
+    """Return a decoder of DeepSeek blocks. Raises ConfigError if all layers are dense.
 
-    `shape`'s MLP is that of the `dense_layers`, counted from 0; `sizes` of experts are those of `moe.with_shared`, and
-    of `ExpertsConfig`.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder. `shape.mlp_dim` is the MLP size of dense layers.
+    - `mixer`: attention of every layer.
+    - `router`: router of the experts.
+    - `dense_layers`: indices of the layers that have an MLP instead of experts.
+    - `mlp_bias`: whether the MLPs of dense layers and the shared experts have biases.
+    - `expert_sizes`: arguments of `moe.with_shared` and `ExpertsConfig`.
     """
-    experts = moe.with_shared(shape, router=router, shared_bias=mlp_bias, **sizes)
+    experts = moe.with_shared(shape, router=router, shared_bias=mlp_bias, **expert_sizes)
     mixers = (mixer,) * shape.num_layers
     return moe.sparse_decoder(shape, mixers, experts, dense_layers, shape.mlp(bias=mlp_bias))
 
 
-LATENT_PATHS: dict[str, Path] = {
+_LATENT_PATHS: dict[str, Path] = {
     "num_attention_heads": "latent.num_heads",
     "num_key_value_heads": "latent.num_heads",
     "attention_bias": "latent.bias",
 }
-SAME_HEADS = Check(
+_SAME_HEADS = Check(
     lambda values: values["shape"].num_kv_heads == values["shape"].num_heads,
-    "num_key_value_heads must be num_attention_heads: latent attention has as many of both.",
+    "num_key_value_heads={shape.num_kv_heads} must equal num_attention_heads={shape.num_heads}, because latent "
+    "attention has a key and a value for each query head. Remove num_key_value_heads or change it.",
 )
 
 
 def latent_sizes(*, nope_dim: int = 128, keys: Mapping[str, str | None] = {}, **options: Any) -> tuple[Setting, ...]:
-    """Return the rows of sizes, all but `nope_dim` features being rotated; the options are those of `decoder_sizes`."""
+    """Return the settings of `DecoderSizes` for a decoder with latent attention.
+
+    `nope_dim`: default number of features per head without rotation. `keys` and `options`: arguments of
+    `decoder_sizes`.
+    """
     return (
-        Unused("head_dim qk_head_dim", "they follow from the sizes with and without rotation"),
+        Unused("head_dim qk_head_dim", "they are the sum of qk_nope_head_dim and qk_rope_head_dim"),
         AUTO_MAP,
         Integer("qk_nope_head_dim", "latent.nope_dim", nope_dim, name="_nope_dim"),
         Integer("qk_rope_head_dim", "latent.rope_dim", 64, name="_rope_dim"),
         decoder_sizes(
             head_dim=lambda values: values["_nope_dim"] + values["_rope_dim"],
             keys={"head_dim": None, **keys},
-            paths=LATENT_PATHS,
+            paths=_LATENT_PATHS,
             **options,
         ),
-        SAME_HEADS,
+        _SAME_HEADS,
     )
 
 
 def latent_ranks(q_rank: int | None, value_dim: int = 128) -> tuple[Setting, ...]:
-    """Return the rows of latent attention besides its sizes; the arguments are transformers' defaults."""
+    """Return the settings of latent attention besides `latent_sizes`. The arguments are transformers' defaults."""
     return (
         Integer("q_lora_rank", "latent.q_rank", q_rank, null=None),
         Integer("kv_lora_rank", "latent.kv_rank", 512),
@@ -113,27 +128,32 @@ def latent_ranks(q_rank: int | None, value_dim: int = 128) -> tuple[Setting, ...
 
 
 def latent_mixer(q_rank: int | None, value_dim: int = 128) -> Group:
-    """Return the row of latent attention, whose rows of sizes and rotary embedding stand before it."""
+    """Return the setting of latent attention. It must follow `latent_sizes` and the rotary embedding `_rope`."""
     return Group("mixer", latent_attention, latent_ranks(q_rank, value_dim), uses=("shape", "_rope", "_nope_dim"))
 
 
 def num_shared(default: int, *, key: str = "n_shared_experts", twin: str = "") -> Integer:
-    """Return the row of the number of shared experts."""
+    """Return the setting of the number of shared experts. `twin`: a second key with the same value."""
     return moe.num_shared(key, default, twin=twin)
 
 
-def router_settings(make: Callable[..., RouterConfig], *more: Setting, scale: float, groups: int, chosen: int) -> Group:
-    """Return the rows of a router with groups; the numbers are transformers' defaults."""
-    rows = (
+def router_settings(
+    make: Callable[..., RouterConfig], *options: Setting, scale: float, groups: int, groups_per_token: int
+) -> Group:
+    """Return the settings of a router with expert groups, which `make` builds from these settings and `options`.
+
+    The numbers are transformers' defaults.
+    """
+    group_settings = (
         Integer("n_group", "experts.router.num_groups", groups, name="groups"),
-        Integer("topk_group", "experts.router.groups_per_token", chosen, name="groups_per_token"),
+        Integer("topk_group", "experts.router.groups_per_token", groups_per_token, name="groups_per_token"),
         Number("routed_scaling_factor", "experts.router.scaling_factor", scale),
     )
-    return Group("router", make, (*more, *rows))
+    return Group("router", make, (*options, *group_settings))
 
 
 def expert_settings(*, num_experts: int, chosen: int, shared: int, expert_dim: int) -> tuple[Setting, ...]:
-    """Return the rows of the experts besides their router; the numbers are transformers' defaults."""
+    """Return the settings of experts besides their router. The numbers are transformers' defaults."""
     return (
         Only("moe_layer_freq", 1),
         Only("ep_size", 1),
@@ -145,7 +165,10 @@ def expert_settings(*, num_experts: int, chosen: int, shared: int, expert_dim: i
 def deepseek_settings(
     rope: Rule, *, num_experts: int, shared: int, expert_dim: int, num_dense_layers: int
 ) -> tuple[Setting, ...]:
-    """Return the rows that all DeepSeeks have; `rope` is that of `_rope`, the numbers are transformers' defaults."""
+    """Return the settings that DeepSeek-V2 and V3 share.
+
+    `rope`: setting of the rotary embedding `_rope`. The numbers are transformers' defaults.
+    """
     return (
         *latent_sizes(),
         rope,
@@ -183,7 +206,10 @@ WEIGHTS = (*LATENT, *EXPERTS)
 def v3_router(
     *, groups: int = 1, groups_per_token: int = 1, scaling_factor: float, renormalize: bool = True
 ) -> RouterConfig:
-    """Return a router with sigmoid scores and selection biases; a group's score is the sum of its two best."""
+    """Return a router with sigmoid scores and selection biases.
+
+    The score of an expert group is the sum of its two highest expert scores.
+    """
     return RouterConfig(
         score="sigmoid",
         order="score_first",
@@ -197,13 +223,15 @@ def v3_router(
 
 
 def with_indexer(config: DecoderConfig, indexer: IndexerConfig | None) -> DecoderConfig:
-    """Return the decoder with this indexer in all layers, those of multi-token prediction included."""
+    """Return the decoder with this indexer in all layers, including multi-token prediction (MTP) layers."""
 
-    def changed(block: Any) -> Any:
+    def replace_indexer(block: Any) -> Any:
         return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, indexer=indexer))
 
-    mtp = None if config.mtp is None else dataclasses.replace(config.mtp, block=changed(config.mtp.block))
-    return dataclasses.replace(map_blocks(config, changed), mtp=mtp)
+    mtp = config.mtp
+    if mtp is not None:
+        mtp = dataclasses.replace(mtp, block=replace_indexer(mtp.block))
+    return dataclasses.replace(map_blocks(config, replace_indexer), mtp=mtp)
 
 
 def _read_v3_rope(fields: Fields, values: Values) -> Rope:
@@ -216,14 +244,14 @@ def _write_v3_rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 def v3_router_settings(
-    *, scale: float, groups: int = 1, chosen: int = 1, renormalize: bool = True
+    *, scale: float, groups: int = 1, groups_per_token: int = 1, renormalize: bool = True
 ) -> tuple[Setting, ...]:
-    """Return the rows of V3's router; the arguments are transformers' defaults."""
-    divided = Flag("norm_topk_prob", "experts.router.renormalize", renormalize)
+    """Return the settings of `v3_router`. The arguments are transformers' defaults."""
+    renormalize_setting = Flag("norm_topk_prob", "experts.router.renormalize", renormalize)
     return (
         Only("topk_method", "noaux_tc"),
-        Only("scoring_func", "sigmoid", "noaux_tc"),  # as dots.llm1's files have it
-        router_settings(v3_router, divided, scale=scale, groups=groups, chosen=chosen),
+        Only("scoring_func", "sigmoid", "noaux_tc"),  # dots.llm1 has "noaux_tc" in its configuration files
+        router_settings(v3_router, renormalize_setting, scale=scale, groups=groups, groups_per_token=groups_per_token),
     )
 
 
@@ -231,35 +259,39 @@ V3_ROPE = Rule("_rope", _read_v3_rope, _write_v3_rope)
 
 
 def indexer_settings(num_heads: int, pairing: Literal["half", "interleaved"] = "half") -> Group:
-    """Return the rows of an indexer; `num_heads` is transformers' default."""
-    indexer = functools.partial(IndexerConfig, pairing=pairing)
-    rows = (
+    """Return the settings of an indexer. `num_heads` is transformers' default."""
+    make = functools.partial(IndexerConfig, pairing=pairing)
+    settings = (
         Integer("index_n_heads", "num_heads", num_heads),
         Integer("index_head_dim", "head_dim", 128),
         Integer("index_topk", "top_k", 2048),
     )
-    return Group("indexer", indexer, rows, path="latent.indexer")
+    return Group("indexer", make, settings, path="latent.indexer")
 
 
 V3_SETTINGS = (
-    *v3_router_settings(scale=2.5, groups=8, chosen=4),
+    *v3_router_settings(scale=2.5, groups=8, groups_per_token=4),
     *deepseek_settings(V3_ROPE, num_experts=256, shared=1, expert_dim=2048, num_dense_layers=3),
     DEPTHS,
 )
 
 
 def deepseek_v3(*, depths: int = 0, normed_depths: bool = False, **options: Any) -> DecoderConfig:
-    """Return a decoder of DeepSeek blocks with multi-token prediction; the options are those of `deepseek`.
+    """Return a decoder of DeepSeek blocks with multi-token prediction (MTP).
 
-    `depths`, and whether they are `normed_depths`, as in `MTPConfig`.
+    `depths`: number of MTP layers. `normed_depths`: see `MTPConfig`. `options`: arguments of `deepseek`.
     """
     config = deepseek(**options)
     if depths == 0:
         return config
     assert config.final_norm is not None
-    # the stream is read after the final norm, as vLLM and SGLang run these weights
-    block, norm = config.blocks[-1], config.final_norm
-    mtp = MTPConfig(num_depths=depths, block=block, norm=norm, normed_stream=True, normed_depths=normed_depths)
+    mtp = MTPConfig(
+        num_depths=depths,
+        block=config.blocks[-1],
+        norm=config.final_norm,
+        normed_stream=True,  # vLLM and SGLang also apply MTP layers to the output of the final norm
+        normed_depths=normed_depths,
+    )
     return dataclasses.replace(config, mtp=mtp)
 
 
@@ -272,17 +304,20 @@ def v3_experts(
     masks: tuple[Mask, ...] = (),
     **options: Any,
 ) -> DecoderConfig:
-    """Return a decoder of attention that is not latent, and V3's experts; the options are those of `deepseek_v3`.
+    """Return a decoder with grouped-query attention and DeepSeek-V3's experts.
 
     **Arguments:**
 
-    - `shape`, `rope`: its sizes and rotary embedding.
-    - `normalized`: whether queries and keys are, each head for itself.
-    - `output_bias`: whether `attention_bias` means the output projection, too.
-    - `masks`: of all layers; without them all are causal.
+    - `shape`: sizes of the decoder.
+    - `rope`: rotary embedding of all layers.
+    - `normalized`: whether each head's queries and keys are normalized.
+    - `output_bias`: whether `shape.attention_bias` also applies to the output projection.
+    - `masks`: attention mask of each layer. An empty tuple: all layers are causal.
+    - `options`: arguments of `deepseek_v3`.
     """
     qk_norm = shape.qk_norm if normalized else None
-    mixer = shape.attention(rope=rope, qk_norm=qk_norm, out_bias=shape.attention_bias and output_bias)
+    out_bias = shape.attention_bias and output_bias
+    mixer = shape.attention(rope=rope, qk_norm=qk_norm, out_bias=out_bias)
     return with_masks(deepseek_v3(shape=shape, mixer=mixer, **options), masks)
 
 

@@ -1,6 +1,6 @@
 """DeepSeek-V2, V3 and V3.1 (DeepSeek-AI 2024), V3.2 (DeepSeek-AI 2025), and Kimi K2 (Moonshot 2025).
 
-Kimi K2 has V3's blocks.
+Kimi K2 has the same blocks as DeepSeek-V3.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-# --- V2 and V2-Lite: softmax scores; V2-Lite has no latents for queries ---
+# --- V2 and V2-Lite: softmax scores; V2-Lite has no query latents ---
 
 
 def _router(*, grouped: bool, groups: int, groups_per_token: int, scaling_factor: float) -> RouterConfig:
@@ -41,7 +41,7 @@ def _router(*, grouped: bool, groups: int, groups_per_token: int, scaling_factor
     )
 
 
-_METHOD = Word(
+_TOPK_METHOD = Word(
     "topk_method", lambda config: value_at(config, "experts.router.num_groups") > 1, "greedy", name="grouped",
     known={"greedy": False, "group_limited_greedy": True},
 )  # fmt: skip
@@ -49,7 +49,7 @@ V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     settings=(
-        router_settings(_router, _METHOD, scale=1.0, groups=1, chosen=1),
+        router_settings(_router, _TOPK_METHOD, scale=1.0, groups=1, groups_per_token=1),
         Only("scoring_func", "softmax"),
         *deepseek_settings(
             rope_settings("_rope", pairing="interleaved"), num_experts=64, shared=2, expert_dim=1407, num_dense_layers=0
@@ -61,8 +61,8 @@ V2 = Family(
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
-        "num_nextn_predict_layers": "V2 was published without such layers",
-        "norm_topk_prob": "transformers never divides",
+        "num_nextn_predict_layers": "V2 was published without multi-token prediction layers",
+        "norm_topk_prob": "transformers does not renormalize the router weights of V2",
     },
 )
 
@@ -101,17 +101,18 @@ V3 = Family(
 _V3_KEYS = dict(model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, intermediate_size=18_432)
 
 
-# --- V3.2: V3's blocks, whose attention reads the keys that an indexer selects ---
+# --- V3.2: V3's blocks with sparse attention; an indexer selects the keys ---
 
 
-def _layer_types(layers: int, dense: int) -> dict[str, list[str]]:
-    dense = min(dense, layers)
-    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
-    return {"layer_types": ["indexed_attention"] * layers, "mlp_layer_types": kinds}
+def _layer_types(num_layers: int, num_dense: int) -> dict[str, list[str]]:
+    num_dense = min(num_dense, num_layers)
+    mlp_types = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+    return {"layer_types": ["indexed_attention"] * num_layers, "mlp_layer_types": mlp_types}
 
 
 def _check_layer_types(fields: Fields, values: Values) -> None:
-    for key, types in _layer_types(values["shape"].num_layers, len(values["dense_layers"])).items():
+    expected = _layer_types(values["shape"].num_layers, len(values["dense_layers"]))
+    for key, types in expected.items():
         fields.allow_only(key, types)
 
 
@@ -135,7 +136,7 @@ V32 = Family(
     build=_deepseek_v32,
     weights=(*V3_WEIGHTS, *INDEXER),
     fused=moe.fused_experts(MLP),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "transformers' MLP of this model never has one"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "the MLPs of this model have no bias in transformers"},
     copies=V3_COPIES,
 )
 

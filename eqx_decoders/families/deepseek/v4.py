@@ -1,4 +1,7 @@
-"""DeepSeek-V4 (DeepSeek-AI 2026): compressed attention, several residual streams, experts of token ids at first."""
+"""DeepSeek-V4 (DeepSeek-AI 2026): compressed attention and several residual streams.
+
+In the first layers, token ids select the experts.
+"""
 
 import dataclasses
 from typing import Any
@@ -26,6 +29,7 @@ from eqx_decoders.families.settings_table import (
 )
 from eqx_decoders.families.weight_rows import Weight, mtp_rows
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -33,14 +37,16 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
 
-SLIDING, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-_HASHED = ("hash_moe", "moe")
+SLIDING = "sliding_attention"
+SPARSE = "compressed_sparse_attention"
+HEAVY = "heavily_compressed_attention"
+_DEFAULT_SIZES = {SPARSE: 4, HEAVY: 128}
 
 
 def _mixer(
     shape: DecoderSizes, rope_dim: int, q_rank: int, out_groups: int, out_rank: int, window: int
 ) -> CompressedAttentionConfig:
-    """Return attention without compressed keys."""
+    """Return sliding-window attention, to which `deepseek_v4` adds compressed keys."""
     return CompressedAttentionConfig(
         num_heads=shape.num_heads, head_dim=shape.head_dim, rope_dim=rope_dim, q_rank=q_rank, out_groups=out_groups,
         out_rank=out_rank, window=window, norm=shape.norm,
@@ -57,72 +63,99 @@ def _router(score: Any, scaling_factor: float) -> RouterConfig:
 
 
 def deepseek_v4(
-    shape: DecoderSizes, *, mixer: CompressedAttentionConfig, kinds: tuple[str, ...], sizes: dict[str, int],
-    ropes: dict[str, Rope], indexer: CompressedIndexerConfig, residual: HyperConnections, hashed: tuple[bool, ...],
-    router: RouterConfig, depths: int = 0, **experts: Any,
+    shape: DecoderSizes, *, mixer: CompressedAttentionConfig, layer_types: tuple[str, ...],
+    compression_sizes: dict[str, int], ropes: dict[str, Rope], indexer: CompressedIndexerConfig,
+    residual: HyperConnections, hashed_layers: tuple[bool, ...], router: RouterConfig, limit: float, depths: int = 0,
+    **expert_counts: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder whose layers compress as `kinds` say, windows of `sizes` tokens each.
+    """Return a decoder of DeepSeek-V4 blocks.
 
-    In `hashed` layers token ids find the experts; `experts` are their numbers and `limit`. The `depths` of multi-token
-    prediction have windows alone, and read all residual streams.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `mixer`: sliding-window attention. Layers with compressed keys add these to it.
+    - `layer_types`: attention type of each layer: `SLIDING`, `SPARSE` or `HEAVY`.
+    - `compression_sizes`: number of tokens per compressed key, for `SPARSE` and for `HEAVY`.
+    - `ropes`: rotary embeddings of `SLIDING` layers (`"main"`) and of layers with compressed keys (`"compress"`).
+    - `indexer`: selects the compressed keys of `SPARSE` layers.
+    - `residual`: residual connections of all layers.
+    - `hashed_layers`: for each layer, whether a table of token ids selects the experts instead of the router's scores.
+    - `router`: router of all layers, without a selection bias or a table.
+    - `limit`: clipping bound of routed and shared experts, see `MLPConfig`.
+    - `depths`: number of multi-token prediction (MTP) layers. These layers have `SLIDING` attention and read all
+        residual streams.
+    - `expert_counts`: `num_experts` and `num_experts_per_token`.
     """
-    chosen, heavy = (
-        CompressionConfig(size=sizes[kind], overlaps=kind == CHOSEN, norm=shape.norm) for kind in (CHOSEN, HEAVY)
-    )
+    sparse_compression = CompressionConfig(size=compression_sizes[SPARSE], overlaps=True, norm=shape.norm)
+    heavy_compression = CompressionConfig(size=compression_sizes[HEAVY], overlaps=False, norm=shape.norm)
+    compress_rope = ropes["compress"]
     mixers = {
         SLIDING: dataclasses.replace(mixer, rope=ropes["main"]),
-        CHOSEN: dataclasses.replace(mixer, compression=chosen, indexer=indexer, rope=ropes["compress"]),
-        HEAVY: dataclasses.replace(mixer, compression=heavy, rope=ropes["compress"]),
+        SPARSE: dataclasses.replace(mixer, compression=sparse_compression, indexer=indexer, rope=compress_rope),
+        HEAVY: dataclasses.replace(mixer, compression=heavy_compression, rope=compress_rope),
     }
-    shared = MLPConfig(mlp_dim=shape.mlp_dim, activation=shape.activation, limit=experts["limit"])
-    best, by_token = (
-        shape.experts(router=dataclasses.replace(router, **how), shared=shared, **experts)
-        for how in (dict(selection_bias=True), dict(hashed_tokens=shape.vocab_size))
-    )
+    shared = MLPConfig(mlp_dim=shape.mlp_dim, activation=shape.activation, limit=limit)
+
+    def experts(layer_router: RouterConfig) -> ExpertsConfig:
+        return shape.experts(router=layer_router, shared=shared, limit=limit, **expert_counts)
+
+    scored_experts = experts(dataclasses.replace(router, selection_bias=True))
+    hashed_experts = experts(dataclasses.replace(router, hashed_tokens=shape.vocab_size))
     blocks = (
-        shape.block(mixers[kind], by_token if first else best, residual=residual)
-        for kind, first in zip(kinds, hashed, strict=True)
+        shape.block(mixers[layer_type], hashed_experts if is_hashed else scored_experts, residual=residual)
+        for layer_type, is_hashed in zip(layer_types, hashed_layers, strict=True)
     )
     config = shape.decoder(blocks)
     if depths == 0:
         return config
-    block = shape.block(mixers[SLIDING], best, residual=residual)
+    block = shape.block(mixers[SLIDING], scored_experts, residual=residual)
     mtp = MTPConfig(num_depths=depths, block=block, norm=shape.norm, all_streams=True)
     return dataclasses.replace(config, mtp=mtp)
 
 
-def _read_kinds(fields: Fields, values: Values) -> tuple[str, ...]:
-    layers, ratios = values["shape"].num_layers, fields.numbers("compress_ratios", ())
-    if any(ratios[layers:]):
-        raise fields.error("compress_ratios of layers of multi-token prediction must be 0: they see windows alone.")
-    kinds = fields.words("layer_types", (SLIDING, CHOSEN, HEAVY), layers)
-    if kinds is None and ratios:
-        kinds = [{0: SLIDING, 4: CHOSEN}.get(ratio, HEAVY) for ratio in ratios[:layers]]
-    return tuple(kinds or [CHOSEN if index > 1 and index % 2 else HEAVY for index in range(layers)])
+def _read_layer_types(fields: Fields, values: Values) -> tuple[str, ...]:
+    num_layers = values["shape"].num_layers
+    ratios = fields.numbers("compress_ratios", ())
+    mtp_ratios = list(ratios[num_layers:])
+    if any(mtp_ratios):
+        raise fields.error(
+            f"compress_ratios[{num_layers}:]={mtp_ratios} must be 0, because these multi-token prediction layers have "
+            "no compressed keys. Set them to 0."
+        )
+    layer_types = fields.words("layer_types", (SLIDING, SPARSE, HEAVY), num_layers)
+    if layer_types is None and ratios:
+        layer_types = [{0: SLIDING, 4: SPARSE}.get(ratio, HEAVY) for ratio in ratios[:num_layers]]
+    if not layer_types:
+        layer_types = [SPARSE if index > 1 and index % 2 else HEAVY for index in range(num_layers)]
+    return tuple(layer_types)
 
 
-def _kind(mixer: Any) -> str:
-    return SLIDING if mixer.compression is None else HEAVY if mixer.indexer is None else CHOSEN
+def _layer_type(mixer: Any) -> str:
+    if mixer.compression is None:
+        return SLIDING
+    return HEAVY if mixer.indexer is None else SPARSE
 
 
-def _write_kinds(config: DecoderConfig) -> dict[str, Any]:
-    return {"layer_types": [_kind(block.mixer) for block in config.blocks]}
+def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
+    return {"layer_types": [_layer_type(block.mixer) for block in config.blocks]}
 
 
-def _read_sizes(fields: Fields, values: Values) -> dict[str, int]:
-    table, defaults = fields.table("compress_rates"), {CHOSEN: 4, HEAVY: 128}
-    sizes = {CHOSEN: fields.integer("compress_rate_csa", None), HEAVY: fields.integer("compress_rate_hca", None)}
-    for kind, size in defaults.items():
-        sizes[kind] = sizes[kind] or (size if table is None else table.integer(kind, size))
+def _read_compression_sizes(fields: Fields, values: Values) -> dict[str, int]:
+    table = fields.table("compress_rates")
+    # some configuration files have these keys instead of compress_rates
+    sizes = {SPARSE: fields.integer("compress_rate_csa", None), HEAVY: fields.integer("compress_rate_hca", None)}
+    for layer_type, default in _DEFAULT_SIZES.items():
+        if sizes[layer_type] is None:
+            sizes[layer_type] = default if table is None else table.integer(layer_type, default)
     if table is not None:
         table.finish()
     return sizes
 
 
-def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
+def _write_compression_sizes(config: DecoderConfig) -> dict[str, Any]:
     mixers: list[Any] = [block.mixer for block in config.blocks]
-    found = {_kind(mixer): mixer.compression.size for mixer in mixers if mixer.compression is not None}
-    return {"compress_rates": {CHOSEN: 4, HEAVY: 128} | found}
+    sizes = {_layer_type(mixer): mixer.compression.size for mixer in mixers if mixer.compression is not None}
+    return {"compress_rates": _DEFAULT_SIZES | sizes}
 
 
 _INDEXER = Group("indexer", CompressedIndexerConfig, (
@@ -138,21 +171,26 @@ def _write_indexer(config: DecoderConfig) -> dict[str, Any]:
     return {} if indexer is None else write_all(_INDEXER.settings, indexer)
 
 
-def _read_hashed(fields: Fields, values: Values) -> tuple[bool, ...]:
-    layers, count = values["shape"].num_layers, fields.integer("num_hash_layers", 3, least=0)
-    kinds = fields.words("mlp_layer_types", _HASHED, layers)
-    return tuple(i < count if kinds is None else kinds[i] == _HASHED[0] for i in range(layers))
+def _read_hashed_layers(fields: Fields, values: Values) -> tuple[bool, ...]:
+    num_layers = values["shape"].num_layers
+    num_hashed = fields.integer("num_hash_layers", 3, least=0)
+    mlp_types = fields.words("mlp_layer_types", ("hash_moe", "moe"), num_layers)
+    if mlp_types is None:
+        return tuple(index < num_hashed for index in range(num_layers))
+    return tuple(mlp_type == "hash_moe" for mlp_type in mlp_types)
 
 
-def _write_hashed(config: DecoderConfig) -> dict[str, Any]:
+def _write_hashed_layers(config: DecoderConfig) -> dict[str, Any]:
     mlps: list[Any] = [block.mlp for block in config.blocks]
-    return {"mlp_layer_types": [_HASHED[mlp.router.hashed_tokens is None] for mlp in mlps]}
+    return {"mlp_layer_types": ["moe" if mlp.router.hashed_tokens is None else "hash_moe" for mlp in mlps]}
 
 
 def _read_rope_dim(fields: Fields, values: Values) -> int:
     head_dim = values["shape"].head_dim
-    fraction, given = fields.number("partial_rotary_factor", None), fields.integer("qk_rope_head_dim", None)
-    fraction = fraction or (given or head_dim * 64 / 512) / head_dim
+    fraction = fields.number("partial_rotary_factor", None)
+    rope_dim = fields.integer("qk_rope_head_dim", None)
+    if fraction is None:
+        fraction = (rope_dim or head_dim * 64 / 512) / head_dim
     return int(head_dim * fraction)
 
 
@@ -165,34 +203,37 @@ def _read_ropes(fields: Fields, values: Values) -> dict[str, Rope]:
     thetas = {"main": ("rope_theta", 1e4), "compress": ("compress_rope_theta", 1.6e5)}
     fraction = values["_rope_dim"] / values["shape"].head_dim
     ropes = read_named_ropes(fields, thetas, fraction=fraction)
+    # the layer applies the rotary embedding to its rope_dim features only, so all of these are rotated
     return {name: dataclasses.replace(rope, pairing="interleaved", fraction=1.0) for name, rope in ropes.items()}
 
 
 def _write_ropes(config: DecoderConfig) -> dict[str, Any]:
     blocks = config.blocks if config.mtp is None else (*config.blocks, config.mtp.block)
     mixers: list[Any] = [block.mixer for block in blocks]
-    found = {"main" if mixer.compression is None else "compress": mixer.rope for mixer in mixers}
-    ropes, fraction = {"main": Rope(), "compress": Rope(theta=1.6e5)} | found, mixers[0].rope_dim / mixers[0].head_dim
+    ropes = {"main": Rope(), "compress": Rope(theta=1.6e5)}
+    ropes |= {"main" if mixer.compression is None else "compress": mixer.rope for mixer in mixers}
+    fraction = mixers[0].rope_dim / mixers[0].head_dim
     written = write_named_ropes({name: dataclasses.replace(rope, fraction=fraction) for name, rope in ropes.items()})
     return written | {"rope_theta": ropes["main"].theta, "compress_rope_theta": ropes["compress"].theta}
 
 
 _LAYER = "layers.{layer}."
-_ATTENTION, _MLP = _LAYER + "attn.", _LAYER + "ffn."
+_ATTENTION = _LAYER + "attn."
+_MLP = _LAYER + "ffn."
 
 
 def _compressor(prefix: str, path: str) -> tuple[Weight, ...]:
-    wide = "(series head_dim) embed -> embed series head_dim"
+    kernel_pattern = "(series head_dim) embed -> embed series head_dim"
     return (
-        Weight(prefix + "wkv.weight", path + "key", wide),
-        Weight(prefix + "wgate.weight", path + "gate", wide),
+        Weight(prefix + "wkv.weight", path + "key", kernel_pattern),
+        Weight(prefix + "wgate.weight", path + "gate", kernel_pattern),
         Weight(prefix + "ape", path + "bias", "taps (series head_dim) -> taps series head_dim"),
         Weight(prefix + "norm.weight", path + "norm.scale", "norm -> norm"),
     )
 
 
-def _connection(name: str, number: int) -> tuple[Weight, ...]:
-    path = f"residual.connections.{number}."
+def _connection(name: str, index: int) -> tuple[Weight, ...]:
+    path = f"residual.connections.{index}."
     return (
         Weight(_LAYER + f"hc_{name}_fn", path + "kernel", "coefficients stream_embed -> stream_embed coefficients"),
         Weight(_LAYER + f"hc_{name}_base", path + "bias", "coefficients -> coefficients"),
@@ -208,18 +249,19 @@ def _stream_sum(prefix: str, path: str) -> tuple[Weight, ...]:
     )
 
 
-def _with_depths(*rows: Weight) -> tuple[Weight, ...]:
-    """Return the rows with those of layers of multi-token prediction."""
-    depth, path = "mtp.{depth}.", "mtp.depth."
+def _with_mtp(*rows: Weight) -> tuple[Weight, ...]:
+    """Return the weight rows of the decoder, `rows`, and of its multi-token prediction (MTP) layers."""
+    prefix = "mtp.{depth}."
+    path = "mtp.depth."
     return (
         *rows,
-        *mtp_rows(rows, _LAYER, depth),
-        *_stream_sum(depth, path),
-        Weight(depth + "enorm.weight", path + "embed_norm.scale", "norm -> norm"),
-        Weight(depth + "hnorm.weight", path + "stream_norm.scale", "norm -> norm"),
-        Weight(depth + "e_proj.weight", path + "embed_kernel", "embed joined -> joined embed"),
-        Weight(depth + "h_proj.weight", path + "stream_kernel", "embed joined -> joined embed"),
-        Weight(depth + "norm.weight", path + "final_norm.scale", "norm -> norm"),
+        *mtp_rows(rows, _LAYER, prefix),
+        *_stream_sum(prefix, path),
+        Weight(prefix + "enorm.weight", path + "embed_norm.scale", "norm -> norm"),
+        Weight(prefix + "hnorm.weight", path + "stream_norm.scale", "norm -> norm"),
+        Weight(prefix + "e_proj.weight", path + "embed_kernel", "embed joined -> joined embed"),
+        Weight(prefix + "h_proj.weight", path + "stream_kernel", "embed joined -> joined embed"),
+        Weight(prefix + "norm.weight", path + "final_norm.scale", "norm -> norm"),
     )
 
 
@@ -244,9 +286,9 @@ FAMILY = Family(
         Only("attention_bias", False, written=True),
         Rule("_rope_dim", _read_rope_dim, _write_rope_dim),
         Rule("ropes", _read_ropes, _write_ropes),
-        Rule("kinds", _read_kinds, _write_kinds),
-        Rule("sizes", _read_sizes, _write_sizes),
-        Rule("hashed", _read_hashed, _write_hashed),
+        Rule("layer_types", _read_layer_types, _write_layer_types),
+        Rule("compression_sizes", _read_compression_sizes, _write_compression_sizes),
+        Rule("hashed_layers", _read_hashed_layers, _write_hashed_layers),
         Group("mixer", _mixer, (
             Integer("q_lora_rank", "compressed.q_rank", 1024),
             Integer("o_groups", "compressed.out_groups", 8),
@@ -267,10 +309,10 @@ FAMILY = Family(
         )),
         Number("swiglu_limit", "experts.limit", 10.0),
         DEPTHS,
-        Unused("expert_dtype", "it says how tensors were stored"),
+        Unused("expert_dtype", "it is the storage format of the published weights"),
     ),
     build=deepseek_v4,
-    weights=_with_depths(
+    weights=_with_mtp(
         *ends("embed", "norm", "head"),
         *_stream_sum("", ""),
         *_connection("attn", 0),
@@ -299,7 +341,7 @@ FAMILY = Family(
     ),
     prefix="",
     integer_tensors=r".*\.tid2eid",
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "transformers' MLP of this model never has one"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "the MLPs of this model have no bias in transformers"},
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """GLM-4 and GLM-Edge (GLM Team 2024), and GLM-4-0414 (Z.ai 2025).
 
-A part of each head is rotated, in neighboring pairs; fused MLPs.
+Rotary embeddings rotate pairs of neighboring features, by default in half of each head. The gate and up projections of
+MLPs are fused.
 """
 
 import functools
@@ -14,17 +15,16 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-ROPE = Rope(fraction=0.5, pairing="interleaved")
-SETTINGS = (
+_SETTINGS = (
     AUTO_MAP,
     decoder_sizes(num_kv_heads=2, head_dim=128, eps=1.5625e-7, attention_bias=True),
     rope_settings(fraction=0.5, pairing="interleaved"),
 )
-FUSED_MLP = fused_mlp(LAYER + "mlp.")
+_FUSED_MLP = fused_mlp(LAYER + "mlp.")
 
 
-def glm(shape: DecoderSizes, *, rope: Rope = ROPE, norms: NormPlaces = "pre") -> DecoderConfig:
-    """Return a decoder of GLM-4 blocks; the output of attention never has a bias."""
+def glm(shape: DecoderSizes, *, rope: Rope, norms: NormPlaces = "pre") -> DecoderConfig:
+    """Return a decoder of GLM-4 blocks. `shape.attention_bias` does not apply to the output projection of attention."""
     mixer = shape.attention(rope=rope, out_bias=False)
     return shape.decoder(shape.block(mixer, shape.mlp(fused=True), norms=norms))
 
@@ -35,33 +35,33 @@ def glm(shape: DecoderSizes, *, rope: Rope = ROPE, norms: NormPlaces = "pre") ->
 GLM = Family(
     model_type="glm",
     architecture="GlmForCausalLM",
-    settings=SETTINGS,
+    settings=_SETTINGS,
     build=glm,
-    weights=llama_weights(mlp=FUSED_MLP),
+    weights=llama_weights(mlp=_FUSED_MLP),
 )
 
 
 _GLM_KEYS = dict(model_type="glm", num_hidden_layers=40)
 
 
-# --- GLM-4-0414: norms before and after attention and MLP ---
+# --- GLM-4-0414: norms before and after attention and the MLP ---
 
 
 glm4 = functools.partial(glm, norms="sandwich")
 GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
-    settings=SETTINGS,
+    settings=_SETTINGS,
     build=glm4,
     weights=llama_weights(
         norms=norm_weights(
             LAYER,
             pre_mixer_norm="input_layernorm",
             post_mixer_norm="post_self_attn_layernorm",
-            pre_mlp_norm="post_attention_layernorm",  # its name notwithstanding
+            pre_mlp_norm="post_attention_layernorm",  # despite its name, it normalizes the input of the MLP
             post_mlp_norm="post_mlp_layernorm",
         ),
-        mlp=FUSED_MLP,
+        mlp=_FUSED_MLP,
     ),
 )
 

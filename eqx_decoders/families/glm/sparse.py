@@ -1,4 +1,7 @@
-"""GLM-4.5 to 4.7 (GLM Team 2025), GLM-4.7-Flash and GLM-5 (Z.ai 2026), with DeepSeek-V3's experts."""
+"""GLM-4.5 to 4.7 (GLM Team 2025), GLM-4.7-Flash and GLM-5 (Z.ai 2026).
+
+All models have DeepSeek-V3's experts.
+"""
 
 import dataclasses
 import functools
@@ -32,7 +35,7 @@ from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-# --- GLM-4.5, 4.6 and 4.7: attention that rotates half of each head ---
+# --- GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates half of each head ---
 
 
 glm4_moe = functools.partial(v3_experts, output_bias=False)
@@ -52,7 +55,7 @@ GLM4_MOE = Family(
     build=glm4_moe,
     weights=(*llama_weights(experts=V3_EXPERTS), *DEPTH),
     fused=moe.fused_experts(MLP),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"moe_router_dtype": "scores are in float32"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"moe_router_dtype": "router scores are always computed in float32"},
     copies=V3_COPIES,
 )
 
@@ -78,7 +81,7 @@ _355B = _GLM4_MOE_KEYS | dict(
 )
 
 
-# --- GLM-4.7-Flash: DeepSeek-V3's blocks with wider heads ---
+# --- GLM-4.7-Flash: DeepSeek-V3's blocks with larger heads ---
 
 
 GLM4_MOE_LITE = Family(
@@ -101,40 +104,55 @@ GLM4_MOE_LITE = Family(
 )
 
 
-# --- GLM-5: DeepSeek-V3.2's attention, whose layers may share the keys that an indexer selects ---
+# --- GLM-5: DeepSeek-V3.2's sparse attention; several layers can share the keys that one indexer selects ---
 
 
-_INDEXED, _KINDS = "indexed_attention", ("shared", "full")
+_LAYER_TYPE = "indexed_attention"
+_INDEXER_TYPES = ("shared", "full")
 
 
-def glm_moe_dsa(*, indexer: IndexerConfig, chooses: tuple[bool, ...], **options: Any) -> DecoderConfig:
-    """Return a decoder of which some layers choose keys, and each other one takes the choice of the last of those."""
+def glm_moe_dsa(*, indexer: IndexerConfig, full_indexers: tuple[bool, ...], **options: Any) -> DecoderConfig:
+    """Return a decoder of GLM-5 blocks.
+
+    `full_indexers`: for each layer, whether its indexer selects keys. Any other layer uses the keys that the previous
+    full indexer selected. `options`: arguments of `deepseek_v3`.
+    """
     config = with_indexer(deepseek_v3(**options), indexer)
     blocks = []
-    for block, own, next_own in zip(config.blocks, chooses, (*chooses[1:], True), strict=True):
-        names = dict(shared_from=None if own else "choice", shares_as="choice" if own and not next_own else None)
+    next_full_indexers = (*full_indexers[1:], True)
+    for block, is_full, next_is_full in zip(config.blocks, full_indexers, next_full_indexers, strict=True):
+        layer_indexer = dataclasses.replace(
+            indexer,
+            shared_from=None if is_full else "choice",
+            shares_as="choice" if is_full and not next_is_full else None,
+        )
         mixer: Any = block.mixer
-        mixer = dataclasses.replace(mixer, indexer=dataclasses.replace(indexer, **names))
-        blocks.append(dataclasses.replace(block, mixer=mixer))
+        blocks.append(dataclasses.replace(block, mixer=dataclasses.replace(mixer, indexer=layer_indexer)))
     return dataclasses.replace(config, blocks=tuple(blocks))
 
 
-def _read_chooses(fields: Fields, values: Values) -> tuple[bool, ...]:
-    layers, every = values["shape"].num_layers, fields.integer("index_topk_freq", 1)
-    begin, pattern = fields.integer("index_skip_topk_offset", 2, least=0), fields.take("index_topk_pattern", None)
+def _read_full_indexers(fields: Fields, values: Values) -> tuple[bool, ...]:
+    num_layers = values["shape"].num_layers
+    period = fields.integer("index_topk_freq", 1)
+    offset = fields.integer("index_skip_topk_offset", 2, least=0)
+    pattern = fields.take("index_topk_pattern", None)
     if isinstance(pattern, str):
-        fields.content["index_topk_pattern"] = pattern = [
-            {"F": "full", "S": "shared"}.get(each, each) for each in pattern
-        ]
-    cycle = [_KINDS[max(index - begin + 1, 0) % every == 0] for index in range(layers)]
-    listed = fields.words("indexer_types", _KINDS, layers) or fields.words("index_topk_pattern", _KINDS, layers)
-    return tuple(kind == "full" for kind in listed or cycle)
+        types_by_letter = {"F": "full", "S": "shared"}
+        fields.content["index_topk_pattern"] = [types_by_letter.get(letter, letter) for letter in pattern]
+    types = fields.words("indexer_types", _INDEXER_TYPES, num_layers)
+    types = types or fields.words("index_topk_pattern", _INDEXER_TYPES, num_layers)
+    if types:
+        return tuple(indexer_type == "full" for indexer_type in types)
+    return tuple(max(index - offset + 1, 0) % period == 0 for index in range(num_layers))
 
 
-def _write_chooses(config: DecoderConfig) -> dict[str, Any]:
+def _write_full_indexers(config: DecoderConfig) -> dict[str, Any]:
     mixers: list[Any] = [block.mixer for block in config.blocks]
-    kinds = {"layer_types": [_INDEXED] * len(mixers), "indexer_types": [_KINDS[mixer.chooses] for mixer in mixers]}
-    return kinds | {"first_k_dense_replace": moe.sparse_layers(config)[0]}
+    return {
+        "layer_types": [_LAYER_TYPE] * len(mixers),
+        "indexer_types": ["full" if mixer.chooses else "shared" for mixer in mixers],
+        "first_k_dense_replace": moe.sparse_layers(config)[0],
+    }
 
 
 GLM_MOE_DSA = Family(
@@ -152,13 +170,13 @@ GLM_MOE_DSA = Family(
         *expert_settings(num_experts=256, chosen=8, shared=1, expert_dim=2048),
         moe.dense_layers(3, listed=True),
         DEPTHS,
-        Only("layer_types", lambda values: [_INDEXED] * values["shape"].num_layers),
-        Rule("chooses", _read_chooses, _write_chooses),
+        Only("layer_types", lambda values: [_LAYER_TYPE] * values["shape"].num_layers),
+        Rule("full_indexers", _read_full_indexers, _write_full_indexers),
     ),
     build=glm_moe_dsa,
     weights=(*V3_WEIGHTS, *INDEXER),
     fused=moe.fused_experts(MLP),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "transformers' MLP of this model never has one"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "the MLPs of this model have no bias in transformers"},
     copies=V3_COPIES,
 )
 

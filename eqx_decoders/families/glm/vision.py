@@ -1,4 +1,7 @@
-"""GLM-4.1V and 4.5V (GLM-V Team 2025), and 4.6V (Z.ai 2025): images of any shape, positions of time, row and column."""
+"""GLM-4.1V and 4.5V (GLM-V Team 2025), and 4.6V (Z.ai 2025): images of any shape.
+
+The position of an image token consists of a time, a row and a column.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,46 +62,61 @@ def glm_vision(
     qkv_bias: bool = False,
     theta: float = 10_000.0,
 ) -> EncoderConfig:
-    """Return the encoder; `hidden_dim` is the width of the MLP behind it, that of its layers is `out_dim`."""
-    rms, mlp = RMSNormConfig(eps=eps), sizes.mlp(gated=True, bias=False)
+    """Return the vision encoder of GLM-4.1V.
+
+    **Arguments:**
+
+    - `sizes`: sizes of the encoder.
+    - `hidden_dim`: hidden features of the projector's MLP.
+    - `side`: rows and columns of the table of position embeddings.
+    - `frames`: video frames per patch.
+    - `eps`: eps of RMSNorms.
+    - `qkv_bias`: whether the query, key and value projections have biases.
+    - `theta`: base of the rotary embedding.
+    """
+    rms_norm = RMSNormConfig(eps=eps)
+    mlp = sizes.mlp(gated=True, bias=False)
     rope = AxialRope(theta=theta)
-    block = encoder_layer(sizes.embed_dim, sizes.heads, mlp, rms, rope=rope, bias=False, qkv_bias=qkv_bias)
-    first = ProjectionConfig(dim=sizes.out_dim, out_norm=LayerNormConfig(), activation="gelu")
+    block = encoder_layer(sizes.embed_dim, sizes.heads, mlp, rms_norm, rope=rope, bias=False, qkv_bias=qkv_bias)
+    projection = ProjectionConfig(dim=sizes.out_dim, out_norm=LayerNormConfig(), activation="gelu")
     return EncoderConfig(
         embed_dim=sizes.embed_dim,
-        stem=sizes.stem(frames=frames, norm=rms, positions=LearnedGrid(side=side, resample="bicubic")),
+        stem=sizes.stem(frames=frames, norm=rms_norm, positions=LearnedGrid(side=side, resample="bicubic")),
         blocks=(block,) * sizes.layers,
-        post_norm=rms,
+        post_norm=rms_norm,
         projector=ProjectorConfig(
             group=sizes.merge**2,
             convolution=GroupConvolutionConfig(side=sizes.merge, dim=sizes.out_dim),
-            layers=(first, MLPConfig(mlp_dim=hidden_dim, activation=sizes.activation)),
+            layers=(projection, MLPConfig(mlp_dim=hidden_dim, activation=sizes.activation)),
         ),
     )
 
 
 def glm_v(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
-    """Return a decoder with this encoder; the frames of videos are images."""
+    """Return the decoder `text` with the encoder `vision`. `image_token`: placeholder of images and video frames."""
     return with_media(text, MediaConfig(vision=vision, image_token=image_token, positions=GridPositions()))
 
 
-def with_glm_vision(hidden_dim: int, image_token: int) -> Callable[[DecoderConfig], DecoderConfig]:
-    """Return a function that adds the published encoder, with an MLP of this width behind it."""
+def _with_vision(hidden_dim: int, image_token: int) -> Callable[[DecoderConfig], DecoderConfig]:
+    """Return a function that adds the published encoder; `hidden_dim` is the hidden size of the projector's MLP."""
 
-    def model(text: DecoderConfig) -> DecoderConfig:
-        size: dict[str, Any] = dict(mlp_dim=text.embed_dim, out_dim=text.embed_dim, activation="silu")
-        sizes = EncoderSizes(embed_dim=1536, layers=24, heads=12, size=14, **size)
+    def add_encoder(text: DecoderConfig) -> DecoderConfig:
+        sizes = EncoderSizes(
+            embed_dim=1536, layers=24, heads=12, size=14, mlp_dim=text.embed_dim, out_dim=text.embed_dim,
+            activation="silu",
+        )  # fmt: skip
         text = with_rope(text, sections=SECTIONS, interleaved_sections=False)
         return glm_v(text, glm_vision(sizes, hidden_dim=hidden_dim), image_token=image_token)
 
-    return model
+    return add_encoder
 
 
 # --- config.json ---
 
 
 def glm_vision_config(model_type: str) -> Any:
-    """Return the rows of `vision_config`."""
+    """Return the settings of `vision_config`."""
+    # `intermediate_size` is the projector's hidden size here; the MLPs of the layers have `out_hidden_size` features
     sizes = encoder_sizes(width=1536, heads=12, layers=24, mlp_dim=13_696, size=14, keys=QWEN_KEYS)
     return vision_config(
         glm_vision,
@@ -106,7 +124,7 @@ def glm_vision_config(model_type: str) -> Any:
         Integer("out_hidden_size", "projector.out_dim", 4096, name="_out_dim"),
         SAME_OUT_DIM,
         Integer("intermediate_size", "projector.layers.1.mlp_dim", 13_696, name="hidden_dim"),
-        *(row for row in sizes if getattr(row, "key", "") != "intermediate_size"),
+        *(setting for setting in sizes if getattr(setting, "key", "") != "intermediate_size"),
         Rule("mlp_dim", lambda fields, values: values["out_dim"]),
         *grid_side(336),
         Integer("spatial_merge_size", "stem.merge", 2),
@@ -116,7 +134,7 @@ def glm_vision_config(model_type: str) -> Any:
         Number("rms_norm_eps", "post_norm.eps", 1e-5),
         axial_theta("axial", "default", key=""),
         model_type=model_type,
-        ignored={"initializer_range": "of new weights"},
+        ignored={"initializer_range": "it affects only the initialization of weights"},
     )
 
 
@@ -148,12 +166,15 @@ WEIGHTS = (
 )
 IGNORED_KEYS = dict.fromkeys(
     ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
-    "a token around placeholders: part of the prompt",
-) | {"video_token_id": "the frames of videos have the placeholder of images", "initializer_range": "of new weights"}
+    "these tokens surround image placeholders; they are part of the prompt",
+) | {
+    "video_token_id": "video frames have the placeholder of images",
+    "initializer_range": "it affects only the initialization of weights",
+}
 
 
 def dense_family(**options: Any) -> MultimodalFamily:
-    """Return a family of GLM-4-0414 with the encoder; the options are those of `_glm_v_family`."""
+    """Return a vision-language family with GLM-4-0414 as text model. `options`: arguments of `_glm_v_family`."""
     settings = (
         Only("attention_bias", True),
         decoder_sizes(num_kv_heads=2, eps=1e-5, attention_bias=True, keys=NO_BIAS),
@@ -164,7 +185,7 @@ def dense_family(**options: Any) -> MultimodalFamily:
 
 
 def sparse_family(**options: Any) -> MultimodalFamily:
-    """Return a family of GLM-4.5 with the encoder; the options are those of `_glm_v_family`."""
+    """Return a vision-language family with GLM-4.5 as text model. `options`: arguments of `_glm_v_family`."""
     settings = (
         decoder_sizes(num_kv_heads=8, eps=1e-5, attention_bias=True),
         rope_settings(fraction=0.5, sections=SECTIONS, interleaved_sections=False),
@@ -179,14 +200,23 @@ def sparse_family(**options: Any) -> MultimodalFamily:
 
 
 def _glm_v_family(
-    text: str, changes: Mapping[str, Any], *, vision_type: str, image: int, **options: Any
+    text_type: str, changes: Mapping[str, Any], *, vision_type: str, image_token: int, **options: Any
 ) -> MultimodalFamily:
-    """Return the family with encoders of a text family; `image` is the default of the placeholder."""
+    """Return a vision-language family.
+
+    **Arguments:**
+
+    - `text_type`: `model_type` of the text model's family.
+    - `changes`: fields of the text model's family that differ in this family.
+    - `vision_type`: `model_type` of the encoder.
+    - `image_token`: default of the image placeholder.
+    - `options`: other fields of `MultimodalFamily`.
+    """
     return MultimodalFamily(
-        text_type=text,
+        text_type=text_type,
         changes=changes,
         reads_as_text=True,
-        settings=(token("image_token_id", "image_token", image), glm_vision_config(vision_type)),
+        settings=(token("image_token_id", "image_token", image_token), glm_vision_config(vision_type)),
         build=glm_v,
         weights=WEIGHTS,
         text_names=VL_NAMES,
@@ -196,21 +226,24 @@ def _glm_v_family(
     )
 
 
-_GLM4_IMAGE, _IMAGE = 151_343, 151_363
+_GLM4_IMAGE = 151_343
+_IMAGE = 151_363
 
-# GLM-4-0414 with images
-GLM4V = dense_family(model_type="glm4v", architecture="Glm4vForConditionalGeneration", image=_GLM4_IMAGE)
-# GLM-4.5 with images
-GLM4V_MOE = sparse_family(model_type="glm4v_moe", architecture="Glm4vMoeForConditionalGeneration", image=_IMAGE)
-# either of the two; videos are sampled otherwise
-_GLM46V: dict[str, Any] = dict(model_type="glm46v", architecture="Glm46VForConditionalGeneration", image=_GLM4_IMAGE)
+# GLM-4.1V: GLM-4-0414 with images
+GLM4V = dense_family(model_type="glm4v", architecture="Glm4vForConditionalGeneration", image_token=_GLM4_IMAGE)
+# GLM-4.5V: GLM-4.5 with images
+GLM4V_MOE = sparse_family(model_type="glm4v_moe", architecture="Glm4vMoeForConditionalGeneration", image_token=_IMAGE)
+# GLM-4.6V: both text models. Its processor samples video frames in another way.
+_GLM46V: dict[str, Any] = dict(
+    model_type="glm46v", architecture="Glm46VForConditionalGeneration", image_token=_GLM4_IMAGE
+)
 GLM46V = dense_family(**_GLM46V, alternatives=(sparse_family(**_GLM46V, writes_fused=True),))
 
 FAMILIES = (GLM4V, GLM4V_MOE, GLM46V)
 
 MODELS = {
-    "glm4.1v-9b": ExtendedModel("glm4-0414-9b", with_glm_vision(13_696, _GLM4_IMAGE)),
-    "glm4.5v-106b-a12b": ExtendedModel("glm4.5-air-106b-a12b", with_glm_vision(10_944, _IMAGE)),
-    "glm4.6v-flash-9b": ExtendedModel("glm4-0414-9b", with_glm_vision(13_696, _IMAGE)),
-    "glm4.6v-106b-a12b": ExtendedModel("glm4.5-air-106b-a12b", with_glm_vision(10_944, _IMAGE)),
+    "glm4.1v-9b": ExtendedModel("glm4-0414-9b", _with_vision(13_696, _GLM4_IMAGE)),
+    "glm4.5v-106b-a12b": ExtendedModel("glm4.5-air-106b-a12b", _with_vision(10_944, _IMAGE)),
+    "glm4.6v-flash-9b": ExtendedModel("glm4-0414-9b", _with_vision(13_696, _IMAGE)),
+    "glm4.6v-106b-a12b": ExtendedModel("glm4.5-air-106b-a12b", _with_vision(10_944, _IMAGE)),
 }  # fmt: skip

@@ -1,4 +1,7 @@
-"""Nemotron-4 and Minitron (NVIDIA 2024): LayerNorm that stores w - 1, squared ReLU without a gate, half of RoPE."""
+"""Nemotron-4 and Minitron (NVIDIA 2024).
+
+LayerNorms store their scale minus 1. MLPs have a squared ReLU and no gate. Half of each head is rotated.
+"""
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp
 from eqx_decoders.families.hf_table import Family
@@ -9,9 +12,10 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def nemotron(shape: DecoderSizes, *, rope: Rope = Rope(fraction=0.5), mlp_bias: bool = False) -> DecoderConfig:
+def nemotron(shape: DecoderSizes, *, rope: Rope, mlp_bias: bool) -> DecoderConfig:
     """Return a decoder of Nemotron blocks."""
-    norm, mlp = LayerNormConfig(eps=shape.eps, offset=1.0), shape.mlp(gated=False, bias=mlp_bias)
+    norm = LayerNormConfig(eps=shape.eps, offset=1.0)
+    mlp = shape.mlp(gated=False, bias=mlp_bias)
     return shape.decoder(shape.block(shape.attention(rope=rope), mlp, norm), norm)
 
 

@@ -1,15 +1,14 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025): Mamba-2, few layers of attention, squared ReLU.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025): Mamba-2, few attention layers, squared ReLU.
 
-A layer has one branch only: a recurrence, attention, an MLP or experts. Nothing knows positions but the recurrence.
+A layer has a single branch: Mamba-2, attention, an MLP or experts. Attention has no position embedding.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
@@ -25,6 +24,7 @@ from eqx_decoders.families.settings_table import (
     Flag,
     Group,
     Integer,
+    Key,
     Number,
     Only,
     Renamed,
@@ -42,98 +42,129 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
 
-_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
-_DEPTH = "*E"  # the layers of multi-token prediction
+_LAYER_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+_MTP_PATTERN = "*E"  # the two layers of each multi-token prediction (MTP) depth
 
 
 def nemotron_h(
-    shape: DecoderSizes, pattern: str, *, mamba: Mamba2Config | None, experts: ExpertsConfig | None = None,
-    depths: int = 0,
+    shape: DecoderSizes, pattern: str, *, mamba: Mamba2Config, experts: ExpertsConfig | None = None, depths: int = 0,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of layers with one branch each: M(amba), * (attention), - (an MLP) or E(xperts).
+    """Return a decoder of Nemotron-H layers.
 
-    The two layers of multi-token prediction, attention and experts, are one block here. They read the stream after the
-    final norm, as vLLM and SGLang run these weights.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder. Attention has no rotary embedding, and MLPs have no gate.
+    - `pattern`: the branch of each layer: `M` (Mamba-2), `*` (attention), `-` (MLP) or `E` (experts).
+    - `mamba`, `experts`: layers for `M` and `E`. `experts` is required if `pattern` has `E` or `depths` is not 0.
+    - `depths`: number of multi-token prediction (MTP) depths. Their two layers, attention and experts, are a single
+        block here.
     """
-    norm, mixers = shape.norm, {"M": mamba, "*": shape.attention(rope=None)}
-    channels = {"-": shape.mlp(gated=False), "E": experts}
+    norm = shape.norm
+    mixers = {"M": mamba, "*": shape.attention(rope=None)}
+    mlps = {"-": shape.mlp(gated=False), "E": experts}
 
     def block(letter: str) -> BlockConfig:
-        mixer, mlp = mixers.get(letter), channels.get(letter)
-        if mixer is None:
-            return BlockConfig(mixer=None, mlp=mlp, pre_mlp_norm=norm)
-        return BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=norm)
+        if letter in mixers:
+            return BlockConfig(mixer=mixers[letter], mlp=None, pre_mixer_norm=norm)
+        return BlockConfig(mixer=None, mlp=mlps[letter], pre_mlp_norm=norm)
 
     config = shape.decoder(map(block, pattern))
     if depths == 0:
         return config
-    ahead = dataclasses.replace(block("*"), mlp=experts, pre_mlp_norm=norm)
-    return dataclasses.replace(config, mtp=MTPConfig(num_depths=depths, block=ahead, norm=norm, normed_stream=True))
+    mtp = MTPConfig(
+        num_depths=depths,
+        block=dataclasses.replace(block("*"), mlp=experts, pre_mlp_norm=norm),
+        norm=norm,
+        normed_stream=True,  # vLLM and SGLang also apply MTP layers to the output of the final norm
+    )
+    return dataclasses.replace(config, mtp=mtp)
 
 
-def nemotron_experts(shape: DecoderSizes, *, scaling_factor: float, **options: Any) -> ExpertsConfig:
-    """Return experts without gates, and a shared one; those of the options that are the router's are `v3_router`'s."""
-    names = {"groups", "groups_per_token", "renormalize"} & options.keys()
-    router = v3_router(scaling_factor=scaling_factor, **{name: options.pop(name) for name in names})
+def nemotron_experts(
+    shape: DecoderSizes, *, scaling_factor: float, groups: int = 1, groups_per_token: int = 1,
+    renormalize: bool = True, **options: Any,
+) -> ExpertsConfig:  # fmt: skip
+    """Return experts without gates. `options`: arguments of `DecoderSizes.experts`; the others: see `v3_router`."""
+    router = v3_router(
+        groups=groups, groups_per_token=groups_per_token, scaling_factor=scaling_factor, renormalize=renormalize
+    )
     return shape.experts(gated=False, router=router, **options)
 
 
-def _without_infinite_limit(fields: Fields, values: Values) -> None:
-    if fields.content.get("time_step_limit") == [0.0, float("inf")]:  # which an export could not write
+def _remove_infinite_limit(fields: Fields, values: Values) -> None:
+    # this limit has no effect, and an export could not write infinity as JSON
+    if fields.content.get("time_step_limit") == [0.0, float("inf")]:
         del fields.content["time_step_limit"]
 
 
-def _read_letters(fields: Fields, key: str, key_of_words: str) -> Any:
-    pattern, names = fields.take(key, None), fields.words(key_of_words, (*_LETTERS.values(), *_LEGACY), None)
-    if names is None:
+def _read_letters(fields: Fields, letters_key: str, types_key: str) -> Any:
+    """Return the layers as letters. `types_key` takes precedence over `letters_key`."""
+    pattern = fields.take(letters_key, None)
+    layer_types = fields.words(types_key, (*_LAYER_TYPES.values(), *_LEGACY_LAYER_TYPES), None)
+    if layer_types is None:
         return pattern
-    letters = {name: letter for letter, name in _LETTERS.items()}
-    return "".join(letters[_LEGACY.get(name, name)] for name in names)  # it counts where both are given
+    letters = {layer_type: letter for letter, layer_type in _LAYER_TYPES.items()}
+    return "".join(letters[_LEGACY_LAYER_TYPES.get(layer_type, layer_type)] for layer_type in layer_types)
 
 
 def _read_pattern(fields: Fields, values: Values) -> str:
-    """Read the pattern: one letter for each layer."""
     pattern = _read_letters(fields, "hybrid_override_pattern", "layers_block_type")
-    if not isinstance(pattern, str) or not pattern or set(pattern) - set(_LETTERS):
-        raise fields.error(f"hybrid_override_pattern must have one of {' '.join(_LETTERS)} for each layer.")
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set(_LAYER_TYPES):
+        raise fields.error(
+            f"hybrid_override_pattern={abbreviate(pattern)} must have a letter for each layer: M (Mamba-2), "
+            "* (attention), - (MLP) or E (experts). Set it, or set layers_block_type."
+        )
     if "*" not in pattern:
-        raise fields.error("hybrid_override_pattern or layers_block_type must have at least one attention layer.")
-    fields.content["num_hidden_layers"] = len(pattern)  # which transformers does not read
+        raise fields.error(
+            f"hybrid_override_pattern={abbreviate(pattern)} or layers_block_type must have at least one attention "
+            "layer (* or full_attention)."
+        )
+    # `decoder_sizes` reads this key; in transformers, the number of layers is the length of the pattern
+    fields.content["num_hidden_layers"] = len(pattern)
     return pattern
 
 
 def _write_pattern(config: DecoderConfig) -> dict[str, Any]:
     pattern = "".join(map(_letter, config.blocks))
-    return {"layers_block_type": [_LETTERS[letter] for letter in pattern], "hybrid_override_pattern": pattern}
+    return {"layers_block_type": [_LAYER_TYPES[letter] for letter in pattern], "hybrid_override_pattern": pattern}
 
 
-def _read_depth_pattern(fields: Fields, values: Values) -> None:
-    """Refuse other layers of multi-token prediction than attention and experts."""
+def _check_mtp_pattern(fields: Fields, values: Values) -> None:
+    """Raise ConversionError unless MTP layers are attention and experts."""
     pattern = _read_letters(fields, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    if values["depths"] and (pattern or _DEPTH) != _DEPTH:
-        raise fields.error(f"mtp_hybrid_override_pattern={pattern} is not known here: only {_DEPTH} is.")
-    if values["depths"] and "E" not in values["pattern"]:
-        raise fields.error("num_nextn_predict_layers must be 0 where no layer has experts, whose sizes its are.")
+    depths = values["depths"]
+    if depths and (pattern or _MTP_PATTERN) != _MTP_PATTERN:
+        raise fields.error(
+            f"mtp_hybrid_override_pattern={pattern} is not supported. Supported: {_MTP_PATTERN} (attention, experts)."
+        )
+    if depths and "E" not in values["pattern"]:
+        raise fields.error(
+            f"num_nextn_predict_layers={depths} needs a layer with experts in hybrid_override_pattern or "
+            "layers_block_type, because multi-token prediction layers have the same experts. Set it to 0."
+        )
 
 
-def _write_depth_pattern(config: DecoderConfig) -> dict[str, Any]:
-    names = [_LETTERS[letter] for letter in _DEPTH]
-    return {"mtp_layers_block_type": names, "mtp_hybrid_override_pattern": _DEPTH} if config.mtp else {}
+def _write_mtp_pattern(config: DecoderConfig) -> dict[str, Any]:
+    if config.mtp is None:
+        return {}
+    layer_types = [_LAYER_TYPES[letter] for letter in _MTP_PATTERN]
+    return {"mtp_layers_block_type": layer_types, "mtp_hybrid_override_pattern": _MTP_PATTERN}
 
 
 def _letter(block: BlockConfig) -> str:
-    kinds = {AttentionConfig: "*", Mamba2Config: "M", MLPConfig: "-", ExpertsConfig: "E", type(None): ""}
-    letter = "".join(kinds.get(type(part), "?") for part in (block.mixer, block.mlp))
-    if letter not in _LETTERS:
+    letters = {AttentionConfig: "*", Mamba2Config: "M", MLPConfig: "-", ExpertsConfig: "E", type(None): ""}
+    letter = "".join(letters.get(type(layer), "?") for layer in (block.mixer, block.mlp))
+    if letter not in _LAYER_TYPES:
         raise ConversionError(
-            f"DecoderConfig.blocks: a layer must have one of the branches that Nemotron-H has: {block!r}."
+            f"DecoderConfig.blocks: {block!r} cannot be written as a nemotron_h layer, which has exactly one layer of "
+            "AttentionConfig, Mamba2Config, MLPConfig or ExpertsConfig. Use another family."
         )
     return letter
 
 
-def _of_mlp(field: str) -> Callable[[DecoderConfig], Any]:
-    """Return a function of the first MLP's field; it is not written where no layer has an MLP."""
+def _mlp_field(field: str) -> Callable[[DecoderConfig], Any]:
+    """Return a function that returns a field of the first MLP, or ABSENT if no layer has an MLP."""
 
     def value(config: DecoderConfig) -> Any:
         mlp = first_layer(config, "mlp")
@@ -150,7 +181,7 @@ _MAMBA = (
     Integer("conv_kernel", "mamba.taps", 4),
     Flag("use_conv_bias", "mamba.taps_bias", True),
     Flag("use_bias", "mamba.in_bias", False, name="bias"),
-    Number("time_step_min", "mamba.dt_min", 0.001),  # with which transformers limits steps; vLLM does not
+    Number("time_step_min", "mamba.dt_min", 0.001),  # lower bound of step sizes in transformers; vLLM has no bound
 )
 _EXPERTS = (
     *moe.expert_counts("n_routed_experts", num=8, chosen=2),
@@ -168,11 +199,12 @@ _EXPERTS = (
 
 def _skip_expert_keys(fields: Fields, values: Values) -> None:
     """Ignore the sizes of experts if no layer has experts, because transformers writes its default sizes."""
-    if "E" not in values["pattern"]:
-        for setting in _EXPERTS:
-            for key in (getattr(setting, name, None) for name in ("key", "twin")):
-                if key and key != "mlp_hidden_act":
-                    fields.take(key, None)
+    if "E" in values["pattern"]:
+        return
+    for setting in _EXPERTS:
+        assert isinstance(setting, Key | Only)
+        if setting.key != "mlp_hidden_act":  # also the activation of MLPs
+            fields.take(setting.key, None)
 
 
 def _mamba(shape: DecoderSizes, *, bias: bool, **options: Any) -> Mamba2Config:
@@ -180,7 +212,7 @@ def _mamba(shape: DecoderSizes, *, bias: bool, **options: Any) -> Mamba2Config:
 
 
 _KEYS = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act", **NO_BIAS}
-# the names that transformers reads as well
+# other spellings that transformers also reads
 _RENAMED = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -189,12 +221,13 @@ _RENAMED = {
     "attention_head_dim": "head_dim",
 }
 _IGNORED = {
-    "transformers does not read it": "attention_bias mamba_proj_bias sliding_window rope_theta rope_parameters "
-    "rope_scaling partial_rotary_factor time_step_limit mamba_dt_limit num_hidden_layers norm_eps rms_norm_eps",
-    "how it is run": "chunk_size mamba_chunk_size use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep "
-    "moe_shared_expert_overlap residual_in_fp32 expand mamba_expand",
-    "only one kind of layers of multi-token prediction is read": "mtp_hybrid_override_pattern mtp_layers_block_type",
-    "how it was begun": "rescale_prenorm_residual time_step_max time_step_floor mamba_dt_max mamba_dt_init_floor",
+    "attention_bias mamba_proj_bias sliding_window rope_theta rope_parameters rope_scaling partial_rotary_factor "
+    "time_step_limit mamba_dt_limit num_hidden_layers norm_eps rms_norm_eps": "transformers does not read it",
+    "chunk_size mamba_chunk_size use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep moe_shared_expert_overlap "
+    "residual_in_fp32 expand mamba_expand": "it affects only how transformers runs the model",
+    "mtp_hybrid_override_pattern mtp_layers_block_type": "only attention followed by experts is supported",
+    "rescale_prenorm_residual time_step_max time_step_floor mamba_dt_max mamba_dt_init_floor": "it affects only the "
+    "initialization of weights",
 }
 _LAYER = "backbone.layers.{layer}."
 _MIXER = _LAYER + "mixer."
@@ -220,12 +253,12 @@ FAMILY = Family(
     settings=(
         AUTO_MAP,
         Renamed(_RENAMED),
-        Rule("", _without_infinite_limit),
+        Rule("", _remove_infinite_limit),
         Defaults(dict(vocab_size=131_072, hidden_size=4096, num_attention_heads=32, intermediate_size=21_504)),
         Rule("pattern", _read_pattern, _write_pattern),
         decoder_sizes(
             num_kv_heads=8, head_dim=128, eps=1e-5, activation="relu2", keys=_KEYS,
-            paths={"intermediate_size": _of_mlp("mlp_dim"), "hidden_act": _of_mlp("activation")},
+            paths={"intermediate_size": _mlp_field("mlp_dim"), "hidden_act": _mlp_field("activation")},
         ),
         Only("mlp_bias", False, written=True),
         Only("mamba_hidden_act", "silu", written=True),
@@ -237,7 +270,7 @@ FAMILY = Family(
         ),
         Rule("", _skip_expert_keys),
         *depth_settings("num_nextn_predict_layers"),
-        Rule("", _read_depth_pattern, _write_depth_pattern),
+        Rule("", _check_mtp_pattern, _write_mtp_pattern),
     ),
     build=nemotron_h,
     weights=(
@@ -253,22 +286,27 @@ FAMILY = Family(
         Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()} | moe.IGNORED_ROUTER_KEYS,
+    ignored_keys=_IGNORED | moe.IGNORED_ROUTER_KEYS,
     ignored_tensors=unread_depths(r"(backbone\.)?mtp\..*"),
     renamed={r"^model\.": "backbone."},
     modules={r"^backbone\.": "model."},
 )  # fmt: skip
 
-_shape = functools.partial(
-    DecoderSizes, vocab_size=131_072, num_kv_heads=8, head_dim=128, activation="relu2", eps=1e-5
-)  # fmt: skip
 
+def _model(
+    pattern: str, mamba_heads: int, *, value_dim: int = 64, key_dim: int = 128,
+    experts: Mapping[str, Any] | None = None, **sizes: Any,
+) -> DecoderConfig:  # fmt: skip
+    """Return a published model.
 
-def _model(shape: DecoderSizes, pattern: str, heads: int, value_dim: int = 64, key_dim: int = 128, **experts: Any):
+    `pattern`: see `nemotron_h`. `experts`: arguments of `nemotron_experts`. `sizes`: fields of `DecoderSizes`.
+    """
+    defaults: dict[str, Any] = dict(vocab_size=131_072, num_layers=len(pattern), num_kv_heads=8, head_dim=128)
+    shape = DecoderSizes(activation="relu2", eps=1e-5, **{**defaults, **sizes})
     mamba = Mamba2Config(
-        num_heads=heads, value_dim=value_dim, num_groups=8, key_dim=key_dim, dt_min=0.001, eps=shape.eps
+        num_heads=mamba_heads, value_dim=value_dim, num_groups=8, key_dim=key_dim, dt_min=0.001, eps=shape.eps
     )
-    experts_config = nemotron_experts(shape, **experts) if experts else None
+    experts_config = None if experts is None else nemotron_experts(shape, **experts)
     return nemotron_h(shape, pattern, mamba=mamba, experts=experts_config)
 
 
@@ -280,32 +318,21 @@ _NANO_12B = "M-M-M-M" + "*-M-M-M-M" * 6 + "-"
 _NANO_30B = "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*EMEMEMEME"
 _SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 
-
-def _sized(pattern: str, **sizes: Any) -> DecoderSizes:
-    return _shape(num_layers=len(pattern), **sizes)
-
-
 MODELS = {
-    "nemotron-h-4b": lambda: _model(_sized(_SMALL, embed_dim=3072, num_heads=32, mlp_dim=12_288), _SMALL, 112),
-    "nemotron-h-8b": lambda: _model(_sized(_SMALL, embed_dim=4096, num_heads=32, mlp_dim=21_504), _SMALL, 128),
-    "nemotron-h-47b": lambda: _model(
-        _sized(_47B, embed_dim=8192, num_heads=64, mlp_dim=30_720), _47B, 256, key_dim=256
-    ),
-    "nemotron-h-56b": lambda: _model(
-        _sized(_56B, embed_dim=8192, num_heads=64, mlp_dim=32_768), _56B, 256, key_dim=256
-    ),
-    "nemotron-nano2-9b": lambda: _model(
-        _sized(_NANO, embed_dim=4480, num_heads=40, mlp_dim=15_680), _NANO, 128, value_dim=80
-    ),
-    "nemotron-nano2-12b": lambda: _model(
-        _sized(_NANO_12B, embed_dim=5120, num_heads=40, mlp_dim=20_480), _NANO_12B, 128, value_dim=80
-    ),
+    "nemotron-h-4b": lambda: _model(_SMALL, 112, embed_dim=3072, num_heads=32, mlp_dim=12_288),
+    "nemotron-h-8b": lambda: _model(_SMALL, 128, embed_dim=4096, num_heads=32, mlp_dim=21_504),
+    "nemotron-h-47b": lambda: _model(_47B, 256, key_dim=256, embed_dim=8192, num_heads=64, mlp_dim=30_720),
+    "nemotron-h-56b": lambda: _model(_56B, 256, key_dim=256, embed_dim=8192, num_heads=64, mlp_dim=32_768),
+    "nemotron-nano2-9b": lambda: _model(_NANO, 128, value_dim=80, embed_dim=4480, num_heads=40, mlp_dim=15_680),
+    "nemotron-nano2-12b": lambda: _model(_NANO_12B, 128, value_dim=80, embed_dim=5120, num_heads=40, mlp_dim=20_480),
     "nemotron3-nano-30b-a3b": lambda: _model(
-        _sized(_NANO_30B, embed_dim=2688, num_heads=32, num_kv_heads=2, mlp_dim=1856), _NANO_30B, 64,
-        num_experts=128, num_experts_per_token=6, shared_dim=3712, scaling_factor=2.5,
+        _NANO_30B, 64, embed_dim=2688, num_heads=32, num_kv_heads=2, mlp_dim=1856,
+        experts=dict(num_experts=128, num_experts_per_token=6, shared_dim=3712, scaling_factor=2.5),
     ),
     "nemotron3-super-120b-a12b": lambda: _model(
-        _sized(_SUPER, embed_dim=4096, num_heads=32, num_kv_heads=2, mlp_dim=2688), _SUPER, 128,
-        num_experts=512, num_experts_per_token=22, shared_dim=5376, scaling_factor=5.0, latent_dim=1024,
+        _SUPER, 128, embed_dim=4096, num_heads=32, num_kv_heads=2, mlp_dim=2688,
+        experts=dict(
+            num_experts=512, num_experts_per_token=22, shared_dim=5376, scaling_factor=5.0, latent_dim=1024
+        ),
     ),
 }  # fmt: skip
