@@ -1,10 +1,12 @@
-"""Granite 4, hybrid (IBM 2025): Mamba-2, few layers of attention without positions, experts or an MLP, multipliers."""
+"""Granite 4 hybrids (IBM 2025): Mamba-2, few attention layers without position embeddings, Granite 3's multipliers.
+
+Each layer also has an MLP or experts.
+"""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import ENDS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers
@@ -36,43 +38,39 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def granite_hybrid(
     shape: DecoderSizes,
     *,
-    mamba: Mamba2Config | None,
+    mamba: Mamba2Config,
     full: tuple[bool, ...],
     mlp: MLPConfig | ExpertsConfig,
     query_scale: float,
-    rope: Rope | None = None,
+    rope: Rope | None,
     **scales: Any,
 ) -> DecoderConfig:
-    """Return a decoder of Granite's blocks: attention in the layers where `full` is True, else `mamba`.
+    """Return a decoder of Granite 4 blocks.
 
-    The scales are those of `scaled`.
+    `full`: for each layer, whether it has attention; other layers have `mamba`. `mlp`: MLP or experts of every layer.
+    `query_scale`: see `granite`. `scales`: arguments of `scaled`.
     """
     attention = shape.attention(rope=rope, query_scale=query_scale)
-
-    def block(has_attention: bool) -> BlockConfig:
-        return shape.block(attention if has_attention or mamba is None else mamba, mlp)
-
-    return scaled(shape, map(block, full), **scales)
+    blocks = (shape.block(attention if has_attention else mamba, mlp) for has_attention in full)
+    return scaled(shape, blocks, **scales)
 
 
-def _write_no_mamba(config: DecoderConfig) -> dict[str, Any]:
-    """Return sizes that fit, which transformers wants even where no layer has them."""
-    return (
-        {}
-        if first_layer(config, "mamba")
-        else {"mamba_n_heads": config.embed_dim, "mamba_d_head": 2, "mamba_expand": 2}
-    )
+def _write_unused_mamba_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """Return valid Mamba-2 sizes if no layer has Mamba-2, because transformers checks them in any case."""
+    if first_layer(config, "mamba"):
+        return {}
+    return {"mamba_n_heads": config.embed_dim, "mamba_d_head": 2, "mamba_expand": 2}
 
 
 def _read_rope(fields: Fields, values: Values) -> Rope | None:
-    known = {"rope": True, "nope": False, "none": False}
-    positions, rope = fields.word("position_embedding_type", known, "none"), read_rope(fields)
-    return rope if positions else None
+    has_rope = fields.word("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
+    rope = read_rope(fields)  # also reads the keys if there is no rotary embedding
+    return rope if has_rope else None
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    positions = None if value_at(config, "attention.rope") is None else "rope"
-    return {"position_embedding_type": positions, **write_rope(config, unused=True)}
+    position_type = None if value_at(config, "attention.rope") is None else "rope"
+    return {"position_embedding_type": position_type, **write_rope(config, unused=True)}
 
 
 def _mlp(
@@ -80,12 +78,12 @@ def _mlp(
 ) -> MLPConfig | ExpertsConfig:
     if not num_experts:
         return dataclasses.replace(shape, mlp_dim=shared_dim).mlp()
-    options: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
-    return shape.experts(shared_dim=shared_dim, **options)
+    return shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token, shared_dim=shared_dim)
 
 
-def _of_experts(field: str, otherwise: Any) -> Callable[[DecoderConfig], Any]:
-    return lambda config: getattr(first_layer(config, "experts"), field, otherwise)
+def _experts_field(field: str, default: Any) -> Callable[[DecoderConfig], Any]:
+    """Return a function that returns a field of the experts, or `default` if no layer has experts."""
+    return lambda config: getattr(first_layer(config, "experts"), field, default)
 
 
 def _shared_dim(config: DecoderConfig) -> int:
@@ -95,8 +93,10 @@ def _shared_dim(config: DecoderConfig) -> int:
 
 
 _EXPERTS = (
-    Integer("num_local_experts", _of_experts("num_experts", 0), 8, least=0, name="num_experts"),
-    Integer("num_experts_per_tok", _of_experts("num_experts_per_token", 0), 2, least=0, name="num_experts_per_token"),
+    Integer("num_local_experts", _experts_field("num_experts", 0), 8, least=0, name="num_experts"),
+    Integer(
+        "num_experts_per_tok", _experts_field("num_experts_per_token", 0), 2, least=0, name="num_experts_per_token"
+    ),
     Integer("shared_intermediate_size", _shared_dim, 1024, name="shared_dim"),
 )
 _LAYER = "model.layers.{layer}."
@@ -105,13 +105,13 @@ FAMILY = Family(
     architecture="GraniteMoeHybridForCausalLM",
     settings=(
         Renamed({"layers_block_type": "layer_types"}),
-        Unused("head_dim", "it follows from the others"),
+        Unused("head_dim", "it is hidden_size / num_attention_heads"),
         Defaults({"intermediate_size": 11_008}),
-        decoder_sizes(keys={"head_dim": None}, paths={"intermediate_size": _of_experts("mlp_dim", ABSENT)}),
+        decoder_sizes(keys={"head_dim": None}, paths={"intermediate_size": _experts_field("mlp_dim", ABSENT)}),
         Group("mlp", _mlp, _EXPERTS, uses=("shape",)),
         hybrid_layers(AttentionConfig),
         mamba_settings(),
-        Rule(writes=_write_no_mamba),
+        Rule(writes=_write_unused_mamba_sizes),
         Rule("rope", _read_rope, _write_rope),
         *MULTIPLIERS,
     ),
@@ -127,8 +127,8 @@ FAMILY = Family(
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
-        "mamba_chunk_size": "how it is run",
-        "init_method normalization_function": "how it was trained: RMSNorm is the one that is read",
+        "mamba_chunk_size": "it affects only how transformers runs the model",
+        "init_method normalization_function": "they describe training; transformers always uses RMSNorm",
         "mlp_bias": "transformers does not read it",
     },
 )

@@ -1,6 +1,6 @@
 """Granite 3 (Granite Team 2024; IBM 2025), dense and with experts.
 
-Llama's block with multipliers of embeddings, branches, scores and logits.
+Llama's blocks with multipliers of embeddings, branches, attention scores and logits.
 """
 
 import dataclasses
@@ -22,29 +22,37 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def scaled(
-    shape: DecoderSizes, blocks: Iterable[BlockConfig], *, residual_scale: float = 1.0, **scales: Any
+    shape: DecoderSizes, blocks: Iterable[BlockConfig], *, residual_scale: float, **scales: Any
 ) -> DecoderConfig:
-    """Return a decoder with these blocks; the scales multiply the branches, the embeddings and the logits."""
+    """Return a decoder of these blocks with multipliers.
+
+    `residual_scale`: multiplier of the output of each branch. `scales`: `embedding_scale` and `logit_divisor`, fields
+    of `DecoderConfig`.
+    """
     residual = Sequential(residual_scale=residual_scale)
     return shape.decoder((dataclasses.replace(block, residual=residual) for block in blocks), **scales)
 
 
 def granite(
     shape: DecoderSizes,
-    mlp: MLPConfig | ExpertsConfig | None = None,
+    mlp: MLPConfig | ExpertsConfig,
     *,
-    rope: Rope = Rope(),
-    query_scale: float = 1.0,
+    rope: Rope,
+    query_scale: float,
     norms: NormPlaces = "pre",
     **scales: Any,
 ) -> DecoderConfig:
-    """Return a decoder of Granite blocks, all with this MLP or experts; the scales are those of `scaled`."""
+    """Return a decoder of Granite blocks.
+
+    `mlp`: MLP or experts of every layer. `query_scale`: multiplier of attention scores, instead of
+    `1 / sqrt(head_dim)`. `norms`: positions of norms. `scales`: arguments of `scaled`.
+    """
     block = shape.block(shape.attention(rope=rope, query_scale=query_scale), mlp, norms=norms)
     return scaled(shape, [block] * shape.num_layers, **scales)
 
 
 # transformers 4 writes this key for models in which all layers have a rotary embedding.
-POSITIONS = Only("position_embedding_type", "rope")
+_POSITIONS = Only("position_embedding_type", "rope")
 STREAM_SCALES = (
     Number("embedding_multiplier", "embedding_scale", 1.0),
     Number("residual_multiplier", "blocks.0.residual.residual_scale", 1.0),
@@ -56,36 +64,41 @@ MULTIPLIERS = (
 )
 
 _LAYER = "model.layers.{layer}."
-_INTO, _OUT = "mlp embed -> embed mlp", "embed mlp -> mlp embed"
-_EACH_INTO = "experts mlp embed -> experts embed mlp"
 _MOE = _LAYER + "block_sparse_moe."
+_EXPERTS_IN = "experts mlp embed -> experts embed mlp"
 EXPERTS = (
-    *sharing(_MOE + "input_linear.weight", ("mlp.gate", _EACH_INTO), ("mlp.up", _EACH_INTO), axis=1),
+    *sharing(_MOE + "input_linear.weight", ("mlp.gate", _EXPERTS_IN), ("mlp.up", _EXPERTS_IN), axis=1),
     Weight(_MOE + "output_linear.weight", "mlp.down", "experts embed mlp -> experts mlp embed"),
     Weight(_MOE + "router.layer.weight", "mlp.router.kernel", "experts embed -> embed experts"),
 )
 
 
 def shared_mlp(path: str = "mlp.shared.") -> tuple[Weight, ...]:
-    """Return the rows of the MLP that every token uses."""
+    """Return the weight rows of the shared expert, or of the MLP of a model without experts."""
+    pattern = "mlp embed -> embed mlp"
     return (
-        *sharing(_LAYER + "shared_mlp.input_linear.weight", (path + "gate", _INTO), (path + "up", _INTO)),
-        Weight(_LAYER + "shared_mlp.output_linear.weight", path + "down", _OUT),
+        *sharing(_LAYER + "shared_mlp.input_linear.weight", (path + "gate", pattern), (path + "up", pattern)),
+        Weight(_LAYER + "shared_mlp.output_linear.weight", path + "down", "embed mlp -> mlp embed"),
     )
 
 
 # --- Granite 3.0 to 3.3 ---
 
 
-def granite_dense(shape: DecoderSizes, *, mlp_bias: bool = False, rope: Rope = Rope(), **scales: Any) -> DecoderConfig:
-    """Return a decoder of Granite blocks; scores are multiplied by `query_scale` alone."""
-    return granite(shape, shape.mlp(bias=mlp_bias), rope=rope, **scales)
+def granite_dense(shape: DecoderSizes, *, mlp_bias: bool, **options: Any) -> DecoderConfig:
+    """Return a decoder of Granite blocks with MLPs. `options`: arguments of `granite`."""
+    return granite(shape, shape.mlp(bias=mlp_bias), **options)
 
 
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    settings=(decoder_sizes(), Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"), rope_settings(), *MULTIPLIERS),
+    settings=(
+        decoder_sizes(),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        rope_settings(),
+        *MULTIPLIERS,
+    ),
     build=granite_dense,
     weights=llama_weights(),
 )
@@ -108,7 +121,7 @@ _GRANITE_KEYS = dict(
 
 
 def granite_moe(shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, **options: Any) -> DecoderConfig:
-    """Return a decoder of Granite blocks with experts; the other options are those of `granite`."""
+    """Return a decoder of Granite blocks with experts. `options`: arguments of `granite`."""
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return granite(shape, experts, **options)
 
@@ -119,7 +132,7 @@ GRANITE_MOE = Family(
     settings=(
         decoder_sizes(paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=8, chosen=2),
-        POSITIONS,
+        _POSITIONS,
         rope_settings(),
         *MULTIPLIERS,
     ),
@@ -143,15 +156,20 @@ _GRANITE_MOE_KEYS = dict(
 )
 
 
-# --- Granite with experts and a shared expert, an MLP that every token uses ---
+# --- Granite 3 with experts and a shared expert ---
 
 
 def granite_moe_shared(
-    shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, shared_dim: int = 0, **options: Any
+    shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, shared_dim: int, **options: Any
 ) -> DecoderConfig:
-    """Return a decoder of Granite blocks with experts; every token uses an MLP of `shared_dim`, unless that is 0."""
-    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
-    return granite(shape, shape.experts(shared_dim=shared_dim or None, **counts), **options)
+    """Return a decoder of Granite blocks with experts and a shared expert.
+
+    `shared_dim`: hidden features of the shared expert; 0: no shared expert. `options`: arguments of `granite`.
+    """
+    experts = shape.experts(
+        num_experts=num_experts, num_experts_per_token=num_experts_per_token, shared_dim=shared_dim or None
+    )
+    return granite(shape, experts, **options)
 
 
 def _shared_dim(config: DecoderConfig) -> int:
@@ -166,7 +184,7 @@ GRANITE_MOE_SHARED = Family(
         decoder_sizes(paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=8, chosen=2),
         Integer("shared_intermediate_size", _shared_dim, 0, least=0, name="shared_dim"),
-        POSITIONS,
+        _POSITIONS,
         rope_settings(),
         *MULTIPLIERS,
     ),

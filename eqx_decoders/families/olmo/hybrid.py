@@ -1,4 +1,7 @@
-"""Olmo Hybrid (Team Olmo 2026): three gated delta nets, with norms before their layers, to one attention of OLMo 2."""
+"""Olmo Hybrid (Team Olmo 2026): three blocks with a gated delta net for each attention block of OLMo 2.
+
+Blocks with a gated delta net have pre-norms, and attention blocks have post-norms.
+"""
 
 import functools
 from typing import Any
@@ -18,23 +21,28 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_NORM = RMSNormConfig(eps=1e-5)  # within gated delta nets, whatever `rms_norm_eps` is
+_NORM = RMSNormConfig(eps=1e-5)  # transformers does not use `rms_norm_eps` inside gated delta nets
 
 
 def olmo_hybrid(
     shape: DecoderSizes, *, delta: GatedDeltaNetConfig, full: tuple[bool, ...], rope: Rope | None
 ) -> DecoderConfig:
-    """Return a decoder with attention in the layers where `full` is True, else `delta`."""
-    attention, recurrence = olmo_block(shape, rope=rope), shape.block(delta)
-    return shape.decoder(attention if has_attention else recurrence for has_attention in full)
+    """Return a decoder of Olmo Hybrid blocks.
+
+    `full`: for each layer, whether it has attention; other layers have the gated delta net `delta`. `rope`: rotary
+    embedding of attention; None: no rotation.
+    """
+    attention_block = olmo_block(shape, rope=rope)
+    delta_block = shape.block(delta)
+    return shape.decoder(attention_block if has_attention else delta_block for has_attention in full)
 
 
 def _read_rope(fields: Fields, values: Values) -> Rope | None:
-    """Read the rotary embedding: there is none if `rope_theta` is null, and transformers' default if it is missing."""
-    places = fields.content, fields.content.get("rope_parameters")
-    thetas = [place["rope_theta"] for place in places if isinstance(place, dict) and "rope_theta" in place]
+    """Return the rotary embedding: None if `rope_theta` is null, and transformers' default if it is missing."""
+    tables = fields.content, fields.content.get("rope_parameters")
+    thetas = [table["rope_theta"] for table in tables if isinstance(table, dict) and "rope_theta" in table]
     rope = read_rope(fields)
-    return None if thetas and thetas == [None] * len(thetas) else rope
+    return None if thetas and all(theta is None for theta in thetas) else rope
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -43,18 +51,18 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 
 
-def _heads(values: Values) -> int:
+def _num_heads(values: Values) -> int:
     return values["shape"].num_heads
 
 
-def _key_dim(values: Values) -> int:
+def _default_key_dim(values: Values) -> int:
     return int(0.75 * values["shape"].embed_dim / values["num_key_heads"])
 
 
 _DELTA = (
-    Integer("linear_num_key_heads", "delta.num_key_heads", _heads),
-    Integer("linear_num_value_heads", "delta.num_heads", _heads),
-    Integer("linear_key_head_dim", "delta.key_dim", _key_dim),
+    Integer("linear_num_key_heads", "delta.num_key_heads", _num_heads),
+    Integer("linear_num_value_heads", "delta.num_heads", _num_heads),
+    Integer("linear_key_head_dim", "delta.key_dim", _default_key_dim),
     Integer("linear_value_head_dim", "delta.value_dim", lambda values: 2 * values["key_dim"]),
     Integer("linear_conv_kernel_dim", "delta.taps", 4),
     Flag("linear_allow_neg_eigval", "delta.negative_eigenvalues", True),
@@ -62,8 +70,14 @@ _DELTA = (
 _DEFAULTS = dict(
     vocab_size=100_352, hidden_size=3840, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=30
 )
-_INTO = {"q": ("query", INTO_KEYS), "k": ("key", INTO_KEYS), "v": ("value", INTO_VALUES), "g": ("gate", INTO_VALUES)}
-_TAPS = {"q": ("query", KEYS), "k": ("key", KEYS), "v": ("value", VALUES)}
+# letter in the tensor's name: name of the weight, and pattern of its kernel or axes of its convolution
+_KERNELS = {
+    "q": ("query", INTO_KEYS),
+    "k": ("key", INTO_KEYS),
+    "v": ("value", INTO_VALUES),
+    "g": ("gate", INTO_VALUES),
+}
+_CONVOLUTIONS = {"q": ("query", KEYS), "k": ("key", KEYS), "v": ("value", VALUES)}
 FAMILY = Family(
     model_type="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
@@ -71,19 +85,26 @@ FAMILY = Family(
         Defaults(_DEFAULTS),
         decoder_sizes(keys={"head_dim": None}),
         Group("delta", functools.partial(GatedDeltaNetConfig, norm=_NORM), _DELTA),
+        # without layer_types, every fourth layer has attention; with fewer than four layers, the last layer
         Rule("_interval", lambda fields, values: min(4, values["shape"].num_layers)),
         hybrid_layers(AttentionConfig),
-        Check(lambda values: not all(values["full"]), "all layers have attention: check layer_types."),
+        Check(
+            lambda values: not all(values["full"]),
+            "layer_types has full_attention for all layers. At least one layer must have linear_attention: change it.",
+        ),
         Rule("rope", _read_rope, _write_rope),
     ),
     build=olmo_hybrid,
     weights=(
         *llama_weights(norms="post"),
         *norm_weights(LAYER, pre_mixer_norm="attention_layer_norm", pre_mlp_norm="feedforward_layer_norm"),
-        *(Weight(f"{LINEAR}{letter}_proj.weight", f"mixer.{name}", into) for letter, (name, into) in _INTO.items()),
         *(
-            Weight(f"{LINEAR}{letter}_conv1d.weight", f"mixer.{name}_taps", f"{rows} 1 taps -> {rows.strip('()')} taps")
-            for letter, (name, rows) in _TAPS.items()
+            Weight(f"{LINEAR}{letter}_proj.weight", f"mixer.{name}", pattern)
+            for letter, (name, pattern) in _KERNELS.items()
+        ),
+        *(
+            Weight(f"{LINEAR}{letter}_conv1d.weight", f"mixer.{name}_taps", f"{axes} 1 taps -> {axes.strip('()')} taps")
+            for letter, (name, axes) in _CONVOLUTIONS.items()
         ),
         Weight(LINEAR + "a_proj.weight", "mixer.dt", "heads embed -> embed heads"),
         Weight(LINEAR + "b_proj.weight", "mixer.beta", "heads embed -> embed heads"),
@@ -93,7 +114,8 @@ FAMILY = Family(
         Weight(LINEAR + "o_proj.weight", "mixer.out", f"embed {VALUES} -> heads value_dim embed"),
     ),
     ignored_keys={
-        "linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min": "how it was begun"
+        "linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min": "they affect only the "
+        "initialization of weights"
     },
 )
 

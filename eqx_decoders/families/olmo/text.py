@@ -15,22 +15,29 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
+_MLP = LAYER + "mlp."
+
+
 def olmo_block(
     shape: DecoderSizes, *, rope: Rope | None, mask: Mask = Causal(), experts: ExpertsConfig | None = None
 ) -> BlockConfig:
-    """Return a block with norms on outputs only, and one norm of all queries of a token, and of all its keys."""
+    """Return a block of OLMo 2.
+
+    The outputs of attention and of the MLP (or `experts`) are normalized, but not their inputs. One norm covers the
+    queries of all heads, and another norm the keys of all heads.
+    """
     mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm, over="heads"))
     return shape.block(mixer, experts, norms="post")
 
 
-# --- OLMo: LayerNorms without weights, and clipped queries, keys and values ---
+# --- OLMo: LayerNorms without learned scale and bias, and clipped queries, keys and values ---
 
 
 _NORM = LayerNormConfig(eps=1e-5, scale=False, bias=False)
 
 
-def olmo(shape: DecoderSizes, *, rope: Rope = Rope(), clip: float | None = None) -> DecoderConfig:
-    """Return a decoder of OLMo blocks."""
+def olmo(shape: DecoderSizes, *, rope: Rope, clip: float | None) -> DecoderConfig:
+    """Return a decoder of OLMo blocks. Queries, keys and values are clipped to `[-clip, clip]`; None: no clipping."""
     return shape.decoder(shape.block(shape.attention(rope=rope, qkv_clip=clip), norm=_NORM), final_norm=_NORM)
 
 
@@ -57,10 +64,10 @@ _OLMO_KEYS = dict(
 )
 
 
-# --- OLMo 2: norms on outputs only, norms over all heads of queries and keys ---
+# --- OLMo 2: post-norms, and norms over the queries and the keys of all heads ---
 
 
-def olmo2(shape: DecoderSizes, *, rope: Rope = Rope(theta=500_000.0)) -> DecoderConfig:
+def olmo2(shape: DecoderSizes, *, rope: Rope) -> DecoderConfig:
     """Return a decoder of OLMo 2 blocks."""
     return shape.decoder(olmo_block(shape, rope=rope))
 
@@ -80,20 +87,18 @@ OLMO2 = Family(
 _OLMO2_KEYS = dict(model_type="olmo2", vocab_size=100_352, rms_norm_eps=1e-06, rope_theta=500_000.0)
 
 
-# --- Olmo 3: OLMo 2 with a window in three of four layers ---
+# --- Olmo 3: OLMo 2 with sliding-window attention in three of four layers ---
 
 
 _OLMO3_THETA = 500_000.0
 
 
-def olmo3(
-    shape: DecoderSizes,
-    *,
-    masks: tuple[Mask, ...],
-    rope: Rope = Rope(theta=_OLMO3_THETA),
-    local_rope: Rope = Rope(theta=_OLMO3_THETA),
-) -> DecoderConfig:
-    """Return a decoder of Olmo 3 blocks; layers with a window have the rotary embedding `local_rope`."""
+def olmo3(shape: DecoderSizes, *, masks: tuple[Mask, ...], rope: Rope, local_rope: Rope) -> DecoderConfig:
+    """Return a decoder of Olmo 3 blocks.
+
+    `masks`: attention mask of each layer. `local_rope`: rotary embedding of layers with a sliding window; `rope`:
+    rotary embedding of other layers.
+    """
 
     def block(mask: Mask) -> BlockConfig:
         return olmo_block(shape, rope=local_rope if isinstance(mask, SlidingWindow) else rope, mask=mask)
@@ -106,7 +111,7 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     settings=(
         decoder_sizes(eps=1e-5),
-        # transformers gives the layers with a window this theta in old files, whatever their rope_theta is
+        # without rope_parameters, transformers uses this theta in layers with a window, whatever rope_theta is
         RopesByLayer(theta=_OLMO3_THETA, local_theta=_OLMO3_THETA, local_key=None),
         cycle_masks(4, default=4096),
     ),
@@ -126,59 +131,56 @@ _OLMO3_KEYS = dict(
 )
 
 
-# --- FlexOlmo (Shi et al. 2025): OLMo 2's block with experts that were trained independently ---
-
-
-_FLEX_THETA = 500_000.0
+# --- FlexOlmo (Shi et al. 2025): OLMo 2's block with independently trained experts ---
 
 
 def flex_olmo(
-    shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, renormalize: bool = False,
-    rope: Rope = Rope(theta=_FLEX_THETA),
-) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of FlexOlmo blocks, whose experts are as wide as the MLP of `shape`."""
+    shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, renormalize: bool, rope: Rope
+) -> DecoderConfig:
+    """Return a decoder of FlexOlmo blocks with experts of `shape.mlp_dim` hidden features.
+
+    `renormalize`: whether the router weights of a token's experts are divided by their sum.
+    """
     router = RouterConfig(order="score_first", renormalize=renormalize)
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token, router=router)
     return shape.decoder(olmo_block(shape, rope=rope, experts=experts))
 
 
-_FLEX_MLP = LAYER + "mlp."
 FLEX_OLMO = Family(
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
     settings=(
         decoder_sizes(paths=moe.EXPERT_PATHS),
-        rope_settings(theta=_FLEX_THETA),
+        rope_settings(theta=500_000.0),
         *moe.expert_counts("num_experts", num=7, chosen=5),
         Flag("norm_topk_prob", "experts.router.renormalize", False),
     ),
     build=flex_olmo,
-    weights=llama_weights(norms="post", mlp=moe.separate_experts(_FLEX_MLP)),
-    fused=moe.fused_experts(_FLEX_MLP),
+    weights=llama_weights(norms="post", mlp=moe.separate_experts(_MLP)),
+    fused=moe.fused_experts(_MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
 
-# --- OLMoE (Muennighoff et al. 2024): norms over all heads, clipped projections; experts in every layer ---
+# --- OLMoE (Muennighoff et al. 2024): pre-norms, norms over all heads, clipped projections, and experts ---
 
 
 def olmoe(
     shape: DecoderSizes,
     *,
-    num_experts: int = 64,
-    num_experts_per_token: int = 8,
-    renormalize: bool = False,
-    rope: Rope = Rope(),
-    clip: float | None = None,
+    num_experts: int,
+    num_experts_per_token: int,
+    renormalize: bool,
+    rope: Rope,
+    clip: float | None,
 ) -> DecoderConfig:
-    """Return a decoder of OLMoE blocks."""
+    """Return a decoder of OLMoE blocks. `renormalize`: see `flex_olmo`; `clip`: see `olmo`."""
     router = RouterConfig(order="score_first", renormalize=renormalize)
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token, router=router)
     qk_norm = QKNorm(norm=shape.norm, over="heads")
     return shape.decoder(shape.block(shape.attention(rope=rope, qk_norm=qk_norm, qkv_clip=clip), experts))
 
 
-_MLP = "model.layers.{layer}.mlp."
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
