@@ -761,7 +761,7 @@ REFUSED = [
     refusal("apertus", dict(qk_norm=False), "qk_norm=false"),
     refusal("bamba", dict(attn_layer_indices=[]), "attn_layer_indices"),
     refusal("bamba", dict(attn_rotary_emb=8), "attn_rotary_emb=8"),
-    refusal("bamba", dict(mamba_d_head=9), "mamba_n_heads=6", "mamba_d_head=9", "mamba_expand", "hidden_size=48"),
+    refusal("bamba", dict(mamba_d_head=9), "mamba_n_heads=6", "mamba_d_head=9", "mamba_expand", "hidden_size", 48),
     refusal("bamba", dict(rope_parameters=None, partial_rotary_factor=1.0), "half"),
     refusal(R7B, dict(use_parallel_block=False), "use_parallel_block"),  # transformers does not read it
     refusal(R7B, dict(rotary_pct=0.5), "rotary_pct"),
@@ -832,7 +832,7 @@ REFUSED = [
     refusal("granitemoe", dict(position_embedding_type="nope"), "position_embedding_type=nope"),
     refusal("granitemoehybrid", dict(mamba_d_head=7), "mamba_n_heads=6", "mamba_d_head=7"),
     refusal("granitemoehybrid", dict(position_embedding_type="alibi"), "position_embedding_type=alibi"),
-    refusal("granitemoehybrid", dict(time_step_limit=[0.5]), "time_step_limit[0]"),
+    refusal("granitemoehybrid", dict(time_step_limit=[0.5]), "time_step_limit=[0.5]"),
     refusal("granitemoehybrid", dict(time_step_limit=[0.5, 0.1]), "dt_max=0.1"),
     refusal("helium", dict(head_dim=16), "num_attention_heads", "head_dim", "hidden_size"),
     *(refusal(kind, drop("first_k_dense_replace") | dict(num_hidden_layers=3, mlp_layer_types=["dense"] * 3), "experts")
@@ -900,7 +900,7 @@ REFUSED = [
     refusal("longcat_flash", dict(head_dim=7), "head_dim=7", "qk_rope_head_dim="),
     refusal("mamba", dict(hidden_act="gelu"), "hidden_act=gelu"),
     refusal("mamba", dict(mixer_rms_eps=1e-6), "mixer_rms_eps"),
-    refusal("mamba2", dict(head_dim=9), "num_heads=6", "head_dim=9", "expand", "hidden_size=48"),
+    refusal("mamba2", dict(head_dim=9), "num_heads=6", "head_dim=9", "expand", "hidden_size", 48),
     refusal("mamba2", dict(hidden_act="gelu"), "hidden_act=gelu"),
     refusal("minimax", dict(mlp_beta_factor=0), "mlp_beta_factor=0"),
     refusal("minimax", dict(postnorm=False), "postnorm=false"),

@@ -1,4 +1,4 @@
-"""Mamba (Gu & Dao 2023) and Falcon Mamba (TII 2024): recurrences by channels alone, without attention and MLPs."""
+"""Mamba (Gu & Dao 2023) and Falcon Mamba (TII 2024): decoders without attention and MLPs."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.mamba.blocks import BACKBONE, backbone, mamba_decoder, mamba_sizes
+from eqx_decoders.families.mamba.blocks import BACKBONE, IntegerOrAuto, backbone, mamba_decoder, mamba_sizes
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -15,61 +15,50 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def mamba1_settings(*norm: Rule, keys: Mapping[str, str] = {}) -> Group:
-    """Return the rows of the value `mamba`, after those of a `shape` with `embed_dim`; `norm` is that of its norm.
+    """Return the settings of `mamba`, a `Mamba1Config`. They must follow a `shape` with `embed_dim`.
 
-    `keys` maps Mamba's keys to the family's, "" where it has none.
+    `norm`: setting of the field `norm`, for a family with norms in Mamba layers. `keys`: the family's names of Mamba's
+    keys, where these differ; "" for a key that the family does not have.
     """
 
     def key(name: str) -> str:
         return keys.get(name, name)
 
-    def make(*, expand: int, **options: Any) -> Mamba1Config:
-        return Mamba1Config(**options)
+    def default_channels(values: Values) -> int:
+        return values["_expand"] * values["shape"].embed_dim
 
-    rows = (
-        Integer(key("expand"), _expand, 2, name="expand"),
-        Integer(key("intermediate_size"), "mamba1.channels", lambda values: values["expand"] * _embed(values)),
+    def default_rank(values: Values) -> int:
+        return math.ceil(values["shape"].embed_dim / 16)
+
+    settings = (
+        Integer(key("expand"), _expand, 2, name="_expand"),
+        Integer(key("intermediate_size"), "mamba1.channels", default_channels),
         Integer(key("state_size"), "mamba1.key_dim", 16),
-        _Rank(key("time_step_rank"), "mamba1.step_rank", lambda values: math.ceil(_embed(values) / 16)),
+        IntegerOrAuto(key("time_step_rank"), "mamba1.step_rank", default_rank),
         Integer(key("conv_kernel"), "mamba1.taps", 4),
         Flag(key("use_conv_bias"), "mamba1.taps_bias", True),
         Flag(key("use_bias"), "mamba1.bias", False),
         *norm,
     )
-    return Group("mamba", make, rows, layer="mamba1")
-
-
-def _embed(values: Values) -> int:
-    return values["shape"].embed_dim
+    return Group("mamba", Mamba1Config, settings, layer="mamba1")
 
 
 def _expand(config: DecoderConfig) -> int:
     return max(1, first_layer(config, "mamba1").channels // config.embed_dim)
 
 
-class _Rank(Integer):
-    """Features that steps are made from; "auto" is the default."""
-
-    def value(self, fields: Fields, default: Any, null: Any) -> Any:
-        return default if fields.take(self.key, None) == "auto" else super().value(fields, default, null)
-
-
-# keys without effect, for both families of recurrences alone
-IGNORED = {
-    key: reason
-    for reason, keys in {
-        "how it was begun": "rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max "
-        "time_step_min time_step_scale",
-        "how it is run": "residual_in_fp32 use_associative_scan use_mambapy use_falcon_mambapy",
-        "transformers does not read it": "d_inner d_model fused_add_norm n_layer pad_vocab_size_multiple rms_norm "
-        "ssm_cfg",
-    }.items()
-    for key in keys.split()
+# keys without effect in Mamba and Falcon Mamba
+_IGNORED = {
+    "rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max time_step_min "
+    "time_step_scale": "it affects only the initialization of weights",
+    "residual_in_fp32 use_associative_scan use_mambapy "
+    "use_falcon_mambapy": "it affects only how transformers runs the model",
+    "d_inner d_model fused_add_norm n_layer pad_vocab_size_multiple rms_norm ssm_cfg": "transformers does not read it",
 }
 
 
 def mamba1_weights(prefix: str) -> tuple[Weight, ...]:
-    """Return rows of Mamba."""
+    """Return the weight rows of Mamba layers, whose tensors have names that start with `prefix`."""
     return (
         Weight(prefix + "in_proj.weight", "mixer.inputs", "(inputs mlp) embed -> embed inputs mlp"),
         Weight(prefix + "in_proj.bias", "mixer.inputs_bias", "(inputs mlp) -> inputs mlp"),
@@ -88,23 +77,26 @@ def mamba1_weights(prefix: str) -> tuple[Weight, ...]:
     )
 
 
+_SIZES = mamba_sizes(vocab_size=50_280, embed_dim=768, num_layers=32, tied=True)
+
+
 # --- Mamba ---
 
 
 MAMBA = Family(
     model_type="mamba",
     architecture="MambaForCausalLM",
-    settings=(mamba_sizes(50_280, 768, 32, True), Only("hidden_act", "silu", written=True), mamba1_settings()),
+    settings=(_SIZES, Only("hidden_act", "silu", written=True), mamba1_settings()),
     build=mamba_decoder,
     weights=backbone(mamba1_weights(BACKBONE + "mixer.")),
-    ignored_keys=IGNORED,
+    ignored_keys=_IGNORED,
 )
 
 
 _MAMBA_KEYS = dict(model_type="mamba", num_hidden_layers=48)
 
 
-# --- Falcon Mamba: keys, queries and steps are normalized, without scales ---
+# --- Falcon Mamba: keys, queries and steps are normalized without learned scales ---
 
 
 def _read_norm(fields: Fields, values: Values) -> RMSNormConfig:
@@ -119,13 +111,13 @@ FALCON_MAMBA = Family(
     model_type="falcon_mamba",
     architecture="FalconMambaForCausalLM",
     settings=(
-        mamba_sizes(50_280, 768, 32, True),
+        _SIZES,
         Only("hidden_act", "silu", written=True),
         mamba1_settings(Rule("norm", _read_norm, _write_norm)),
     ),
     build=mamba_decoder,
     weights=backbone(mamba1_weights(BACKBONE + "mixer.")),
-    ignored_keys=IGNORED,
+    ignored_keys=_IGNORED,
 )
 
 

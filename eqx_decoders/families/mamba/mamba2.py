@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024): recurrences alone, without attention and MLPs; and Bamba, with few layers of attention."""
+"""Mamba-2 (Dao & Gu 2024), without attention and MLPs, and Bamba, with few attention layers."""
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.hf_table import Family
@@ -31,32 +31,39 @@ MAMBA2 = Family(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
     settings=(
-        mamba_sizes(32_768, 4096, 64, False),
+        mamba_sizes(vocab_size=32_768, embed_dim=4096, num_layers=64, tied=False),
         Only("hidden_act", "silu", written=True),
         mamba_settings(num_groups=8, key_dim=128, value_dim=64, keys=_MAMBA2_NAMES),
     ),
     build=mamba_decoder,
     weights=backbone(mamba_weights(BACKBONE + "mixer.")),
     ignored_keys={
-        "rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank": "how it was begun",
-        "chunk_size residual_in_fp32": "how it is run",
-        "norm_before_gate rms_norm": "always: transformers does not read it",
+        "rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank": "it affects only the "
+        "initialization of weights",
+        "chunk_size residual_in_fp32": "it affects only how transformers runs the model",
+        "norm_before_gate rms_norm": "transformers does not read it",
     },
 )
 
 
-# --- Bamba (IBM, Princeton, CMU and UIUC 2024): few attention layers with partial RoPE, an MLP in each layer ---
+# --- Bamba (IBM, Princeton, CMU and UIUC 2024): few attention layers with partial rotation, an MLP in each layer ---
 
 
 def bamba(
-    shape: DecoderSizes, *, mamba: Mamba2Config, full: tuple[int, ...], rope: Rope, mlp_bias: bool = False
+    shape: DecoderSizes, *, mamba: Mamba2Config, attention_layers: tuple[int, ...], rope: Rope, mlp_bias: bool
 ) -> DecoderConfig:
-    """Return a decoder of Bamba blocks: attention in the layers `full`, counted from 0, else `mamba`."""
-    attention, mlp = shape.attention(rope=rope), shape.mlp(bias=mlp_bias)
-    return shape.decoder(shape.block(attention if i in full else mamba, mlp) for i in range(shape.num_layers))
+    """Return a decoder of Bamba blocks.
+
+    `attention_layers`: indices of the layers with attention, whose rotary embedding is `rope`. Other layers have
+    `mamba`.
+    """
+    attention = shape.attention(rope=rope)
+    mlp = shape.mlp(bias=mlp_bias)
+    mixers = (attention if index in attention_layers else mamba for index in range(shape.num_layers))
+    return shape.decoder(shape.block(mixer, mlp) for mixer in mixers)
 
 
-def _full(config: DecoderConfig) -> list[int]:
+def _attention_layers(config: DecoderConfig) -> list[int]:
     return [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)]
 
 
@@ -66,13 +73,17 @@ BAMBA = Family(
     settings=(
         decoder_sizes(num_kv_heads=8, eps=1e-5, keys={"head_dim": None}),
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
-        Numbers("attn_layer_indices", _full, (), name="full"),
+        Numbers("attn_layer_indices", _attention_layers, (), name="attention_layers"),
         Check(
-            lambda values: bool(values["full"]),
-            "attn_layer_indices must have the index of at least one attention layer.",
+            lambda values: bool(values["attention_layers"]),
+            "attn_layer_indices is empty. It must have the index of at least one attention layer.",
         ),
         rope_settings(fraction=0.5),
-        Check(lambda values: values["rope"].fraction == 0.5, "transformers always rotates half of a head."),
+        Check(
+            lambda values: values["rope"].fraction == 0.5,
+            "partial_rotary_factor={rope.fraction} must be 0.5, because transformers always rotates half of each head "
+            "in Bamba. Remove it.",
+        ),
         Only("attn_rotary_emb", lambda values: values["shape"].head_dim // 2),
         mamba_settings(),
     ),
@@ -84,7 +95,7 @@ BAMBA = Family(
         *mamba_weights(LAYER + "mamba."),
         *gated_mlp(LAYER + "feed_forward."),
     ),
-    ignored_keys={"mamba_chunk_size num_logits_to_keep z_loss_coefficient": "how it is run"},
+    ignored_keys={"mamba_chunk_size num_logits_to_keep z_loss_coefficient": "it does not change the logits"},
 )
 
 

@@ -1,6 +1,7 @@
-"""MiniMax M2 (MiniMax 2025): norms over all heads, partial RoPE, experts by sigmoid scores with a selection bias."""
+"""MiniMax M2 (MiniMax 2025): norms over the queries and the keys of all heads, partial rotary embeddings, and experts.
 
-from typing import Any
+Routers have sigmoid scores and selection biases.
+"""
 
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
@@ -13,14 +14,16 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def minimax_m2(shape: DecoderSizes, *, rope: Rope = Rope(theta=5e6, fraction=0.5), **counts: Any) -> DecoderConfig:
-    """Return a decoder of MiniMax M2's blocks; `counts` are `num_experts` and `num_experts_per_token`."""
+def minimax_m2(shape: DecoderSizes, *, rope: Rope, num_experts: int, num_experts_per_token: int) -> DecoderConfig:
+    """Return a decoder of MiniMax M2 blocks."""
     router = RouterConfig(score="sigmoid", order="score_first", renormalize=True, selection_bias=True)
     mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, over="heads"))
-    return shape.decoder(shape.block(mixer, shape.experts(router=router, **counts)))
+    experts = shape.experts(router=router, num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    return shape.decoder(shape.block(mixer, experts))
 
 
-_MOE, _BIAS = LAYER + "block_sparse_moe.", "e_score_correction_bias"
+_MOE = LAYER + "block_sparse_moe."
+_BIAS = "e_score_correction_bias"
 FAMILY = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
@@ -28,7 +31,7 @@ FAMILY = Family(
         AUTO_MAP,
         decoder_sizes(num_kv_heads=8, head_dim=128, keys=NO_BIAS, paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=256, chosen=8),
-        # these stand in published files, and transformers does not read them
+        # published configuration files have these keys, but transformers does not read them
         *only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
         *only(shared_intermediate_size=0, attn_type_list=lambda values: [1] * values["shape"].num_layers),
         Only("sliding_window"),
@@ -41,8 +44,8 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
         "layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta mlp_intermediate_size "
-        "shared_moe_mode": "the only ones are of layers of another kind",
-        "use_mtp num_mtp_modules mtp_transformer_layers": "layers of multi-token prediction are not published",
+        "shared_moe_mode": "it configures layer types that MiniMax M2 does not have",
+        "use_mtp num_mtp_modules mtp_transformer_layers": "multi-token prediction layers are not published",
     },
 )
 

@@ -1,4 +1,4 @@
-"""MiniMax M3, text (MiniMax 2026): attention to blocks of keys that an indexer chooses, clipped SwiGLU in all MLPs."""
+"""MiniMax M3, text model (MiniMax 2026): attention to blocks of keys that an indexer selects, and clipped SwiGLU."""
 
 import dataclasses
 from typing import Any
@@ -28,26 +28,38 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def minimax_m3(
-    shape: DecoderSizes, *, rope: Rope, selects: tuple[bool, ...], indexer: BlockIndexerConfig, dense_dim: int,
-    dense_layers: frozenset[int], shared_dim: int, scaling_factor: float, alpha: float = 1.702, limit: float = 7.0,
-    **counts: Any,
+    shape: DecoderSizes, *, rope: Rope, indexed_layers: tuple[bool, ...], indexer: BlockIndexerConfig, dense_dim: int,
+    dense_layers: frozenset[int], shared_dim: int, scaling_factor: float, alpha: float, limit: float,
+    **expert_counts: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder whose layers attend to blocks of keys where `selects` says so.
+    """Return a decoder of MiniMax M3 blocks. Raises ConfigError if all layers are dense.
 
-    `dense_layers` have an MLP of `dense_dim`; the others experts and a shared MLP of `shared_dim`.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder. `shape.mlp_dim` is the size of an expert.
+    - `rope`: rotary embedding of all layers.
+    - `indexed_layers`: for each layer, whether it attends only to the blocks of keys that `indexer` selects.
+    - `dense_layers`: indices of the layers that have an MLP of `dense_dim` hidden features instead of experts.
+    - `shared_dim`: hidden features of the shared expert.
+    - `scaling_factor`: see `RouterConfig`.
+    - `alpha`, `limit`: `activation_scale` and `limit` of all MLPs and experts, see `MLPConfig`.
+    - `expert_counts`: `num_experts` and `num_experts_per_token`.
     """
     offset_norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     gating: dict[str, Any] = dict(activation_scale=alpha, up_offset=1.0, limit=limit)
     router = RouterConfig(
         score="sigmoid", order="score_first", renormalize=True, selection_bias=True, scaling_factor=scaling_factor
     )
-    dense, shared = (MLPConfig(mlp_dim=size, fused=True, **gating) for size in (dense_dim, shared_dim))
-    experts = shape.experts(router=router, shared=shared, **gating, **counts)
-    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=offset_norm))
-    selecting = dataclasses.replace(mixer, selection=dataclasses.replace(indexer, norm=offset_norm))
+    mlp = MLPConfig(mlp_dim=dense_dim, fused=True, **gating)
+    shared = MLPConfig(mlp_dim=shared_dim, fused=True, **gating)
+    experts = shape.experts(router=router, shared=shared, **gating, **expert_counts)
+    attention = shape.attention(rope=rope, qk_norm=QKNorm(norm=offset_norm))
+    indexed_attention = dataclasses.replace(attention, selection=dataclasses.replace(indexer, norm=offset_norm))
     blocks = (
-        shape.block(selecting if selects[i] else mixer, dense if i in dense_layers else experts, offset_norm)
-        for i in range(shape.num_layers)
+        shape.block(
+            indexed_attention if is_indexed else attention, mlp if index in dense_layers else experts, offset_norm
+        )
+        for index, is_indexed in enumerate(indexed_layers)
     )
     return dataclasses.replace(moe.need_experts(shape.decoder(blocks)), final_norm=offset_norm)
 
@@ -56,7 +68,8 @@ def _dense_dim(config: DecoderConfig) -> Any:
     return next((block.mlp.mlp_dim for block in config.blocks if isinstance(block.mlp, MLPConfig)), ABSENT)
 
 
-_KINDS = ("full_attention", "minimax_m3_sparse")
+_FULL = "full_attention"
+_INDEXED = "minimax_m3_sparse"
 _INDEXER = Group("indexer", BlockIndexerConfig, (
     Integer("index_n_heads", "num_heads", 4),
     Integer("index_head_dim", "head_dim", 128),
@@ -66,20 +79,22 @@ _INDEXER = Group("indexer", BlockIndexerConfig, (
 ))  # fmt: skip
 
 
-def _read_selects(fields: Fields, values: Values) -> tuple[bool, ...]:
+def _read_indexed_layers(fields: Fields, values: Values) -> tuple[bool, ...]:
     _INDEXER.read(fields, values)
-    types = fields.words("layer_types", _KINDS, values["shape"].num_layers) or _KINDS[:1] * values["shape"].num_layers
-    return tuple(kind == _KINDS[1] for kind in types)
+    num_layers = values["shape"].num_layers
+    layer_types = fields.words("layer_types", (_FULL, _INDEXED), num_layers) or [_FULL] * num_layers
+    return tuple(layer_type == _INDEXED for layer_type in layer_types)
 
 
-def _write_selects(config: DecoderConfig) -> dict[str, Any]:
-    chosen = [mixer.block_indexer for mixer in attentions(config)]
-    indexer = next((each for each in chosen if each is not None), None)
-    written = {} if indexer is None else write_all(_INDEXER.settings, indexer)
-    return written | {"layer_types": [_KINDS[each is not None] for each in chosen]}
+def _write_indexed_layers(config: DecoderConfig) -> dict[str, Any]:
+    indexers = [mixer.block_indexer for mixer in attentions(config)]
+    first_indexer = next((indexer for indexer in indexers if indexer is not None), None)
+    written = {} if first_indexer is None else write_all(_INDEXER.settings, first_indexer)
+    return written | {"layer_types": [_FULL if indexer is None else _INDEXED for indexer in indexers]}
 
 
-_MLP, _INDEX = LAYER + "mlp.", LAYER + "self_attn.indexer."
+_MLP = LAYER + "mlp."
+_INDEX = LAYER + "self_attn.indexer."
 FAMILY = Family(
     model_type="minimax_m3_vl_text",
     architecture="MiniMaxM3VLForCausalLM",
@@ -88,7 +103,7 @@ FAMILY = Family(
             num_kv_heads=4, head_dim=128, keys={**NO_BIAS, "hidden_act": None},
             paths={"intermediate_size": "experts.mlp_dim"},
         ),
-        Only("hidden_act", "silu", "swigluoai", written=True),  # which it is has no effect
+        Only("hidden_act", "silu", "swigluoai", written=True),  # both values mean clipped SwiGLU
         Integer("dense_intermediate_size", _dense_dim, 12_288, name="dense_dim"),
         Integer("shared_intermediate_size", "experts.shared.mlp_dim", 3072, name="shared_dim"),
         *moe.expert_counts("num_local_experts", num=128, chosen=4),
@@ -96,7 +111,7 @@ FAMILY = Family(
         Number("swiglu_alpha", "experts.activation_scale", 1.702, name="alpha"),
         Number("swiglu_limit", "experts.limit", 7.0),
         moe.dense_layers(0, listed=True),
-        Rule("selects", _read_selects, _write_selects),
+        Rule("indexed_layers", _read_indexed_layers, _write_indexed_layers),
         rotary_dim(),
         rope_settings(theta=5e6, fraction=1.0),
     ),

@@ -1,6 +1,6 @@
-"""MiniMax-Text-01 (MiniMax 2025): seven lightning attentions to one softmax attention, Mixtral's experts.
+"""MiniMax-Text-01 (MiniMax 2025): seven lightning attention layers for each softmax attention layer.
 
-Its residual connections keep what a norm returned, and weigh it and the output of the layer.
+All layers have Mixtral's experts. Residual connections are weighted sums of a layer's normalized input and its output.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-Weights = tuple[float, float]  # of the stream and of a layer's output
+ResidualWeights = tuple[float, float]  # weight of the normalized input, and weight of the output
 
 
 def minimax(
@@ -38,60 +38,79 @@ def minimax(
     full: tuple[bool, ...],
     num_experts: int,
     num_experts_per_token: int,
-    rope: Rope = Rope(theta=1e7),
-    softmax: Weights = (1.0, 1.0),
-    lightning: Weights = (1.0, 1.0),
-    mlp: Weights = (1.0, 1.0),
+    rope: Rope,
+    softmax: ResidualWeights,
+    lightning: ResidualWeights,
+    mlp: ResidualWeights,
 ) -> DecoderConfig:
-    """Return a decoder with softmax attention in the layers where `full` is True; else it is lightning attention."""
+    """Return a decoder of MiniMax-Text-01 blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `full`: for each layer, whether it has softmax attention. Other layers have lightning attention.
+    - `num_experts`, `num_experts_per_token`: numbers of experts in each layer.
+    - `rope`: rotary embedding of softmax attention.
+    - `softmax`, `lightning`, `mlp`: weights of the residual connections of softmax attention, lightning attention and
+        experts.
+    """
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
-    linear = LightningAttentionConfig(num_heads=shape.num_heads, head_dim=shape.head_dim, rate_layers=shape.num_layers)
+    softmax_attention = shape.attention(rope=rope)
+    lightning_attention = LightningAttentionConfig(
+        num_heads=shape.num_heads, head_dim=shape.head_dim, rate_layers=shape.num_layers
+    )
 
     def block(has_softmax: bool) -> BlockConfig:
-        (keep, add), mixer = (softmax, shape.attention(rope=rope)) if has_softmax else (lightning, linear)
-        residual = Weighted(keeps_normed=True, keep=(keep, mlp[0]), add=(add, mlp[1]))
+        mixer = softmax_attention if has_softmax else lightning_attention
+        weights = softmax if has_softmax else lightning
+        residual = Weighted(keeps_normed=True, keep=(weights[0], mlp[0]), add=(weights[1], mlp[1]))
         return shape.block(mixer, experts, residual=residual)
 
     return shape.decoder(map(block, full))
 
 
-def _weights(name: str, key: str, kinds: tuple[type, ...], branch: int) -> Group:
-    """Return the rows of the weights of residual connections: of a mixer of one of these kinds, or of the MLP."""
+def _residual_weights(name: str, key: str, mixers: tuple[type, ...], branch: int) -> Group:
+    """Return the setting of the weights of a residual connection.
 
-    def value(field: str) -> Callable[[DecoderConfig], float]:
-        def of_first(config: DecoderConfig) -> float:
-            block = next((block for block in config.blocks if isinstance(block.mixer, kinds)), None)
+    `mixers`: classes of the mixers of the blocks that have these weights. `branch`: 0 for the connection of the mixer,
+    1 for the connection of the experts.
+    """
+
+    def first_weight(field: str) -> Callable[[DecoderConfig], float]:
+        def weight(config: DecoderConfig) -> float:
+            block = next((block for block in config.blocks if isinstance(block.mixer, mixers)), None)
             return 1.0 if block is None else getattr(block.residual, field)[branch]
 
-        return of_first
+        return weight
 
-    rows = (
-        Number(f"{key}_alpha_factor", value("keep"), 1.0, name="keep"),
-        Number(f"{key}_beta_factor", value("add"), 1.0, name="add"),
+    settings = (
+        Number(f"{key}_alpha_factor", first_weight("keep"), 1.0, name="keep"),
+        Number(f"{key}_beta_factor", first_weight("add"), 1.0, name="add"),
     )
-    return Group(name, lambda keep, add: (float(keep), float(add)), rows)
+    return Group(name, lambda keep, add: (float(keep), float(add)), settings)
 
 
-def _alternate(fields: Fields, values: Values) -> None:
-    """Set the types of layers that files without them have: every other layer, from the first on, has softmax."""
+def _set_default_layer_types(fields: Fields, values: Values) -> None:
+    """Set `layer_types` if it is missing: layers 0, 2, 4, … have softmax attention, as in transformers."""
     if fields.content.get("layer_types") is None:
         fields.content["layer_types"] = [HYBRID_TYPES[(i + 1) % 2] for i in range(values["shape"].num_layers)]
 
 
 _MOE = LAYER + "block_sparse_moe."
-_OWN = LAYER + "self_attn."
+_ATTENTION = LAYER + "self_attn."
 _HEADS = "(heads head_dim)"
-_INTO = f"{_HEADS} embed -> embed heads head_dim"
-_RECURRENCE = (
+_KERNEL = f"{_HEADS} embed -> embed heads head_dim"
+_LIGHTNING_WEIGHTS = (
     *sharing(
-        _OWN + "qkv_proj.weight", *((f"mixer.{name}", _INTO) for name in ("query", "key", "value")), within="heads"
+        _ATTENTION + "qkv_proj.weight",
+        *((f"mixer.{name}", _KERNEL) for name in ("query", "key", "value")),
+        within="heads",
     ),
-    Weight(_OWN + "output_gate.weight", "mixer.gate", _INTO),
-    Weight(_OWN + "slope_rate", "mixer.rates", "heads 1 1 -> heads"),
-    Weight(_OWN + "norm.weight", "mixer.norm.scale", "norm -> norm"),
-    Weight(_OWN + "out_proj.weight", "mixer.out", f"embed {_HEADS} -> heads head_dim embed"),
+    Weight(_ATTENTION + "output_gate.weight", "mixer.gate", _KERNEL),
+    Weight(_ATTENTION + "slope_rate", "mixer.rates", "heads 1 1 -> heads"),
+    Weight(_ATTENTION + "norm.weight", "mixer.norm.scale", "norm -> norm"),
+    Weight(_ATTENTION + "out_proj.weight", "mixer.out", f"embed {_HEADS} -> heads head_dim embed"),
 )
-_SOFTMAX, _LIGHTNING = (AttentionConfig,), (LightningAttentionConfig,)
 FAMILY = Family(
     model_type="minimax",
     architecture="MiniMaxForCausalLM",
@@ -102,22 +121,25 @@ FAMILY = Family(
         Only("sliding_window", written=True),
         Only("postnorm", True),
         Only("shared_intermediate_size", 0),
-        Rule("", _alternate),
+        Rule("", _set_default_layer_types),
         hybrid_layers(AttentionConfig),
         rope_settings(theta=1e6),
-        _weights("softmax", "full_attn", _SOFTMAX, 0),
-        _weights("lightning", "linear_attn", _LIGHTNING, 0),
-        _weights("mlp", "mlp", _SOFTMAX + _LIGHTNING, 1),
+        _residual_weights("softmax", "full_attn", (AttentionConfig,), 0),
+        _residual_weights("lightning", "linear_attn", (LightningAttentionConfig,), 0),
+        _residual_weights("mlp", "mlp", (AttentionConfig, LightningAttentionConfig), 1),
     ),
     build=minimax,
     weights=(
         *llama_weights(mlp=moe.separate_experts(_MOE, gate="w1", up="w3", down="w2")),
-        *(dataclasses.replace(row, needs="mixer.rates") for row in _RECURRENCE),
+        *(dataclasses.replace(row, needs="mixer.rates") for row in _LIGHTNING_WEIGHTS),
     ),
     fused=moe.fused_experts(LAYER + "mlp."),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | {"block_size": "how it is run", "rotary_dim shared_moe_mode": "transformers does not read it"},
-    # tables of powers of the rates, which transformers reads where they are, and makes where they are not
+    | {
+        "block_size": "it affects only how transformers runs the model",
+        "rotary_dim shared_moe_mode": "transformers does not read it",
+    },
+    # powers of the decay rates: transformers reads these buffers if a checkpoint has them, and computes them otherwise
     ignored_tensors=r".*(rotary_emb\.inv_freq|self_attn\.(query|key|diagonal)_decay)",
     kept_tensors=r".*self_attn\.(query|key|diagonal)_decay",
 )

@@ -1,7 +1,8 @@
 """Mistral 7B (Jiang et al. 2023), Ministral 8B and 3 (Mistral AI 2024, 2025), and Mixtral (Jiang et al. 2024).
 
-Llama's block. Version 0.1 of Mistral has a sliding window in every layer, and Ministral 8B in three of four layers.
-Ministral 3 has YaRN and queries that grow with their position. Mixtral has eight experts, two for each token.
+All models have Llama's blocks. Mistral 7B v0.1 has sliding-window attention in every layer, and Ministral 8B in three
+of four layers. Ministral 3 has YaRN, and scales queries by a factor that grows with their position. Mixtral has eight
+experts and selects two of them for each token.
 """
 
 from typing import Any
@@ -30,16 +31,19 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 # --- Mistral ---
 
 
-def mistral(shape: DecoderSizes, *, rope: Rope, mask: Mask = Causal()) -> DecoderConfig:
-    """Return a decoder of Mistral blocks, all with the same mask."""
+def mistral(shape: DecoderSizes, *, rope: Rope, mask: Mask) -> DecoderConfig:
+    """Return a decoder of Mistral blocks. All layers have the same attention mask."""
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask)))
 
 
 def _read_mask(fields: Fields, values: Values) -> Mask:
     window = fields.integer("sliding_window", 4096, null=None)
     masks = read_masks(fields, values, window, lambda index: window is not None)
-    if len(set(masks)) > 1 or (window is not None and Causal() in masks):
-        raise fields.error("layer_types must be the same for all layers of a Mistral, as sliding_window says.")
+    if window is not None and Causal() in masks:
+        raise fields.error(
+            f"sliding_window={window} needs sliding_attention for all layers in layer_types, because all layers of "
+            "Mistral have the same mask. Change layer_types, or set both keys to null."
+        )
     return masks[0]
 
 
@@ -53,9 +57,7 @@ MISTRAL = Family(
     ),
     build=mistral,
     weights=llama_weights(),
-    ignored_keys={
-        "attention_bias mlp_bias use_sliding_window max_window_layers": "no key of transformers; biases would be stored"
-    },
+    ignored_keys={"attention_bias mlp_bias use_sliding_window max_window_layers": "transformers does not read it"},
 )
 
 
@@ -74,7 +76,7 @@ _SETTINGS = dict(
 
 
 def ministral(shape: DecoderSizes, *, rope: Rope, masks: tuple[Mask, ...]) -> DecoderConfig:
-    """Return a decoder of Ministral blocks."""
+    """Return a decoder of Ministral blocks. `masks`: attention mask of each layer."""
     return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope)))
 
 
@@ -94,11 +96,15 @@ MINISTRAL = Family(
 # --- Ministral 3 ---
 
 
-_BETA, _TABLES = "llama_4_scaling_beta", ("rope_parameters", "rope_scaling")
+_BETA = "llama_4_scaling_beta"
+_ROPE_TABLES = ("rope_parameters", "rope_scaling")
 
 
-def ministral3(shape: DecoderSizes, *, rope: YarnRope, growth: float = 0.1) -> DecoderConfig:
-    """Return a decoder of Ministral 3; queries grow by `1 + growth ln(1 + floor(position / original length))`."""
+def ministral3(shape: DecoderSizes, *, rope: YarnRope, growth: float) -> DecoderConfig:
+    """Return a decoder of Ministral 3 blocks.
+
+    Queries are scaled by `1 + growth ln(1 + floor(position / rope.original_length))`.
+    """
     temperature = QueryTemperature(scale=growth, length=rope.original_length, offset=0)
     return shape.decoder(shape.block(shape.attention(rope=rope, temperature=temperature)))
 
@@ -106,18 +112,21 @@ def ministral3(shape: DecoderSizes, *, rope: YarnRope, growth: float = 0.1) -> D
 def _read_rope(fields: Fields, values: Values) -> Rope:
     rope = read_rope(fields, theta=1e6, others=(_BETA,))
     if not isinstance(rope, YarnRope):
-        raise fields.error("rope_type must be yarn: its original length is that over which queries do not grow.")
+        raise fields.error(
+            f"rope_parameters describe {type(rope).__name__}, but rope_type must be yarn, because queries are scaled "
+            "by their position relative to original_max_position_embeddings. Change rope_type."
+        )
     return rope
 
 
 def _read_growth(fields: Fields, values: Values) -> float:
-    tables = [table for key in _TABLES if (table := fields.table(key)) is not None]
+    tables = [table for key in _ROPE_TABLES if (table := fields.table(key)) is not None]
     return next((table.number(_BETA) for table in tables if _BETA in table.content), 0.1)
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    written, beta = write_rope(config), {_BETA: value_at(config, "attention.temperature.scale")}
-    return {key: value | beta if key in _TABLES else value for key, value in written.items()}
+    beta = {_BETA: value_at(config, "attention.temperature.scale")}
+    return {key: value | beta if key in _ROPE_TABLES else value for key, value in write_rope(config).items()}
 
 
 MINISTRAL3 = Family(
@@ -140,12 +149,12 @@ MINISTRAL3 = Family(
 def mixtral(
     shape: DecoderSizes,
     *,
-    num_experts: int = 8,
-    num_experts_per_token: int = 2,
-    rope: Rope = Rope(theta=1e6),
-    mask: Mask = Causal(),
+    num_experts: int,
+    num_experts_per_token: int,
+    rope: Rope,
+    mask: Mask,
 ) -> DecoderConfig:
-    """Return a decoder of Mixtral blocks, whose gates are a softmax over the scores of the selected experts."""
+    """Return a decoder of Mixtral blocks. Router weights are a softmax over the scores of the selected experts."""
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), experts))
 

@@ -1,6 +1,6 @@
 """Mistral Small 3.1 and Ministral 3 (Mistral AI 2025), with the vision encoder of Pixtral (Agrawal et al. 2024).
 
-Images keep their sizes; four neighboring patches become one token.
+The encoder does not resize images to a fixed size. The projector merges groups of 2 x 2 patches into tokens.
 """
 
 from eqx_decoders.encoders.media_config import EncoderConfig
@@ -23,7 +23,7 @@ from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-IMAGE = 10
+_IMAGE_TOKEN = 10
 _NORM = RMSNormConfig(eps=1e-5)
 
 
@@ -35,12 +35,22 @@ def pixtral(
     projector_activation: str = "gelu",
     projector_bias: bool = False,
 ) -> EncoderConfig:
-    """Return the encoder of images of any size; `eps` is that of the norm behind it."""
-    rope, mlp = AxialRope(theta=theta, staggered=True), sizes.mlp(gated=True, bias=False)
+    """Return Pixtral's encoder of images of any size.
+
+    **Arguments:**
+
+    - `sizes`: sizes of the encoder.
+    - `eps`: eps of the projector's norm.
+    - `theta`: base of the rotary embedding.
+    - `projector_activation`, `projector_bias`: activation and biases of the projector's MLP.
+    """
+    rope = AxialRope(theta=theta, staggered=True)
+    mlp = sizes.mlp(gated=True, bias=False)
+    block = encoder_layer(sizes.embed_dim, sizes.heads, mlp, _NORM, rope=rope, bias=False)
     return EncoderConfig(
         embed_dim=sizes.embed_dim,
         stem=sizes.stem(bias=False),
-        blocks=(encoder_layer(sizes.embed_dim, sizes.heads, mlp, _NORM, rope=rope, bias=False),) * sizes.layers,
+        blocks=(block,) * sizes.layers,
         pre_norm=_NORM,
         projector=ProjectorConfig(
             group=sizes.merge**2,
@@ -62,24 +72,25 @@ def pixtral(
 _VISION = vision_config(
     pixtral,
     *encoder_sizes(width=1024, heads=16, layers=24, mlp_dim=4096, size=16),
-    Rule("_width", lambda fields, values: values["embed_dim"] // values["heads"]),
-    Integer("head_dim", "attention.head_dim", lambda values: values["_width"], name="_head_dim"),
+    Rule("_default_head_dim", lambda fields, values: values["embed_dim"] // values["heads"]),
+    Integer("head_dim", "attention.head_dim", lambda values: values["_default_head_dim"], name="_head_dim"),
     Check(
-        lambda values: values["_head_dim"] == values["_width"],
-        "head_dim={_head_dim} must be hidden_size / num_attention_heads={_width}.",
+        lambda values: values["_head_dim"] == values["_default_head_dim"],
+        "head_dim={_head_dim} must equal hidden_size / num_attention_heads, {_default_head_dim}. Remove head_dim.",
     ),
     activation("hidden_act", "mlp.activation", "gelu"),
     Rule("eps", lambda fields, values: values["text"].final_norm.eps),
     axial_theta("axial", "default"),
+    # keys outside of `vision_config` that are arguments of `pixtral`
     *(
         Rule(name, lambda fields, values, name=name: values["_" + name])
         for name in ("merge", "projector_activation", "projector_bias")
     ),
     model_type="pixtral",
     ignored={
-        "initializer_range": "of new weights",
-        "image_size": "of the largest image: positions have no table",
-        "vocab_size": "an encoder has none",
+        "initializer_range": "it affects only the initialization of weights",
+        "image_size": "it is the size of the largest image, but the encoder has no table of positions",
+        "vocab_size": "an encoder has no vocabulary",
     },
 )
 _HIDDEN = "media.vision.projector.layers.1."
@@ -108,7 +119,7 @@ FAMILY = MultimodalFamily(
         activation("projector_hidden_act", _HIDDEN + "activation", "gelu", name="_projector_activation"),
         Flag("multimodal_projector_bias", _HIDDEN + "bias", False, name="_projector_bias"),
         _VISION,
-        token("image_token_index", "image_token", IMAGE),
+        token("image_token_index", "image_token", _IMAGE_TOKEN),
     ),
     build=with_images,
     weights=WEIGHTS,
@@ -120,7 +131,7 @@ def _with_vision(text: DecoderConfig) -> DecoderConfig:
     sizes = EncoderSizes(
         embed_dim=1024, layers=24, heads=16, mlp_dim=4096, out_dim=text.embed_dim, size=14, activation="silu"
     )
-    return with_images(text, pixtral(sizes, eps=value_at(text, "final_norm.eps")), image_token=IMAGE)
+    return with_images(text, pixtral(sizes, eps=value_at(text, "final_norm.eps")), image_token=_IMAGE_TOKEN)
 
 
 MODELS = {
