@@ -50,7 +50,7 @@ def latent_attention(
 ) -> LatentAttentionConfig:  # fmt: skip
     """Return multi-head latent attention (MLA) with the sizes of `shape`.
 
-    Queries and keys have `shape.head_dim` features per head: `nope_dim` features without and the others with rotation.
+    Queries and keys have `shape.head_dim` features per head. `rope` rotates all but `nope_dim` of these features.
     """
     # transformers does not use rms_norm_eps for the norms of latents, so `norm` keeps its default eps
     return LatentAttentionConfig(
@@ -196,8 +196,7 @@ LATENT = (
     Weight(_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
     *GATED_MLP,
 )
-EXPERTS = moe.separate_experts(MLP, shared="shared_experts")
-WEIGHTS = (*LATENT, *EXPERTS)
+WEIGHTS = (*LATENT, *moe.separate_experts(MLP, shared="shared_experts"))
 
 
 # --- V3 ---

@@ -111,7 +111,7 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     settings=(
         decoder_sizes(eps=1e-5),
-        # without rope_parameters, transformers uses this theta in layers with a window, whatever rope_theta is
+        # without rope_parameters, transformers uses this theta in layers with a window, regardless of rope_theta
         RopesByLayer(theta=_OLMO3_THETA, local_theta=_OLMO3_THETA, local_key=None),
         cycle_masks(4, default=4096),
     ),
