@@ -1,4 +1,4 @@
-"""DBRX (Databricks 2024): clipped queries, keys and values; LayerNorms without biases; four of sixteen experts."""
+"""DBRX (Databricks 2024): clipped queries, keys and values, LayerNorm without biases, four of sixteen experts."""
 
 from typing import Any
 
@@ -32,7 +32,16 @@ def dbrx(
     shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, renormalize: bool = True,
     rope: Rope = Rope(), clip: float | None = None,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of DBRX blocks."""
+    """Return a decoder of DBRX blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.mlp_dim` is the width of an expert.
+    - `num_experts`, `num_experts_per_token`: number of experts, and of those that a token uses.
+    - `renormalize`: whether the router's weights of a token are divided by their sum.
+    - `rope`: rotary embedding.
+    - `clip`: queries, keys and values are clipped to `[-clip, clip]`; None: they are not clipped.
+    """
     norm = LayerNormConfig(eps=shape.eps, bias=False)
     router = RouterConfig(order="score_first", renormalize=renormalize)
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token, router=router)
@@ -41,19 +50,23 @@ def dbrx(
 
 
 def _read_rope(fields: Fields, values: Values) -> Rope:
-    """Read the rotary embedding, whose base published files have in `attn_config`."""
+    """Return the rotary embedding. Published files have its base in `attn_config`."""
     theta = values["_theta"]
     rope = read_rope(fields, theta=theta)
     if rope.theta != theta:
-        rule = "releases of transformers differ in which of them they take: make them equal"
-        raise fields.error(f"attn_config.rope_theta={theta}, but {rope.theta} outside of it, and {rule}.")
+        raise fields.error(
+            f"attn_config.rope_theta={theta} must be equal to rope_theta={rope.theta} outside of attn_config: some "
+            "releases of transformers use one of them, and other releases the other one."
+        )
     return rope
 
 
 def _read_normalization(fields: Fields, values: Values) -> bool:
     power = fields.take("moe_normalize_expert_weights", 1.0, None)
     if power not in (None, 1):
-        raise fields.error(f"moe_normalize_expert_weights={power!r} must be 1 or null: no other norm is implemented.")
+        raise fields.error(
+            f"moe_normalize_expert_weights={power!r} must be 1 or null: other norms are not implemented."
+        )
     return power is not None
 
 
@@ -72,12 +85,12 @@ def _write_activation(config: DecoderConfig) -> dict[str, Any]:
     return {"ffn_act_fn": {"name": activation_name(value_at(config, "experts.activation"))}}
 
 
-_NESTED = {"architectures": "names nothing here", "hidden_size": "that of the decoder counts"}
+_NESTED = {"architectures": "a nested object has no model class", "hidden_size": "d_model determines it"}
 _ATTENTION = Table(
     "attn_config",
     (
         Number("clip_qkv", "attention.qkv_clip", None, name="clip"),
-        Integer("kv_n_heads", "attention.num_kv_heads", 1, name="_kv_heads"),
+        Integer("kv_n_heads", "attention.num_kv_heads", 1, name="_kv_n_heads"),
         Number("rope_theta", "attention.rope.theta", name="_theta"),
     ),
     what="attention",
@@ -94,7 +107,7 @@ _EXPERTS = Table(
         Rule("_activation", _read_activation, _write_activation),
     ),
     what="the experts",
-    ignored=_NESTED | dict.fromkeys(("moe_loss_weight", "moe_jitter_eps"), "routers are trained with it"),
+    ignored=_NESTED | {"moe_loss_weight moe_jitter_eps": "training of routers only"},
 )
 _SIZES = (
     Integer("d_model", "embed_dim", 2048),
@@ -104,8 +117,8 @@ _SIZES = (
     Layers("n_layers", "blocks", 24, name="num_layers"),
     Integer("vocab_size", "vocab_size", 32_000),
     Number("initializer_range", "init_std", 0.02),
-    # what stands elsewhere, or follows
-    Integer("", None, lambda values: values["_kv_heads"], name="num_kv_heads"),
+    # values from nested objects, and values that follow from others
+    Integer("", None, lambda values: values["_kv_n_heads"], name="num_kv_heads"),
     Integer("", None, lambda values: values["embed_dim"] // values["num_heads"], name="head_dim"),
     Integer("", None, lambda values: values["_mlp_dim"], name="mlp_dim"),
     Word("", None, lambda values: values["_activation"], known={}, name="activation"),
@@ -113,7 +126,8 @@ _SIZES = (
 )  # fmt: skip
 
 _BLOCK = "transformer.blocks.{layer}."
-_INNER, _MLP = _BLOCK + "norm_attn_norm.", _BLOCK + "ffn.experts.mlp."
+_ATTENTION_PREFIX = _BLOCK + "norm_attn_norm."
+_EXPERT_MLP = _BLOCK + "ffn.experts.mlp."
 FAMILY = Family(
     model_type="dbrx",
     architecture="DbrxForCausalLM",
@@ -122,10 +136,15 @@ FAMILY = Family(
         _ATTENTION,
         _EXPERTS,
         Group("shape", DecoderSizes, _SIZES),
-        Integer("num_key_value_heads", "attention.num_kv_heads", lambda values: values["_kv_heads"], name="_again"),
+        Integer(
+            "num_key_value_heads",
+            "attention.num_kv_heads",
+            lambda values: values["_kv_n_heads"],
+            name="_num_key_value_heads",
+        ),
         Check(
-            lambda values: values["_again"] == values["_kv_heads"],
-            "num_key_value_heads={_again} must be attn_config.kv_n_heads={_kv_heads}.",
+            lambda values: values["_num_key_value_heads"] == values["_kv_n_heads"],
+            "num_key_value_heads={_num_key_value_heads} must be equal to attn_config.kv_n_heads={_kv_n_heads}.",
         ),
         Only("tie_word_embeddings", False, written=True),
         Rule("rope", _read_rope, write_rope),
@@ -133,18 +152,24 @@ FAMILY = Family(
     build=dbrx,
     weights=(
         *ends("transformer.wte", "transformer.norm_f"),
-        *norm_weights(_INNER, pre_mixer_norm="norm_1", pre_mlp_norm="norm_2"),
-        Weight(_INNER + "attn.Wqkv.weight", "mixer.qkv", "(qkv_heads head_dim) embed -> embed qkv_heads head_dim"),
-        Weight(_INNER + "attn.out_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        *norm_weights(_ATTENTION_PREFIX, pre_mixer_norm="norm_1", pre_mlp_norm="norm_2"),
+        Weight(
+            _ATTENTION_PREFIX + "attn.Wqkv.weight",
+            "mixer.qkv",
+            "(qkv_heads head_dim) embed -> embed qkv_heads head_dim",
+        ),
+        Weight(
+            _ATTENTION_PREFIX + "attn.out_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"
+        ),
         Weight(_BLOCK + "ffn.router.layer.weight", "mlp.router.kernel", "experts embed -> embed experts"),
-        Weight(_MLP + "w1", "mlp.gate", "(experts mlp) embed -> experts embed mlp"),
-        Weight(_MLP + "v1", "mlp.up", "(experts mlp) embed -> experts embed mlp"),
-        Weight(_MLP + "w2", "mlp.down", "(experts mlp) embed -> experts mlp embed"),
+        Weight(_EXPERT_MLP + "w1", "mlp.gate", "(experts mlp) embed -> experts embed mlp"),
+        Weight(_EXPERT_MLP + "v1", "mlp.up", "(experts mlp) embed -> experts embed mlp"),
+        Weight(_EXPERT_MLP + "w2", "mlp.down", "(experts mlp) embed -> experts mlp embed"),
     ),
     ignored_keys={
-        "output_router_logits router_aux_loss_coef": "routers are trained with it",
-        "emb_pdrop": "dropout happens in training only",
-        "max_seq_len": "a promise, not a limit: rotary positions have no table",
+        "output_router_logits router_aux_loss_coef": "training of routers only",
+        "emb_pdrop": "dropout is used in training only",
+        "max_seq_len": "rotary embeddings have no maximum length",
     },
 )
 

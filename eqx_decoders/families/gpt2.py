@@ -23,7 +23,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def _default_mlp(fields: Fields, values: Values) -> None:
+def _default_mlp_dim(fields: Fields, values: Values) -> None:
     if fields.take("n_inner", None) is None:
         fields.content["n_inner"] = 4 * fields.integer("n_embd")
 
@@ -38,22 +38,22 @@ KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias")),
 }
-_TWINS = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+_OTHER_SPELLINGS = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
 
 
 def defaults(**sizes: int) -> tuple[Setting, ...]:
-    """Return the keys of config.json with defaults and other spellings that transformers accepts, as GPT-2's keys."""
-    return Renamed({key: KEYS[key] for key in _TWINS}), Defaults(sizes), Rule("", _default_mlp)
+    """Return the settings rows that convert other spellings of GPT-2's keys and add transformers' default `sizes`."""
+    return Renamed({key: KEYS[key] for key in _OTHER_SPELLINGS}), Defaults(sizes), Rule("", _default_mlp_dim)
 
 
 DEFAULTS = defaults(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)
-_SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 IGNORED_KEYS = {
-    **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
-    "n_ctx": "an older name of n_positions",
-    **dict.fromkeys(("n_special", "predict_special_tokens"), "of the first GPT"),
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels "
+    "summary_first_dropout": "for a classification head",
+    "n_ctx": "older name of n_positions",
+    "n_special predict_special_tokens": "setting of GPT-1",
 }
-# the causal mask, which old files store
+# old files store the causal mask
 IGNORED_TENSORS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 LAYER = "transformer.h.{layer}."
 # embeddings, norms and the head
@@ -70,11 +70,17 @@ ENDS = (
 def gpt2(
     shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool = True, scaled_by_layer: bool = False
 ) -> DecoderConfig:
-    """Return a decoder of GPT-2 blocks; the table of positions has `max_positions` rows.
+    """Return a decoder of GPT-2 blocks.
 
-    Scores are divided by the root of `head_dim` if `scaled`, and by the layer's number from 1 if `scaled_by_layer`.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `max_positions`: number of learned positions.
+    - `scaled`: whether attention scores are divided by the square root of `head_dim`.
+    - `scaled_by_layer`: whether attention scores are also divided by the index of the layer, from 1.
     """
-    norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
+    norm = LayerNormConfig(eps=shape.eps)
+    mlp = shape.mlp(gated=False, bias=True)
     options: dict[str, Any] = dict(rope=None, fused_qkv=True, qkv_bias=True, out_bias=True)
 
     def block(layer: int) -> BlockConfig:
@@ -87,7 +93,7 @@ def gpt2(
     return shape.decoder(blocks, norm, positions=LearnedPositions(max_positions=max_positions))
 
 
-def _scales(config: DecoderConfig) -> list[float | None]:
+def _query_scales(config: DecoderConfig) -> list[float | None]:
     return [mixer.query_scale for mixer in attentions(config)]
 
 
@@ -100,10 +106,10 @@ GPT2 = Family(
             eps=1e-5, tied=True, activation="gelu_new", keys=KEYS, words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
         ),
         Integer("n_positions", "positions.max_positions"),
-        Flag("scale_attn_weights", lambda config: _scales(config)[0] != 1.0, True, name="scaled"),
+        Flag("scale_attn_weights", lambda config: _query_scales(config)[0] != 1.0, True, name="scaled"),
         Flag(
             "scale_attn_by_inverse_layer_idx",
-            lambda config: len(set(_scales(config))) > 1,
+            lambda config: len(set(_query_scales(config))) > 1,
             False,
             name="scaled_by_layer",
         ),
@@ -121,7 +127,7 @@ GPT2 = Family(
         Weight(LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
     ),
     ignored_tensors=IGNORED_TENSORS,
-    ignored_keys=IGNORED_KEYS | {"reorder_and_upcast_attn": "scores and softmax are in float32 here anyway"},
+    ignored_keys=IGNORED_KEYS | {"reorder_and_upcast_attn": "scores and softmax are always computed in float32"},
 )
 
 
@@ -129,8 +135,9 @@ GPT2 = Family(
 
 
 def gpt_bigcode(shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool = True) -> DecoderConfig:
-    """Return a decoder of GPT-2's blocks; scores are divided by the root of `head_dim` if `scaled`."""
-    norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
+    """Return a decoder of GPT-2 blocks with `shape.num_kv_heads` key heads; the arguments are those of `gpt2`."""
+    norm = LayerNormConfig(eps=shape.eps)
+    mlp = shape.mlp(gated=False, bias=True)
     mixer = shape.attention(rope=None, qkv_bias=True, out_bias=True, query_scale=None if scaled else 1.0)
     return shape.decoder(shape.block(mixer, mlp, norm), norm, positions=LearnedPositions(max_positions=max_positions))
 
@@ -156,10 +163,10 @@ GPT_BIGCODE = Family(
     ),
     ignored_tensors=IGNORED_TENSORS,
     ignored_keys=IGNORED_KEYS | {
-        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32": "softmax is in float32 here anyway",
+        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32": "softmax is always computed in float32",
         "inference_runner max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache "
-        "validate_runner_input runner_max_sequence_length": "how it was run",
-        "num_key_value_heads": "multi_query says it",
+        "validate_runner_input runner_max_sequence_length": "runtime option; it changes no output",
+        "num_key_value_heads": "multi_query determines it",
     },
 )  # fmt: skip
 
@@ -167,12 +174,13 @@ GPT_BIGCODE = Family(
 _BIGCODE_KEYS = dict(model_type="gpt_bigcode", vocab_size=49_152, n_positions=8192)
 
 
-# --- GPT-J: attention and MLP in parallel after one norm, pairs of neighbors rotated ---
+# --- GPT-J: parallel attention and MLP with a shared norm, RoPE with interleaved pairs ---
 
 
 def gptj(shape: DecoderSizes, *, rotary_dim: int = 64) -> DecoderConfig:
-    """Return a decoder of GPT-J's blocks, which rotate the first `rotary_dim` features of a head."""
-    norm, rope = LayerNormConfig(eps=shape.eps), Rope(fraction=rotary_dim / shape.head_dim, pairing="interleaved")
+    """Return a decoder of GPT-J blocks, in which RoPE rotates the first `rotary_dim` features of each head."""
+    norm = LayerNormConfig(eps=shape.eps)
+    rope = Rope(fraction=rotary_dim / shape.head_dim, pairing="interleaved")
     block = shape.block(shape.attention(rope=rope), shape.mlp(gated=False, bias=True), norm, parallel=1)
     return shape.decoder(block, norm, head_bias=True)
 
@@ -189,7 +197,7 @@ GPTJ = Family(
         *defaults(vocab_size=50_400, n_embd=4096, n_layer=28, n_head=16),
         decoder_sizes(eps=1e-5, activation="gelu_new", words={"gelu_new": "gelu_tanh", **ACTIVATIONS}, keys=KEYS),
         Integer("rotary_dim", _rotary_dim, 64, name="rotary_dim"),
-        # these stand in published files, and transformers does not read them
+        # published files have these keys; transformers does not read them
         *only(rotary=True, scale_attn_weights=True),
     ),
     build=gptj,
@@ -199,7 +207,7 @@ GPTJ = Family(
         *plain_mlp(LAYER + "mlp.", up="fc_in", down="fc_out"),
     ),
     ignored_tensors=IGNORED_TENSORS,
-    ignored_keys=IGNORED_KEYS | {"n_positions": "a promise, not a limit: rotary positions have no table"},
+    ignored_keys=IGNORED_KEYS | {"n_positions": "rotary embeddings have no maximum length"},
 )
 
 

@@ -1,6 +1,6 @@
-"""Kimi Linear (Moonshot 2025): three delta attentions with decay by channel to one latent attention, and experts.
+"""Kimi Linear (Moonshot 2025): experts, three layers of Kimi delta attention per layer of latent attention.
 
-Nothing is rotated: positions come from the recurrence alone.
+There are no rotary embeddings: the model learns positions from the recurrence.
 """
 
 from collections.abc import Collection
@@ -36,30 +36,41 @@ def kimi_linear(
     dense_layers: Collection[int],
     latent: LatentAttentionConfig,
 ) -> DecoderConfig:
-    """Return a decoder of Kimi Linear's blocks: latent attention where `full` is True, an MLP in `dense_layers`."""
-    mixers = (latent if has_latent or delta is None else delta for has_latent in full)
+    """Return a decoder of Kimi Linear blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `delta`, `latent`: delta attention and latent attention.
+    - `full`: whether a layer has latent attention, for each layer; with `delta=None` all layers have it.
+    - `experts`: the experts.
+    - `dense_layers`: the layers with an MLP instead of experts, from 0.
+    """
+    mixers = (latent if is_full or delta is None else delta for is_full in full)
     return moe.sparse_decoder(shape, mixers, experts, dense_layers)
 
 
 def kimi_experts(shape: DecoderSizes, *, mlp_dim: int, num_shared: int, num_experts: int, num_experts_per_token: int,
                  **router: Any) -> ExpertsConfig:  # fmt: skip
-    """Return DeepSeek-V3's experts of width `mlp_dim`; `router` are arguments of `v3_router`."""
+    """Return DeepSeek-V3's experts with `mlp_dim` hidden features each; `router` are arguments of `v3_router`."""
     counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return shape.experts(mlp_dim=mlp_dim, shared_dim=mlp_dim * num_shared, router=v3_router(**router), **counts)
 
 
 def _read_delta(fields: Fields, values: Values) -> KimiDeltaAttentionConfig:
-    """Read delta attention, and its layers as `layer_types`; published files nest them, newer ones do not."""
+    """Return the delta attention, and set `layer_types`.
+
+    Published files have the sizes in `linear_attn_config`, and transformers writes them outside of it.
+    """
     shape = values["shape"]
     table = fields.table("linear_attn_config") or Fields({}, fields.where)
 
-    def size(nested: str, flat: str, default: int) -> int:
-        inner, outer = table.integer(nested, None), fields.integer(flat, None)
-        if inner is not None and outer is not None and inner != outer:
-            raise fields.error(
-                f"linear_attn_config: {nested}={inner}, but {flat}={outer} outside of it: make them equal."
-            )
-        return inner or outer or default
+    def size(nested_key: str, flat_key: str, default: int) -> int:
+        nested = table.integer(nested_key, None)
+        flat = fields.integer(flat_key, None)
+        if nested is not None and flat is not None and nested != flat:
+            raise fields.error(f"linear_attn_config.{nested_key}={nested} must be equal to {flat_key}={flat}.")
+        return nested or flat or default
 
     head_dim = size("head_dim", "linear_head_dim", 128)
     delta = KimiDeltaAttentionConfig(
@@ -69,36 +80,45 @@ def _read_delta(fields: Fields, values: Values) -> KimiDeltaAttentionConfig:
         taps=size("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
         norm=RMSNormConfig(eps=shape.eps),
     )
-    latents, others = table.numbers("full_attn_layers"), table.numbers("kda_layers")  # counted from 1
+    full_layers = table.numbers("full_attn_layers")  # counted from 1
+    delta_layers = table.numbers("kda_layers")
     table.finish()
-    if latents or others:
-        if sorted((*latents, *others)) != list(range(1, shape.num_layers + 1)):
-            raise fields.error("linear_attn_config: each layer from 1 on must be in one of its two lists.")
-        types = ["full_attention" if index + 1 in latents else "linear_attention" for index in range(shape.num_layers)]
+    layers = range(1, shape.num_layers + 1)
+    if full_layers or delta_layers:
+        if sorted((*full_layers, *delta_layers)) != list(layers):
+            raise fields.error(
+                f"linear_attn_config: each layer from 1 to {len(layers)} must be in full_attn_layers or in kda_layers, "
+                "but not in both."
+            )
+        types = ["full_attention" if layer in full_layers else "linear_attention" for layer in layers]
         fields.content.setdefault("layer_types", types)
     elif "layer_types" not in fields.content:
-        raise fields.error("layer_types is missing, and linear_attn_config does not tell the layers: add one of them.")
+        raise fields.error("layer_types is missing: add it, or full_attn_layers and kda_layers to linear_attn_config.")
     return delta
 
 
 def _write_delta(config: DecoderConfig) -> dict[str, Any]:
-    """Return the layers of delta attention, and its sizes, in both spellings."""
+    """Return the layers and sizes of delta attention, both in `linear_attn_config` and outside of it."""
     delta = first_layer(config, "delta")
     if delta is None:
         return {}
-    numbers: dict[bool, list[int]] = {True: [], False: []}
-    for index, block in enumerate(config.blocks):
-        numbers[block.mixer == delta].append(index + 1)
-    nested: dict[str, Any] = {"full_attn_layers": numbers[False], "kda_layers": numbers[True]}
-    nested |= {key: getattr(delta, name) for key, name in _NESTED.items()}
-    return {"linear_attn_config": nested} | {key: getattr(delta, name) for key, name in _FLAT.items()}
+    layers = list(enumerate(config.blocks, start=1))
+    nested = {
+        "full_attn_layers": [layer for layer, block in layers if block.mixer != delta],
+        "kda_layers": [layer for layer, block in layers if block.mixer == delta],
+        "head_dim": delta.head_dim,
+        "num_heads": delta.num_heads,
+        "short_conv_kernel_size": delta.taps,
+    }
+    return {
+        "linear_attn_config": nested,
+        "linear_head_dim": delta.head_dim,
+        "linear_num_heads": delta.num_heads,
+        "linear_conv_kernel_dim": delta.taps,
+    }
 
 
-_NESTED = {"head_dim": "head_dim", "num_heads": "num_heads", "short_conv_kernel_size": "taps"}
-_FLAT = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "taps"}
-
-
-# `twin` is the name in published files; transformers writes the other one
+# `twin` is the key of published files; transformers writes the other key
 _EXPERTS = (
     Integer("num_local_experts", "experts.num_experts", 256, twin="num_experts"),
     Integer("num_experts_per_tok", "experts.num_experts_per_token", 8, twin="num_experts_per_token"),
@@ -113,32 +133,34 @@ _DEFAULTS = dict(
     vocab_size=163_840, hidden_size=2304, intermediate_size=9216, num_hidden_layers=27, num_attention_heads=32
 )
 _LAYER = "model.layers.{layer}."
-_OWN = _LAYER + "self_attn."
+_ATTENTION = _LAYER + "self_attn."
 _MOE = _LAYER + "block_sparse_moe."
 _HEADS = "(heads head_dim)"
-_STREAMS = {"q": "query", "k": "key", "v": "value"}
+_PROJECTIONS = {"q": "query", "k": "key", "v": "value"}
 _DELTA = (
     *(
-        Weight(f"{_OWN}{letter}_proj.weight", f"mixer.{name}", f"{_HEADS} embed -> embed heads head_dim")
-        for letter, name in _STREAMS.items()
+        Weight(f"{_ATTENTION}{letter}_proj.weight", f"mixer.{name}", f"{_HEADS} embed -> embed heads head_dim")
+        for letter, name in _PROJECTIONS.items()
     ),
     *(
-        Weight(f"{_OWN}{letter}_conv1d.weight", f"mixer.{name}_taps", f"{_HEADS} 1 taps -> heads head_dim taps")
-        for letter, name in _STREAMS.items()
+        Weight(f"{_ATTENTION}{letter}_conv1d.weight", f"mixer.{name}_taps", f"{_HEADS} 1 taps -> heads head_dim taps")
+        for letter, name in _PROJECTIONS.items()
     ),
     *(
-        Weight(f"{_OWN}{letter}_a_proj.weight", f"mixer.{name}_down", "gate_rank embed -> embed gate_rank")
+        Weight(f"{_ATTENTION}{letter}_a_proj.weight", f"mixer.{name}_down", "gate_rank embed -> embed gate_rank")
         for letter, name in (("f", "dt"), ("g", "gate"))
     ),
     *(
-        Weight(f"{_OWN}{letter}_b_proj.weight", f"mixer.{name}_up", f"{_HEADS} gate_rank -> gate_rank heads head_dim")
+        Weight(
+            f"{_ATTENTION}{letter}_b_proj.weight", f"mixer.{name}_up", f"{_HEADS} gate_rank -> gate_rank heads head_dim"
+        )
         for letter, name in (("f", "dt"), ("g", "gate"))
     ),
-    Weight(_OWN + "b_proj.weight", "mixer.beta", "heads embed -> embed heads"),
-    Weight(_OWN + "A_log", "mixer.a_log", "1 1 heads 1 -> heads"),
-    Weight(_OWN + "dt_bias", "mixer.dt_bias", f"{_HEADS} -> heads head_dim"),
-    Weight(_OWN + "o_norm.weight", "mixer.norm.scale", "norm -> norm"),
-    Weight(_OWN + "o_proj.weight", "mixer.out", f"embed {_HEADS} -> heads head_dim embed"),
+    Weight(_ATTENTION + "b_proj.weight", "mixer.beta", "heads embed -> embed heads"),
+    Weight(_ATTENTION + "A_log", "mixer.a_log", "1 1 heads 1 -> heads"),
+    Weight(_ATTENTION + "dt_bias", "mixer.dt_bias", f"{_HEADS} -> heads head_dim"),
+    Weight(_ATTENTION + "o_norm.weight", "mixer.norm.scale", "norm -> norm"),
+    Weight(_ATTENTION + "o_proj.weight", "mixer.out", f"embed {_HEADS} -> heads head_dim embed"),
 )
 FAMILY = Family(
     model_type="kimi_linear",
@@ -164,11 +186,14 @@ FAMILY = Family(
         *_DELTA,
         *moe.separate_experts(_MOE, "w1", "w3", "w2", bias="gate.e_score_correction_bias", shared="shared_experts"),
     ),
-    # transformers writes the MLPs of dense layers under the name of experts
+    # transformers writes the MLPs of dense layers with the prefix of experts
     renamed={r"\.block_sparse_moe\.(\w+_proj)\.": r".mlp.\1."},
     ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | {"rope_theta rope_scaling rope_parameters": "nothing is rotated", "use_grouped_topk": "n_group says it"}
-    | {"model_max_length": "a promise, not a limit"},
+    | {
+        "rope_theta rope_scaling rope_parameters": "there are no rotary embeddings",
+        "use_grouped_topk": "n_group determines it",
+        "model_max_length": "the model has no maximum length",
+    },
 )
 
 

@@ -1,7 +1,8 @@
-"""LongCat-Flash (Meituan 2025): two layers of latent attention each, around which experts take a shortcut.
+"""LongCat-Flash (Meituan 2025): experts with a shortcut over two blocks of latent attention.
 
-A layer of a checkpoint is two blocks. The MLP of the first is the shared one of its experts, whose output is added to
-the stream behind the second. A third of the router's experts return their input.
+A layer of a checkpoint is two blocks here. The first block has experts, and its MLP is their shared expert. The output
+of the routed experts is added to the stream after the second block. A third of the router's experts are zero experts,
+which return their input.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from eqx_decoders.model.mtp_config import MTPConfig
 
 
 _THETA = 10_000_000.0
-_DEPTH_TABLE = "model.mtp.embed_tokens.weight"
+_DEPTH_EMBEDDING = "model.mtp.embed_tokens.weight"
 
 
 def longcat_flash(
@@ -47,21 +48,34 @@ def longcat_flash(
     kv_rank: int = 512, nope_dim: int = 128, value_dim: int = 128, expert_dim: int = 2048, scaling_factor: float = 6.0,
     depths: int = 0, **counts: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of LongCat-Flash's layers; `counts` are those of `ExpertsConfig`."""
+    """Return a decoder of LongCat-Flash layers.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.num_layers` layers are twice as many blocks.
+    - `rope`, `q_rank`, `kv_rank`, `nope_dim`, `value_dim`: options of latent attention.
+    - `expert_dim`, `scaling_factor`: width of an expert, and factor of the router's weights.
+    - `depths`: number of layers of multi-token prediction.
+    - `counts`: `num_experts`, `num_experts_per_token` and `num_zero_experts` of `ExpertsConfig`.
+    """
     mixer = latent_attention(shape, rope=rope, q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope_dim, value_dim=value_dim)
-    scales = ((shape.embed_dim / rank) ** 0.5 for rank in (q_rank, kv_rank))
-    mixer = dataclasses.replace(mixer, query_scale=mixer.scale * next(scales), kv_scale=next(scales))
+    mixer = dataclasses.replace(
+        mixer,
+        query_scale=mixer.scale * (shape.embed_dim / q_rank) ** 0.5,
+        kv_scale=(shape.embed_dim / kv_rank) ** 0.5,
+    )
     router = RouterConfig(order="score_first", selection_bias=True, scaling_factor=scaling_factor)
     experts = shape.experts(mlp_dim=expert_dim, router=router, shared_dim=shape.mlp_dim, shortcut="experts", **counts)
-    first, second = shape.block(mixer, experts), shape.block(mixer, shortcut_from="experts")
+    first = shape.block(mixer, experts)
+    second = shape.block(mixer, shortcut_from="experts")
     config = shape.decoder((first, second) * shape.num_layers)
     return with_depths(config, depths) if depths else config
 
 
 def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
-    """Return the decoder with multi-token prediction, whose layer is one block without experts.
+    """Return the decoder with `depths` layers of multi-token prediction; these are blocks without experts.
 
-    The stream is read after the final norm, as vLLM and SGLang run these weights.
+    They read the stream after the final norm, like in vLLM and SGLang.
     """
     assert config.final_norm is not None
     block = dataclasses.replace(config.blocks[1], shortcut_from=None)
@@ -70,10 +84,10 @@ def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
 
 
 def _read_head_dim(fields: Fields, values: Values) -> None:
-    """Read the number of rotated features, which transformers has under two names."""
-    rotated = fields.integer("head_dim", 64)
-    if rotated != values["_rope_dim"]:
-        raise fields.error(f"head_dim={rotated} must be qk_rope_head_dim={values['_rope_dim']}.")
+    """Check `head_dim`, which is the number of rotated features in transformers, like `qk_rope_head_dim`."""
+    head_dim = fields.integer("head_dim", 64)
+    if head_dim != values["_rope_dim"]:
+        raise fields.error(f"head_dim={head_dim} must be equal to qk_rope_head_dim={values['_rope_dim']}.")
 
 
 def _write_head_dim(config: DecoderConfig) -> dict[str, Any]:
@@ -81,23 +95,26 @@ def _write_head_dim(config: DecoderConfig) -> dict[str, Any]:
     return {"head_dim": latent.rope_dim, "qk_head_dim": latent.head_dim}
 
 
-def _of_zero_experts(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that transformers has for zero experts, too, and never uses."""
+def _zero_expert_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the unused tensors that transformers has for zero experts, with their shapes."""
     experts = value_at(config, "experts")
-    numbers = range(experts.num_experts, experts.num_choices)
+    zero_experts = range(experts.num_experts, experts.num_choices)
     names = (
-        f"model.layers.{layer}.mlp.experts.{number}.{name}_proj.weight"
-        for layer, number, name in itertools.product(range(len(config.blocks) // 2), numbers, ("gate", "up"))
+        f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+        for layer, expert, projection in itertools.product(range(len(config.blocks) // 2), zero_experts, ("gate", "up"))
     )
     return dict.fromkeys(names, (experts.mlp_dim, config.embed_dim))
 
 
-def _without_weights(config: DecoderConfig) -> str:
-    """Return the tensors without a weight; vLLM and SGLang have the model's table for that of a depth, too."""
+def _ignored_tensors(config: DecoderConfig) -> str:
+    """Return the regular expression of ignored tensors.
+
+    The embedding of multi-token prediction is one of them: vLLM and SGLang use the embedding of the model.
+    """
     experts = value_at(config, "experts")
-    numbers = "|".join(map(str, range(experts.num_experts, experts.num_choices)))
-    of_zero_experts = rf"model\.layers\.\d+\.mlp\.experts\.({numbers or '-'})\.(gate|up)_proj\.weight"
-    return rf".*rotary_emb\.inv_freq|{re.escape(_DEPTH_TABLE)}|{of_zero_experts}"
+    zero_experts = "|".join(map(str, range(experts.num_experts, experts.num_choices)))
+    zero_expert_tensors = rf"model\.layers\.\d+\.mlp\.experts\.({zero_experts or '-'})\.(gate|up)_proj\.weight"
+    return rf".*rotary_emb\.inv_freq|{re.escape(_DEPTH_EMBEDDING)}|{zero_expert_tensors}"
 
 
 _SIZES = (
@@ -129,7 +146,7 @@ FAMILY = Family(
         Rule("", _read_head_dim, _write_head_dim),
         Only("qk_head_dim", lambda values: values["nope_dim"] + values["_rope_dim"]),
         Group("shape", DecoderSizes, _SIZES),
-        Unused("num_hidden_layers", "transformers 4 writes the number of blocks there, but reads num_layers"),
+        Unused("num_hidden_layers", "transformers 4 writes the number of blocks to this key, but reads num_layers"),
         Integer("q_lora_rank", "latent.q_rank", 1536),
         Integer("kv_lora_rank", "latent.kv_rank", 512),
         Integer("v_head_dim", "latent.value_dim", 128),
@@ -160,10 +177,10 @@ FAMILY = Family(
             {"layers.{depth}.norm": "norm"},
         ),
     ),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"router_dtype": "routers are in float32"},
-    ignored_tensors=_without_weights,
-    zero_tensors=_of_zero_experts,
-    copies={_DEPTH_TABLE: "model.embed_tokens.weight"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"router_dtype": "routers are always computed in float32"},
+    ignored_tensors=_ignored_tensors,
+    zero_tensors=_zero_expert_tensors,
+    copies={_DEPTH_EMBEDDING: "model.embed_tokens.weight"},
     with_depths=with_depths,
     blocks_per_layer=2,
 )  # fmt: skip

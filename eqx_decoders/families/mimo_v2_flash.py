@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash (Xiaomi 2025): five windows to one full layer, narrow scaled values, DeepSeek-V3's experts."""
+"""MiMo-V2-Flash (Xiaomi 2025): five layers with windows per full layer, narrow scaled values, DeepSeek-V3's experts."""
 
 import dataclasses
 import functools
@@ -24,6 +24,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import AUTO_MAP, Group, Integer, Number, Only, Renamed, Rule, Unused, Values
 from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -32,7 +33,8 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
 
-_ROPE, _LOCAL_ROPE = Rope(theta=5e6, fraction=0.334), Rope(theta=10_000.0, fraction=0.334)
+_ROPE = Rope(theta=5e6, fraction=0.334)
+_LOCAL_ROPE = Rope(theta=10_000.0, fraction=0.334)
 
 
 def mimo_v2_flash(
@@ -40,50 +42,62 @@ def mimo_v2_flash(
     expert_dim: int, values: Mapping[str, Any], rope: Rope = _ROPE, local_rope: Rope = _LOCAL_ROPE, depths: int = 0,
     **counts: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of MiMo-V2 blocks: layers with windows have twice as many key heads, sinks and a RoPE of theirs.
+    """Return a decoder of MiMo-V2 blocks. Layers with windows have twice as many key heads, and attention sinks.
 
-    `shape`'s MLP is that of the `dense_layers`, counted from 0; `values` are options of attention's values, and
-    `counts` the numbers of experts.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.num_kv_heads` is the number of key heads in full layers.
+    - `masks`: the attention mask of each layer.
+    - `dense_layers`: the layers with an MLP instead of experts, from 0.
+    - `router`, `expert_dim`, `counts`: the router, the width of an expert, and the numbers of experts.
+    - `values`: `value_dim` and `value_scale` of attention.
+    - `rope`, `local_rope`: rotary embeddings of full layers and of layers with windows.
+    - `depths`: number of layers of multi-token prediction.
     """
     experts = shape.experts(mlp_dim=expert_dim, router=router, **counts)
-    values = {**values, "out_bias": False}
 
-    def mixer(mask: Mask):
+    def mixer(mask: Mask) -> AttentionConfig:
         if isinstance(mask, SlidingWindow):
-            more = dict(num_kv_heads=2 * shape.num_kv_heads, sinks=True)
-            return shape.attention(mask=mask, rope=local_rope, **more, **values)
-        return shape.attention(mask=mask, rope=rope, **values)
+            return shape.attention(
+                mask=mask, rope=local_rope, num_kv_heads=2 * shape.num_kv_heads, sinks=True, out_bias=False, **values
+            )
+        return shape.attention(mask=mask, rope=rope, out_bias=False, **values)
 
     config = moe.sparse_decoder(shape, map(mixer, masks), experts, dense_layers)
     return with_depths(config, depths) if depths else config
 
 
 def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
-    """Return the decoder with multi-token prediction: attention of a layer with a window, and the MLP of a dense one.
+    """Return the decoder with `depths` layers of multi-token prediction.
 
-    Each depth reads what the one before gives to the head, as SGLang and vLLM run these weights.
+    They have the attention of a layer with a window and the MLP of a layer without experts. A layer of multi-token
+    prediction reads the normalized stream of the previous layer, like in SGLang and vLLM.
     """
-    masked = zip(config.blocks, attentions(config), strict=True)
-    window = next((block for block, mixer in masked if isinstance(mixer.mask, SlidingWindow)), None)
-    dense = next((block for block in config.blocks if isinstance(block.mlp, MLPConfig)), None)
-    if window is None or dense is None or config.final_norm is None:
-        rule = "layers of multi-token prediction need a layer with a window, and one without experts"
-        raise ConversionError(f"{rule}, whose sizes theirs are.")
-    block = dataclasses.replace(window, mlp=dense.mlp)
+    blocks = zip(config.blocks, attentions(config), strict=True)
+    window_block = next((block for block, mixer in blocks if isinstance(mixer.mask, SlidingWindow)), None)
+    dense_block = next((block for block in config.blocks if isinstance(block.mlp, MLPConfig)), None)
+    if window_block is None or dense_block is None or config.final_norm is None:
+        raise ConversionError(
+            "DecoderConfig.blocks must have a layer with a window, a layer without experts and a final norm: layers of "
+            "multi-token prediction have their sizes."
+        )
+    block = dataclasses.replace(window_block, mlp=dense_block.mlp)
     mtp = MTPConfig(num_depths=depths, block=block, norm=config.final_norm, normed_stream=True, normed_depths=True)
     return dataclasses.replace(config, mtp=mtp)
 
 
 def _num_kv_heads(config: DecoderConfig) -> int:
-    """Return the number of key heads of full layers."""
+    """Return the number of key heads in full layers; layers with windows have twice as many."""
     mixer = attentions(config)[0]
-    return mixer.num_kv_heads // (2 if isinstance(mixer.mask, SlidingWindow) else 1)
+    return mixer.num_kv_heads // 2 if isinstance(mixer.mask, SlidingWindow) else mixer.num_kv_heads
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    """Read the masks; `sliding_window_size` counts the tokens before the query."""
-    window, before = fields.integer("sliding_window", 129), fields.integer("sliding_window_size", None)
-    size = window if before is None else before + 1
+    """Return the masks. `sliding_window_size` does not count the query's own token, unlike `sliding_window`."""
+    size = fields.integer("sliding_window", 129)
+    num_previous = fields.integer("sliding_window_size", None)
+    if num_previous is not None:
+        size = num_previous + 1
     return read_masks(fields, values, size, lambda index: index > 0 and (index + 1) % 6 != 0)
 
 
@@ -101,7 +115,7 @@ FAMILY = Family(
     architecture="MiMoV2FlashForCausalLM",
     settings=(
         AUTO_MAP,
-        Unused("n_shared_experts", "there are none"),
+        Unused("n_shared_experts", "there are no shared experts"),
         Renamed({"layernorm_epsilon": "rms_norm_eps"}),
         decoder_sizes(num_kv_heads=4, head_dim=192, eps=1e-5, paths={"num_key_value_heads": _num_kv_heads}),
         Group(
@@ -131,9 +145,9 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
         "swa_head_dim swa_v_head_dim swa_num_attention_heads "
-        "swa_num_key_value_heads": "transformers takes the sizes of the other layers",
-        "hybrid_layer_pattern hybrid_block_size moe_layer_freq": "layer_types and mlp_layer_types say it",
-        "attention_chunk_size": "how it was run",
+        "swa_num_key_value_heads": "transformers uses the sizes of full layers",
+        "hybrid_layer_pattern hybrid_block_size moe_layer_freq": "layer_types and mlp_layer_types determine it",
+        "attention_chunk_size": "runtime option; it changes no output",
     },
 )
 

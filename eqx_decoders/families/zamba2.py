@@ -1,4 +1,4 @@
-"""Zamba 2 (Zyphra 2024): Mamba-2, and transformer blocks whose weights layers share, beside their recurrences."""
+"""Zamba 2 (Zyphra 2024): Mamba-2 in each layer, and transformer blocks whose weights several layers share."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import ENDS, LAYER, fused_mlp, renamed
 from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
@@ -33,15 +33,26 @@ def zamba2(
     rank: int,
     attention_adapters: bool = False,
 ) -> DecoderConfig:
-    """Return a decoder with a recurrence in each layer, where `hybrid` is True beside the next of the shared blocks."""
-    norm, blocks, uses = RMSNormConfig(eps=shape.eps), [], 0
+    """Return a decoder with Mamba-2 in each layer and shared transformer blocks in hybrid layers.
+
+    **Arguments:**
+
+    - `shape`, `mamba`: sizes of the decoder, and its Mamba-2 mixer.
+    - `transformer`: the shared transformer blocks. Hybrid layers use them in turn.
+    - `hybrid`: whether a layer also has a shared block, for each layer.
+    - `rank`: rank of the LoRA updates of the shared weights. Each hybrid layer has separate updates.
+    - `attention_adapters`: whether queries, keys and values have LoRA updates, too; else only the MLP.
+    """
+    norm = RMSNormConfig(eps=shape.eps)
+    blocks = []
+    num_hybrid = 0
     for is_hybrid in hybrid:
         if is_hybrid:
             mixer = AidedMixerConfig(
-                mixer=mamba, transformer=transformer, norm=norm, number=uses % transformer.count, mlp_rank=rank,
+                mixer=mamba, transformer=transformer, norm=norm, number=num_hybrid % transformer.count, mlp_rank=rank,
                 attention_rank=rank if attention_adapters else None,
             )  # fmt: skip
-            uses += 1
+            num_hybrid += 1
             blocks.append(BlockConfig(mixer=mixer, mlp=None))
         else:
             blocks.append(BlockConfig(mixer=mamba, mlp=None, pre_mixer_norm=norm))
@@ -51,7 +62,7 @@ def zamba2(
     )  # fmt: skip
 
 
-def shared(
+def shared_transformer(
     shape: MambaSizes,
     *,
     num_heads: int,
@@ -61,7 +72,11 @@ def shared(
     rope: Rope | None,
     activation: str = "gelu",
 ) -> SharedTransformerConfig:
-    """Return the shared blocks: heads of both inputs, whose scores are scaled as those of heads of half the size."""
+    """Return the shared transformer blocks.
+
+    Attention reads the concatenation of the stream and the embeddings, so its heads have twice the usual size. Scores
+    are scaled as for heads of the usual size.
+    """
     head_dim = 2 * shape.embed_dim // num_heads
     attention = AttentionConfig(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope, query_scale=(head_dim / 2) ** -0.5
@@ -73,31 +88,43 @@ def shared(
 # --- config.json ---
 
 
-def _first(config: DecoderConfig) -> AidedMixerConfig:
-    mixer = next((block.mixer for block in config.blocks if isinstance(block.mixer, AidedMixerConfig)), None)
-    check(mixer is not None, "DecoderConfig.blocks: no layer shares a transformer block.", ConversionError)
-    assert mixer is not None
-    return mixer
+def _hybrid_mixer(config: DecoderConfig) -> AidedMixerConfig:
+    for block in config.blocks:
+        if isinstance(block.mixer, AidedMixerConfig):
+            return block.mixer
+    raise ConversionError("DecoderConfig.blocks must have at least one layer with an AidedMixerConfig.")
 
 
-_TYPES = ("linear_attention", "hybrid")
-_PUBLISHED = (0,) + (0, 0, 0, 0, 0, 1) * 7 + (0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0)
+_LAYER_TYPES = ("linear_attention", "hybrid")
+# transformers' default: 1 for hybrid layers
+_DEFAULT_HYBRID = (0,) + (0, 0, 0, 0, 0, 1) * 7 + (0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0)
 
 
 def _read_hybrid(fields: Fields, values: Values) -> tuple[bool, ...]:
-    types = fields.words("layers_block_type", (*_TYPES, "mamba"), values["shape"].num_layers)
-    if types is None and values["shape"].num_layers != len(_PUBLISHED):
-        raise fields.error(f"layers_block_type is missing, and num_hidden_layers is not {len(_PUBLISHED)}: add it.")
-    hybrid = tuple(kind == "hybrid" for kind in types) if types is not None else tuple(map(bool, _PUBLISHED))
-    if sum(hybrid) < values["transformer"].count:
-        raise fields.error("num_mem_blocks is larger than the number of hybrid layers: check layers_block_type.")
+    num_layers = values["shape"].num_layers
+    types = fields.words("layers_block_type", (*_LAYER_TYPES, "mamba"), num_layers)
+    if types is not None:
+        hybrid = tuple(layer_type == "hybrid" for layer_type in types)
+    elif num_layers == len(_DEFAULT_HYBRID):
+        hybrid = tuple(map(bool, _DEFAULT_HYBRID))
+    else:
+        raise fields.error(
+            f"layers_block_type is missing, and its default needs num_hidden_layers={len(_DEFAULT_HYBRID)}: add it."
+        )
+    count = values["transformer"].count
+    if sum(hybrid) < count:
+        raise fields.error(
+            f"num_mem_blocks={count} must be at most {sum(hybrid)}, the number of hybrid layers in layers_block_type."
+        )
     return hybrid
 
 
 def _write_hybrid(config: DecoderConfig) -> dict[str, Any]:
-    aided = [isinstance(block.mixer, AidedMixerConfig) for block in config.blocks]
-    ids = [index for index, is_aided in enumerate(aided) if is_aided]
-    return {"layers_block_type": [_TYPES[is_aided] for is_aided in aided], "hybrid_layer_ids": ids}
+    hybrid = [isinstance(block.mixer, AidedMixerConfig) for block in config.blocks]
+    return {
+        "layers_block_type": [_LAYER_TYPES[is_hybrid] for is_hybrid in hybrid],
+        "hybrid_layer_ids": [index for index, is_hybrid in enumerate(hybrid) if is_hybrid],
+    }
 
 
 def _read_rope(fields: Fields, values: Values) -> Rope | None:
@@ -106,16 +133,14 @@ def _read_rope(fields: Fields, values: Values) -> Rope | None:
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    rope = _first(config).transformer.attention.rope
-    return {"use_mem_rope": rope is not None, **(write_rope(config) if rope is not None else {})}
+    rope = _hybrid_mixer(config).transformer.attention.rope
+    if rope is None:
+        return {"use_mem_rope": False}
+    return {"use_mem_rope": True, **write_rope(config)}
 
 
-def _of(path: str) -> Any:
-    return lambda config: functools.reduce(getattr, path.split("."), _first(config))
-
-
-def _four_times(values: Values) -> int:
-    return 4 * values["shape"].embed_dim
+def _in_mixer(path: str) -> Any:
+    return lambda config: functools.reduce(getattr, path.split("."), _hybrid_mixer(config))
 
 
 _KEYS = {
@@ -131,46 +156,53 @@ _SHAPE = (
     Number("initializer_range", "init_std", 0.02),
 )
 _TRANSFORMER = (
-    Integer("num_attention_heads", _of("transformer.attention.num_heads"), 32, name="num_heads"),
+    Integer("num_attention_heads", _in_mixer("transformer.attention.num_heads"), 32, name="num_heads"),
     Integer(
-        "num_key_value_heads", _of("transformer.attention.num_kv_heads"), lambda values: values["num_heads"],
+        "num_key_value_heads", _in_mixer("transformer.attention.num_kv_heads"), lambda values: values["num_heads"],
         name="num_kv_heads",
     ),
-    Integer("intermediate_size", _of("transformer.mlp.mlp_dim"), _four_times, name="mlp_dim"),
-    Integer("num_mem_blocks", _of("transformer.count"), 1, name="count"),
-    Word("hidden_act", _of("transformer.mlp.activation"), "gelu", known=ACTIVATIONS, name="activation"),
+    Integer(
+        "intermediate_size", _in_mixer("transformer.mlp.mlp_dim"), lambda values: 4 * values["shape"].embed_dim,
+        name="mlp_dim",
+    ),
+    Integer("num_mem_blocks", _in_mixer("transformer.count"), 1, name="count"),
+    Word("hidden_act", _in_mixer("transformer.mlp.activation"), "gelu", known=ACTIVATIONS, name="activation"),
     Rule("rope", _read_rope, _write_rope),
 )  # fmt: skip
-_EPS = Rule("eps", lambda fields, values: 1e-5)  # within recurrences, whatever `rms_norm_eps` is
+# transformers does not use `rms_norm_eps` in the norms of Mamba-2
+_EPS = Rule("eps", lambda fields, values: 1e-5)
 
 
 # --- tensors ---
 
 
-def _inside(rows: Iterable[Weight], old: str, new: str) -> tuple[Weight, ...]:
-    def path(inside: str) -> str:
-        return new + inside.removeprefix(old) if inside.startswith(old) else inside
+def _with_path_prefix(rows: Iterable[Weight], old: str, new: str) -> tuple[Weight, ...]:
+    """Return the rows with the prefix `old` of their paths replaced by `new`."""
 
-    return tuple(dataclasses.replace(row, path=path(row.path), needs=path(row.needs)) for row in rows)
+    def replaced(path: str) -> str:
+        return new + path.removeprefix(old) if path.startswith(old) else path
+
+    return tuple(dataclasses.replace(row, path=replaced(row.path), needs=replaced(row.needs)) for row in rows)
 
 
 _SHARED = LAYER + "shared_transformer."
-_ADDED = "model.layers.{owner}.shared_transformer."
+# The first layer that uses a shared block (`{owner}`) stores the LoRA updates of all hybrid layers (`{use}`).
+_OWNER = "model.layers.{owner}.shared_transformer."
 _HEADS = "(heads head_dim)"
-_PAIRS = {"q": ("query", "heads"), "k": ("key", "kv_heads"), "v": ("value", "kv_heads")}
+_PROJECTIONS = {"q": ("query", "heads"), "k": ("key", "kv_heads"), "v": ("value", "kv_heads")}
 
 
-def _pairs() -> tuple[Weight, ...]:
-    mlp = _ADDED + "feed_forward.gate_up_proj_adapter_list.{use}."
+def _adapter_weights() -> tuple[Weight, ...]:
+    mlp = _OWNER + "feed_forward.gate_up_proj_adapter_list.{use}."
     rows = [
         Weight(mlp + "0.weight", "mixer.mlp_pair.down", "rank embed -> embed rank"),
         Weight(mlp + "1.weight", "mixer.mlp_pair.up", "(inputs mlp) rank -> rank inputs mlp"),
     ]
-    for letter, (name, heads) in _PAIRS.items():
-        one = f"{_ADDED}self_attn.linear_{letter}_adapter_list.{{use}}."
-        up = f"({heads} head_dim) rank -> rank {heads} head_dim"
-        rows.append(Weight(one + "0.weight", f"mixer.{name}_pair.down", "rank embed -> embed rank"))
-        rows.append(Weight(one + "1.weight", f"mixer.{name}_pair.up", up))
+    for letter, (path, heads) in _PROJECTIONS.items():
+        adapter = f"{_OWNER}self_attn.linear_{letter}_adapter_list.{{use}}."
+        up_pattern = f"({heads} head_dim) rank -> rank {heads} head_dim"
+        rows.append(Weight(adapter + "0.weight", f"mixer.{path}_pair.down", "rank embed -> embed rank"))
+        rows.append(Weight(adapter + "1.weight", f"mixer.{path}_pair.up", up_pattern))
     return tuple(rows)
 
 
@@ -180,13 +212,13 @@ FAMILY = Family(
     settings=(
         Group("shape", MambaSizes, _SHAPE),
         mamba_settings(key_dim=64, keys=_KEYS, more=(_EPS,), step=Number("time_step_min", "mamba.dt_min", 0.001)),
-        Group("transformer", shared, _TRANSFORMER, uses=("shape",)),
+        Group("transformer", shared_transformer, _TRANSFORMER, uses=("shape",)),
         Only("add_bias_linear", False),
         Only("use_long_context", False, written=True),
-        Integer("adapter_rank", _of("mlp_rank"), 128, name="rank"),
+        Integer("adapter_rank", _in_mixer("mlp_rank"), 128, name="rank"),
         Flag(
             "use_shared_attention_adapter",
-            lambda config: _first(config).attention_rank is not None,
+            lambda config: _hybrid_mixer(config).attention_rank is not None,
             False,
             name="attention_adapters",
         ),
@@ -198,20 +230,20 @@ FAMILY = Family(
         *norm_weights(LAYER, pre_mixer_norm="input_layernorm"),
         *mamba_weights(LAYER + "mamba."),
         *norm_weights(LAYER + "mamba_decoder.", **{"mixer.norm": "input_layernorm"}),
-        *_inside(mamba_weights(LAYER + "mamba_decoder.mamba."), "mixer.", "mixer.mixer."),
+        *_with_path_prefix(mamba_weights(LAYER + "mamba_decoder.mamba."), "mixer.", "mixer.mixer."),
         Weight(LAYER + "linear.weight", "mixer.linear", "mlp embed -> embed mlp"),
         *norm_weights(_SHARED, input_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
-        *_inside(self_attention(_SHARED), "mixer.", "attention."),
+        *_with_path_prefix(self_attention(_SHARED), "mixer.", "attention."),
         Weight(_SHARED + "self_attn.o_proj.weight", "attention.out", f"latent {_HEADS} -> heads head_dim latent"),
         *fused_mlp(_SHARED + "feed_forward."),
-        *_pairs(),
+        *_adapter_weights(),
     ),
     ignored_keys={
         "attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels "
-        "num_query_groups": "they follow from others",
-        "time_step_floor time_step_max": "how it was begun",
-        "use_conv_bias": "there is one, whatever it says",
-        "chunk_size num_logits_to_keep use_mamba_kernels use_mem_eff_path": "how it is run",
+        "num_query_groups": "other keys determine it",
+        "time_step_floor time_step_max": "initialization only",
+        "use_conv_bias": "convolutions always have a bias",
+        "chunk_size num_logits_to_keep use_mamba_kernels use_mem_eff_path": "runtime option; it changes no output",
     },
 )
 

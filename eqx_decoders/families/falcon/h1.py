@@ -1,10 +1,10 @@
-"""Falcon-H1 (Falcon LLM Team 2025): attention and Mamba-2 side by side in each layer, and many multipliers."""
+"""Falcon-H1 (Falcon LLM Team 2025): parallel attention and Mamba-2 in each layer, and constant multipliers."""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.mamba.blocks import mamba_settings, mamba_weights
@@ -31,7 +31,17 @@ def falcon_h1(
     attention_out: float = 1.0,
     **scales: Any,
 ) -> DecoderConfig:
-    """Return a decoder of Falcon-H1 blocks, with scales of inputs and outputs of mixers, and those of its ends."""
+    """Return a decoder of Falcon-H1 blocks, in which Mamba-2 and attention read the same normalized stream.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `mamba`, `rope`: the Mamba-2 mixer, and the rotary embedding of attention.
+    - `mlp`: the MLP; None: `shape.mlp()`.
+    - `key_scale`: multiplies the keys of attention.
+    - `mamba_in`, `mamba_out`, `attention_in`, `attention_out`: multiply the inputs and outputs of the mixers.
+    - `scales`: `embedding_scale` and `logit_divisor` of `DecoderConfig`.
+    """
     attention = shape.attention(rope=rope, key_scale=key_scale)
     mixers = (
         NamedMixer(name="mamba", mixer=mamba, input_scale=mamba_in, output_scale=mamba_out),
@@ -43,31 +53,34 @@ def falcon_h1(
 # --- config.json ---
 
 
-def _read_numbers(fields: Fields, key: str, count: int) -> tuple[float, ...]:
-    """Read a list of so many numbers above 0; those of null are 1."""
+def _read_multipliers(fields: Fields, key: str, count: int) -> tuple[float, ...]:
+    """Return the list of `count` numbers above 0 under `key`. null means that all of them are 1."""
     value = fields.take(key, None)
     if value is None:
         return (1.0,) * count
     if not isinstance(value, list) or len(value) != count:
-        raise fields.error(f"{key} must be a list of {count} numbers.")
-    each = Fields({f"{key}[{index}]": number for index, number in enumerate(value)}, fields.where)
-    return tuple(each.number(name) for name in each.content)
+        raise fields.error(f"{key}={abbreviate(value)} must be a list of {count} numbers above 0, or null.")
+    numbers = Fields({f"{key}[{index}]": number for index, number in enumerate(value)}, fields.where)
+    return tuple(numbers.number(name) for name in numbers.content)
 
 
 def _read_norm(fields: Fields, values: Values) -> str | None:
-    before = fields.flag("mamba_norm_before_gate", True)
-    return ("before_gate" if before else "after_gate") if fields.flag("mamba_rms_norm", False) else None
+    is_before_gate = fields.flag("mamba_norm_before_gate", True)
+    if not fields.flag("mamba_rms_norm", False):
+        return None
+    return "before_gate" if is_before_gate else "after_gate"
 
 
 def _write_norm(config: DecoderConfig) -> dict[str, Any]:
     norm = first_layer(config, "mamba").norm
-    place = {} if norm is None else {"mamba_norm_before_gate": norm == "before_gate"}
-    return {"mamba_rms_norm": norm is not None, **place}
+    if norm is None:
+        return {"mamba_rms_norm": False}
+    return {"mamba_rms_norm": True, "mamba_norm_before_gate": norm == "before_gate"}
 
 
 def _mlp(shape: DecoderSizes, *, bias: bool, scales: tuple[float, ...]) -> MLPConfig:
-    gate, out = scales
-    return shape.mlp(bias=bias, gate_scale=gate, out_scale=out)
+    gate_scale, out_scale = scales
+    return shape.mlp(bias=bias, gate_scale=gate_scale, out_scale=out_scale)
 
 
 def _write_mlp_scales(config: DecoderConfig) -> dict[str, Any]:
@@ -80,25 +93,27 @@ _MAMBA_OPTIONS = (
     Rule("norm", _read_norm, _write_norm),
     Rule(
         "in_scales",
-        lambda fields, values: _read_numbers(fields, "ssm_multipliers", 5),
+        lambda fields, values: _read_multipliers(fields, "ssm_multipliers", 5),
         lambda config: {"ssm_multipliers": list(first_layer(config, "mamba").in_scales)},
     ),
 )
 _MLP_OPTIONS = (
     Flag("mlp_bias", "mlp.bias", False),
-    Rule("scales", lambda fields, values: _read_numbers(fields, "mlp_multipliers", 2), _write_mlp_scales),
+    Rule("scales", lambda fields, values: _read_multipliers(fields, "mlp_multipliers", 2), _write_mlp_scales),
 )
-_MIXER = "blocks.0.mixer.mixers."
+_MIXERS = "blocks.0.mixer.mixers."
+
+
 # --- tensors ---
 
 
-def _within(rows: Iterable[Weight], name: str) -> tuple[Weight, ...]:
-    """Return the rows of a mixer for the one of several that has this name."""
+def _for_parallel_mixer(rows: Iterable[Weight], name: str) -> tuple[Weight, ...]:
+    """Return the rows of a single mixer with the paths that the parallel mixer `name` has."""
 
-    def path(inside: str) -> str:
-        return inside.replace("mixer.", f"mixer.mixers.{name}.", 1)
+    def nested_path(path: str) -> str:
+        return path.replace("mixer.", f"mixer.mixers.{name}.", 1)
 
-    return tuple(dataclasses.replace(row, path=path(row.path), needs=path(row.needs)) for row in rows)
+    return tuple(dataclasses.replace(row, path=nested_path(row.path), needs=nested_path(row.needs)) for row in rows)
 
 
 FAMILY = Family(
@@ -110,10 +125,10 @@ FAMILY = Family(
         Group("mlp", _mlp, _MLP_OPTIONS, uses=("shape",)),
         rope_settings(),
         Number("key_multiplier", "attention.key_scale", 1.0),
-        Number("ssm_in_multiplier", _MIXER + "0.input_scale", 1.0, name="mamba_in"),
-        Number("ssm_out_multiplier", _MIXER + "0.output_scale", 1.0, name="mamba_out"),
-        Number("attention_in_multiplier", _MIXER + "1.input_scale", 1.0, name="attention_in"),
-        Number("attention_out_multiplier", _MIXER + "1.output_scale", 1.0, name="attention_out"),
+        Number("ssm_in_multiplier", _MIXERS + "0.input_scale", 1.0, name="mamba_in"),
+        Number("ssm_out_multiplier", _MIXERS + "0.output_scale", 1.0, name="mamba_out"),
+        Number("attention_in_multiplier", _MIXERS + "1.input_scale", 1.0, name="attention_in"),
+        Number("attention_out_multiplier", _MIXERS + "1.output_scale", 1.0, name="attention_out"),
         Number("embedding_multiplier", "embedding_scale", 1.0),
         Inverse("lm_head_multiplier", "logit_divisor", 1.0),
     ),
@@ -121,13 +136,13 @@ FAMILY = Family(
     weights=(
         *renamed(ENDS, {"model.norm": "model.final_layernorm"}),
         *norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_ff_layernorm"),
-        *_within(mamba_weights(LAYER + "mamba."), "mamba"),
-        *_within(self_attention(LAYER), "attention"),
+        *_for_parallel_mixer(mamba_weights(LAYER + "mamba."), "mamba"),
+        *_for_parallel_mixer(self_attention(LAYER), "attention"),
         *gated_mlp(LAYER + "feed_forward."),
     ),
     ignored_keys={
-        "mamba_expand": "mamba_d_ssm says it",
-        "mamba_chunk_size num_logits_to_keep": "how it is run",
+        "mamba_expand": "mamba_d_ssm determines it",
+        "mamba_chunk_size num_logits_to_keep": "runtime option; it changes no output",
         "attn_layer_indices mamba_use_mlp mlp_expansion_factor expansion_factor": "transformers does not read it",
     },
 )

@@ -1,6 +1,6 @@
-"""Falcon (Almazrouei et al. 2023): attention and MLP in parallel, one key head (7B) or few, LayerNorm, no biases.
+"""Falcon (Almazrouei et al. 2023): parallel attention and MLP, one key head (7B) or a few, LayerNorm, no biases.
 
-Falcon-RW: one after the other, with ALiBi and biases.
+Falcon-RW has sequential attention and MLP, ALiBi instead of RoPE, and biases.
 """
 
 from typing import Any
@@ -18,41 +18,56 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def falcon(shape: DecoderSizes, *, rope: Rope = Rope(), norms: int = 1, alibi: bool = False) -> DecoderConfig:
-    """Return a decoder of Falcon blocks, whose attention and MLP share a norm or, with `norms=2`, have one each.
+    """Return a decoder of Falcon blocks.
 
-    With `norms=0` they follow one another. With `alibi`, which is scaled as the queries, nothing is rotated.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.attention_bias` also adds biases to the MLP.
+    - `rope`: rotary embedding; not used with `alibi`.
+    - `norms`: 1: attention and MLP are parallel and share a norm. 2: they are parallel with separate norms. 0: the MLP
+        follows attention.
+    - `alibi`: whether attention has ALiBi, scaled like the queries.
     """
-    layer_norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=shape.attention_bias)
-    biases = Alibi(scale=shape.head_dim**-0.5, rounded=True) if alibi else None
-    mixer = shape.attention(rope=None if alibi else rope, alibi=biases)
+    layer_norm = LayerNormConfig(eps=shape.eps)
+    mlp = shape.mlp(gated=False, bias=shape.attention_bias)
+    if alibi:
+        mixer = shape.attention(rope=None, alibi=Alibi(scale=shape.head_dim**-0.5, rounded=True))
+    else:
+        mixer = shape.attention(rope=rope)
     return shape.decoder(shape.block(mixer, mlp, layer_norm, parallel=norms), layer_norm)
 
 
 def _num_kv_heads(values: Values) -> int:
-    """Return the number of key heads: in files of the old form one or all, whatever `num_kv_heads` is."""
-    few = values["_kv_heads"] if values["_new"] else 1 if values["_multi_query"] else None
-    return few or values["num_heads"]
+    """Return the number of key heads. Without `new_decoder_architecture`, transformers ignores `num_kv_heads`."""
+    if values["_new_architecture"]:
+        return values["_num_kv_heads"] or values["num_heads"]
+    return 1 if values["_multi_query"] else values["num_heads"]
 
 
 def _read_norms(fields: Fields, values: Values) -> int:
-    new, parallel = values["_new"], fields.flag("parallel_attn", True)
-    norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
-    if norms > 2 or (norms == 2 and not new):
-        raise fields.error(f"num_ln_in_parallel_attn={norms} needs new_decoder_architecture=true, and is at most 2.")
+    is_new = values["_new_architecture"]
+    is_parallel = fields.flag("parallel_attn", True)
+    norms = fields.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
+    if norms > 2 or (norms == 2 and not is_new):
+        raise fields.error(f"num_ln_in_parallel_attn={norms} must be 1, or 2 with new_decoder_architecture=true.")
     if norms == 2 and values["shape"].attention_bias:
-        raise fields.error("bias=true with two norms of parallel layers is not implemented.")
-    return norms if parallel or new else 0
+        raise fields.error("bias=true is not implemented for parallel layers with two norms: use bias=false.")
+    return norms if is_parallel or is_new else 0
 
 
-def _write_form(config: DecoderConfig) -> dict[str, Any]:
-    attention, block = value_at(config, "attention"), config.blocks[0]
-    parallel, norms = block.residual_config.shares_norm, 1 if block.pre_mlp_norm is None else 2
-    heads, kv_heads = attention.num_heads, attention.num_kv_heads
-    form = {"num_kv_heads": heads, "multi_query": kv_heads == 1, "new_decoder_architecture": False}
-    if parallel and (norms == 2 or kv_heads not in (1, heads)):
-        form = {"num_kv_heads": kv_heads, "multi_query": True, "new_decoder_architecture": True}
-    form["parallel_attn"] = parallel
-    return form | {"num_ln_in_parallel_attn": norms if form["new_decoder_architecture"] else None}
+def _write_architecture(config: DecoderConfig) -> dict[str, Any]:
+    attention = value_at(config, "attention")
+    block = config.blocks[0]
+    is_parallel = block.residual_config.shares_norm
+    norms = 1 if block.pre_mlp_norm is None else 2
+    is_new = is_parallel and (norms == 2 or attention.num_kv_heads not in (1, attention.num_heads))
+    return {
+        "num_kv_heads": attention.num_kv_heads if is_new else attention.num_heads,
+        "multi_query": is_new or attention.num_kv_heads == 1,
+        "new_decoder_architecture": is_new,
+        "parallel_attn": is_parallel,
+        "num_ln_in_parallel_attn": norms if is_new else None,
+    }
 
 
 _KEYS: dict[str, str | None] = {
@@ -68,14 +83,14 @@ FAMILY = Family(
         *only(apply_residual_connection_post_layernorm=False),
         Renamed({"n_embed": "hidden_size"}),
         Flag("alibi", "attention.alibi", False, name="alibi"),
-        Flag("new_decoder_architecture", None, False, name="_new"),
+        Flag("new_decoder_architecture", None, False, name="_new_architecture"),
         Flag("multi_query", None, True, name="_multi_query"),
-        Integer("num_kv_heads", None, None, name="_kv_heads"),
+        Integer("num_kv_heads", None, None, name="_num_kv_heads"),
         decoder_sizes(
             num_kv_heads=_num_kv_heads, mlp_dim=lambda values: 4 * values["embed_dim"], eps=1e-5, tied=True,
             activation="gelu", keys=_KEYS,
         ),
-        Rule("norms", _read_norms, _write_form),
+        Rule("norms", _read_norms, _write_architecture),
         rope_settings(unused=True),
     ),
     build=falcon,
@@ -86,11 +101,11 @@ FAMILY = Family(
         *norm(_LAYER + "input_layernorm", "pre_mixer_norm"),
         *norm(_LAYER + "ln_attn", "pre_mixer_norm", needs="pre_mlp_norm.scale"),
         *norm(_LAYER + "ln_mlp", "pre_mlp_norm"),
-        # of models with biases only those whose layers follow one another have two norms
+        # of the models with biases, only the sequential ones have two norms
         *norm(_LAYER + "input_layernorm", "pre_mixer_norm", needs="mixer.query_bias"),
         *norm(_LAYER + "post_attention_layernorm", "pre_mlp_norm", needs="mixer.query_bias"),
     ),
-    ignored_keys={"ff_factor": "ffn_hidden_size says it"},
+    ignored_keys={"ff_factor": "ffn_hidden_size determines it"},
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""InternVL 3 and 3.5 (Zhu et al. 2025, Wang et al. 2025): Qwen with tiles of an image, four patches a token."""
+"""InternVL 3 and 3.5 (Zhu et al. 2025, Wang et al. 2025): Qwen with image tiles, four patches per token."""
 
 import dataclasses
 import functools
@@ -35,7 +35,8 @@ from eqx_decoders.layers.rope import DynamicRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-IMAGE, _IMAGE_3_5 = 151_667, 151_671
+IMAGE = 151_667
+_IMAGE_3_5 = 151_671
 
 
 def intern_vit(
@@ -46,13 +47,29 @@ def intern_vit(
     eps: float = 1e-6,
     qkv_bias: bool = True,
     qk_norm: bool = False,
-    start: float = 0.1,
+    layer_scale: float = 0.1,
     projector_activation: str = "gelu",
 ) -> EncoderConfig:
-    """Return the encoder of tiles of `side x side` patches, in front of which stands a class token."""
-    qk = QKNorm(norm=RMSNormConfig(eps=1e-6), over="heads") if qk_norm else None
-    block = encoder_layer(sizes.embed_dim, sizes.heads, sizes.mlp(), norm(eps=eps), qkv_bias=qkv_bias, qk_norm=qk)
-    scale = LayerScaleConfig(start=start)
+    """Return InternViT, the encoder of image tiles of `side x side` patches, which follow a class token.
+
+    **Arguments:**
+
+    - `sizes`: sizes of the encoder.
+    - `side`: rows and columns of patches in a tile.
+    - `norm`, `eps`: class and `eps` of the norms.
+    - `qkv_bias`, `qk_norm`: whether attention has biases, and whether it normalizes queries and keys.
+    - `layer_scale`: initial value of LayerScale.
+    - `projector_activation`: activation of the projector, an MLP.
+    """
+    block = encoder_layer(
+        sizes.embed_dim,
+        sizes.heads,
+        sizes.mlp(),
+        norm(eps=eps),
+        qkv_bias=qkv_bias,
+        qk_norm=QKNorm(norm=RMSNormConfig(eps=1e-6), over="heads") if qk_norm else None,
+    )
+    scale = LayerScaleConfig(start=layer_scale)
     block = dataclasses.replace(block, post_mixer_norm=scale, post_mlp_norm=scale)
     layers = (
         ProjectionConfig(dim=sizes.out_dim, bias=True, activation=projector_activation),
@@ -68,7 +85,6 @@ def intern_vit(
 
 # --- config.json ---
 
-_ACTIVATION = "projector.layers.0.activation"
 _VISION = vision_config(
     intern_vit,
     squares("image_size", "patch_size"),
@@ -86,15 +102,15 @@ _VISION = vision_config(
     activation("hidden_act", "mlp.activation", "gelu"),
     Flag("attention_bias", "attention.qkv_bias", False),
     Flag("use_qk_norm", "attention.qk_norm", False, name="qk_norm"),
-    Number("layer_scale_init_value", "blocks.0.post_mixer_norm.start", 0.1),
+    Number("layer_scale_init_value", "blocks.0.post_mixer_norm.start", 0.1, name="layer_scale"),
     Only("use_absolute_position_embeddings", True, written=True),
     Only("use_mean_pooling", True, written=True),
     Only("use_mask_token", False, written=True),
     model_type="internvl_vision",
     ignored={
-        "initializer_range": "of new weights",
-        "projection_dropout": "dropout happens in training only",
-        "architectures": "model_type says it",
+        "initializer_range": "initialization only",
+        "projection_dropout": "dropout is used in training only",
+        "architectures": "model_type determines it",
     },
 )
 _TOWER = "vision_tower."
@@ -125,13 +141,18 @@ FAMILY = MultimodalFamily(
         Only("vision_feature_layer", -1, written=True),
         Only("vision_feature_select_strategy", "default", written=True),
         shuffle_ratio("downsample_ratio", "media.vision.stem.merge", name="_merge"),
-        activation("projector_hidden_act", f"media.vision.{_ACTIVATION}", "gelu", name="_projector_activation"),
+        activation(
+            "projector_hidden_act",
+            "media.vision.projector.layers.0.activation",
+            "gelu",
+            name="_projector_activation",
+        ),
         _VISION,
         token("image_token_id", "image_token", IMAGE),
     ),
     build=with_images,
     weights=WEIGHTS,
-    ignored_keys={"image_seq_length": "the sizes say it"},
+    ignored_keys={"image_seq_length": "sizes of the encoder determine it"},
     own_settings=lambda content: {"tie_word_embeddings": True, **content},
     **LANGUAGE_MODEL,
 )
@@ -139,17 +160,19 @@ FAMILY = MultimodalFamily(
 _small = functools.partial(EncoderSizes, embed_dim=1024, layers=24, heads=16, mlp_dim=4096, size=14, activation="gelu")
 
 
-def _with_vision(text: DecoderConfig, large: bool = False, image: int = _IMAGE_3_5) -> DecoderConfig:
+def _with_vision(text: DecoderConfig, large: bool = False, image_token: int = _IMAGE_3_5) -> DecoderConfig:
+    """Return the decoder with InternViT of 300M, or of 6B if `large`."""
     sizes = _small(out_dim=text.embed_dim)
-    vision = intern_vit(sizes, side=32)
     if large:
         sizes = dataclasses.replace(sizes, embed_dim=3200, layers=45, heads=25, mlp_dim=12_800)
         vision = intern_vit(sizes, side=32, norm=RMSNormConfig, qkv_bias=False, qk_norm=True)
-    return with_images(dataclasses.replace(text, tied=False), vision, image_token=image)
+    else:
+        vision = intern_vit(sizes, side=32)
+    return with_images(dataclasses.replace(text, tied=False), vision, image_token=image_token)
 
 
 def _with_vision_3(text: DecoderConfig, large: bool = False) -> DecoderConfig:
-    """Return InternVL 3: Qwen2.5 with a rotary embedding for longer texts."""
+    """Return InternVL 3: Qwen2.5 with InternViT and dynamic RoPE scaling for longer texts."""
     text = with_rope(dataclasses.replace(text, vocab_size=151_674), DynamicRope, factor=2.0, original_length=32_768)
     return _with_vision(text, large, IMAGE)
 

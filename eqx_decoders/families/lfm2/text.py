@@ -1,4 +1,4 @@
-"""LFM2 (Liquid AI 2025): gated short convolutions, and attention with normalized queries and keys."""
+"""LFM2 (Liquid AI 2025): layers of gated short convolutions, and of attention with normalized queries and keys."""
 
 import functools
 from typing import Any
@@ -24,18 +24,28 @@ def lfm2(
     convolution: GatedConvolutionConfig | None = None,
     rope: Rope = Rope(theta=1e6),
     num_dense_layers: int | None = None,
-    **experts: Any,
+    **expert_options: Any,
 ) -> DecoderConfig:
-    """Return a decoder whose layers have attention, where `full` says so, or a convolution.
+    """Return a decoder with attention or a gated convolution in each layer.
 
-    `num_dense_layers` are those that begin a model with experts; None: all are dense.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `full`: whether a layer has attention, for each layer.
+    - `convolution`: the mixer of the other layers; None: `GatedConvolutionConfig` with its default options.
+    - `rope`: rotary embedding of attention.
+    - `num_dense_layers`: number of layers before the first layer with experts; None: no layer has experts.
+    - `expert_options`: arguments of `DecoderSizes.experts`.
     """
     attention = shape.attention(rope=rope, qk_norm=shape.qk_norm)
     convolution = convolution or GatedConvolutionConfig(channels=shape.embed_dim)
-    wide = None if num_dense_layers is None else shape.experts(**experts)
-    count = len(full) if num_dense_layers is None else num_dense_layers
-    mixers = (attention if has_attention else convolution for has_attention in full)
-    return shape.decoder(shape.block(mixer, wide if index >= count else None) for index, mixer in enumerate(mixers))
+    mixers = [attention if has_attention else convolution for has_attention in full]
+    if num_dense_layers is None:
+        return shape.decoder(shape.block(mixer) for mixer in mixers)
+    experts = shape.experts(**expert_options)
+    return shape.decoder(
+        shape.block(mixer, experts if index >= num_dense_layers else None) for index, mixer in enumerate(mixers)
+    )
 
 
 # --- config.json ---
@@ -45,12 +55,12 @@ def _convolution(shape: DecoderSizes, **options: Any) -> GatedConvolutionConfig:
     return GatedConvolutionConfig(channels=shape.embed_dim, **options)
 
 
-def _list_layers(fields: Fields, values: Values) -> None:
-    """Replace the numbers of the layers with attention, in old files, by the types of all."""
-    full = fields.numbers("full_attn_idxs", (), null=())
-    if full:
-        types = ("full_attention" if index in full else "conv" for index in range(values["shape"].num_layers))
-        fields.supply("layer_types", list(types))
+def _convert_layer_indices(fields: Fields, values: Values) -> None:
+    """Convert `full_attn_idxs`, which old files have, to `layer_types`."""
+    indices = fields.numbers("full_attn_idxs", (), null=())
+    if indices:
+        types = ["full_attention" if index in indices else "conv" for index in range(values["shape"].num_layers)]
+        fields.supply("layer_types", types)
 
 
 _KEYS = {"rms_norm_eps": "norm_eps", "attention_bias": None, "hidden_act": None}
@@ -64,7 +74,7 @@ SETTINGS = (
         uses=("shape",),
         layer="convolution",
     ),
-    Rule("", _list_layers),
+    Rule("", _convert_layer_indices),
     hybrid_layers(AttentionConfig, other="conv"),
     rope_settings(theta=1e6),
 )
@@ -72,13 +82,14 @@ SETTINGS = (
 
 # --- tensors ---
 
-_LAYER, MLP = "model.layers.{layer}.", "model.layers.{layer}.feed_forward."
-_NAMES = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+_LAYER = "model.layers.{layer}."
+MLP = _LAYER + "feed_forward."
+_ATTENTION_NAMES = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 MLP_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WEIGHTS = (
     *ends(final_norm="model.embedding_norm"),
     *norm_weights(_LAYER, pre_mixer_norm="operator_norm", pre_mlp_norm="ffn_norm"),
-    *renamed(self_attention(_LAYER), _NAMES),
+    *renamed(self_attention(_LAYER), _ATTENTION_NAMES),
     Weight(_LAYER + "conv.in_proj.weight", "mixer.inputs", "(inputs mlp) embed -> embed inputs mlp"),
     Weight(_LAYER + "conv.in_proj.bias", "mixer.inputs_bias", "(inputs mlp) -> inputs mlp"),
     Weight(_LAYER + "conv.conv.weight", "mixer.taps", "mlp 1 taps -> mlp taps"),
@@ -92,13 +103,16 @@ WEIGHTS = (
 # --- LFM2 ---
 
 
-def _fit_mlp(fields: Fields, values: Values) -> None:
-    """Replace `intermediate_size` by the features that the MLPs really have."""
-    size, multiple = fields.integer("intermediate_size", 12_288), fields.integer("block_multiple_of", 256)
+def _adjust_mlp_dim(fields: Fields, values: Values) -> None:
+    """Replace `intermediate_size` by the MLP width that transformers computes from it."""
+    size = fields.integer("intermediate_size", 12_288)
+    multiple = fields.integer("block_multiple_of", 256)
     factor = fields.number("block_ffn_dim_multiplier", 1.0, null=None)
     if fields.flag("block_auto_adjust_ff_dim", True):
-        size = int(2 * size / 3) if factor is None else int(factor * int(2 * size / 3))
-        size = -(-size // multiple) * multiple
+        size = int(2 * size / 3)
+        if factor is not None:
+            size = int(factor * size)
+        size = -(-size // multiple) * multiple  # round up
     fields.content["intermediate_size"] = size
 
 
@@ -107,7 +121,7 @@ LFM2 = Family(
     architecture="Lfm2ForCausalLM",
     settings=(
         Renamed({"block_ff_dim": "intermediate_size"}),
-        Rule("", _fit_mlp, lambda config: {"block_auto_adjust_ff_dim": False}),
+        Rule("", _adjust_mlp_dim, lambda config: {"block_auto_adjust_ff_dim": False}),
         *SETTINGS,
     ),
     build=lfm2,
@@ -128,7 +142,7 @@ _LFM2_KEYS = dict(
 )
 
 
-# --- LFM2-MoE: experts with sigmoid scores after the first layers ---
+# --- LFM2-MoE: dense layers, then layers with experts, whose router has sigmoid scores ---
 
 
 _router = functools.partial(RouterConfig, score="sigmoid", order="score_first")

@@ -37,7 +37,16 @@ def siglip2(
     bias: bool = True,
     normed: bool = True,
 ) -> EncoderConfig:
-    """Return SigLIP with positions that are resized for each image; patches of a token are joined, and normalized."""
+    """Return a SigLIP 2 encoder, whose position embeddings are resized to the patch grid of each image.
+
+    **Arguments:**
+
+    - `sizes`, `eps`: sizes of the encoder, and `eps` of its norms.
+    - `side`: rows and columns of the learned position grid.
+    - `hidden_dim`, `hidden_activation`, `bias`: width, activation and biases of the projector, an MLP. Its input is the
+        concatenation of `sizes.merge x sizes.merge` patches.
+    - `normed`: whether the input of the projector is normalized.
+    """
     encoder = siglip(sizes, side=side, eps=eps)
     layers = (
         ProjectionConfig(dim=hidden_dim, bias=bias, activation=hidden_activation),
@@ -59,11 +68,11 @@ _VISION = vision_config(
     *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=16),
     *(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in _OPTIONS),
     *square_grid("num_patches", 256),
-    Flag("vision_use_head", lambda encoder: False, True, name="_head"),  # nothing reads what it makes
+    Flag("vision_use_head", lambda encoder: False, True, name="_head"),  # the head's output is not used
     activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
     Number("layer_norm_eps", "post_norm.eps", 1e-6),
     model_type="siglip2_vision_model",
-    ignored={"initializer_range": "of new weights"},
+    ignored={"initializer_range": "initialization only"},
 )
 WEIGHTS = (
     *siglip_weights("model.vision_tower."),
@@ -78,13 +87,13 @@ WEIGHTS = (
 )
 
 
-def _with_tied(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings with one key that says whether tables are tied, outside of those of the decoder."""
+def _normalize_tied(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings with `tie_word_embeddings` outside of `text_config` as the only key for tied embeddings."""
     tied = content.get("tie_embedding", content.get("tie_word_embeddings", True))
     settings = {key: value for key, value in content.items() if key != "tie_embedding"}
-    inner = settings.get("text_config")
-    if isinstance(inner, Mapping):
-        settings["text_config"] = {key: value for key, value in inner.items() if key != "tie_embedding"}
+    text = settings.get("text_config")
+    if isinstance(text, Mapping):
+        settings["text_config"] = {key: value for key, value in text.items() if key != "tie_embedding"}
     return {**settings, "tie_word_embeddings": tied}
 
 
@@ -92,7 +101,7 @@ FAMILY = MultimodalFamily(
     text_type="lfm2",
     text_settings=(needs_model_type("lfm2"),),
     model_type="lfm2_vl",
-    aliases=("lfm2-vl",),  # transformers 4
+    aliases=("lfm2-vl",),  # the spelling of transformers 4
     architecture="Lfm2VlForConditionalGeneration",
     settings=(
         Renamed({"image_token_index": "image_token_id"}),
@@ -118,9 +127,9 @@ FAMILY = MultimodalFamily(
     ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|model\.vision_tower\.head\..*",
     ignored_keys={
         "do_image_splitting encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance max_tiles "
-        "min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail": "of the processor",
+        "min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail": "image processor setting",
     },
-    own_settings=_with_tied,
+    own_settings=_normalize_tied,
 )  # fmt: skip
 
 _base = functools.partial(EncoderSizes, embed_dim=768, layers=12, heads=12, mlp_dim=3072, size=16)

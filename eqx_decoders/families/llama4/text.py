@@ -1,4 +1,4 @@
-"""Llama 4, text (Meta 2025): chunked attention with RoPE, full attention without it in every fourth layer; experts."""
+"""Llama 4, text (Meta 2025): experts; chunked attention with RoPE, full attention without RoPE in every 4th layer."""
 
 import functools
 from collections.abc import Collection
@@ -21,9 +21,6 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_LOCAL = (Chunked, "attention_chunk_size")
-
-
 def llama4(
     shape: DecoderSizes,
     *,
@@ -37,10 +34,18 @@ def llama4(
     qk_norm: bool = True,
     temperature: QueryTemperature | None = QueryTemperature(),
 ) -> DecoderConfig:
-    """Return a decoder of Llama 4 blocks; `shape`'s MLP is that of an expert and the shared one.
+    """Return a decoder of Llama 4 blocks.
 
-    The layers in `sparse`, counted from 0, have experts. Queries and keys are normalized in the `rotated` layers, and
-    have a `temperature` in the others.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; its MLP is the shared expert, and has the width of the routed experts.
+    - `num_experts`, `num_experts_per_token`: number of routed experts, and of those that a token uses.
+    - `dense_dim`: MLP width of the layers without experts.
+    - `sparse`: the layers with experts, from 0.
+    - `rotated`: the layers with `rope`, from 0.
+    - `masks`: the attention mask of each layer.
+    - `qk_norm`: whether the rotated layers normalize queries and keys.
+    - `temperature`: scale of the queries by position, in the layers without RoPE.
     """
     experts = shape.experts(
         num_experts=num_experts,
@@ -50,28 +55,31 @@ def llama4(
     )
     dense = MLPConfig(mlp_dim=dense_dim, activation=shape.activation)
     normed = QKNorm(norm=RMSNormConfig(eps=shape.eps, scale=False), when="after_rope") if qk_norm else None
-    with_rope, without = dict(rope=rope, qk_norm=normed), dict(rope=None, temperature=temperature)
 
     def block(index: int, mask: Mask) -> BlockConfig:
-        mixer = shape.attention(mask=mask, **(with_rope if index in rotated else without))
+        if index in rotated:
+            mixer = shape.attention(mask=mask, rope=rope, qk_norm=normed)
+        else:
+            mixer = shape.attention(mask=mask, rope=None, temperature=temperature)
         return shape.block(mixer, experts if index in sparse else dense)
 
     return moe.need_experts(shape.decoder(map(block, range(shape.num_layers), masks)))
 
 
 def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
-    count, step = values["shape"].num_layers, fields.integer("interleave_moe_layer_step", 1)
-    return frozenset(fields.numbers("moe_layers", range(step - 1, count, step)))
+    step = fields.integer("interleave_moe_layer_step", 1)
+    default = range(step - 1, values["shape"].num_layers, step)
+    return frozenset(fields.numbers("moe_layers", default))
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
     chunk = fields.integer("attention_chunk_size", 8192, null=None)
-    return read_masks(fields, values, chunk, lambda index: index in values["rotated"], *_LOCAL)
+    return read_masks(fields, values, chunk, lambda index: index in values["rotated"], Chunked, "attention_chunk_size")
 
 
 def _read_temperature(fields: Fields, values: Values) -> QueryTemperature | None:
     tuning = fields.content.get("attn_temperature_tuning")
-    if isinstance(tuning, int):  # published as 4, and taken for true
+    if isinstance(tuning, int):  # published files have 4, which transformers tests as a boolean
         fields.content["attn_temperature_tuning"] = bool(tuning)
     temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), length=fields.integer("floor_scale", 8192))
     return temperature if fields.flag("attn_temperature_tuning", True) else None
@@ -102,7 +110,7 @@ FAMILY = Family(
         decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5, paths=moe.EXPERT_PATHS),
         rotated_layers(),
         Rule("sparse", _read_sparse, lambda config: {"moe_layers": moe.sparse_layers(config)}),
-        Rule("masks", _read_masks, lambda config: write_masks(config, *_LOCAL)),
+        Rule("masks", _read_masks, lambda config: write_masks(config, Chunked, "attention_chunk_size")),
         Rule("temperature", _read_temperature, _write_temperature),
         *moe.expert_counts("num_local_experts", num=16, chosen=1),
         Integer("intermediate_size_mlp", _dense_dim, 16_384, name="dense_dim"),
@@ -116,8 +124,10 @@ FAMILY = Family(
         + gated_mlp(_MLP + "shared_expert.", "mlp.shared.")
         + gated_mlp(_MLP)
     ),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"interleave_moe_layer_step no_rope_layer_interval": "the lists say it"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | {"interleave_moe_layer_step no_rope_layer_interval": "moe_layers and no_rope_layers determine it"},
 )
+
 
 _SHAPE = DecoderSizes(
     vocab_size=202_048, embed_dim=5120, num_layers=48, num_heads=40, num_kv_heads=8, head_dim=128, mlp_dim=8192,

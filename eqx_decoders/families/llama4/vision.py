@@ -1,4 +1,4 @@
-"""Llama 4 with images, Scout and Maverick (Meta 2025): tiles of an image, with a class token behind their patches."""
+"""Llama 4 with images, Scout and Maverick (Meta 2025): tiles of an image, with a class token after their patches."""
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig
@@ -34,7 +34,10 @@ _NORM = LayerNormConfig(eps=1e-5)
 
 
 def llama4_encoder(sizes: EncoderSizes, *, feature_dim: int, side: int, theta: float = 10_000.0) -> EncoderConfig:
-    """Return the encoder of tiles of `side x side` patches; `merge x merge` become one token of `feature_dim`."""
+    """Return the encoder of image tiles of `side x side` patches.
+
+    The projector concatenates `sizes.merge x sizes.merge` patches and returns one token with `feature_dim` features.
+    """
     rope = AxialRope(theta=theta, pairing="interleaved")
     projection = ProjectionConfig(dim=feature_dim, activation="gelu")
     return EncoderConfig(
@@ -44,7 +47,7 @@ def llama4_encoder(sizes: EncoderSizes, *, feature_dim: int, side: int, theta: f
             positions=LearnedGrid(side=side),
             class_token=True,
             coordinates="column_row",
-            first_coordinate=1,  # the class token stands at 0
+            first_coordinate=1,  # the class token has the coordinate 0
         ),
         blocks=(encoder_layer(sizes.embed_dim, sizes.heads, sizes.mlp(), _NORM, rope=rope),) * sizes.layers,
         pre_norm=_NORM,
@@ -57,20 +60,24 @@ def llama4_encoder(sizes: EncoderSizes, *, feature_dim: int, side: int, theta: f
 # --- config.json ---
 
 
-def _check_joined(fields: Fields, values: Values) -> None:
+def _check_merged_width(fields: Fields, values: Values) -> None:
     count = values["merge"] ** 2
-    joined = values["embed_dim"] * count
-    if values["mlp_dim"] != joined:
-        rule = f"must be {joined}, the features of {count} patches: transformers takes one size for both"
-        raise fields.error(f"intermediate_size={values['mlp_dim']} {rule}.")
+    merged_width = values["embed_dim"] * count
+    if values["mlp_dim"] != merged_width:
+        raise fields.error(
+            f"intermediate_size={values['mlp_dim']} must be {merged_width}, the features of {count} patches: "
+            "transformers uses it both for the MLPs and for the input of the projector."
+        )
 
 
-def _same_width(key: str) -> tuple[Setting, ...]:
-    """Return the rows of a key that must be `vision_output_dim`."""
-    sentence = f"{key}={{_same}} must be vision_output_dim={{feature_dim}}."
+def _projector_width(key: str) -> tuple[Setting, ...]:
+    """Return the rows of a key that must be equal to `vision_output_dim`."""
     return (
-        Integer(key, "projector.out_dim", 4096, name="_same"),
-        Check(lambda values: values["_same"] == values["feature_dim"], sentence),
+        Integer(key, "projector.out_dim", 4096, name="_projector_width"),
+        Check(
+            lambda values: values["_projector_width"] == values["feature_dim"],
+            f"{key}={{_projector_width}} must be equal to vision_output_dim={{feature_dim}}.",
+        ),
     )
 
 
@@ -79,20 +86,20 @@ _VISION = vision_config(
     *encoder_sizes(width=768, heads=16, layers=34, mlp_dim=5632, size=14),
     Rule("activation", lambda fields, values: "gelu"),
     shuffle_ratio("pixel_shuffle_ratio", "stem.merge"),
-    Rule("", _check_joined),
+    Rule("", _check_merged_width),
     Integer("vision_output_dim", "projector.out_dim", 7680, name="feature_dim"),
-    *_same_width("projector_input_dim"),
-    *_same_width("projector_output_dim"),
+    *_projector_width("projector_input_dim"),
+    *_projector_width("projector_output_dim"),
     Only("multi_modal_projector_bias", False),
     Only("vision_feature_layer", -1),
     *grid_side(448),
     axial_theta("default"),
     model_type="llama4_vision_model",
     ignored={
-        "initializer_range": "of new weights",
-        "projector_dropout": "dropout happens in training only",
-        "hidden_act": "transformers has gelu, whatever it says",
-        "norm_eps": "transformers has 1e-5, whatever it says",
+        "initializer_range": "initialization only",
+        "projector_dropout": "dropout is used in training only",
+        "hidden_act": "transformers always uses gelu",
+        "norm_eps": "transformers always uses 1e-5",
         "vision_feature_select_strategy _vision_feature_layer": "transformers does not read it",
     },
 )
@@ -130,8 +137,7 @@ FAMILY = MultimodalFamily(
     weights=WEIGHTS,
     text_names={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     ignored_keys={
-        "boi_token_index": "a token around placeholders: part of the prompt",
-        "eoi_token_index": "a token around placeholders: part of the prompt",
+        "boi_token_index eoi_token_index": "tokens around the image placeholders are part of the prompt",
     },
 )
 

@@ -1,4 +1,4 @@
-"""LLaVA 1.5 (Liu et al. 2023) and LLaVA-NeXT (Liu et al. 2024): a decoder with images encoded by CLIP or SigLIP."""
+"""LLaVA 1.5 (Liu et al. 2023) and LLaVA-NeXT (Liu et al. 2024): a decoder with an image encoder, CLIP or SigLIP."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def clip(sizes: EncoderSizes, *, side: int, eps: float = 1e-5) -> EncoderConfig:
-    """Return the encoder of images of `side x side` patches with a class token; with SigLIP's projector."""
+    """Return CLIP's encoder of images of `side x side` patches, which has a class token, with SigLIP's projector."""
     encoder = siglip(sizes, side=side, eps=eps)
     positions = LearnedGrid(side=side, class_first=True)
     stem = dataclasses.replace(encoder.stem, bias=False, positions=positions, class_token=True)
@@ -55,7 +55,7 @@ def clip(sizes: EncoderSizes, *, side: int, eps: float = 1e-5) -> EncoderConfig:
 
 
 def clip_weights(prefix: str) -> tuple[Weight, ...]:
-    """Return the rows of the encoder, without its projector."""
+    """Return the weight rows of CLIP without its projector. They also cover SigLIP."""
     return (
         *siglip_weights(prefix),
         Weight(prefix + "embeddings.class_embedding", "vision.stem.class_embedding", "embed -> embed"),
@@ -80,8 +80,18 @@ def llava_encoder(
     hidden_activation: str = "gelu",
     bias: bool = True,
 ) -> EncoderConfig:
-    """Return CLIP or SigLIP; the outputs of these layers are concatenated and projected."""
-    encoder = (siglip if siglip_tower else clip)(sizes, side=side, eps=eps)
+    """Return CLIP or SigLIP with LLaVA's projector.
+
+    **Arguments:**
+
+    - `sizes`, `eps`: sizes of the encoder, and `eps` of its norms.
+    - `side`: rows and columns of patches in an image or a tile.
+    - `siglip_tower`: whether the encoder is SigLIP; else CLIP.
+    - `depths`: the layers, counted from 1, whose outputs are concatenated and projected; 0 is the input of layer 1.
+    - `tiles`: how images are cut into tiles; None: images are not cut.
+    - `hidden_activation`, `bias`: activation and biases of the projector.
+    """
+    encoder = siglip(sizes, side=side, eps=eps) if siglip_tower else clip(sizes, side=side, eps=eps)
     layers = (
         ProjectionConfig(dim=sizes.out_dim, bias=bias, activation=hidden_activation),
         ProjectionConfig(dim=sizes.out_dim, bias=bias),
@@ -90,7 +100,7 @@ def llava_encoder(
 
 
 def llava(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
-    """Return a decoder with this image encoder, whose features are scaled like embeddings."""
+    """Return a decoder with an image encoder. Image features are scaled like token embeddings."""
     config = with_images(text, vision, image_token=image_token)
     media = dataclasses.replace(value_at(config, "media"), feature_scale=text.embedding_scale)
     return dataclasses.replace(config, media=media)
@@ -98,33 +108,35 @@ def llava(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> De
 
 # --- config.json ---
 
-_LAYERS = "vision_feature_layer"
-
 
 def _is_siglip(encoder: EncoderConfig) -> bool:
     return not value_at(encoder, "stem.class_token")
 
 
 def _read_layers(fields: Fields, values: Values) -> list[int]:
-    value = fields.take(_LAYERS, -2)
-    value = value if isinstance(value, list) else [value]
-    if not value or not all(type(layer) is int for layer in value):
-        raise fields.error(f"{_LAYERS}={value} must be the number of a layer, or a list of these.")
-    return value
+    value = fields.take("vision_feature_layer", -2)
+    layers = value if isinstance(value, list) else [value]
+    if not layers or not all(type(layer) is int for layer in layers):
+        raise fields.error(f"vision_feature_layer={value} must be the index of a layer, or a list of indices.")
+    return layers
 
 
 def _read_depths(fields: Fields, values: Values) -> tuple[int, ...]:
-    """Return after how many layers features are taken; `hidden_states[0]` is the input of the first layer."""
-    count, layers = values["layers"] + 1, values["_layers"]
+    """Return the layers of the features, counted from 1. 0 is the input of layer 1, like `hidden_states[0]`."""
+    layers = values["_layers"]
+    count = values["layers"] + 1
     if not all(-count <= layer < count for layer in layers):
-        raise fields.error(f"{_LAYERS}={layers}: there are num_hidden_layers={values['layers']} layers.")
+        raise fields.error(
+            f"vision_feature_layer={layers} must be between {-count} and {count - 1}: the encoder has "
+            f"num_hidden_layers={values['layers']} layers."
+        )
     return tuple(layer % count for layer in layers)
 
 
 def _write_layers(config: DecoderConfig) -> dict[str, Any]:
     encoder = value_at(config, "media.vision")
     layers = [depth - len(encoder.blocks) - 1 for depth in encoder.depths]
-    return {_LAYERS: layers if len(layers) > 1 else layers[0]}
+    return {"vision_feature_layer": layers if len(layers) > 1 else layers[0]}
 
 
 def _read_tiles(fields: Fields, values: Values) -> TilesConfig | None:
@@ -133,12 +145,18 @@ def _read_tiles(fields: Fields, values: Values) -> TilesConfig | None:
 
 
 def _check_strategy(fields: Fields, values: Values) -> None:
-    """Refuse features that include the class token, and features of patches that omit the first patch."""
-    wanted, kind = ("full", "SigLIP") if _is_siglip(values["vision"]) else ("default", "CLIP")
-    select = fields.take("vision_feature_select_strategy", "default")
-    if select != wanted:
-        rule = f"must be {wanted!r}: {kind} has {'no' if wanted == 'full' else 'a'} class token"
-        raise fields.error(f"vision_feature_select_strategy={select!r} {rule}.")
+    """Refuse strategies that keep CLIP's class token, or that remove the first patch of SigLIP."""
+    strategy = fields.take("vision_feature_select_strategy", "default")
+    if _is_siglip(values["vision"]):
+        if strategy != "full":
+            raise fields.error(
+                f"vision_feature_select_strategy={strategy!r} must be 'full' for SigLIP, which has no class token."
+            )
+    elif strategy != "default":
+        raise fields.error(
+            f"vision_feature_select_strategy={strategy!r} must be 'default' for CLIP: features of the class token are "
+            "not supported."
+        )
 
 
 def _write_strategy(config: DecoderConfig) -> dict[str, Any]:
@@ -147,14 +165,12 @@ def _write_strategy(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _pixels(encoder: EncoderConfig) -> int:
-    return (
-        encoder.tiles.side
-        if encoder.tiles
-        else value_at(encoder, "stem.positions.side") * value_at(encoder, "stem.size")
-    )
+    if encoder.tiles:
+        return encoder.tiles.side
+    return value_at(encoder, "stem.positions.side") * value_at(encoder, "stem.size")
 
 
-def _by_kind(clip: Any, siglip: Any) -> Callable[[Values], Any]:
+def _by_tower(*, clip: Any, siglip: Any) -> Callable[[Values], Any]:
     return lambda values: siglip if values["siglip_tower"] else clip
 
 
@@ -169,23 +185,27 @@ _VISION = vision_config(
         known={"clip_vision_model": False, "siglip_vision_model": True},
         name="siglip_tower",
     ),
-    *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=_by_kind(32, 16)),
+    *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=_by_tower(clip=32, siglip=16)),
     Rule("merge", lambda fields, values: 1),
     *(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in ("hidden_activation", "bias")),
     Integer("image_size", _pixels, 224, name="_pixels"),
     *_GRID,
-    Word("hidden_act", "mlp.activation", _by_kind("quick_gelu", "gelu_pytorch_tanh"), known=ACTIVATIONS),
-    Number("layer_norm_eps", "post_norm.eps", _by_kind(1e-5, 1e-6)),
-    # nothing reads what it makes
+    Word(
+        "hidden_act",
+        "mlp.activation",
+        _by_tower(clip="quick_gelu", siglip="gelu_pytorch_tanh"),
+        known=ACTIVATIONS,
+    ),
+    Number("layer_norm_eps", "post_norm.eps", _by_tower(clip=1e-5, siglip=1e-6)),
+    # the head's output is not used
     Flag("vision_use_head", lambda encoder: False if _is_siglip(encoder) else ABSENT, True, name="_head"),
     Rule("depths", _read_depths),
     Rule("tiles", _read_tiles),
     model_type=None,
     ignored={
-        "initializer_range": "of new weights",
-        "initializer_factor": "of new weights",
-        "projection_dim": "of CLIP's projection, which is not used",
-        "vocab_size": "an encoder has none",
+        "initializer_range initializer_factor": "initialization only",
+        "projection_dim": "CLIP's own projection is not used",
+        "vocab_size": "an image encoder has no vocabulary",
     },
 )
 _WEIGHTS = (
@@ -202,13 +222,20 @@ _RENAMED = {
 _MODULES = {**LANGUAGE_MODEL["modules"], r"^image_newline$": "model.image_newline"}
 
 
-def llava_family(kind: str, architecture: str, *settings: Setting, tiled: bool = False) -> MultimodalFamily:
-    """Return a family of checkpoints whose settings and tensors have LLaVA's names; `settings` are further rows."""
+def llava_family(model_type: str, architecture: str, *settings: Setting, tiled: bool = False) -> MultimodalFamily:
+    """Return a family of checkpoints with LLaVA's names of settings and tensors.
+
+    **Arguments:**
+
+    - `model_type`, `architecture`: the names of the family in `config.json`.
+    - `settings`: additional rows of settings.
+    - `tiled`: whether checkpoints have the embedding that ends a row of patches.
+    """
     return MultimodalFamily(
         text_type="llama",
-        other_texts=("llama", "granite", "mistral", "qwen2"),  # Mistral without windows is written as Llama: the same
+        other_texts=("llama", "granite", "mistral", "qwen2"),  # Mistral without windows is saved as Llama
         text_settings=(Defaults(LLAMA_SIZES),),
-        model_type=kind,
+        model_type=model_type,
         architecture=architecture,
         settings=(
             Renamed({"image_token_id": "image_token_index"}),
@@ -225,10 +252,10 @@ def llava_family(kind: str, architecture: str, *settings: Setting, tiled: bool =
         **{**LANGUAGE_MODEL, "renamed": _RENAMED, "modules": _MODULES},
         ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|vision_tower\.head\..*",
         ignored_keys={
-            "image_seq_length": "the sizes say it",
-            "use_image_newline_parameter": "transformers always has it",
+            "image_seq_length": "sizes of the encoder determine it",
+            "use_image_newline_parameter": "transformers always has this parameter",
             "vocab_size": "text_config has it",
-            "ignore_index": "of labels",
+            "ignore_index": "labels in training only",
         },
     )
 
@@ -241,7 +268,7 @@ _CLIP = functools.partial(
 
 
 def with_clip(text: DecoderConfig, tiles: TilesConfig | None = None) -> DecoderConfig:
-    """Return a decoder with CLIP, whose last layer is not used, for images or tiles of 336 x 336 pixels."""
+    """Return a decoder with CLIP for images or tiles of 336 x 336 pixels. The last layer of CLIP is not used."""
     text = dataclasses.replace(text, vocab_size=32_064)
     vision = llava_encoder(_CLIP(out_dim=text.embed_dim), side=24, depths=(23,), tiles=tiles)
     return llava(text, vision, image_token=IMAGE)
@@ -250,23 +277,22 @@ def with_clip(text: DecoderConfig, tiles: TilesConfig | None = None) -> DecoderC
 LLAVA = llava_family("llava", "LlavaForConditionalGeneration")
 
 
-# --- LLaVA-NeXT: tiles of images of any shape; Granite Vision (IBM 2025) with Granite's decoder ---
-
-
-_SIZES = "image_grid_pinpoints"
+# --- LLaVA-NeXT, which cuts images of any shape into tiles; Granite Vision (IBM 2025), with Granite's decoder ---
 
 
 def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
     tiles = value_at(config, "media.vision").tiles
     if tiles is None:
-        raise ConversionError("EncoderConfig.tiles=None: LLaVA-NeXT cuts images into tiles. LLaVA does not.")
-    return {_SIZES: [list(size) for size in tiles.sizes]}
+        raise ConversionError(
+            "EncoderConfig.tiles=None must be a TilesConfig for LLaVA-NeXT. LLaVA is the family without tiles."
+        )
+    return {"image_grid_pinpoints": [list(size) for size in tiles.sizes]}
 
 
 LLAVA_NEXT = llava_family(
     "llava_next",
     "LlavaNextForConditionalGeneration",
-    Rule("_sizes", lambda fields, values: fields.pairs(_SIZES, SIZES), _write_sizes),
+    Rule("_sizes", lambda fields, values: fields.pairs("image_grid_pinpoints", SIZES), _write_sizes),
     tiled=True,
 )
 
@@ -276,9 +302,11 @@ def _with_tiles(text: DecoderConfig) -> DecoderConfig:
 
 
 def _granite_vision(text: DecoderConfig) -> DecoderConfig:
-    """Return Granite 3.1 with another base of its rotary embedding, and SigLIP's features at four depths."""
-    most = {1: 10, 2: 5, 3: 3, 4: 2, 5: 2}  # columns of tiles by rows
-    sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 11) for columns in range(1, most.get(rows, 1) + 1))
+    """Return Granite 3.1 with a different RoPE base, and with SigLIP features of four layers."""
+    max_columns = {1: 10, 2: 5, 3: 3, 4: 2, 5: 2}  # by number of rows; 1 for more rows
+    sizes = tuple(
+        (384 * rows, 384 * columns) for rows in range(1, 11) for columns in range(1, max_columns.get(rows, 1) + 1)
+    )
     text = with_rope(dataclasses.replace(text, vocab_size=49_156), theta=300_000.0)
     vision = llava_encoder(
         EncoderSizes(
