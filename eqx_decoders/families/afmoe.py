@@ -1,4 +1,4 @@
-"""Trinity (Arcee AI 2025): gated attention, RoPE in the layers with windows only, four norms a block, experts."""
+"""Trinity (Arcee AI 2025): gated attention, RoPE only in layers with windows, four norms per block, experts."""
 
 from typing import Any
 
@@ -18,7 +18,18 @@ def afmoe(
     shape: DecoderSizes, *, masks: tuple[Mask, ...], num_dense_layers: int = 2, scaling_factor: float = 2.826,
     rope: Rope = Rope(), scaled_embedding: bool = True, **options: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of Trinity blocks, the first with `shape`'s MLP, the others with experts with these options."""
+    """Return a decoder of Trinity blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `masks`: the attention mask of each layer.
+    - `num_dense_layers`: number of layers before the first layer with experts.
+    - `scaling_factor`: factor of the router's weights.
+    - `rope`: rotary embedding of layers with windows.
+    - `scaled_embedding`: whether embeddings are multiplied by `embed_dim**0.5`.
+    - `options`: arguments of `moe.with_shared`.
+    """
     experts = moe.with_shared(shape, router=v3_router(scaling_factor=scaling_factor), **options)
     mixers = shape.attention_by_mask(masks, None, rope, qk_norm=shape.qk_norm, output_gate=True)
     scale = shape.embed_dim**0.5 if scaled_embedding else 1.0
@@ -31,7 +42,7 @@ FAMILY = Family(
     architecture="AfmoeForCausalLM",
     settings=(
         AUTO_MAP,
-        # these stand in the published files, and transformers does not read them
+        # published files have these keys; transformers does not read them
         *only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1),
         *only(score_func="sigmoid", route_norm=True),
         decoder_sizes(head_dim=128, eps=1e-5),
@@ -50,8 +61,11 @@ FAMILY = Family(
     ),
     fused=moe.fused_experts(MLP, "router.gate"),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | {"global_attn_every_n_layers": "layer_types says it", "load_balance_coeff": "how it was trained"}
-    | {"use_grouped_mm": "how it is run"},
+    | {
+        "global_attn_every_n_layers": "layer_types determines it",
+        "load_balance_coeff": "training only",
+        "use_grouped_mm": "runtime option; it changes no output",
+    },
 )
 
 

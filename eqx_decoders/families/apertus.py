@@ -1,4 +1,4 @@
-"""Apertus (Hernández-Cano et al. 2025): q and k normalized per head, MLPs without a gate that learn xIELU."""
+"""Apertus (Hernández-Cano et al. 2025): normalized queries and keys, MLPs without a gate and with learned xIELU."""
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, plain_mlp
@@ -21,10 +21,16 @@ def apertus(shape: DecoderSizes, *, rope: Rope = Llama3Rope(theta=_THETA)) -> De
 
 
 def _default_rope(fields: Fields, values: Values) -> None:
-    """Supply the rotary embedding of files that have none: transformers' is not the plain one."""
+    """Set `rope_parameters` to transformers' default, which is Llama 3's RoPE, if the file has no RoPE settings."""
     if all(fields.content.get(key) is None for key in ("rope_parameters", "rope_scaling")):
-        numbers = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-        fields.content["rope_parameters"] = dict(rope_type="llama3", rope_theta=_THETA, **numbers)
+        fields.content["rope_parameters"] = dict(
+            rope_type="llama3",
+            rope_theta=_THETA,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        )
 
 
 _MLP = LAYER + "mlp."

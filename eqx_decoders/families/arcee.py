@@ -1,4 +1,4 @@
-"""Arcee AFM (Arcee AI 2025): Llama's attention, and an MLP without a gate, squared ReLU."""
+"""Arcee AFM (Arcee AI 2025): Llama's attention, and MLPs with ReLU² and without a gate."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp
 from eqx_decoders.families.hf_table import Family

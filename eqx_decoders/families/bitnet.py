@@ -1,4 +1,4 @@
-"""BitNet b1.58 (Ma et al. 2024 and 2025), weights in bfloat16: norms before both output projections, gated ReLU²."""
+"""BitNet b1.58 (Ma et al. 2024, 2025) with bfloat16 weights: norms before output projections, gated MLPs with ReLU²."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -8,7 +8,8 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_THETA, _LAYER = 500_000.0, "model.layers.{layer}."
+_THETA = 500_000.0
+_LAYER = "model.layers.{layer}."
 
 
 def bitnet(shape: DecoderSizes, *, rope: Rope = Rope(theta=_THETA)) -> DecoderConfig:

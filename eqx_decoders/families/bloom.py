@@ -1,4 +1,4 @@
-"""BLOOM (BigScience 2022): ALiBi, a norm behind the embedding, LayerNorm, tanh-gelu without a gate, biases."""
+"""BLOOM (BigScience 2022): ALiBi, a norm after the embedding, LayerNorm, tanh-GELU MLPs without a gate, biases."""
 
 from typing import Any
 
@@ -13,7 +13,10 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def bloom(shape: DecoderSizes, *, keeps_normed: bool = False) -> DecoderConfig:
-    """Return a decoder of BLOOM blocks, whose norms normalize the stream itself with `keeps_normed`."""
+    """Return a decoder of BLOOM blocks.
+
+    `keeps_normed`: whether the residual connection adds the output to the normalized input instead of the input.
+    """
     layer_norm = LayerNormConfig(eps=shape.eps)
     mixer = shape.attention(rope=None, alibi=Alibi(), qkv_bias=True, out_bias=True)
     residual: dict[str, Any] = {"residual": Weighted(keeps_normed=True)} if keeps_normed else {}
@@ -46,8 +49,8 @@ FAMILY = Family(
     ),
     ignored_keys={
         "pretraining_tp slow_but_exact masked_softmax_fusion bias_dropout_fusion skip_bias_add skip_bias_add_qkv "
-        "offset_alibi seq_length": "how it was run",
-        "attention_softmax_in_fp32": "softmax is in float32 here anyway",
+        "offset_alibi seq_length": "runtime option; it changes no output",
+        "attention_softmax_in_fp32": "softmax is always computed in float32",
     },
 )
 

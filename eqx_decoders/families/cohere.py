@@ -1,4 +1,4 @@
-"""Command R, R+, R7B and A, and Aya (Cohere 2024, 2025): parallel blocks with LayerNorm, scaled logits."""
+"""Command R, R+, R7B and A, and Aya (Cohere 2024, 2025): parallel attention and MLP, LayerNorm, scaled logits."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def cohere_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_divisor: float) -> DecoderConfig:
-    """Return a decoder of Cohere's blocks with this attention in its layers."""
+    """Return a decoder of Cohere blocks with the given mixer of each layer."""
     norm = LayerNormConfig(eps=shape.eps, bias=False)
     blocks = (shape.block(mixer, norm=norm, parallel=1) for mixer in mixers)
     return shape.decoder(blocks, norm, logit_divisor=logit_divisor)
@@ -23,7 +23,7 @@ def cohere_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit
 COHERE_SETTINGS: tuple[Setting, ...] = (
     decoder_sizes(eps=1e-5, tied=True, keys={"rms_norm_eps": "layer_norm_eps"}),
     Inverse("logit_scale", "logit_divisor", 0.0625),
-    # these stand in published files, and transformers does not read them
+    # published files have these keys; transformers does not read them
     *only(
         use_parallel_block=True, use_gated_activation=True, use_embedding_sharing=True,
         position_embedding_type="rope_gptj", order_of_interleaved_layers="local_attn_first",
@@ -31,9 +31,8 @@ COHERE_SETTINGS: tuple[Setting, ...] = (
     Only("rotary_pct", 1, 1.0),
 )  # fmt: skip
 IGNORED_COHERE_KEYS = {
-    "layer_switch": "layer_types and sliding_window_pattern say it",
-    "_sliding_window_pattern": "layer_types and sliding_window_pattern say it",
-    "use_parallel_embedding": "how it was run",
+    "layer_switch _sliding_window_pattern": "layer_types and sliding_window_pattern determine it",
+    "use_parallel_embedding": "runtime option; it changes no output",
 }
 
 
@@ -41,7 +40,10 @@ IGNORED_COHERE_KEYS = {
 
 
 def cohere(shape: DecoderSizes, *, rope: Rope, logit_divisor: float = 16.0, qk_norm: bool = False) -> DecoderConfig:
-    """Return a decoder of Command R's blocks; R+ normalizes each head with a scale of its own."""
+    """Return a decoder of Command R blocks.
+
+    `qk_norm`: whether queries and keys are normalized, with a separate scale per head (Command R+).
+    """
     norm = QKNorm(norm=LayerNormConfig(eps=shape.eps, bias=False), over="each_head") if qk_norm else None
     return cohere_decoder(shape, (shape.attention(rope=rope, qk_norm=norm),) * shape.num_layers, logit_divisor)
 
@@ -71,11 +73,11 @@ _COHERE_35B = _COHERE_KEYS | dict(intermediate_size=22_528, rope_theta=8_000_000
 _COHERE_32B = _COHERE_KEYS | dict(num_key_value_heads=8, intermediate_size=24_576, rope_theta=4_000_000.0)
 
 
-# --- Command R7B and Command A: windows with RoPE, and full layers without positions ---
+# --- Command R7B and Command A: layers with windows and RoPE, full layers without RoPE ---
 
 
 def cohere2(shape: DecoderSizes, *, masks: tuple[Mask, ...], rope: Rope, logit_divisor: float = 16.0) -> DecoderConfig:
-    """Return a decoder of Command R7B's blocks; only layers with a window have the rotary embedding."""
+    """Return a decoder of Command R7B blocks; only layers with windows have the rotary embedding."""
     return cohere_decoder(shape, shape.attention_by_mask(masks, None, rope), logit_divisor)
 
 
@@ -87,7 +89,7 @@ COHERE2 = Family(
         Only("use_qk_norm", False),
         Check(
             lambda values: values["shape"].head_dim * values["shape"].num_heads == values["shape"].embed_dim,
-            "head_dim must be hidden_size / num_attention_heads: transformers reads no other.",
+            "head_dim={shape.head_dim} must be hidden_size / num_attention_heads: transformers ignores other values.",
         ),
         cycle_masks(4, key="sliding_window_pattern"),
         rope_settings(pairing="interleaved"),

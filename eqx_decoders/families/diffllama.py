@@ -1,4 +1,4 @@
-"""DiffLlama (Matsumoto 2024): a Llama with differential attention (Ye et al. 2024)."""
+"""DiffLlama (Matsumoto 2024): Llama with differential attention (Ye et al. 2024)."""
 
 from eqx_decoders.families.common import ENDS, GATED_MLP, LAYER, PRE_NORMS, DecoderSizes, decoder_sizes
 from eqx_decoders.families.hf_table import Family
@@ -12,7 +12,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def diffllama(shape: DecoderSizes, *, rope: Rope = Rope()) -> DecoderConfig:
-    """Return a decoder of DiffLlama blocks; `shape` has the single heads."""
+    """Return a decoder of DiffLlama blocks; a differential head has two of `shape.num_heads` heads."""
     norm = RMSNormConfig(eps=shape.eps, scale=False)
     attention = shape.attention(rope=rope)
     return shape.decoder(shape.block(DifferentialAttentionConfig(attention=attention, norm=norm), shape.mlp()))
@@ -22,11 +22,12 @@ _ATTENTION = LAYER + "self_attn."
 
 
 def _projection(name: str, path: str, heads: str) -> tuple[Weight, ...]:
-    """Return the rows of a projection in which all first heads of the pairs come before all second ones."""
-    theirs, ours = f"(halves {heads} head_dim)", f"{heads} halves head_dim"
+    """Return the rows of a projection. Checkpoints store the first heads of all pairs, then the second heads."""
+    stored = f"(halves {heads} head_dim)"
+    loaded = f"{heads} halves head_dim"
     return (
-        Weight(f"{_ATTENTION}{name}.weight", path, f"{theirs} embed -> embed {ours}"),
-        Weight(f"{_ATTENTION}{name}.bias", f"{path}_bias", f"{theirs} -> {ours}"),
+        Weight(f"{_ATTENTION}{name}.weight", path, f"{stored} embed -> embed {loaded}"),
+        Weight(f"{_ATTENTION}{name}.bias", f"{path}_bias", f"{stored} -> {loaded}"),
     )
 
 
@@ -45,7 +46,7 @@ FAMILY = Family(
         decoder_sizes(eps=1e-5, paths=_PATHS),
         Check(
             lambda values: values["shape"].num_kv_heads % 2 == 0,
-            "num_key_value_heads={shape.num_kv_heads} must be even: two heads make a differential one.",
+            "num_key_value_heads={shape.num_kv_heads} must be even: a differential head has two heads.",
         ),
         rope_settings(),
     ),
@@ -61,7 +62,7 @@ FAMILY = Family(
         *(Weight(f"{_ATTENTION}lambda_{n}", f"mixer.{path}", "head_dim -> head_dim") for n, path in _LAMBDAS.items()),
         *GATED_MLP,
     ),
-    ignored_keys={"lambda_std_dev": "of new weights"},
+    ignored_keys={"lambda_std_dev": "initialization only"},
 )
 
 

@@ -1,6 +1,6 @@
 """Doge (Shi et al. 2025): attention to the keys with the largest learned biases, residual connections with gains.
 
-The sizes with experts are not implemented: their router mixes tokens.
+Models with experts are not implemented, because their router mixes tokens.
 """
 
 from eqx_decoders.blocks.residual.residual import Weighted
@@ -15,14 +15,14 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def doge(shape: DecoderSizes, *, top_k: int = 2048, mlp_bias: bool = False, rope: Rope = Rope()) -> DecoderConfig:
-    """Return a decoder of Doge blocks."""
+    """Return a decoder of Doge blocks; each query attends to `top_k` keys."""
     attention = shape.attention(rope=rope, qk_norm=shape.qk_norm)
     mixer = DynamicMaskConfig(attention=attention, top_k=top_k)
     return shape.decoder(shape.block(mixer, shape.mlp(bias=mlp_bias), residual=Weighted(gains=True)))
 
 
-_ATTENTION, _HEADS = LAYER + "self_attn.", "blocks.0.mixer.attention."
-_EXPERTS = "num_experts num_experts_per_tok norm_topk_prob output_router_logits router_aux_loss_coef"
+_ATTENTION = LAYER + "self_attn."
+_HEADS = "blocks.0.mixer.attention."
 _PATHS = {
     "num_attention_heads": _HEADS + "num_heads",
     "num_key_value_heads": _HEADS + "num_kv_heads",
@@ -52,7 +52,11 @@ FAMILY = Family(
         Weight(LAYER + "input_residual", "residual.gains.0.scale", "embed -> embed"),
         Weight(LAYER + "post_attention_residual", "residual.gains.1.scale", "embed -> embed"),
     ),
-    ignored_keys={"hidden_dropout": "in training alone", _EXPERTS: "there are no experts"},
+    ignored_keys={
+        "hidden_dropout": "dropout is used in training only",
+        "num_experts num_experts_per_tok norm_topk_prob output_router_logits "
+        "router_aux_loss_coef": "there are no experts",
+    },
 )  # fmt: skip
 
 

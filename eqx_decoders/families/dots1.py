@@ -17,17 +17,19 @@ FAMILY = Family(
     settings=(
         decoder_sizes(),
         rope_settings(),
-        Integer("max_window_layers", None, 62, least=0, name="_first"),
-        layer_masks(lambda index, values: index >= values["_first"], default=4096),
+        Integer("max_window_layers", None, 62, least=0, name="_max_window_layers"),
+        layer_masks(lambda index, values: index >= values["_max_window_layers"], default=4096),
         *v3_router_settings(scale=1.0, renormalize=False),
-        *expert_settings(num_experts=128, chosen=6, shared=2, expert_dim=1408),  # transformers has no defaults
+        *expert_settings(
+            num_experts=128, chosen=6, shared=2, expert_dim=1408
+        ),  # transformers has no defaults; these are the published values
         moe.dense_layers(0),
     ),
     build=dots1,
     weights=llama_weights(experts=V3_EXPERTS),
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | {"max_window_layers use_sliding_window": "layer_types and sliding_window say it"},
+    | {"max_window_layers use_sliding_window": "layer_types and sliding_window determine it"},
 )
 
 

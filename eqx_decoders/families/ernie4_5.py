@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu 2025), dense and with experts: RoPE of neighboring features, and one switch for all biases."""
+"""ERNIE 4.5 (Baidu 2025), dense and with experts: RoPE with interleaved pairs, and one setting for all biases."""
 
 import dataclasses
 from collections.abc import Collection
@@ -22,7 +22,7 @@ _THETA = 500_000.0
 
 
 def ernie4_5(shape: DecoderSizes, *, rope: Rope = Rope(theta=_THETA, pairing="interleaved")) -> DecoderConfig:
-    """Return a decoder of ERNIE 4.5 blocks; `shape.attention_bias` is that of the MLP, too."""
+    """Return a decoder of ERNIE 4.5 blocks; `shape.attention_bias` also adds biases to the MLP."""
     return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=shape.attention_bias)))
 
 
@@ -38,22 +38,31 @@ ERNIE4_5 = Family(
 )
 
 
-# --- ERNIE 4.5 with experts: softmax over all experts, a bias that only affects their selection, shared experts ---
+# --- ERNIE 4.5 with experts: softmax over all experts, a selection bias, shared experts ---
 
 
 def ernie4_5_moe(
     shape: DecoderSizes, *, sparse: Collection[int], rope: Rope = Rope(theta=_THETA, pairing="interleaved"),
     depths: int = 0, **options: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of ERNIE 4.5 blocks; the layers in `sparse`, counted from 0, have experts with these options.
+    """Return a decoder of ERNIE 4.5 blocks with experts.
 
-    `shape.attention_bias` is that of MLPs and the head, too, but not of experts. `depths` of multi-token prediction
-    have an MLP. They read the stream after the final norm, as vLLM, SGLang and FastDeploy run these weights. The norm
-    stands behind them again, as in FastDeploy and the model's own code for training: the other two leave it out.
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.attention_bias` also adds biases to MLPs, shared experts and the output
+        head, but not to routed experts.
+    - `sparse`: the layers with experts, from 0.
+    - `rope`: rotary embedding.
+    - `depths`: number of layers of multi-token prediction, which have an MLP. They read the stream after the final
+        norm, like in vLLM, SGLang and FastDeploy. The final norm also normalizes their output, like in FastDeploy and
+        in the official training code; vLLM and SGLang have no norm there.
+    - `options`: arguments of `moe.with_shared`.
     """
-    router, bias = RouterConfig(order="score_first", renormalize=True, selection_bias=True), shape.attention_bias
+    bias = shape.attention_bias
+    router = RouterConfig(order="score_first", renormalize=True, selection_bias=True)
     experts = moe.with_shared(shape, router=router, shared_bias=bias, **options)
-    mixer, mlp = shape.attention(rope=rope), shape.mlp(bias=bias)
+    mixer = shape.attention(rope=rope)
+    mlp = shape.mlp(bias=bias)
     blocks = (shape.block(mixer, experts if index in sparse else mlp) for index in range(shape.num_layers))
     config = moe.need_experts(shape.decoder(blocks, head_bias=bias))
     if depths == 0:
@@ -65,11 +74,12 @@ def ernie4_5_moe(
 
 
 def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
-    last, step = values["shape"].num_layers - 1, fields.integer("moe_layer_interval", 1)
+    step = fields.integer("moe_layer_interval", 1)
     first = fields.integer("moe_layer_start_index", 1, least=0)
-    end = fields.integer("moe_layer_end_index", -1, least=-1)
-    end = last if end == -1 else min(end, last)
-    return frozenset(index for index in range(first, end + 1) if (index + 1) % step == 0)
+    last = fields.integer("moe_layer_end_index", -1, least=-1)
+    num_layers = values["shape"].num_layers
+    end = num_layers if last == -1 else min(last + 1, num_layers)
+    return frozenset(index for index in range(first, end) if (index + 1) % step == 0)
 
 
 def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
@@ -98,7 +108,8 @@ ERNIE4_5_MOE = Family(
         *depth_settings("num_nextn_predict_layers", always=False),
         Check(
             lambda values: values["depths"] == 0 or not values["shape"].attention_bias,
-            "num_nextn_predict_layers must be 0 with use_bias: a bias of mtp_linear_proj is not known here.",
+            "num_nextn_predict_layers={depths} must be 0 with use_bias=true: a bias of mtp_linear_proj is not "
+            "implemented.",
         ),
     ),
     build=ernie4_5_moe,
@@ -113,14 +124,14 @@ ERNIE4_5_MOE = Family(
     fused=moe.fused_experts(_MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
-        "moe_capacity": "how it was trained: no token is dropped",
-        "moe_use_aux_free": "transformers does not read it: the biases are always there",
+        "moe_capacity": "training only: inference drops no tokens",
+        "moe_use_aux_free": "transformers does not read it, and always has selection biases",
     },
     ignored_tensors=unread_depths(r"model\.mtp_.*"),
 )
 
 
-_MOE_KEYS = dict(model_type="ernie4_5_moe", vocab_size=103_424)
+_MOE_SETTINGS = dict(model_type="ernie4_5_moe", vocab_size=103_424)
 
 
 FAMILIES = (ERNIE4_5, ERNIE4_5_MOE)
@@ -130,10 +141,10 @@ MODELS = {
         model_type="ernie4_5", vocab_size=103_424, hidden_size=1024, num_hidden_layers=18, num_attention_heads=16,
         intermediate_size=3072,
     ),
-    "ernie4.5-21b-a3b": _MOE_KEYS | dict(
+    "ernie4.5-21b-a3b": _MOE_SETTINGS | dict(
         hidden_size=2560, num_hidden_layers=28, num_attention_heads=20, intermediate_size=12_288,
     ),
-    "ernie4.5-300b-a47b": _MOE_KEYS | dict(
+    "ernie4.5-300b-a47b": _MOE_SETTINGS | dict(
         hidden_size=8192, num_hidden_layers=54, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28_672,
         moe_intermediate_size=3584, moe_k=8, moe_layer_start_index=3, moe_num_shared_experts=0,
         tie_word_embeddings=False,

@@ -1,4 +1,4 @@
-"""EXAONE 4.0 (LG AI Research 2025): norms on outputs only, and RoPE in the layers with windows only."""
+"""EXAONE 4.0 (LG AI Research 2025): post-norms only, and RoPE only in layers with windows."""
 
 from typing import Any
 
@@ -13,23 +13,30 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def exaone4(shape: DecoderSizes, *, masks: tuple[Mask, ...] | None = None, rope: Rope = Rope()) -> DecoderConfig:
-    """Return a decoder of EXAONE 4 blocks; without `masks` all layers are causal, and all have RoPE."""
+    """Return a decoder of EXAONE 4 blocks.
+
+    `masks`: the attention mask of each layer; only layers with windows have RoPE. None: all layers have a causal mask
+    and RoPE.
+    """
     mixers = shape.attention_by_mask(masks or (), None if masks else rope, rope, qk_norm=shape.qk_norm)
     return shape.decoder(shape.block(mixer, norms="post") for mixer in mixers)
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...] | None:
-    def local(index: int) -> bool:  # without layer_types; with them the pattern, which may be a word, is not read
+    size = fields.integer("sliding_window", 4096, null=None)
+
+    def is_local(index: int) -> bool:
+        # called only if layer_types is missing: with layer_types, the pattern may be a string, and it is not read
         return size is not None and (index + 1) % fields.integer("sliding_window_pattern", 4) != 0
 
-    size = fields.integer("sliding_window", 4096, null=None)
-    masks = read_masks(fields, values, size, local)
+    masks = read_masks(fields, values, size, is_local)
     return masks if size else None
 
 
 def _write_masks(config: DecoderConfig) -> dict[str, Any]:
-    # the size says too that full layers have no RoPE
-    return write_masks(config, default=4096 if value_at(config, "attention.rope") is None else None)
+    # transformers applies RoPE to full layers only if sliding_window is null, even in a model without windows
+    has_rope = value_at(config, "attention.rope") is not None
+    return write_masks(config, default=None if has_rope else 4096)
 
 
 FAMILY = Family(
@@ -42,7 +49,7 @@ FAMILY = Family(
     ),
     build=exaone4,
     weights=llama_weights(norms="post"),
-    ignored_keys={"sliding_window_pattern": "layer_types says it"},
+    ignored_keys={"sliding_window_pattern": "layer_types determines it"},
 )
 
 

@@ -1,9 +1,8 @@
-"""GPT-3 (Brown et al. 2020) as MaxText has it: GPT-2's block, whose norms store their scale minus one.
+"""GPT-3 (Brown et al. 2020) in MaxText's variant: GPT-2 blocks whose norms store their scale minus 1.
 
-Unlike in MaxText, norms are computed in float32, the tied head is not rounded to bfloat16, and decoding has a cache.
+Unlike in MaxText, norms are computed in float32, the tied head is not rounded to bfloat16, and decoding uses a cache.
 """
 
-import dataclasses
 import functools
 
 from eqx_decoders.families.common import DecoderSizes
@@ -13,18 +12,19 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def gpt3(shape: DecoderSizes, *, max_positions: int = 16_384, dropout: float = 0.0) -> DecoderConfig:
-    """Return a decoder of GPT-3 blocks: LayerNorm before attention and MLP, learned positions, biases everywhere.
+    """Return a decoder of GPT-3 blocks: pre-norm LayerNorm, learned positions, and biases in all projections.
 
     **Arguments:**
 
-    - `shape`: its `num_kv_heads` must be `num_heads` to be GPT-3.
-    - `max_positions`: rows of the table of positions.
+    - `shape`: sizes of the decoder; `num_kv_heads` is equal to `num_heads` in GPT-3.
+    - `max_positions`: number of learned positions.
     - `dropout`: rate of all dropouts.
     """
-    norm, mlp = LayerNormConfig(eps=shape.eps, offset=1.0), shape.mlp(gated=False, bias=True, dropout=dropout)
-    block = shape.block(shape.attention(rope=None, fused_qkv=True, qkv_bias=True, out_bias=True), mlp, norm)
+    norm = LayerNormConfig(eps=shape.eps, offset=1.0)
+    mixer = shape.attention(rope=None, fused_qkv=True, qkv_bias=True, out_bias=True)
+    mlp = shape.mlp(gated=False, bias=True, dropout=dropout)
+    block = shape.block(mixer, mlp, norm, dropout=dropout)
     positions = LearnedPositions(max_positions=max_positions)
-    block = dataclasses.replace(block, dropout=dropout)
     return shape.decoder(block, norm, positions=positions, dropout=dropout)
 
 

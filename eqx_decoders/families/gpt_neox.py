@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and MLP in parallel, each with its norm."""
+"""GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): parallel attention and MLP with separate norms."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, plain_mlp
 from eqx_decoders.families.hf_table import Family
@@ -11,8 +11,9 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def gpt_neox(shape: DecoderSizes, *, rope: Rope = Rope(fraction=0.25), parallel: bool = True) -> DecoderConfig:
-    """Return a decoder of GPT-NeoX blocks, whose attention and MLP follow one another unless `parallel`."""
-    norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
+    """Return a decoder of GPT-NeoX blocks; `parallel=False`: the MLP follows attention."""
+    norm = LayerNormConfig(eps=shape.eps)
+    mlp = shape.mlp(gated=False, bias=True)
     return shape.decoder(shape.block(shape.attention(rope=rope), mlp, norm, parallel=2 if parallel else 0), norm)
 
 
@@ -24,7 +25,7 @@ FAMILY = Family(
     settings=(
         decoder_sizes(eps=1e-5, activation="gelu", attention_bias=True, keys=_KEYS),
         Flag("use_parallel_residual", "blocks.0.residual.shares_norm", True, name="parallel"),
-        # for the rotary embedding, also in the spelling that transformers 4 reads
+        # keys of the rotary embedding, also with the names that transformers 4 reads
         Number("partial_rotary_factor", "attention.rope.fraction", None, name="_fraction", twin="rotary_pct"),
         Number("rope_theta", "attention.rope.theta", None, name="_theta", twin="rotary_emb_base"),
         rope_settings(fraction=0.25),
@@ -36,8 +37,8 @@ FAMILY = Family(
         *fused_attention(_LAYER + "attention.", "query_key_value", "dense"),
         *plain_mlp(_LAYER + "mlp.", up="dense_h_to_4h", down="dense_4h_to_h"),
     ),
-    ignored_keys={"classifier_dropout": "dropout happens in training only"},
-    # the causal mask and frequencies, which old files store
+    ignored_keys={"classifier_dropout": "dropout is used in training only"},
+    # old files store the causal mask and the RoPE frequencies
     ignored_tensors=r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
 

@@ -1,4 +1,4 @@
-"""GPT-OSS (OpenAI 2025): sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU."""
+"""GPT-OSS (OpenAI 2025): attention sinks, windows in every other layer, biases, experts with a clipped SwiGLU."""
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
@@ -25,7 +25,18 @@ def gpt_oss(
     rope: Rope = _ROPE,
     limit: float = 7.0,
 ) -> DecoderConfig:
-    """Return a decoder of GPT-OSS blocks: `(up + 1) gate sigmoid(1.702 gate)`, gate and up clipped at `limit`."""
+    """Return a decoder of GPT-OSS blocks.
+
+    Experts compute `down((up + 1) * gate * sigmoid(1.702 gate))`.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.mlp_dim` is the width of an expert.
+    - `masks`: the attention mask of each layer.
+    - `num_experts`, `num_experts_per_token`: number of experts, and of those that a token uses.
+    - `rope`: rotary embedding.
+    - `limit`: bound to which gate and up projections are clipped.
+    """
     experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
@@ -39,8 +50,8 @@ def gpt_oss(
 
 
 def _read_rope(fields: Fields, values: Values) -> Rope:
-    scaled = any(fields.content.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
-    return read_rope(fields, theta=150_000.0) if scaled else _ROPE
+    has_scaling = any(fields.content.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
+    return read_rope(fields, theta=150_000.0) if has_scaling else _ROPE
 
 
 _LAYER = "model.layers.{layer}."
@@ -59,7 +70,7 @@ FAMILY = Family(
         Only("swiglu_alpha", 1.702, written=True),
         Number("swiglu_limit", "experts.limit", 7.0),
         *moe.expert_counts("num_local_experts", num=128, chosen=4),
-        Only("experts_per_token", lambda values: values["num_experts_per_token"]),  # an older name of the same
+        Only("experts_per_token", lambda values: values["num_experts_per_token"]),  # older name of num_experts_per_tok
         cycle_masks(2, window=128),
         Rule("rope", _read_rope, write_rope),
     ),
@@ -70,13 +81,14 @@ FAMILY = Family(
         Weight(_MLP + "router.bias", "mlp.router.bias", "experts -> experts"),
         *sharing(
             _MLP + "experts.gate_up_proj_bias",
-            *(("mlp.gate_bias", _BIAS), ("mlp.up_bias", _BIAS)),
+            ("mlp.gate_bias", _BIAS),
+            ("mlp.up_bias", _BIAS),
             axis=1,
             within="mlp",
         ),
         Weight(_MLP + "experts.down_proj_bias", "mlp.down_bias", "experts embed -> experts embed"),
     ),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling says it"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling determines it"},
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Helium 1 (Kyutai 2025): Llama's block with RoPE of neighboring features."""
+"""Helium 1 (Kyutai 2025): Llama blocks, and RoPE with interleaved pairs."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -11,7 +11,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def helium(
     shape: DecoderSizes, *, rope: Rope = Rope(theta=1e5, pairing="interleaved"), mlp_bias: bool = False
 ) -> DecoderConfig:
-    """Return a decoder of Helium blocks; `shape.attention_bias` is that of queries, keys and values."""
+    """Return a decoder of Helium blocks; `shape.attention_bias` adds biases only to queries, keys and values."""
     return shape.decoder(shape.block(shape.attention(rope=rope, out_bias=False), shape.mlp(bias=mlp_bias)))
 
 
@@ -22,7 +22,8 @@ FAMILY = Family(
         decoder_sizes(num_kv_heads=20, head_dim=128, eps=1e-8),
         Check(
             lambda values: values["shape"].num_heads * values["shape"].head_dim == values["shape"].embed_dim,
-            "num_attention_heads x head_dim must be hidden_size: the output projection of attention is square.",
+            "num_attention_heads={shape.num_heads} x head_dim={shape.head_dim} must be hidden_size={shape.embed_dim}: "
+            "the output projection of attention is square.",
         ),
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
         rope_settings(theta=1e5, pairing="interleaved"),

@@ -1,4 +1,4 @@
-"""Hunyuan (Tencent 2025), dense and with experts: queries and keys are normalized after they are rotated."""
+"""Hunyuan (Tencent 2025), dense and with experts: queries and keys are normalized after RoPE."""
 
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, renamed
@@ -11,19 +11,19 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def attention(shape: DecoderSizes, rope: Rope) -> AttentionConfig:
-    """Return attention whose queries and keys are normalized after they are rotated."""
+    """Return attention whose queries and keys are normalized after RoPE."""
     return shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, when="after_rope"))
 
 
 NAMES = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
 IGNORED_KEYS = {
-    "pretraining_tp": "how it was trained",
-    "eod_token_id": "generation_config.json says where a text ends",
+    "pretraining_tp": "training only",
+    "eod_token_id": "generation_config.json has the end-of-sequence tokens",
     "sep_token_id": "it changes no output",
 }
 
 
-# --- Hunyuan, dense: `alpha` increases the base of RoPE ---
+# --- Hunyuan, dense: RoPE scaling by `alpha`, which increases the base ---
 
 
 def hunyuan(shape: DecoderSizes, *, rope: Rope) -> DecoderConfig:
@@ -41,13 +41,13 @@ HUNYUAN = Family(
 )
 
 
-# --- Hunyuan with experts: a shared expert beside the selected ones ---
+# --- Hunyuan with experts: routed experts and a shared expert ---
 
 
 def hunyuan_moe(
     shape: DecoderSizes, *, rope: Rope, num_experts: int = 64, num_experts_per_token: int = 8
 ) -> DecoderConfig:
-    """Return a decoder of Hunyuan blocks with experts."""
+    """Return a decoder of Hunyuan blocks with experts; `shape.mlp_dim` is the width of an expert."""
     experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,

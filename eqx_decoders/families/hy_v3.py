@@ -1,4 +1,4 @@
-"""Hy3 (Tencent Hunyuan 2026): Qwen3's attention, and DeepSeek-V3's experts without groups."""
+"""Hy3 (Tencent Hunyuan 2026): Qwen3's attention, and DeepSeek-V3's experts without expert groups."""
 
 import functools
 
@@ -12,15 +12,14 @@ from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, o
 
 
 _THETA = 11_158_840.0
-_COMPUTED = "enable_moe_fp32_combine enable_attention_fp32_softmax enable_lm_head_fp32 use_grouped_mm"
 _EXPERTS = moe.separate_experts(LAYER + "mlp.", router="router.gate", bias="expert_bias", shared="shared_mlp")
-# depths read what the head reads of the last one, as vLLM and SGLang run these weights
+# a layer of multi-token prediction reads the normalized stream of the previous one, like in vLLM and SGLang
 hy_v3 = functools.partial(v3_experts, normalized=True, normed_depths=True)
 FAMILY = Family(
     model_type="hy_v3",
     architecture="HYV3ForCausalLM",
     settings=(
-        # these stand in published files, and transformers does not read them
+        # published files have these keys; transformers does not read them
         *only(qk_norm=True, route_norm=True, moe_router_use_sigmoid=True, moe_router_enable_expert_bias=True),
         decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5),
         rope_settings(theta=_THETA),
@@ -35,7 +34,11 @@ FAMILY = Family(
     build=hy_v3,
     weights=(*llama_weights(experts=_EXPERTS), *renamed(DEPTH, {"shared_head.norm": "final_layernorm"})),
     modules={r"\.shared_mlp\.": ".shared_experts."},
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {_COMPUTED: "how it is computed, not what"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | {
+        "enable_moe_fp32_combine enable_attention_fp32_softmax enable_lm_head_fp32 "
+        "use_grouped_mm": "precision and kernels of the computation",
+    },
 )
 
 

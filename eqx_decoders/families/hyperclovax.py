@@ -1,4 +1,4 @@
-"""HyperCLOVA X SEED Think (NAVER 2025): Granite's multipliers, and norms on outputs too, before they are multiplied."""
+"""HyperCLOVA X SEED Think (NAVER 2025): Granite's multipliers, and post-norms before the residual multiplier."""
 
 from typing import Any
 
@@ -14,7 +14,15 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def hyperclovax(
     shape: DecoderSizes, *, post_norms: bool = True, mlp_bias: bool = False, **options: Any
 ) -> DecoderConfig:
-    """Return a decoder of HyperCLOVA X blocks; the other options are those of `granite`."""
+    """Return a decoder of HyperCLOVA X blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `post_norms`: whether the outputs of attention and MLP are normalized, in addition to their inputs.
+    - `mlp_bias`: whether MLPs have biases.
+    - `options`: other arguments of `granite`.
+    """
     norms = "sandwich" if post_norms else "pre"
     return granite(shape, shape.mlp(bias=mlp_bias), norms=norms, **options)
 

@@ -1,4 +1,4 @@
-"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with two key heads, and RoPE for texts of a bounded length."""
+"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with two key heads and dynamic RoPE scaling."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -9,7 +9,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def internlm3(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
-    """Return a decoder of Llama's blocks."""
+    """Return a decoder of Llama blocks; `mlp_bias` adds biases to the MLPs."""
     return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
 
 
@@ -23,7 +23,8 @@ FAMILY = Family(
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
         Check(
             lambda values: values["mlp_bias"] == values["shape"].attention_bias,
-            "qkv_bias and bias must be equal: with one of them transformers has no biases of attention's output.",
+            "qkv_bias={shape.attention_bias} must be equal to bias={mlp_bias}: either all four projections of attention "
+            "have biases, or no projection has.",
         ),
         rope_settings(),
     ),

@@ -1,4 +1,4 @@
-"""Jamba (AI21 2024): seven Mamba to one attention without positions, an MLP or experts in each layer."""
+"""Jamba (AI21 2024): seven Mamba layers per attention layer, no position embeddings, MLPs or experts."""
 
 from typing import Any
 
@@ -24,15 +24,31 @@ def jamba(
     num_experts: int,
     num_experts_per_token: int,
 ) -> DecoderConfig:
-    """Return a decoder with attention in the layers `full`, counted from 0, and with experts in those of `sparse`."""
-    router = RouterConfig(score="softmax", order="score_first", renormalize=False)
-    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
-    experts, attention = (shape.experts(**counts, router=router) if sparse else None), shape.attention(rope=None)
-    layers = ((attention if i in full else mamba, experts if i in sparse else None) for i in range(shape.num_layers))
-    return shape.decoder(shape.block(mixer, mlp) for mixer, mlp in layers)
+    """Return a decoder with a Mamba mixer or attention in each layer, and an MLP or experts.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; experts have the width of the MLP.
+    - `mamba`: the Mamba mixer.
+    - `full`: the layers with attention, from 0.
+    - `sparse`: the layers with experts, from 0.
+    - `num_experts`, `num_experts_per_token`: number of experts, and of those that a token uses.
+    """
+    attention = shape.attention(rope=None)
+    experts = None
+    if sparse:
+        experts = shape.experts(
+            num_experts=num_experts,
+            num_experts_per_token=num_experts_per_token,
+            router=RouterConfig(score="softmax", order="score_first", renormalize=False),
+        )
+    return shape.decoder(
+        shape.block(attention if index in full else mamba, experts if index in sparse else None)
+        for index in range(shape.num_layers)
+    )
 
 
-def _read_every(fields: Fields, values: Values, kind: str, period: int, offset: int) -> range:
+def _read_layers(fields: Fields, values: Values, kind: str, period: int, offset: int) -> range:
     period = fields.integer(f"{kind}_layer_period", period)
     offset = fields.integer(f"{kind}_layer_offset", offset, least=0)
     if offset >= period:
@@ -41,39 +57,44 @@ def _read_every(fields: Fields, values: Values, kind: str, period: int, offset: 
 
 
 def _read_full(fields: Fields, values: Values) -> range:
-    full = _read_every(fields, values, "attn", 8, 4)
+    full = _read_layers(fields, values, "attn", 8, 4)
     if not full:
         raise fields.error(
-            "attn_layer_offset must be less than num_hidden_layers, so that there is an attention layer."
+            f"attn_layer_offset={full.start} must be below num_hidden_layers={values['shape'].num_layers}: the model "
+            "needs an attention layer."
         )
     return full
 
 
 def _read_sparse(fields: Fields, values: Values) -> range:
-    sparse = _read_every(fields, values, "expert", 2, 1)
+    sparse = _read_layers(fields, values, "expert", 2, 1)
     return sparse if values["num_experts"] > 1 else range(0)
 
 
-def _write_every(kind: str, layers: list[int], count: int) -> dict[str, int]:
-    """Return the keys of these of `count` layers."""
+def _write_layers(kind: str, layers: list[int], num_layers: int) -> dict[str, int]:
     if not layers:
-        return {f"{kind}_layer_period": count + 1, f"{kind}_layer_offset": count}
-    period = layers[1] - layers[0] if len(layers) > 1 else count
+        return {f"{kind}_layer_period": num_layers + 1, f"{kind}_layer_offset": num_layers}
+    period = layers[1] - layers[0] if len(layers) > 1 else num_layers
     return {f"{kind}_layer_period": period, f"{kind}_layer_offset": layers[0]}
 
 
 def _write_full(config: DecoderConfig) -> dict[str, Any]:
     full = [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)]
-    return _write_every("attn", full, len(config.blocks))
+    return _write_layers("attn", full, len(config.blocks))
 
 
 def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
-    return _write_every("expert", moe.sparse_layers(config), len(config.blocks))
+    return _write_layers("expert", moe.sparse_layers(config), len(config.blocks))
 
 
-def _experts(config: DecoderConfig) -> tuple[int, int]:
+def _num_experts(config: DecoderConfig) -> int:
     experts = first_layer(config, "experts")
-    return (1, 1) if experts is None else (experts.num_experts, experts.num_experts_per_token)
+    return 1 if experts is None else experts.num_experts
+
+
+def _num_experts_per_token(config: DecoderConfig) -> int:
+    experts = first_layer(config, "experts")
+    return 1 if experts is None else experts.num_experts_per_token
 
 
 _KEYS = {
@@ -90,8 +111,8 @@ FAMILY = Family(
         Only("sliding_window"),
         Only("mamba_inner_layernorms", True),
         mamba1_settings(Rule("norm", lambda fields, values: values["shape"].norm), keys=_KEYS),
-        Integer("num_experts", lambda config: _experts(config)[0], 16, name="num_experts"),
-        Integer("num_experts_per_tok", lambda config: _experts(config)[1], 2, name="num_experts_per_token"),
+        Integer("num_experts", _num_experts, 16, name="num_experts"),
+        Integer("num_experts_per_tok", _num_experts_per_token, 2, name="num_experts_per_token"),
         Rule("full", _read_full, _write_full),
         Rule("sparse", _read_sparse, _write_sparse),
     ),
@@ -107,7 +128,7 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
         "calc_logits_for_entire_prompt num_logits_to_keep use_associative_scan use_mamba_kernels "
-        "use_mambapy": "how it is run",
+        "use_mambapy": "runtime option; it changes no output",
     },
 )  # fmt: skip
 

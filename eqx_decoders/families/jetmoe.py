@@ -1,6 +1,4 @@
-"""JetMoe (Shen et al. 2024): each token chooses experts of heads, and experts of the MLP."""
-
-from typing import Any
+"""JetMoe (Shen et al. 2024): a mixture of attention heads, and a mixture of experts instead of MLPs."""
 
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import ENDS, LAYER, PRE_NORMS, DecoderSizes
@@ -15,10 +13,19 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def jetmoe(shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, rope: Rope = Rope()) -> DecoderConfig:
-    """Return a decoder of JetMoe blocks; `shape` has the heads of a token, and the `eps` of the last norm alone."""
-    heads = HeadMixtureConfig(attention=shape.attention(rope=rope, out_bias=True), num_experts=num_experts)
-    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
-    return shape.decoder(shape.block(heads, shape.experts(out_bias=True, **counts), RMSNormConfig(eps=1e-6)))
+    """Return a decoder of JetMoe blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.num_heads` is the number of query heads that a token uses, and `shape.eps`
+        applies only to the final norm.
+    - `num_experts`, `num_experts_per_token`: number of experts, of attention and of the MLP, and of those that a token
+        uses.
+    - `rope`: rotary embedding.
+    """
+    mixer = HeadMixtureConfig(attention=shape.attention(rope=rope, out_bias=True), num_experts=num_experts)
+    experts = shape.experts(out_bias=True, num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    return shape.decoder(shape.block(mixer, experts, RMSNormConfig(eps=1e-6)))
 
 
 _HEADS = "blocks.0.mixer.attention."
@@ -36,9 +43,12 @@ _SIZES = (
     Number("initializer_range", "init_std", 0.01),
 )
 
-_MIXER, _EXPERTS, _MLP = (LAYER + name for name in ("self_attention.", "self_attention.experts.", "mlp."))
-_KEY, _INTO = "(kv_heads head_dim) embed -> embed kv_heads head_dim", "experts mlp embed -> experts embed mlp"
-_ROUTER = "experts embed -> embed experts"
+_ATTENTION = LAYER + "self_attention."
+_HEAD_EXPERTS = _ATTENTION + "experts."
+_MLP = LAYER + "mlp."
+_KEY_PATTERN = "(kv_heads head_dim) embed -> embed kv_heads head_dim"
+_MLP_PATTERN = "experts mlp embed -> experts embed mlp"
+_ROUTER_PATTERN = "experts embed -> embed experts"
 FAMILY = Family(
     model_type="jetmoe",
     architecture="JetMoeForCausalLM",
@@ -56,24 +66,24 @@ FAMILY = Family(
     weights=(
         *ENDS,
         *PRE_NORMS,
-        Weight(_EXPERTS + "router.layer.weight", "mixer.router.kernel", _ROUTER),
+        Weight(_HEAD_EXPERTS + "router.layer.weight", "mixer.router.kernel", _ROUTER_PATTERN),
         Weight(
-            _EXPERTS + "input_linear.weight", "mixer.query",
+            _HEAD_EXPERTS + "input_linear.weight", "mixer.query",
             "experts (kv_heads head_dim) embed -> experts embed kv_heads head_dim",
         ),
         Weight(
-            _EXPERTS + "output_linear.weight", "mixer.out",
+            _HEAD_EXPERTS + "output_linear.weight", "mixer.out",
             "experts embed (kv_heads head_dim) -> experts kv_heads head_dim embed",
         ),
-        Weight(_EXPERTS + "bias", "mixer.out_bias", "embed -> embed"),
-        *sharing(_MIXER + "kv_proj.weight", ("mixer.key", _KEY), ("mixer.value", _KEY)),
-        Weight(_MLP + "router.layer.weight", "mlp.router.kernel", _ROUTER),
-        *sharing(_MLP + "input_linear.weight", ("mlp.gate", _INTO), ("mlp.up", _INTO), axis=1),
+        Weight(_HEAD_EXPERTS + "bias", "mixer.out_bias", "embed -> embed"),
+        *sharing(_ATTENTION + "kv_proj.weight", ("mixer.key", _KEY_PATTERN), ("mixer.value", _KEY_PATTERN)),
+        Weight(_MLP + "router.layer.weight", "mlp.router.kernel", _ROUTER_PATTERN),
+        *sharing(_MLP + "input_linear.weight", ("mlp.gate", _MLP_PATTERN), ("mlp.up", _MLP_PATTERN), axis=1),
         Weight(_MLP + "output_linear.weight", "mlp.down", "experts embed mlp -> experts mlp embed"),
         Weight(_MLP + "bias", "mlp.out_bias", "embed -> embed"),
     ),
     other_architectures=("JetMoEForCausalLM",),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"aux_loss_coef": "routers are trained with it; it changes no output"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"aux_loss_coef": "training of routers only"},
 )  # fmt: skip
 
 

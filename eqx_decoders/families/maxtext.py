@@ -1,6 +1,6 @@
-"""Models of MaxText: its default block, two without a residual stream, and variants of Qwen3 and of DeepSeek-V3.
+"""Models of MaxText: its default block, two blocks without residual connections, and variants of Qwen3 and DeepSeek-V3.
 
-Sizes are those of its base configuration. The final norm and the output head are as in every other decoder.
+Default sizes are the sizes of MaxText's base configuration. All models have a final norm and an output head.
 """
 
 import dataclasses
@@ -26,7 +26,10 @@ BASE = DecoderSizes(
 
 
 def default(shape: DecoderSizes = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -> DecoderConfig:
-    """Return `x + dropout(attention(n) + mlp(n))`, `n = RMSNorm(x)`: parallel branches behind one norm, like PaLM's."""
+    """Return a decoder of parallel blocks, like PaLM: `x + dropout(attention(n) + mlp(n))` with `n = RMSNorm(x)`.
+
+    `dropout`: dropout rate of the embeddings, hidden features of MLPs, outputs of blocks, and the input of the head.
+    """
     block = BlockConfig(
         mixer=shape.attention(rope=rope),
         mlp=shape.mlp(dropout=dropout),
@@ -38,47 +41,67 @@ def default(shape: DecoderSizes = BASE, *, rope: Rope = Rope(), dropout: float =
 
 
 def simple(shape: DecoderSizes = BASE) -> DecoderConfig:
-    """Return `W x`: one matrix a layer, without norm or residual connection."""
+    """Return a decoder of linear layers, `W x`, without norms and residual connections."""
     return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), residual=NoResidual()))
 
 
 def simple_mlp(shape: DecoderSizes = BASE) -> DecoderConfig:
-    """Return `W2 (W1 x)`: an MLP without activation, norm or residual connection."""
+    """Return a decoder of MLPs without activations, `W2 (W1 x)`, without norms and residual connections."""
     mlp = MLPConfig(mlp_dim=shape.mlp_dim, activation="identity", gated=False)
     return shape.decoder(BlockConfig(mixer=None, mlp=mlp, residual=NoResidual()))
 
 
 def qwen3_custom_moe(shape: DecoderSizes, *, latent_dim: int, **options: Any) -> DecoderConfig:
-    """Return Qwen3 with experts, whose router and experts read the `latent_dim` features of attention.
+    """Return Qwen3 with experts that read the output of attention: `x + up(experts(norm(attention(norm(x)))))`.
 
-    `x += up(experts(norm(attention(norm(x)))))`: one residual connection around both layers. It has no Hugging Face
-    form; `options` are those of `qwen3_moe`.
+    No family in Hugging Face's transformers has this architecture.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `latent_dim`: number of output features of attention, and of input features of the router and the experts.
+    - `options`: arguments of `qwen3_moe`.
     """
-    plain = qwen3_moe(shape, **options)
-    mixer = dataclasses.replace(attentions(plain)[0], out_dim=latent_dim)
-    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, residual=Chained()))
+    qwen3 = qwen3_moe(shape, **options)
+    mixer = dataclasses.replace(attentions(qwen3)[0], out_dim=latent_dim)
+    return shape.decoder(dataclasses.replace(qwen3.blocks[0], mixer=mixer, residual=Chained()))
 
 
 def deepseek_custom(
-    plain: DecoderConfig, *, streams: int, engram_layers: tuple[int, ...], **engram: Any
+    config: DecoderConfig, *, streams: int, engram_layers: tuple[int, ...], **engram_options: Any
 ) -> DecoderConfig:
-    """Return a DeepSeek decoder with hyper-connections, and an Engram first in `engram_layers` (from 0).
+    """Return a DeepSeek decoder with hyper-connections and Engram layers.
 
-    `engram` are fields of `EngramConfig`. MaxText hashes classes of tokens, which depend on the tokenizer: without
-    `token_classes` each id is a class.
+    **Arguments:**
+
+    - `config`: the DeepSeek decoder.
+    - `streams`: number of residual streams of the hyper-connections.
+    - `engram_layers`: the layers that start with an Engram, from 0.
+    - `engram_options`: other fields of `EngramConfig`. MaxText hashes classes of tokens, which depend on the tokenizer.
+        Without `token_classes` each token id is a class.
     """
-    sizes = dict(embed_dim=plain.embed_dim, vocab_size=plain.vocab_size, streams=streams, layers=engram_layers)
 
-    def block(index: int, block: BlockConfig) -> BlockConfig:
-        engram_config = EngramConfig(layer=index, **{**sizes, **engram}) if index in engram_layers else None
-        extra = () if engram_config is None else (ExtraLayerConfig(layer=engram_config, pre_norm=block.pre_mixer_norm),)
-        return dataclasses.replace(block, residual=HyperConnections(streams=streams), pre_layers=extra)
+    def changed(index: int, block: BlockConfig) -> BlockConfig:
+        block = dataclasses.replace(block, residual=HyperConnections(streams=streams))
+        if index not in engram_layers:
+            return block
+        engram = EngramConfig(
+            layer=index,
+            layers=engram_layers,
+            embed_dim=config.embed_dim,
+            vocab_size=config.vocab_size,
+            streams=streams,
+            **engram_options,
+        )
+        pre_layers = (ExtraLayerConfig(layer=engram, pre_norm=block.pre_mixer_norm),)
+        return dataclasses.replace(block, pre_layers=pre_layers)
 
-    return dataclasses.replace(plain, blocks=tuple(block(*each) for each in enumerate(plain.blocks)))
+    blocks = tuple(changed(index, block) for index, block in enumerate(config.blocks))
+    return dataclasses.replace(config, blocks=blocks)
 
 
 def _deepseek() -> DecoderConfig:
-    """Return a small DeepSeek-V3.2: latent attention to the keys that an indexer chooses, and experts."""
+    """Return a small DeepSeek-V3.2: latent attention to the keys that an indexer selects, and experts."""
     shape = DecoderSizes(
         vocab_size=129_280, embed_dim=1024, num_layers=6, num_heads=16, num_kv_heads=16, head_dim=48, mlp_dim=2048
     )
@@ -86,8 +109,8 @@ def _deepseek() -> DecoderConfig:
     router = v3_router(groups=1, groups_per_token=1, scaling_factor=2.5)
     experts: dict[str, Any] = dict(num_experts=16, num_experts_per_token=2, num_shared=1, expert_dim=512)
     mixer = latent_attention(shape, rope=rope, q_rank=384, kv_rank=128, nope_dim=32, value_dim=128)
-    plain = deepseek(shape, mixer, router=router, dense_layers=range(1), **experts)
-    return with_indexer(plain, IndexerConfig(num_heads=16, head_dim=64, top_k=256))
+    config = deepseek(shape, mixer, router=router, dense_layers=range(1), **experts)
+    return with_indexer(config, IndexerConfig(num_heads=16, head_dim=64, top_k=256))
 
 
 _QWEN3 = DecoderSizes(

@@ -1,4 +1,4 @@
-"""MiMo 7B (Xiaomi 2025): Qwen2's block, with multi-token prediction."""
+"""MiMo 7B (Xiaomi 2025): Qwen2 blocks, and multi-token prediction."""
 
 import dataclasses
 from typing import Any
@@ -15,11 +15,14 @@ from eqx_decoders.model.mtp_config import MTPConfig
 
 
 def mimo(shape: DecoderSizes, *, depths: int = 0, **options: Any) -> DecoderConfig:
-    """Return a decoder of Qwen2 blocks with multi-token prediction; the options are those of `qwen2`."""
+    """Return a decoder of Qwen2 blocks with `depths` layers of multi-token prediction.
+
+    `options`: arguments of `qwen2`.
+    """
     config = qwen2(shape, **options)
     if depths == 0:
         return config
-    # the stream is read after the final norm, as vLLM and SGLang run these weights
+    # layers of multi-token prediction read the stream after the final norm, like in vLLM and SGLang
     mtp = MTPConfig(num_depths=depths, block=config.blocks[-1], norm=shape.norm, normed_stream=True)
     return dataclasses.replace(config, mtp=mtp)
 

@@ -1,4 +1,4 @@
-"""ModernBERT's decoder, Ettin (Weller et al. 2025): two windows to one full layer, and the head of BERT."""
+"""ModernBERT's decoder, Ettin (Weller et al. 2025): two layers with windows per full layer, and BERT's output head."""
 
 from typing import Any
 
@@ -18,6 +18,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Flag, Only, Renamed, Rule, Values, activation
 from eqx_decoders.families.weight_rows import Weight, norm, norm_weights, self_attention, sharing
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -37,10 +38,22 @@ def modernbert_decoder(
     transform_bias: bool = False,
     head_bias: bool = True,
 ) -> DecoderConfig:
-    """Return a decoder of ModernBERT's blocks: the first has no norm before attention, for the embedding has one."""
-    norm, mlp = LayerNormConfig(eps=shape.eps, bias=norm_bias), shape.mlp(fused=True, bias=mlp_bias)
+    """Return a decoder of ModernBERT blocks.
 
-    def mixer(mask: Mask):
+    The first block has no norm before attention, because the embedding has a norm.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `masks`: the attention mask of each layer.
+    - `rope`, `local_rope`: rotary embeddings of full layers and of layers with windows.
+    - `norm_bias`, `mlp_bias`, `head_bias`: whether norms, MLPs and the output head have biases.
+    - `head_activation`, `transform_bias`: activation and bias of the transform before the output head.
+    """
+    norm = LayerNormConfig(eps=shape.eps, bias=norm_bias)
+    mlp = shape.mlp(fused=True, bias=mlp_bias)
+
+    def mixer(mask: Mask) -> AttentionConfig:
         return shape.attention(mask=mask, rope=local_rope if isinstance(mask, SlidingWindow) else rope)
 
     first = shape.block(mixer(masks[0]), mlp, norm, pre_mixer_norm=None)
@@ -50,14 +63,15 @@ def modernbert_decoder(
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    """Read the masks. A window is half of `local_attention`, which counts the tokens on both sides.
+    """Return the masks. The window is half of `local_attention`, which counts the tokens on both sides of the query.
 
     transformers 4 saves the window as `sliding_window`, and does not save `local_attention`.
     """
-    period, window = fields.integer("global_attn_every_n_layers", 3), fields.integer("sliding_window", 64)
-    both = fields.integer("local_attention", 2 * window, least=2)
-    fields.allow_only("sliding_window", both // 2)
-    return read_masks(fields, values, both // 2, lambda index: index % period != 0, key="local_attention")
+    period = fields.integer("global_attn_every_n_layers", 3)
+    default_window = fields.integer("sliding_window", 64)
+    window = fields.integer("local_attention", 2 * default_window, least=2) // 2
+    fields.allow_only("sliding_window", window)
+    return read_masks(fields, values, window, lambda index: index % period != 0, key="local_attention")
 
 
 def _write_masks(config: DecoderConfig) -> dict[str, Any]:
@@ -99,13 +113,13 @@ FAMILY = Family(
         Weight("lm_head.dense.bias", _TRANSFORM + "bias", "outer -> outer"),
         *norm("lm_head.norm", _TRANSFORM + "norm"),
     ),
-    default_settings={"pad_token_id": 50_283, "bos_token_id": 50_281},  # which may not be null there
+    default_settings={"pad_token_id": 50_283, "bos_token_id": 50_281},  # transformers does not accept null
     ignored_keys={
-        "embedding_dropout mlp_dropout classifier_dropout": "dropout happens in training only",
-        "cls_token_id classifier_pooling initializer_cutoff_factor": "not for a causal model",
-        "layer_norm_eps position_embedding_type": "transformers reads others",
-        "deterministic_flash_attn reference_compile": "how transformers runs the encoder",
-        "repad_logits_with_grad sparse_prediction sparse_pred_ignore_index": "how the encoder is trained",
+        "embedding_dropout mlp_dropout classifier_dropout": "dropout is used in training only",
+        "cls_token_id classifier_pooling initializer_cutoff_factor": "not used by causal models",
+        "layer_norm_eps position_embedding_type": "transformers reads other keys",
+        "deterministic_flash_attn reference_compile": "runtime options of the encoder",
+        "repad_logits_with_grad sparse_prediction sparse_pred_ignore_index": "training of the encoder only",
     },
 )
 

@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023): ALiBi, LayerNorm without biases, gelu without a gate; perhaps clipped queries, keys, values."""
+"""MPT (MosaicML 2023): ALiBi, LayerNorm without biases, GELU MLPs without a gate, optional clipping of QKV."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, plain_mlp
 from eqx_decoders.families.hf_table import Family
@@ -10,7 +10,14 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def mpt(shape: DecoderSizes, *, clip: float | None = None, scale: float | None = None) -> DecoderConfig:
-    """Return a decoder of MPT blocks; `scale` multiplies queries, `head_dim ** -0.5` by default."""
+    """Return a decoder of MPT blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `clip`: queries, keys and values are clipped to `[-clip, clip]`; None: they are not clipped.
+    - `scale`: factor of the queries; None: `head_dim ** -0.5`.
+    """
     layer_norm = LayerNormConfig(eps=shape.eps, bias=False)
     mixer = shape.attention(rope=None, alibi=Alibi(), fused_qkv=True, qkv_clip=clip, query_scale=scale)
     return shape.decoder(shape.block(mixer, shape.mlp(gated=False), layer_norm), layer_norm)
@@ -21,9 +28,8 @@ _KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "attention_bias")),
 }  # fmt: skip
-_ATTENTION = dict(alibi=True, alibi_bias_max=8, qk_ln=False, prefix_lm=False, attn_type="multihead_attention")
-_IGNORED_ATTENTION = {"attn_pdrop": "drops something in training alone", "attn_impl": "how it was run"}
-_IGNORED_ATTENTION |= {"attn_uses_sequence_id": "segment ids say which document a token belongs to"}
+# the supported values of keys in attn_config
+_ATTENTION_VALUES = dict(alibi=True, alibi_bias_max=8, qk_ln=False, prefix_lm=False, attn_type="multihead_attention")
 _LAYER = "transformer.blocks.{layer}."
 FAMILY = Family(
     model_type="mpt",
@@ -38,10 +44,14 @@ FAMILY = Family(
             (
                 Number("clip_qkv", "attention.qkv_clip", None, name="clip"),
                 Number("softmax_scale", "attention.query_scale", None, name="scale"),
-                *(Only(key, value, written=True) for key, value in _ATTENTION.items()),
+                *(Only(key, value, written=True) for key, value in _ATTENTION_VALUES.items()),
             ),
             what="attention",
-            ignored=_IGNORED_ATTENTION,
+            ignored={
+                "attn_pdrop": "dropout is used in training only",
+                "attn_impl": "runtime option; it changes no output",
+                "attn_uses_sequence_id": "segment_ids determine the document of a token",
+            },
         ),
         Only("no_bias", True, written=True),
         Only("logit_scale", written=True),
@@ -58,10 +68,10 @@ FAMILY = Family(
     ),
     other_architectures=("MPTForCausalLM",),
     ignored_keys={
-        "expansion_ratio": "transformers' MLP is always four times as wide as the stream",
-        "learned_pos_emb max_seq_len": "ALiBi has no other positions",
-        "embedding_fraction emb_pdrop resid_pdrop init_device init_config": "how it was begun and trained",
-        "tokenizer_name verbose": "names and printing",
+        "expansion_ratio": "transformers always uses MLPs with 4 * d_model hidden features",
+        "learned_pos_emb max_seq_len": "ALiBi needs no position embeddings",
+        "embedding_fraction emb_pdrop resid_pdrop init_device init_config": "initialization and training only",
+        "tokenizer_name verbose": "not a setting of the model",
     },
 )
 

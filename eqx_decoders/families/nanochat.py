@@ -1,4 +1,4 @@
-"""nanochat (Karpathy 2025): no norm has weights, pairs turn back, and queries and keys are normalized after that."""
+"""nanochat (Karpathy 2025): norms without scales, RoPE with reversed rotation, QK norm after RoPE, MLPs with ReLU²."""
 
 import dataclasses
 
@@ -13,9 +13,17 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def nanochat(shape: DecoderSizes, *, rope: Rope = Rope(), logit_cap: float | None = 15.0) -> DecoderConfig:
-    """Return a decoder of nanochat's blocks."""
+    """Return a decoder of nanochat blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `rope`: rotary embedding; its rotation is reversed.
+    - `logit_cap`: soft cap of the logits; None: no cap.
+    """
     norm = RMSNormConfig(eps=shape.eps, scale=False)
-    mixer = shape.attention(rope=dataclasses.replace(rope, reverse=True), qk_norm=QKNorm(norm=norm, when="after_rope"))
+    reversed_rope = dataclasses.replace(rope, reverse=True)
+    mixer = shape.attention(rope=reversed_rope, qk_norm=QKNorm(norm=norm, when="after_rope"))
     block = shape.block(mixer, shape.mlp(gated=False), norm)
     return shape.decoder(block, norm, embedding_norm=norm, logit_soft_cap=logit_cap)
 

@@ -1,15 +1,16 @@
-"""OPT (Zhang et al. 2022): learned positions from the third row on, LayerNorm, ReLU without a gate, biases.
+"""OPT (Zhang et al. 2022): learned positions with an offset of 2, LayerNorm, ReLU MLPs without a gate, biases.
 
-The one of 350M has norms behind its layers, and an embedding that is narrower than the stream.
+OPT 350M has post-norms, and embeddings with fewer features than the stream.
 """
 
 import dataclasses
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import PostNorm
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, plain_mlp, renamed
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Flag, Integer, Rule, only
+from eqx_decoders.families.settings_table import Flag, Integer, Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
@@ -24,41 +25,56 @@ def opt(
     bias: bool = True,
     rank: int | None = None,
     norm_first: bool = True,
-    norm_weights: bool = True,
-    no_final_norm: bool = False,
+    affine_norms: bool = True,
+    remove_final_norm: bool = False,
 ) -> DecoderConfig:
     """Return a decoder of OPT blocks.
 
     **Arguments:**
 
-    - `shape`, `max_positions`: its sizes.
+    - `shape`: sizes of the decoder.
+    - `max_positions`: number of learned positions.
     - `bias`: whether projections have biases.
-    - `rank`: features of the embedding where these are not those of the stream.
-    - `norm_first`: whether norms stand before the layers; else behind the sums of stream and layers.
-    - `norm_weights`: whether norms have scales and biases.
-    - `no_final_norm`: whether there is no final norm; behind sums there never is.
+    - `rank`: number of features of the embeddings; None: the features of the stream.
+    - `norm_first`: True: norms before attention and MLP (pre-norm). False: norms after residual sums (post-norm).
+    - `affine_norms`: whether norms have scales and biases.
+    - `remove_final_norm`: whether the decoder has no final norm; with `norm_first=False` it never has a final norm.
     """
-    mixer, mlp = shape.attention(rope=None, qkv_bias=bias, out_bias=bias), shape.mlp(gated=False, bias=bias)
-    norm = LayerNormConfig(eps=1e-5, scale=norm_weights, bias=norm_weights)
-    post = BlockConfig(mixer=mixer, mlp=mlp, residual=PostNorm(norm=norm))
+    mixer = shape.attention(rope=None, qkv_bias=bias, out_bias=bias)
+    mlp = shape.mlp(gated=False, bias=bias)
+    norm = LayerNormConfig(eps=1e-5, scale=affine_norms, bias=affine_norms)
+    if norm_first:
+        block = shape.block(mixer, mlp, norm)
+    else:
+        block = BlockConfig(mixer=mixer, mlp=mlp, residual=PostNorm(norm=norm))
     config = shape.decoder(
-        shape.block(mixer, mlp, norm) if norm_first else post,
+        block,
         norm,
         positions=LearnedPositions(max_positions=max_positions, offset=2),
         embedding_rank=rank,
         head_transform=None if rank is None else HeadTransformConfig(features=rank, activation="identity"),
     )
-    return dataclasses.replace(config, final_norm=None) if no_final_norm or not norm_first else config
+    has_final_norm = norm_first and not remove_final_norm
+    return config if has_final_norm else dataclasses.replace(config, final_norm=None)
 
 
 def _norm_first(config: DecoderConfig) -> bool:
     return not isinstance(config.residual, PostNorm)
 
 
-def _has_norm_weights(config: DecoderConfig) -> bool:
-    residual, norm = config.residual, config.blocks[0].pre_mixer_norm
-    norm = residual.norm if isinstance(residual, PostNorm) else norm
+def _has_affine_norms(config: DecoderConfig) -> bool:
+    residual = config.residual
+    norm = residual.norm if isinstance(residual, PostNorm) else config.blocks[0].pre_mixer_norm
     return norm is not None and norm.scale
+
+
+def _removes_final_norm(config: DecoderConfig) -> bool:
+    return _norm_first(config) and config.final_norm is None
+
+
+def _read_rank(fields: Fields, values: Values) -> int | None:
+    features = values["_embedding_features"]
+    return None if features == values["shape"].embed_dim else features
 
 
 _KEYS = {
@@ -67,7 +83,8 @@ _KEYS = {
     "initializer_range": "init_std",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias", "rms_norm_eps")),
 }
-_PREFIX, _LAYER = "model.decoder.", "model.decoder.layers.{layer}."
+_PREFIX = "model.decoder."
+_LAYER = _PREFIX + "layers.{layer}."
 FAMILY = Family(
     model_type="opt",
     architecture="OPTForCausalLM",
@@ -75,15 +92,16 @@ FAMILY = Family(
         decoder_sizes(tied=True, activation="relu", keys=_KEYS),
         Integer("max_position_embeddings", "positions.max_positions", 2048, name="max_positions"),
         Flag("enable_bias", "attention.qkv_bias", True, name="bias"),
-        Integer("word_embed_proj_dim", "table_features", lambda values: values["shape"].embed_dim, name="_table"),
-        Rule(
-            "rank", lambda fields, values: values["_table"] if values["_table"] != values["shape"].embed_dim else None
+        Integer(
+            "word_embed_proj_dim",
+            "table_features",
+            lambda values: values["shape"].embed_dim,
+            name="_embedding_features",
         ),
+        Rule("rank", _read_rank),
         Flag("do_layer_norm_before", _norm_first, True, name="norm_first"),
-        Flag("layer_norm_elementwise_affine", _has_norm_weights, True, name="norm_weights"),
-        Flag(
-            "_remove_final_layer_norm", lambda x: _norm_first(x) and x.final_norm is None, False, name="no_final_norm"
-        ),
+        Flag("layer_norm_elementwise_affine", _has_affine_norms, True, name="affine_norms"),
+        Flag("_remove_final_layer_norm", _removes_final_norm, False, name="remove_final_norm"),
         *only(learned_embeddings=True, scale_embeddings=False),
     ),
     build=opt,
@@ -97,7 +115,7 @@ FAMILY = Family(
         *renamed(self_attention(_LAYER), {"o_proj": "out_proj"}),
         *plain_mlp(_LAYER, up="fc1", down="fc2"),
     ),
-    ignored_keys={"dropout layerdrop activation_dropout": "drops something in training alone"},
+    ignored_keys={"dropout layerdrop activation_dropout": "dropout is used in training only"},
 )
 
 _SETTINGS = dict(model_type="opt", vocab_size=50_272)

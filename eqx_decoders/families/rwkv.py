@@ -1,4 +1,4 @@
-"""RWKV-4 (Peng et al. 2023): weighted means that decay by channel, and MLPs that look a token back; no attention."""
+"""RWKV-4 (Peng et al. 2023): recurrent time mixing with decay per channel, and channel mixing with a token shift."""
 
 import functools
 
@@ -14,13 +14,21 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def rwkv(shape: MambaSizes, *, channels: int | None = None, mlp_dim: int | None = None) -> DecoderConfig:
-    """Return a decoder of RWKV-4 blocks; the last norm's `eps` is not theirs."""
-    embed, norm = shape.embed_dim, LayerNormConfig(eps=shape.eps)
-    mixer = TimeMixConfig(embed_dim=embed, channels=channels or embed)
-    mlp = ChannelMixConfig(embed_dim=embed, mlp_dim=mlp_dim or 4 * embed)
+    """Return a decoder of RWKV-4 blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder; `shape.eps` does not apply to the final norm.
+    - `channels`: number of channels of time mixing; None: `embed_dim`.
+    - `mlp_dim`: number of hidden features of channel mixing; None: `4 * embed_dim`.
+    """
+    embed_dim = shape.embed_dim
+    norm = LayerNormConfig(eps=shape.eps)
+    mixer = TimeMixConfig(embed_dim=embed_dim, channels=channels or embed_dim)
+    mlp = ChannelMixConfig(embed_dim=embed_dim, mlp_dim=mlp_dim or 4 * embed_dim)
     block = BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=norm, pre_mlp_norm=norm)
     return DecoderConfig(
-        vocab_size=shape.vocab_size, embed_dim=embed, blocks=(block,) * shape.num_layers, tied=shape.tied,
+        vocab_size=shape.vocab_size, embed_dim=embed_dim, blocks=(block,) * shape.num_layers, tied=shape.tied,
         embedding_norm=norm, final_norm=LayerNormConfig(eps=1e-5),
     )  # fmt: skip
 
@@ -32,7 +40,8 @@ _SIZES = (
     Number("layer_norm_epsilon", "embedding_norm.eps", 1e-5),
     Flag("tie_word_embeddings", "tied", False),
 )
-_LAYER, _INTO = "rwkv.blocks.{layer}.", "mlp embed -> embed mlp"
+_LAYER = "rwkv.blocks.{layer}."
+_INPUT_PATTERN = "mlp embed -> embed mlp"
 FAMILY = Family(
     model_type="rwkv",
     architecture="RwkvForCausalLM",
@@ -58,15 +67,15 @@ FAMILY = Family(
         ),
         Weight(_LAYER + "attention.time_decay", "mixer.decay", "mlp -> mlp"),
         Weight(_LAYER + "attention.time_first", "mixer.bonus", "mlp -> mlp"),
-        Weight(_LAYER + "attention.key.weight", "mixer.key", _INTO),
-        Weight(_LAYER + "attention.value.weight", "mixer.value", _INTO),
-        Weight(_LAYER + "attention.receptance.weight", "mixer.gate", _INTO),
+        Weight(_LAYER + "attention.key.weight", "mixer.key", _INPUT_PATTERN),
+        Weight(_LAYER + "attention.value.weight", "mixer.value", _INPUT_PATTERN),
+        Weight(_LAYER + "attention.receptance.weight", "mixer.gate", _INPUT_PATTERN),
         Weight(_LAYER + "attention.output.weight", "mixer.out", "embed mlp -> mlp embed"),
-        Weight(_LAYER + "feed_forward.key.weight", "mlp.key", _INTO),
+        Weight(_LAYER + "feed_forward.key.weight", "mlp.key", _INPUT_PATTERN),
         Weight(_LAYER + "feed_forward.receptance.weight", "mlp.gate", "outer embed -> embed outer"),
         Weight(_LAYER + "feed_forward.value.weight", "mlp.value", "embed mlp -> mlp embed"),
     ),
-    ignored_keys={"context_length rescale_every": "how it is run"},
+    ignored_keys={"context_length rescale_every": "runtime option; it changes no output"},
 )
 
 _sizes = functools.partial(MambaSizes, vocab_size=50_277)

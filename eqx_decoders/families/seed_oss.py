@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance Seed 2025): Llama's block with biases on queries, keys and values, and heads of any width."""
+"""Seed-OSS (ByteDance Seed 2025): Llama blocks with biases of queries, keys and values."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -11,7 +11,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def seed_oss(
     shape: DecoderSizes, *, rope: Rope = Rope(theta=1e7), out_bias: bool = False, mlp_bias: bool = False
 ) -> DecoderConfig:
-    """Return a decoder of Seed-OSS blocks; `shape.attention_bias` is that of queries, keys and values."""
+    """Return a decoder of Seed-OSS blocks; `shape.attention_bias` adds biases only to queries, keys and values."""
     return shape.decoder(shape.block(shape.attention(rope=rope, out_bias=out_bias), shape.mlp(bias=mlp_bias)))
 
 
@@ -26,7 +26,7 @@ FAMILY = Family(
     ),
     build=seed_oss,
     weights=llama_weights(),
-    ignored_keys={"residual_dropout": "dropout happens in training only, and a loaded model has none"},
+    ignored_keys={"residual_dropout": "dropout is used in training only"},
 )
 
 

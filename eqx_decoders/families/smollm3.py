@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama's block, without RoPE in every fourth layer."""
+"""SmolLM3 (Hugging Face 2025): Llama blocks, without RoPE in every fourth layer."""
 
 from collections.abc import Collection
 
@@ -15,7 +15,10 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def smollm3(
     shape: DecoderSizes, *, rotated: Collection[int], masks: tuple[Mask, ...], rope: Rope, mlp_bias: bool = False
 ) -> DecoderConfig:
-    """Return a decoder of SmolLM3 blocks, rotary in the layers of `rotated`."""
+    """Return a decoder of SmolLM3 blocks with RoPE in the `rotated` layers, counted from 0.
+
+    `masks`: the attention mask of each layer.
+    """
 
     def block(index: int, mask: Mask) -> BlockConfig:
         mixer = shape.attention(mask=mask, rope=rope if index in rotated else None)
@@ -36,7 +39,7 @@ FAMILY = Family(
     ),
     build=smollm3,
     weights=llama_weights(),
-    ignored_keys={"no_rope_layer_interval max_window_layers": "the lists of the layers say it"},
+    ignored_keys={"no_rope_layer_interval max_window_layers": "no_rope_layers and layer_types determine it"},
 )
 
 

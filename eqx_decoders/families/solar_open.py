@@ -15,8 +15,8 @@ FAMILY = Family(
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
     settings=(
-        # these stand in published files, and transformers does not read them
         AUTO_MAP,
+        # published files have these keys; transformers does not read them
         Only("use_qk_norm", False),
         Only("first_k_dense_replace", 0),
         moe.mlp_like_experts(1280),

@@ -1,4 +1,4 @@
-"""StableLM and StableLM 2 (Bellagente et al. 2024): LayerNorm with biases, a quarter of RoPE, biases of q, k and v."""
+"""StableLM and StableLM 2 (Bellagente et al. 2024): LayerNorm with biases, partial RoPE, QKV biases."""
 
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -17,10 +17,19 @@ _ROPE = Rope(fraction=0.25)
 def stablelm(
     shape: DecoderSizes, *, rope: Rope = _ROPE, qkv_bias: bool = False, parallel: bool = False, qk_norm: bool = False
 ) -> DecoderConfig:
-    """Return a decoder of StableLM blocks; in `parallel` ones attention and MLP share a norm."""
-    norm, each = LayerNormConfig(eps=shape.eps), LayerNormConfig(eps=shape.eps, bias=False)
-    heads_norm = QKNorm(norm=each, over="each_head") if qk_norm else None
-    mixer = shape.attention(rope=rope, qkv_bias=qkv_bias, qk_norm=heads_norm)
+    """Return a decoder of StableLM blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of the decoder.
+    - `rope`: rotary embedding.
+    - `qkv_bias`: whether queries, keys and values have biases.
+    - `parallel`: whether attention and MLP are parallel and share a norm; else the MLP follows attention.
+    - `qk_norm`: whether queries and keys are normalized, with a separate scale per head.
+    """
+    norm = LayerNormConfig(eps=shape.eps)
+    head_norm = QKNorm(norm=LayerNormConfig(eps=shape.eps, bias=False), over="each_head") if qk_norm else None
+    mixer = shape.attention(rope=rope, qkv_bias=qkv_bias, qk_norm=head_norm)
     return shape.decoder(shape.block(mixer, norm=norm, parallel=int(parallel)), norm)
 
 

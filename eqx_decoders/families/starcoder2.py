@@ -1,4 +1,4 @@
-"""StarCoder2 (Lozhkov et al. 2024): LayerNorm, an MLP without a gate, biases everywhere, a window in every layer."""
+"""StarCoder2 (Lozhkov et al. 2024): LayerNorm, MLPs without a gate, biases, a window in every layer."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp, same_window
 from eqx_decoders.families.hf_table import Family
@@ -11,8 +11,9 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def starcoder2(shape: DecoderSizes, *, rope: Rope = Rope(), mask: Mask = Causal()) -> DecoderConfig:
-    """Return a decoder of StarCoder2 blocks; the MLP has biases where attention has them."""
-    norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=shape.attention_bias)
+    """Return a decoder of StarCoder2 blocks; `shape.attention_bias` also adds biases to the MLP."""
+    norm = LayerNormConfig(eps=shape.eps)
+    mlp = shape.mlp(gated=False, bias=shape.attention_bias)
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), mlp, norm), norm)
 
 
@@ -31,9 +32,9 @@ FAMILY = Family(
     build=starcoder2,
     weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.", up="c_fc", down="c_proj")),
     ignored_keys={
-        "embedding_dropout residual_dropout": "dropout happens in training only",
-        "activation_function layer_norm_epsilon": "transformers reads others",
-        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32": "softmax is in float32 here anyway",
+        "embedding_dropout residual_dropout": "dropout is used in training only",
+        "activation_function layer_norm_epsilon": "transformers reads other keys",
+        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32": "softmax is always computed in float32",
     },
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def youtu(shape: DecoderSizes, mixer: LatentAttentionConfig) -> DecoderConfig:
-    """Return a decoder of dense blocks with latent attention."""
+    """Return a decoder of blocks with the latent attention `mixer` and an MLP."""
     return shape.decoder(shape.block(mixer))
 
 
@@ -18,7 +18,10 @@ FAMILY = Family(
     settings=(*latent_sizes(tied=True), V3_ROPE, latent_mixer(1536)),
     build=youtu,
     weights=LATENT,
-    ignored_keys={"mlp_bias": "transformers' MLP has none", "embedding_initializer_range": "weights are loaded"},
+    ignored_keys={
+        "mlp_bias": "MLPs never have biases in transformers",
+        "embedding_initializer_range": "initialization only",
+    },
 )
 
 

@@ -186,7 +186,7 @@ def _with_path_prefix(rows: Iterable[Weight], old: str, new: str) -> tuple[Weigh
 
 
 _SHARED = LAYER + "shared_transformer."
-# The first layer that uses a shared block (`{owner}`) stores the LoRA updates of all hybrid layers (`{use}`).
+# The first layer that uses a shared block (`{owner}`) also stores the LoRA updates of the other users (`{use}`).
 _OWNER = "model.layers.{owner}.shared_transformer."
 _HEADS = "(heads head_dim)"
 _PROJECTIONS = {"q": ("query", "heads"), "k": ("key", "kv_heads"), "v": ("value", "kv_heads")}

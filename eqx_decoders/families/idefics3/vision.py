@@ -15,7 +15,10 @@ IMAGE = 128_257
 
 
 def idefics3_encoder(sizes: EncoderSizes, *, side: int, eps: float = 1e-6) -> EncoderConfig:
-    """Return SigLIP with interpolated positions of a `side x side` grid; patches are concatenated to one feature."""
+    """Return a SigLIP encoder whose `side x side` position embeddings are interpolated for each image.
+
+    The projector maps `sizes.merge x sizes.merge` concatenated patches to one token.
+    """
     encoder = siglip(sizes, side=side, eps=eps)
     return dataclasses.replace(
         encoder,
@@ -37,11 +40,10 @@ def _vision_config(model_type: str) -> Table:
         Number("layer_norm_eps", "post_norm.eps", 1e-6),
         model_type=model_type,
         ignored={
-            "initializer_range": "of new weights",
-            "size": "of the processor",
-            "max_image_size": "of the processor",
-            "use_base_siglip": "the sizes say it",
-            "tie_word_embeddings": "an encoder has none",
+            "initializer_range": "initialization only",
+            "size max_image_size": "image processor setting",
+            "use_base_siglip": "sizes of the encoder determine it",
+            "tie_word_embeddings": "an image encoder has no word embeddings",
         },
     )
 
@@ -52,8 +54,8 @@ WEIGHTS = (
 )
 
 
-def idefics3_family(kind: str, architecture: str) -> MultimodalFamily:
-    """Return a family of checkpoints whose settings and tensors have Idefics 3's names."""
+def idefics3_family(model_type: str, architecture: str) -> MultimodalFamily:
+    """Return a family of checkpoints with Idefics 3's names of settings and tensors."""
     return MultimodalFamily(
         text_type="llama",
         text_settings=(
@@ -63,14 +65,14 @@ def idefics3_family(kind: str, architecture: str) -> MultimodalFamily:
             Only("use_resampler", False),
             Unused(
                 "perceiver_config pixel_shuffle_factor neftune_noise_alpha",
-                "of a resampler that is not there, of the encoder, and of training",
+                "settings of an unused resampler, of the encoder, and of training",
             ),
         ),
-        model_type=kind,
+        model_type=model_type,
         architecture=architecture,
         settings=(
             Integer("scale_factor", "media.vision.stem.merge", 2, name="_merge"),
-            _vision_config(f"{kind}_vision"),
+            _vision_config(f"{model_type}_vision"),
             token("image_token_id", "image_token", IMAGE),
         ),
         build=with_images,
@@ -79,8 +81,8 @@ def idefics3_family(kind: str, architecture: str) -> MultimodalFamily:
         ignored_keys={
             "vocab_size": "text_config has it",
             "_pad_token_id": "for tokenizers and generation",
-            "image_seq_len": "the sizes say it",
-            "use_reentrant_checkpointing": "how transformers trains it",
+            "image_seq_len": "sizes of the encoder determine it",
+            "use_reentrant_checkpointing": "training only",
         },
     )
 
