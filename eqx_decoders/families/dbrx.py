@@ -37,7 +37,7 @@ def dbrx(
     **Arguments:**
 
     - `shape`: sizes of the decoder; `shape.mlp_dim` is the width of an expert.
-    - `num_experts`, `num_experts_per_token`: number of experts, and of those that a token uses.
+    - `num_experts`, `num_experts_per_token`: number of experts, and number of experts per token.
     - `renormalize`: whether the router's weights of a token are divided by their sum.
     - `rope`: rotary embedding.
     - `clip`: queries, keys and values are clipped to `[-clip, clip]`; None: they are not clipped.

@@ -20,9 +20,8 @@ FAMILY = Family(
         Integer("max_window_layers", None, 62, least=0, name="_max_window_layers"),
         layer_masks(lambda index, values: index >= values["_max_window_layers"], default=4096),
         *v3_router_settings(scale=1.0, renormalize=False),
-        *expert_settings(
-            num_experts=128, chosen=6, shared=2, expert_dim=1408
-        ),  # transformers has no defaults; these are the published values
+        # transformers has no defaults: these are the published values
+        *expert_settings(num_experts=128, chosen=6, shared=2, expert_dim=1408),
         moe.dense_layers(0),
     ),
     build=dots1,

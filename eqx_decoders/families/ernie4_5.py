@@ -54,7 +54,7 @@ def ernie4_5_moe(
     - `sparse`: the layers with experts, from 0.
     - `rope`: rotary embedding.
     - `depths`: number of layers of multi-token prediction, which have an MLP. They read the stream after the final
-        norm, like in vLLM, SGLang and FastDeploy. The final norm also normalizes their output, like in FastDeploy and
+        norm, as in vLLM, SGLang and FastDeploy. The final norm also normalizes their output, as in FastDeploy and
         in the official training code; vLLM and SGLang have no norm there.
     - `options`: arguments of `moe.with_shared`.
     """

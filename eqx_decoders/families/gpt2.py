@@ -56,7 +56,7 @@ IGNORED_KEYS = {
 # old files store the causal mask
 IGNORED_TENSORS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 LAYER = "transformer.h.{layer}."
-# embeddings, norms and the head
+# weight rows of embeddings, norms and the head
 ENDS = (
     *ends("transformer.wte", "transformer.ln_f"),
     Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
@@ -131,7 +131,7 @@ GPT2 = Family(
 )
 
 
-# --- SantaCoder and StarCoder: GPT-2 with one key head, whose matrices are stored as `[out, in]` ---
+# --- SantaCoder and StarCoder: GPT-2 with one key head; checkpoints store matrices as `[out, in]` ---
 
 
 def gpt_bigcode(shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool = True) -> DecoderConfig:

@@ -33,7 +33,7 @@ def gpt_oss(
 
     - `shape`: sizes of the decoder; `shape.mlp_dim` is the width of an expert.
     - `masks`: the attention mask of each layer.
-    - `num_experts`, `num_experts_per_token`: number of experts, and of those that a token uses.
+    - `num_experts`, `num_experts_per_token`: number of experts, and number of experts per token.
     - `rope`: rotary embedding.
     - `limit`: bound to which gate and up projections are clipped.
     """

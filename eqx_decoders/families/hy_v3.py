@@ -13,7 +13,7 @@ from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, o
 
 _THETA = 11_158_840.0
 _EXPERTS = moe.separate_experts(LAYER + "mlp.", router="router.gate", bias="expert_bias", shared="shared_mlp")
-# a layer of multi-token prediction reads the normalized stream of the previous one, like in vLLM and SGLang
+# a layer of multi-token prediction reads the normalized stream of the previous layer, as in vLLM and SGLang
 hy_v3 = functools.partial(v3_experts, normalized=True, normed_depths=True)
 FAMILY = Family(
     model_type="hy_v3",

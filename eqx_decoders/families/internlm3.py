@@ -23,8 +23,8 @@ FAMILY = Family(
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
         Check(
             lambda values: values["mlp_bias"] == values["shape"].attention_bias,
-            "qkv_bias={shape.attention_bias} must be equal to bias={mlp_bias}: either all four projections of attention "
-            "have biases, or no projection has.",
+            "qkv_bias={shape.attention_bias} must be equal to bias={mlp_bias}: attention has biases in all projections "
+            "or in no projection.",
         ),
         rope_settings(),
     ),

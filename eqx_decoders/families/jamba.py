@@ -32,7 +32,7 @@ def jamba(
     - `mamba`: the Mamba mixer.
     - `full`: the layers with attention, from 0.
     - `sparse`: the layers with experts, from 0.
-    - `num_experts`, `num_experts_per_token`: number of experts, and of those that a token uses.
+    - `num_experts`, `num_experts_per_token`: number of experts, and number of experts per token.
     """
     attention = shape.attention(rope=None)
     experts = None

@@ -19,8 +19,8 @@ def jetmoe(shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int,
 
     - `shape`: sizes of the decoder; `shape.num_heads` is the number of query heads that a token uses, and `shape.eps`
         applies only to the final norm.
-    - `num_experts`, `num_experts_per_token`: number of experts, of attention and of the MLP, and of those that a token
-        uses.
+    - `num_experts`, `num_experts_per_token`: number of experts, and number of experts per token. Attention and MLP have
+        equal numbers.
     - `rope`: rotary embedding.
     """
     mixer = HeadMixtureConfig(attention=shape.attention(rope=rope, out_bias=True), num_experts=num_experts)

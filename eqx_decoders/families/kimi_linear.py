@@ -30,7 +30,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def kimi_linear(
     shape: DecoderSizes,
     *,
-    delta: KimiDeltaAttentionConfig | None,
+    delta: KimiDeltaAttentionConfig,
     full: tuple[bool, ...],
     experts: ExpertsConfig,
     dense_layers: Collection[int],
@@ -42,11 +42,11 @@ def kimi_linear(
 
     - `shape`: sizes of the decoder.
     - `delta`, `latent`: delta attention and latent attention.
-    - `full`: whether a layer has latent attention, for each layer; with `delta=None` all layers have it.
+    - `full`: whether a layer has latent attention, for each layer; the other layers have delta attention.
     - `experts`: the experts.
     - `dense_layers`: the layers with an MLP instead of experts, from 0.
     """
-    mixers = (latent if is_full or delta is None else delta for is_full in full)
+    mixers = (latent if is_full else delta for is_full in full)
     return moe.sparse_decoder(shape, mixers, experts, dense_layers)
 
 

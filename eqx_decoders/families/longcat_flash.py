@@ -52,7 +52,7 @@ def longcat_flash(
 
     **Arguments:**
 
-    - `shape`: sizes of the decoder; `shape.num_layers` layers are twice as many blocks.
+    - `shape`: sizes of the decoder; each of its `num_layers` layers is two blocks.
     - `rope`, `q_rank`, `kv_rank`, `nope_dim`, `value_dim`: options of latent attention.
     - `expert_dim`, `scaling_factor`: width of an expert, and factor of the router's weights.
     - `depths`: number of layers of multi-token prediction.
@@ -75,7 +75,7 @@ def longcat_flash(
 def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
     """Return the decoder with `depths` layers of multi-token prediction; these are blocks without experts.
 
-    They read the stream after the final norm, like in vLLM and SGLang.
+    They read the stream after the final norm, as in vLLM and SGLang.
     """
     assert config.final_norm is not None
     block = dataclasses.replace(config.blocks[1], shortcut_from=None)

@@ -25,13 +25,13 @@ BASE = DecoderSizes(
 )  # fmt: skip
 
 
-def default(shape: DecoderSizes = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -> DecoderConfig:
+def default(shape: DecoderSizes = BASE, *, dropout: float = 0.0) -> DecoderConfig:
     """Return a decoder of parallel blocks, like PaLM: `x + dropout(attention(n) + mlp(n))` with `n = RMSNorm(x)`.
 
     `dropout`: dropout rate of the embeddings, hidden features of MLPs, outputs of blocks, and the input of the head.
     """
     block = BlockConfig(
-        mixer=shape.attention(rope=rope),
+        mixer=shape.attention(rope=Rope()),
         mlp=shape.mlp(dropout=dropout),
         pre_mixer_norm=shape.norm,
         residual=Parallel(),

@@ -22,7 +22,7 @@ def mimo(shape: DecoderSizes, *, depths: int = 0, **options: Any) -> DecoderConf
     config = qwen2(shape, **options)
     if depths == 0:
         return config
-    # layers of multi-token prediction read the stream after the final norm, like in vLLM and SGLang
+    # layers of multi-token prediction read the stream after the final norm, as in vLLM and SGLang
     mtp = MTPConfig(num_depths=depths, block=config.blocks[-1], norm=shape.norm, normed_stream=True)
     return dataclasses.replace(config, mtp=mtp)
 

@@ -71,7 +71,7 @@ def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
     """Return the decoder with `depths` layers of multi-token prediction.
 
     They have the attention of a layer with a window and the MLP of a layer without experts. A layer of multi-token
-    prediction reads the normalized stream of the previous layer, like in SGLang and vLLM.
+    prediction reads the normalized stream of the previous layer, as in SGLang and vLLM.
     """
     blocks = zip(config.blocks, attentions(config), strict=True)
     window_block = next((block for block, mixer in blocks if isinstance(mixer.mask, SlidingWindow)), None)

@@ -22,8 +22,8 @@ def falcon_h1(
     shape: DecoderSizes,
     *,
     mamba: Mamba2Config,
+    mlp: MLPConfig,
     rope: Rope = Rope(theta=1e11),
-    mlp: MLPConfig | None = None,
     key_scale: float = 1.0,
     mamba_in: float = 1.0,
     mamba_out: float = 1.0,
@@ -36,8 +36,8 @@ def falcon_h1(
     **Arguments:**
 
     - `shape`: sizes of the decoder.
-    - `mamba`, `rope`: the Mamba-2 mixer, and the rotary embedding of attention.
-    - `mlp`: the MLP; None: `shape.mlp()`.
+    - `mamba`, `mlp`: the Mamba-2 mixer, and the MLP.
+    - `rope`: rotary embedding of attention.
     - `key_scale`: multiplies the keys of attention.
     - `mamba_in`, `mamba_out`, `attention_in`, `attention_out`: multiply the inputs and outputs of the mixers.
     - `scales`: `embedding_scale` and `logit_divisor` of `DecoderConfig`.

@@ -21,7 +21,7 @@ def lfm2(
     shape: DecoderSizes,
     *,
     full: tuple[bool, ...],
-    convolution: GatedConvolutionConfig | None = None,
+    convolution: GatedConvolutionConfig,
     rope: Rope = Rope(theta=1e6),
     num_dense_layers: int | None = None,
     **expert_options: Any,
@@ -32,13 +32,12 @@ def lfm2(
 
     - `shape`: sizes of the decoder.
     - `full`: whether a layer has attention, for each layer.
-    - `convolution`: the mixer of the other layers; None: `GatedConvolutionConfig` with its default options.
+    - `convolution`: the mixer of the other layers.
     - `rope`: rotary embedding of attention.
     - `num_dense_layers`: number of layers before the first layer with experts; None: no layer has experts.
     - `expert_options`: arguments of `DecoderSizes.experts`.
     """
     attention = shape.attention(rope=rope, qk_norm=shape.qk_norm)
-    convolution = convolution or GatedConvolutionConfig(channels=shape.embed_dim)
     mixers = [attention if has_attention else convolution for has_attention in full]
     if num_dense_layers is None:
         return shape.decoder(shape.block(mixer) for mixer in mixers)

@@ -39,7 +39,7 @@ def llama4(
     **Arguments:**
 
     - `shape`: sizes of the decoder; its MLP is the shared expert, and has the width of the routed experts.
-    - `num_experts`, `num_experts_per_token`: number of routed experts, and of those that a token uses.
+    - `num_experts`, `num_experts_per_token`: number of routed experts, and number per token.
     - `dense_dim`: MLP width of the layers without experts.
     - `sparse`: the layers with experts, from 0.
     - `rotated`: the layers with `rope`, from 0.
