@@ -42,7 +42,7 @@ def kimi_linear(
 
     - `shape`: sizes of the decoder.
     - `delta`, `latent`: delta attention and latent attention.
-    - `full`: whether a layer has latent attention, for each layer; the other layers have delta attention.
+    - `full`: for each layer, whether it has latent attention; the other layers have delta attention.
     - `experts`: the experts.
     - `dense_layers`: the layers with an MLP instead of experts, from 0.
     """

@@ -76,10 +76,14 @@ def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
     blocks = zip(config.blocks, attentions(config), strict=True)
     window_block = next((block for block, mixer in blocks if isinstance(mixer.mask, SlidingWindow)), None)
     dense_block = next((block for block in config.blocks if isinstance(block.mlp, MLPConfig)), None)
-    if window_block is None or dense_block is None or config.final_norm is None:
+    if window_block is None or dense_block is None:
         raise ConversionError(
-            "DecoderConfig.blocks must have a layer with a window, a layer without experts and a final norm: layers of "
-            "multi-token prediction have their sizes."
+            "DecoderConfig.blocks must have a layer with a window and a layer without experts, because layers of "
+            "multi-token prediction have the same attention and MLP."
+        )
+    if config.final_norm is None:
+        raise ConversionError(
+            "DecoderConfig.final_norm=None must be a norm: multi-token prediction needs a final norm."
         )
     block = dataclasses.replace(window_block, mlp=dense_block.mlp)
     mtp = MTPConfig(num_depths=depths, block=block, norm=config.final_norm, normed_stream=True, normed_depths=True)

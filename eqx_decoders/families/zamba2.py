@@ -39,7 +39,7 @@ def zamba2(
 
     - `shape`, `mamba`: sizes of the decoder, and its Mamba-2 mixer.
     - `transformer`: the shared transformer blocks. Hybrid layers use them in turn.
-    - `hybrid`: whether a layer also has a shared block, for each layer.
+    - `hybrid`: for each layer, whether it also has a shared block.
     - `rank`: rank of the LoRA updates of the shared weights. Each hybrid layer has separate updates.
     - `attention_adapters`: whether queries, keys and values have LoRA updates, too; else only the MLP.
     """

@@ -63,10 +63,9 @@ def idefics3_family(model_type: str, architecture: str) -> MultimodalFamily:
             needs_model_type("llama"),
             Only("qk_layer_norms", False),
             Only("use_resampler", False),
-            Unused(
-                "perceiver_config pixel_shuffle_factor neftune_noise_alpha",
-                "settings of an unused resampler, of the encoder, and of training",
-            ),
+            Unused("perceiver_config", "the resampler is not used"),
+            Unused("pixel_shuffle_factor", "setting of the image encoder"),
+            Unused("neftune_noise_alpha", "training only"),
         ),
         model_type=model_type,
         architecture=architecture,

@@ -31,7 +31,7 @@ def lfm2(
     **Arguments:**
 
     - `shape`: sizes of the decoder.
-    - `full`: whether a layer has attention, for each layer.
+    - `full`: for each layer, whether it has attention.
     - `convolution`: the mixer of the other layers.
     - `rope`: rotary embedding of attention.
     - `num_dense_layers`: number of layers before the first layer with experts; None: no layer has experts.
