@@ -149,7 +149,7 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
         "swa_head_dim swa_v_head_dim swa_num_attention_heads "
-        "swa_num_key_value_heads": "transformers uses the sizes of full layers",
+        "swa_num_key_value_heads": "transformers derives them from the sizes of full layers",
         "hybrid_layer_pattern hybrid_block_size moe_layer_freq": "layer_types and mlp_layer_types determine it",
         "attention_chunk_size": "runtime option; it changes no output",
     },
