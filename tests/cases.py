@@ -23,20 +23,22 @@ from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
 from eqx_decoders.families.deepseek.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.families.deepseek.compression import CompressionConfig
+from eqx_decoders.families.diffllama import DifferentialAttentionConfig
+from eqx_decoders.families.doge import DynamicMaskConfig
 from eqx_decoders.families.gemma.altup import AltUp, Laurel
 from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
+from eqx_decoders.families.jetmoe import HeadMixtureConfig
 from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
 from eqx_decoders.families.qwen.gated_streams import GatedStreams
+from eqx_decoders.families.rwkv import ChannelMixConfig, TimeMixConfig
+from eqx_decoders.families.xlstm import MLSTMConfig
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
+from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
-from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
-from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
-from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
-from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
@@ -52,8 +54,6 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
-from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves

@@ -92,8 +92,7 @@ print(*(name.removeprefix("eqx_decoders.") for name in sys.modules))
 """
     modules = set(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=LIBRARY.parent).split())
     mixers = {name.rpartition(".")[2] for name in modules if name.startswith(("layers.recurrent", "layers.attention"))}
-    unwanted = "gated_conv gated_delta_net kimi_delta mamba1 mamba2 mlstm rwkv scans pallas_scan"
-    assert not mixers & set(f"{unwanted} differential dynamic_mask head_mixture".split())
+    assert not mixers & set("gated_conv gated_delta_net kimi_delta mamba1 mamba2 scans pallas_scan".split())
     assert not {"layers.embedding.engram", "layers.parallel_mixers", "io.gguf.gguf_directory"} & modules
     lineages = {module.partition(".")[0] for module in registry.MODULES}
     assert {name.split(".")[1] for name in modules if name.startswith("families.")} & lineages == {"llama"}
@@ -108,7 +107,7 @@ import json, sys
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.base import MixerConfig
-assert not {"eqx_decoders.layers.recurrent.mamba2", "eqx_decoders.layers.recurrent.mlstm"} & set(sys.modules)
+assert not {"eqx_decoders.layers.recurrent.mamba2", "eqx_decoders.families.xlstm"} & set(sys.modules)
 try:
     class MLSTMConfig(MixerConfig): ...
 except ConfigError:

@@ -45,11 +45,30 @@ if TYPE_CHECKING:
         CompressedAttention as CompressedAttention,
         CompressedAttentionConfig as CompressedAttentionConfig,
     )
+    from eqx_decoders.families.diffllama import (
+        DifferentialAttention as DifferentialAttention,
+        DifferentialAttentionConfig as DifferentialAttentionConfig,
+    )
+    from eqx_decoders.families.doge import (
+        DynamicMaskAttention as DynamicMaskAttention,
+        DynamicMaskConfig as DynamicMaskConfig,
+    )
     from eqx_decoders.families.gemma.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
+    from eqx_decoders.families.jetmoe import (
+        HeadMixture as HeadMixture,
+        HeadMixtureConfig as HeadMixtureConfig,
+    )
     from eqx_decoders.families.minimax.lightning import (
         LightningAttention as LightningAttention,
         LightningAttentionConfig as LightningAttentionConfig,
     )
+    from eqx_decoders.families.rwkv import (
+        ChannelMix as ChannelMix,
+        ChannelMixConfig as ChannelMixConfig,
+        TimeMix as TimeMix,
+        TimeMixConfig as TimeMixConfig,
+    )
+    from eqx_decoders.families.xlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
     from eqx_decoders.layers.attention.attention import (
         Attention as Attention,
         AttentionConfig as AttentionConfig,
@@ -61,6 +80,10 @@ if TYPE_CHECKING:
         Kernel as Kernel,
         attend as attend,
         max_scores as max_scores,
+    )
+    from eqx_decoders.layers.attention.learned_init import (
+        LearnedInit as LearnedInit,
+        LearnedInitConfig as LearnedInitConfig,
     )
     from eqx_decoders.layers.attention.local_attention import (
         LocalAttention as LocalAttention,
@@ -74,22 +97,6 @@ if TYPE_CHECKING:
     from eqx_decoders.layers.attention.relative_attention import (
         RelativeAttention as RelativeAttention,
         RelativeAttentionConfig as RelativeAttentionConfig,
-    )
-    from eqx_decoders.layers.attention.variants.differential import (
-        DifferentialAttention as DifferentialAttention,
-        DifferentialAttentionConfig as DifferentialAttentionConfig,
-    )
-    from eqx_decoders.layers.attention.variants.dynamic_mask import (
-        DynamicMaskAttention as DynamicMaskAttention,
-        DynamicMaskConfig as DynamicMaskConfig,
-    )
-    from eqx_decoders.layers.attention.variants.head_mixture import (
-        HeadMixture as HeadMixture,
-        HeadMixtureConfig as HeadMixtureConfig,
-    )
-    from eqx_decoders.layers.attention.variants.learned_init import (
-        LearnedInit as LearnedInit,
-        LearnedInitConfig as LearnedInitConfig,
     )
     from eqx_decoders.layers.conformer_conv import (
         LightConvolution as LightConvolution,
@@ -159,13 +166,6 @@ if TYPE_CHECKING:
     )
     from eqx_decoders.layers.recurrent.mamba1 import Mamba1 as Mamba1, Mamba1Config as Mamba1Config
     from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
-    from eqx_decoders.layers.recurrent.mlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
-    from eqx_decoders.layers.recurrent.rwkv import (
-        ChannelMix as ChannelMix,
-        ChannelMixConfig as ChannelMixConfig,
-        TimeMix as TimeMix,
-        TimeMixConfig as TimeMixConfig,
-    )
     from eqx_decoders.layers.recurrent.scans.recurrence import (
         delta_rule as delta_rule,
         linear_recurrence as linear_recurrence,
@@ -190,10 +190,10 @@ __getattr__, __all__, __dir__ = lazy(
         "layers.attention.mla": "LatentAttention LatentAttentionConfig",
         "layers.attention.moba": "BlockSelection",
         "layers.attention.relative_attention": "RelativeAttention RelativeAttentionConfig",
-        "layers.attention.variants.differential": "DifferentialAttention DifferentialAttentionConfig",
-        "layers.attention.variants.dynamic_mask": "DynamicMaskAttention DynamicMaskConfig",
-        "layers.attention.variants.head_mixture": "HeadMixture HeadMixtureConfig",
-        "layers.attention.variants.learned_init": "LearnedInit LearnedInitConfig",
+        "families.diffllama": "DifferentialAttention DifferentialAttentionConfig",
+        "families.doge": "DynamicMaskAttention DynamicMaskConfig",
+        "families.jetmoe": "HeadMixture HeadMixtureConfig",
+        "layers.attention.learned_init": "LearnedInit LearnedInitConfig",
         "layers.conformer_conv": "LightConvolution LightConvolutionConfig",
         "layers.embedding.embedding": "LearnedPositions SinusoidalPositions",
         "layers.embedding.engram": "Engram EngramConfig TokenClasses",
@@ -211,9 +211,9 @@ __getattr__, __all__, __dir__ = lazy(
         "families.minimax.lightning": "LightningAttention LightningAttentionConfig",
         "layers.recurrent.mamba1": "Mamba1 Mamba1Config",
         "layers.recurrent.mamba2": "Mamba2 Mamba2Config",
-        "layers.recurrent.mlstm": "MLSTM MLSTMConfig",
+        "families.xlstm": "MLSTM MLSTMConfig",
         "families.gemma.rg_lru": "RGLRU RGLRUConfig",
-        "layers.recurrent.rwkv": "ChannelMix ChannelMixConfig TimeMix TimeMixConfig",
+        "families.rwkv": "ChannelMix ChannelMixConfig TimeMix TimeMixConfig",
         "layers.recurrent.scans.recurrence": "delta_rule linear_recurrence",
         "layers.rope": "DynamicRope LinearRope Llama3Rope ProportionalRope Rope YarnRope",
     },

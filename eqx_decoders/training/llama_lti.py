@@ -23,7 +23,7 @@ from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
-from eqx_decoders.layers.attention.variants.learned_init import LearnedInit, LearnedInitConfig, kernels_of
+from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig, kernels_of
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.numerics.low_rank import low_rank_weights

@@ -6,18 +6,18 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.families.diffllama import DifferentialAttentionConfig
+from eqx_decoders.families.doge import DynamicMaskConfig
 from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
 from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
+from eqx_decoders.families.rwkv import ChannelMixConfig, TimeMixConfig
+from eqx_decoders.families.xlstm import MLSTMConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
-from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
-from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from tests.layers.common import BF16, context
 
 

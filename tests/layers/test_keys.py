@@ -16,10 +16,12 @@ from eqx_decoders.encoders.encoder import Encoder
 from eqx_decoders.families.gemma.mobilenet import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
 from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
 from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
+from eqx_decoders.families.rwkv import ChannelMixConfig, TimeMixConfig
+from eqx_decoders.families.xlstm import MLSTMConfig
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
@@ -32,8 +34,6 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
-from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from tests.commands import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.attention.variants.learned_init import kernels_of
+from eqx_decoders.layers.attention.learned_init import kernels_of
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import axes, named_leaves, path_name

@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, QKNorm
-from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig, kernels_of
+from eqx_decoders.layers.attention.learned_init import LearnedInitConfig, kernels_of
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.sharding.axes import FROZEN, axes, frozen, named_leaves

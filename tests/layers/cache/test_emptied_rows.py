@@ -12,14 +12,16 @@ import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families.deepseek.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.families.deepseek.compression import CompressionConfig
+from eqx_decoders.families.diffllama import DifferentialAttentionConfig
+from eqx_decoders.families.doge import DynamicMaskConfig
 from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
+from eqx_decoders.families.jetmoe import HeadMixtureConfig
 from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
+from eqx_decoders.families.rwkv import ChannelMixConfig, TimeMixConfig
+from eqx_decoders.families.xlstm import MLSTMConfig
 from eqx_decoders.inference.draft_state import DraftState
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
-from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
-from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
-from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import CLEARED_SLOTS, KVCache, KVShape
@@ -30,8 +32,6 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
-from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from tests.compare import assert_array_equal
 from tests.layers.cached_mixers import FULL, MIXERS
 from tests.models import EMBED, VOCAB, filled, rich_decoder

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families.jetmoe import HeadMixtureConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope

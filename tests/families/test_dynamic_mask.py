@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families.doge import DynamicMaskConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_close

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
+from eqx_decoders.families.rwkv import ChannelMixConfig, TimeMixConfig
 from tests.compare import assert_close
 from tests.errors import refused
 from tests.layers.common import context, drawn, normal

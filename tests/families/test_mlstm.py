@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
+from eqx_decoders.families.xlstm import MLSTMConfig
 from tests.compare import assert_close
 from tests.layers.common import context, drawn, normal
 

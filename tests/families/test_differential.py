@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families.diffllama import DifferentialAttentionConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope

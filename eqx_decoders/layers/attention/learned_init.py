@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
-from eqx_decoders.layers.attention.variants.base import AttentionVariant
+from eqx_decoders.layers.attention.variant import AttentionVariant
 from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.kv_cache import Past
 from eqx_decoders.numerics.initializers import fan_in
