@@ -170,4 +170,5 @@ def test_hours_of_everything_leave_nothing_behind(tmp_path):
     warm, last = rows[0], rows[-1]
     assert min(load.found[kind] for kind in ("chat", "left early", "left late", "refused", "formed")) > 0
     assert last.memory < warm.memory + MOST
-    assert last.arrays <= warm.arrays and last.nbytes <= warm.nbytes
+    assert last.arrays <= warm.arrays
+    assert last.nbytes <= warm.nbytes + 20_000  # entries of the prefix cache, which is full, have different sizes
