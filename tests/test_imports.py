@@ -92,7 +92,7 @@ print(*(name.removeprefix("eqx_decoders.") for name in sys.modules))
 """
     modules = set(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=LIBRARY.parent).split())
     mixers = {name.rpartition(".")[2] for name in modules if name.startswith(("layers.recurrent", "layers.attention"))}
-    assert not mixers & set(["gated_conv", "gated_delta_net", "kimi_delta", "mamba1", "mamba2", "scans", "pallas_scan"])
+    assert not mixers & {"gated_conv", "gated_delta_net", "kimi_delta", "mamba1", "mamba2", "scans", "pallas_scan"}
     assert not {"layers.embedding.engram", "layers.parallel_mixers", "io.gguf.gguf_directory"} & modules
     lineages = {module.partition(".")[0] for module in registry.MODULES}
     assert {name.split(".")[1] for name in modules if name.startswith("families.")} & lineages == {"llama"}
