@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from jaxtyping import Array, Float
 
-from eqx_decoders.errors import check
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.sharding.axes import Axes
 
 
@@ -45,21 +45,21 @@ class ProductPlan:
         """Raise ConfigError if the shapes of x and the weight do not fit the pattern."""
         left = self._sizes("x", self.left, x)
         right = self._sizes("weight", self.right, weight)
-        for axis in (axis for axis in left if axis in right):
-            check(
-                left[axis] == right[axis],
-                f"einsum pattern={self.pattern!r}: {axis}={left[axis]} of x {x} must be equal to {axis}={right[axis]} "
-                f"of the weight {weight}.",
-            )
+        for axis in left:
+            if left[axis] != right.get(axis, left[axis]):
+                raise ConfigError(
+                    f"einsum pattern={self.pattern!r}: {axis}={left[axis]} of x {x} must be equal to "
+                    f"{axis}={right[axis]} of the weight {weight}."
+                )
 
     def _sizes(self, operand: str, axes: Axes, shape: tuple[int, ...]) -> dict[str, int]:
         """Return the size of each axis, except those of `...`."""
         has_ellipsis = "..." in axes
         num_ellipsis = len(shape) - len(axes) + has_ellipsis
-        check(
-            num_ellipsis >= 0 if has_ellipsis else num_ellipsis == 0,
-            f"einsum pattern={self.pattern!r}: {operand} of shape {shape} must have the axes {' '.join(axes)!r}.",
-        )
+        if num_ellipsis < 0 or (num_ellipsis > 0 and not has_ellipsis):
+            raise ConfigError(
+                f"einsum pattern={self.pattern!r}: {operand} of shape {shape} must have the axes {' '.join(axes)!r}."
+            )
         if has_ellipsis:
             start = axes.index("...")
             axes = axes[:start] + axes[start + 1 :]

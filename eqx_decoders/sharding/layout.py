@@ -34,9 +34,6 @@ from eqx_decoders.sharding.rules import (
     MESH_AXES as MESH_AXES,
     WEIGHTS as WEIGHTS,
     Table,
-    dividing,
-    split_dimensions,
-    without_uneven_layers,
 )
 
 
@@ -222,11 +219,11 @@ class Layout:
         - `name`: name of the weight in error messages.
         """
         axis_names = check_axes(name, axis_names)
-        split = split_dimensions(self.weights, axis_names, self.sizes)
+        split = _split_dimensions(self.weights, axis_names, self.sizes)
         if shape is not None:
-            split = without_uneven_layers(self.weights, axis_names, shape, split, self.sizes)
+            split = _without_uneven_layers(self.weights, axis_names, shape, split, self.sizes)
             if "groups" in axis_names:  # scales of a quantized weight: their dimensions need not be divisible
-                split = [dividing(mesh_axes, size, self.sizes) for mesh_axes, size in zip(split, shape, strict=True)]
+                split = [_dividing(mesh_axes, size, self.sizes) for mesh_axes, size in zip(split, shape, strict=True)]
         for axis, size, mesh_axes in zip(axis_names, shape or (), split, strict=shape is not None):
             product = " x ".join(f"Layout.{mesh_axis}={self.sizes[mesh_axis]}" for mesh_axis in mesh_axes)
             check(
@@ -269,17 +266,16 @@ class Layout:
         number of dimensions than `axis_names`.
         """
         axis_names = check_axes("activation", axis_names)
-        if shape is not None:
-            check(
-                len(shape) == len(axis_names),
-                f"An activation of shape {tuple(shape)} must have the {len(axis_names)} axes {' '.join(axis_names)!r}.",
+        if shape is not None and len(shape) != len(axis_names):
+            raise ConfigError(
+                f"An activation of shape {tuple(shape)} must have the {len(axis_names)} axes {' '.join(axis_names)!r}."
             )
         return self._activation_spec(axis_names, shape)
 
     def _activation_spec(self, axis_names: Axes, shape: Sequence[int] | None) -> PartitionSpec:
-        split = split_dimensions(self.activations, axis_names, self.sizes)
+        split = _split_dimensions(self.activations, axis_names, self.sizes)
         if shape is not None:
-            split = [dividing(mesh_axes, size, self.sizes) for mesh_axes, size in zip(split, shape, strict=True)]
+            split = [_dividing(mesh_axes, size, self.sizes) for mesh_axes, size in zip(split, shape, strict=True)]
         return PartitionSpec(*(mesh_axes or None for mesh_axes in split))
 
     def activation_sharding(self, axis_names: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
@@ -468,6 +464,59 @@ class Layout:
         if "batch" in rules:
             rules["batch"] = (*rules["batch"], "stage")
         return dataclasses.replace(self, activations=rules)
+
+
+def _split_dimensions(table: Table, axis_names: tuple[str, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Return the mesh axes that split each dimension of an array.
+
+    A mesh axis splits at most one dimension. Earlier rows of the table have precedence.
+
+    **Arguments:**
+
+    - `axis_names`: logical axes of the array.
+    - `sizes`: number of devices along each mesh axis.
+    """
+    used: set[str] = set()
+    split: list[tuple[str, ...]] = [()] * len(axis_names)
+    for axis, mesh_axes in table:
+        for index, axis_name in enumerate(axis_names):
+            if axis_name == axis:
+                split[index] = tuple(name for name in mesh_axes if sizes.get(name, 1) > 1 and name not in used)
+                used.update(split[index])
+    return split
+
+
+def _without_uneven_layers(
+    table: Table,
+    axis_names: tuple[str, ...],
+    shape: Sequence[int],
+    split: list[tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> list[tuple[str, ...]]:
+    """Return the result of `_split_dimensions`, adapted to a number of layers that is not a multiple of `stage`.
+
+    `stage` then splits the first dimension that `fsdp` may split and that it divides, if there is one.
+    """
+    stages = sizes.get("stage", 1)
+    rows = dict(table)
+    for index, (axis, size, mesh_axes) in enumerate(zip(axis_names, shape, split, strict=True)):
+        if axis == "layers" and "stage" in mesh_axes and size % stages:
+            split[index] = tuple(name for name in mesh_axes if name != "stage")
+            for other_index, (other_axis, other_size) in enumerate(zip(axis_names, shape, strict=True)):
+                shards = stages * math.prod(sizes[name] for name in split[other_index])
+                if "fsdp" in rows.get(other_axis, ()) and other_size % shards == 0:
+                    split[other_index] += ("stage",)
+                    break
+    return split
+
+
+def _dividing(mesh_axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes, in order, without those that cannot also divide a dimension of this `size`."""
+    accepted: tuple[str, ...] = ()
+    for mesh_axis in mesh_axes:
+        if size % math.prod(sizes[name] for name in (*accepted, mesh_axis)) == 0:
+            accepted += (mesh_axis,)
+    return accepted
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,9 +1,5 @@
 """Default sharding rules: the mesh axes that split each logical axis of weights and of activations."""
 
-import math
-from collections.abc import Mapping, Sequence
-
-
 MESH_AXES: dict[str, str] = {
     "data": "splits the batch; weights are replicated (data parallelism)",
     "stage": "splits layers (pipeline parallelism)",
@@ -55,56 +51,3 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 }
 
 Table = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-def split_dimensions(table: Table, axis_names: tuple[str, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Return the mesh axes that split each dimension of an array.
-
-    A mesh axis splits at most one dimension. Earlier rows of the table have precedence.
-
-    **Arguments:**
-
-    - `axis_names`: logical axes of the array.
-    - `sizes`: number of devices along each mesh axis.
-    """
-    used: set[str] = set()
-    split: list[tuple[str, ...]] = [()] * len(axis_names)
-    for axis, mesh_axes in table:
-        for index, axis_name in enumerate(axis_names):
-            if axis_name == axis:
-                split[index] = tuple(name for name in mesh_axes if sizes.get(name, 1) > 1 and name not in used)
-                used.update(split[index])
-    return split
-
-
-def without_uneven_layers(
-    table: Table,
-    axis_names: tuple[str, ...],
-    shape: Sequence[int],
-    split: list[tuple[str, ...]],
-    sizes: Mapping[str, int],
-) -> list[tuple[str, ...]]:
-    """Return the result of `split_dimensions`, adapted to a number of layers that is not a multiple of `stage`.
-
-    `stage` then splits the first dimension that `fsdp` may split and that it divides, if there is one.
-    """
-    stages = sizes.get("stage", 1)
-    rows = dict(table)
-    for index, (axis, size, mesh_axes) in enumerate(zip(axis_names, shape, split, strict=True)):
-        if axis == "layers" and "stage" in mesh_axes and size % stages:
-            split[index] = tuple(name for name in mesh_axes if name != "stage")
-            for other_index, (other_axis, other_size) in enumerate(zip(axis_names, shape, strict=True)):
-                shards = stages * math.prod(sizes[name] for name in split[other_index])
-                if "fsdp" in rows.get(other_axis, ()) and other_size % shards == 0:
-                    split[other_index] += ("stage",)
-                    break
-    return split
-
-
-def dividing(mesh_axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes, in order, without those that cannot also divide a dimension of this `size`."""
-    accepted: tuple[str, ...] = ()
-    for mesh_axis in mesh_axes:
-        if size % math.prod(sizes[name] for name in (*accepted, mesh_axis)) == 0:
-            accepted += (mesh_axis,)
-    return accepted
