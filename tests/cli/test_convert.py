@@ -52,8 +52,8 @@ def test_import_then_generate_then_export_is_the_directory_again(tmp_path, witho
     assert kept >= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert not any(name.endswith(".safetensors") for name in kept)
 
-    one, other = (call("generate", *of, *PROMPT) for of in (("--run-dir", run), ("--model", CHAT)))
-    assert one == other and len(one[0]) > 3
+    one, other = (call("generate", *of, *PROMPT)[0] for of in (("--run-dir", run), ("--model", CHAT)))
+    assert one == other and len(one) > 3
 
     call("convert", "export", run, directory)
     files = {path.name for path in directory.iterdir()}

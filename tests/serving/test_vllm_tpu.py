@@ -383,17 +383,20 @@ def test_refuses_unsupported_models_before_loading_weights(package, case):
 
 
 @pytest.mark.slow
-def test_the_names_match_models_that_run(package):
+def test_models_of_the_listed_architectures_run(package):
+    listed = {*ARCHITECTURES, *TAKEN} - {"Llama4ForCausalLM"}
     runs = {}
     for path in sorted(FIXTURES.glob("*/config.json")):
         content = json.loads(path.read_text())
+        if content["architectures"][0] not in listed:
+            continue
         engine = vllm_config(path.parent.name, use_mla="kv_lora_rank" in content)
         try:
             adapter()(engine, jax.random.key(0), one_mesh())
         except ed.ConfigError:
             engine = None
         runs.setdefault(content["architectures"][0], set()).add(engine is not None)
-    assert {name for name, found in runs.items() if True in found} == {*ARCHITECTURES, *TAKEN} - {"Llama4ForCausalLM"}
+    assert {name for name, found in runs.items() if True in found} == listed
 
 
 def test_axes_of_a_mesh_that_split_otherwise_are_refused():
