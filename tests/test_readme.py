@@ -55,13 +55,6 @@ def test_a_loop_of_ones_own_learns_to_count():
 
 
 @pytest.mark.slow
-def test_many_devices_train():
-    out, expected = run_example("for _ in range(2)", devices=8)
-    assert_printed(out, expected)
-    assert len(out) == 2
-
-
-@pytest.mark.slow
 def test_many_devices_train_save_and_restore():
     out, expected = run_example("visualize_array_sharding", devices=8)
     assert_printed(out, expected)
@@ -187,6 +180,8 @@ def test_words_of_code_in_texts_are_in_the_code():
     code = "\n".join([*map(str, files), *(file.read_text() for file in files), *EXAMPLES])
     for file in READMES:
         text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.M | re.S)
+        before, heading, table = text.partition("## Coming from another library")  # names of others on the left
+        text = before + heading + re.sub(r"^\|[^|]*\|", "|", table, flags=re.M)
         quoted = " ".join(re.findall(r"`([^`\n]+)`", text))
         names = set(re.findall(r"(?<![\w./-])(?:[A-Z]\w*[a-z]\w*|\w+_\w+)", quoted))
         missing = sorted(name for name in names if name not in code)
