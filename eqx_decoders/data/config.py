@@ -13,37 +13,38 @@ class DataConfig(CheckedFields):
     """Settings of the data: sources, held-out data, tokens and batches."""
 
     path: str | Sequence[str] | None = None
-    """Files, directories or globs: text, .jsonl, .json, also with .gz or .zst, .parquet, .arrayrecord, tokens in .bin
-    or .npy; also at gs://, s3://, https://. Datasets: hf://datasets/org/name[/config][:split], or a directory that
-    `save_to_disk` wrote. None: the text of Python's own library. `path=weight` for each: a mixture, whose sequences
-    they share by their weights."""
+    """Training data: files, directories or globs of text, .jsonl, .json (also .gz or .zst), .parquet, .arrayrecord,
+    tokens in .bin or .npy; also at gs://, s3:// and https://. Datasets: hf://datasets/org/name[/config][:split], or
+    a directory written by `save_to_disk`. `path=weight` for each path: a mixture, sampled by weight. None: the
+    source text of Python's standard library."""
     held_out_path: str | Sequence[str] | None = None
-    """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document, a set for each
-    source of a mixture. `name=path` for each: sets of these names, whose losses are told apart."""
+    """Held-out data, of the same kinds. `name=path` for each path: sets with separate losses. None: a share of the
+    training documents, as a separate set for each source of a mixture."""
     held_out_fraction: Rate = 0.05
-    """Share of the documents that is held out, chosen by hash, where evaluation has no data of its own; 0: none."""
+    """Share of the training documents that is held out if held_out is None. Documents are chosen by their hash. 0:
+    none."""
     text_field: str = "text"
-    """Field of records or column of .parquet files that holds the text, or a list of messages; records without it may
-    have `messages`, `conversations` (ShareGPT), `prompt` and `completion`, or `instruction` and `output` (Alpaca)."""
+    """Field of records, or column of .parquet files, with the text or a list of messages. Records without it may have
+    `messages`, `conversations` (ShareGPT), `prompt` and `completion`, or `instruction` and `output` (Alpaca)."""
     chat_template: str | None = None
-    """File of the chat template (Jinja) that writes conversations as texts; None: that of init_from."""
+    """Jinja file of the chat template that formats conversations. None: the chat template of init_from."""
     special_tokens_in_content: bool = True
-    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
+    """Tokenize names of special tokens in messages as special tokens, as transformers does. False: as plain text."""
     special_tokens_in_text: bool | None = None
-    """Tokenize names of special tokens in the texts of `text_field` as special tokens; False: as plain text. None: only
-    in texts that look like rendered chats, which start with such a name and contain another; their number is
+    """Tokenize names of special tokens in the texts of `text_field` as special tokens. False: as plain text. None: only
+    in texts that look like formatted chats, which start with such a name and contain another; their number is
     reported."""
     cache_dir: str | None = None
-    """Directory of the tokens of all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's
-    folder for caches ($XDG_CACHE_HOME or ~/.cache)."""
+    """Directory of tokenized data, shared by all runs. None: $EQX_DECODERS_CACHE, otherwise eqx_decoders in the user's
+    cache directory ($XDG_CACHE_HOME or ~/.cache)."""
     batch_size: PositiveInt = 8
-    """Sequences per step, over all devices and processes."""
+    """Global batch size: sequences per step, over all devices and processes."""
     seq_len: Annotated[int, AtLeast(2)] = 256
-    """Tokens per sequence."""
+    """Sequence length in tokens."""
     seed: NonNegativeInt = 0
-    """Seed of the order of documents and sequences; in a training run also of weights, dropout and samples."""
+    """Seed of the order of documents and sequences. In a training run, also of weights, dropout and samples."""
     pack: bool = True
-    """Put several documents into one sequence, kept apart by segment ids; otherwise pad each piece to seq_len."""
+    """Pack several documents into one sequence, separated by segment ids. False: pad each document to seq_len."""
 
     def __post_init__(self):
         super().__post_init__()

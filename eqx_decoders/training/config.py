@@ -27,31 +27,32 @@ class RunSettings(CheckedFields):
 
     checked_name = ""
     run_dir: str = "runs/tiny"
-    """Directory for checkpoints, metrics.jsonl, tokenizer and images of losses and of experts' loads."""
+    """Directory for checkpoints, metrics.jsonl, the tokenizer and plots."""
     checkpoint_dir: str | None = None
-    """Directory for checkpoints instead of <run-dir>/checkpoints: gs://bucket/path, or a path. Small files of the run
-    are copied there, too, so that a new machine with an empty run directory goes on."""
+    """Directory for checkpoints instead of <run-dir>/checkpoints: a path or gs://bucket/path. Small files of the run
+    are also copied there, so that a new machine with an empty run directory can resume the run."""
     config: str | None = None
-    """YAML or JSON file of settings, in the names of flags or of a run's settings.json; flags come before it."""
+    """YAML or JSON file of settings, named like the flags or as in a run's settings.json. Flags take precedence."""
     steps: PositiveInt = 400
-    """Optimizer steps in all."""
+    """Number of optimizer steps."""
     allow_changes: bool = False
-    """Go on with a run although its optimizer, batch_size, step.z_loss or weights of a mixture were others."""
+    """Resume a run although its optimizer, batch_size, step.z_loss or mixture weights have changed."""
     checkpoint_every: PositiveInt = 100
     """Steps between checkpoints."""
     max_checkpoints: PositiveInt = 3
-    """Checkpoints to keep, and one more until a finite step has followed the newest."""
+    """Number of checkpoints to keep. One more is kept until a step with a finite loss has followed the newest."""
     max_skipped: PositiveInt = 10
-    """Steps in a row that may have a loss or gradient that is not finite (they change nothing) before the run ends."""
+    """Maximum number of consecutive steps whose loss or gradient is not finite. Such steps change no weight; after more
+    of them the run ends."""
     export: str | None = None
-    """Directory for the trained model in the end, as `from_pretrained` opens it; adapters are merged, and of
-    `optimizer.ema_decay` it is the running means."""
+    """Directory for the trained model at the end of the run, in the format of `from_pretrained`. Adapters are merged.
+    With `optimizer.ema_decay`, the EMA weights are exported."""
     export_adapter: str | None = None
-    """Directory for the trained adapters in the end, as PEFT opens it."""
+    """Directory for the trained adapter at the end of the run, in the format of PEFT."""
     describe: bool = False
-    """Print the model's weights (path, shape, axes, sharding, bytes) and exit."""
+    """Print the weights of the model (path, shape, axes, sharding, bytes) and exit."""
     describe_data: bool = False
-    """Print some training documents, with the targets marked, and exit."""
+    """Print some training documents, with the training targets marked, and exit."""
     list_models: bool = False
     """Print the names of the models and exit."""
 
@@ -73,26 +74,27 @@ class TrainedModelSettings(ModelSettings):
     """Model, where its weights come from, and which of them are trained."""
 
     init_from: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name", to start from; it determines the model."""
+    """Checkpoint to start from: a directory in Hugging Face's format, or "org/name" on the hub. It determines the
+    model."""
     init_weights: tuple[str, ...] = ("*",)
-    """Patterns of the paths of the weights that are taken from there; the others are new."""
+    """Path patterns of the weights that are loaded from init_from. The other weights are newly initialized."""
     lora_rank: int | None = None
-    """Train only low-rank pairs of this rank for the weights of `lora_targets`; None: train the weights."""
+    """LoRA rank: only low-rank adapters of the weights in `lora_targets` are trained. None: train the weights."""
     lora_alpha: float = 16.0
-    """What a pair adds is multiplied by lora_alpha / lora_rank."""
+    """LoRA alpha. The output of an adapter is multiplied by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
-    """Patterns of the paths of the weights that get a pair."""
+    """Path patterns of the weights that get an adapter."""
     lora_rank_pattern: tuple[tuple[str, int], ...] = ()
-    """Patterns of paths whose pairs have another rank, such as '*.mlp.*=16'; the first that matches counts."""
+    """Ranks for path patterns, such as '*.mlp.*=16'. The first matching pattern counts."""
     lora_alpha_pattern: tuple[tuple[str, float], ...] = ()
-    """The same with another lora_alpha."""
+    """Values of lora_alpha for path patterns. The first matching pattern counts."""
     lora_rank_stabilized: bool = False
-    """Multiply by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
+    """Multiply the output of an adapter by lora_alpha / sqrt(lora_rank) (rsLoRA)."""
     lora_dora: bool = False
-    """Train the lengths of the columns of weights, too (DoRA)."""
+    """Also train the column norms of the weights (DoRA)."""
     lora_init: Literal["zeros", "pissa"] = "zeros"
-    """zeros: pairs add nothing at first; pissa: they are the largest singular values of their weights, taken out of
-    these (PiSSA)."""
+    """Initial adapters. zeros: the product is zero; pissa: the largest singular values of the weight, which are
+    subtracted from it (PiSSA)."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,24 +130,26 @@ class DataSettings(CheckedFields):
     checked_name = ""
     dataset: DataConfig = DataConfig()
     tokenizer: str | None = None
-    """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
+    """Tokenizer: "bpe", trained on the text of the run; "bytes"; or the path of a tokenizer.json. None: the tokenizer
+    of init_from, otherwise bpe."""
     bpe_vocab_size: PositiveInt | None = None
-    """Ids of a trained tokenizer, at most the model's vocab_size; None: just as many."""
+    """Vocabulary size of a trained tokenizer, at most the model's vocab_size. None: the model's vocab_size."""
     eval_every: NonNegativeInt = 100
-    """Steps between held-out evaluations, each with a sample; 0: only at the end."""
+    """Steps between evaluations on held-out data. Each also prints a sample. 0: only at the end."""
     eval_batches: PositiveInt = 16
-    """Batches of each held-out set, the first ones, in an evaluation during the run."""
+    """Number of batches of each held-out set in an evaluation during the run. The first batches are used."""
     final_eval_batches: PositiveInt | None = None
-    """The same for the evaluation at the end; None: all."""
+    """Number of batches of each held-out set in the final evaluation. None: all batches."""
     eval_tasks: tuple[str, ...] = ()
-    """Tasks whose examples the model answers at each evaluation: file.py:name, or lm-eval:name (extra lm-eval), as
-    scripts/evaluate.py takes them. Its most likely answers are graded; the run does not depend on them."""
+    """Tasks that are evaluated during the run: file.py:name, or lm-eval:name (extra lm-eval), as for
+    scripts/evaluate.py. Greedy completions are graded. The evaluation does not change the run."""
     eval_task_examples: PositiveInt = 32
-    """Examples of each task, the first ones, in an evaluation during the run; the one at the end takes all."""
+    """Number of examples of each task in an evaluation during the run. The first examples are used. The final
+    evaluation uses all."""
     sample_tokens: NonNegativeInt = 120
-    """Tokens of a sample; 0: none."""
+    """Number of tokens of a sample. 0: no samples."""
     prompt: str = "class Reader:\n    def"
-    """Beginning of samples."""
+    """Prompt of samples."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -158,9 +162,10 @@ class MethodSettings(CheckedFields):
 
     checked_name = ""
     method: Literal["sft", "dpo", "kto", "reward", "rl", "distill"] = "sft"
-    """sft: the next tokens of texts and conversations; dpo: pairs of answers, by one of the losses of
-    `preference.kind`; kto: answers that are desirable or not; reward: a model that scores answers, from pairs; rl:
-    answers that the model draws, and a program rewards; distill: what a teacher says of texts and conversations."""
+    """Training method. sft: next-token prediction on texts and conversations; dpo: preference pairs, with the loss
+    `preference.kind`; kto: completions labeled desirable or undesirable; reward: a reward model, from preference
+    pairs; rl: sampled completions with rewards from a program; distill: imitation of a teacher's token
+    distributions."""
     preference: PreferenceConfig = PreferenceConfig()
     kto: KTOLoss = KTOLoss()
     reward: RewardConfig = RewardConfig()

@@ -13,21 +13,22 @@ class MeshConfig:
     """Devices along each axis of the mesh; one of them may be -1: all that the others leave."""
 
     data: int = -1
-    """Copies of the model, each with its part of the batch."""
+    """Data-parallel degree: number of replicas of the weights. -1: all remaining devices."""
     stage: int = 1
-    """Parts into which layers are cut: stages of `pipeline`, or weights that are gathered where they are used."""
+    """Pipeline-parallel degree: the layers are split into this number of stages. Without `pipeline`, the weights of a
+    stage are gathered where they are used."""
     fsdp: int = 1
-    """Parts into which weights and batch are cut; weights are gathered where they are used."""
+    """FSDP degree: weights and batch are split; weights are gathered where they are used. -1: all remaining devices."""
     fsdp_transpose: int = 1
-    """The same along the weights' mlp axis."""
+    """FSDP degree along the MLP dimension of the weights."""
     context: int = 1
-    """Parts into which sequences are cut."""
+    """Context-parallel degree: sequences are split."""
     tensor: int = 1
-    """Parts into which heads, mlp and vocab are cut."""
+    """Tensor-parallel degree: heads, MLP and vocabulary are split."""
     tensor_sequence: int = 1
-    """Like tensor, with the length cut between the layers."""
+    """Tensor-parallel degree with sequence parallelism: between layers, the sequence is split."""
     expert: int = 1
-    """Parts into which experts are cut."""
+    """Expert-parallel degree: experts are split."""
 
 
 def describe_devices(layout: Layout) -> str:

@@ -17,19 +17,20 @@ class SamplerConfig(CheckedFields):
 
     checked_name = "sampler."
     devices: NonNegativeInt = 0
-    """The last so many devices draw answers, and the others train; 0: all do both, in turn."""
+    """Number of devices reserved for sampling: the last N devices. 0: all devices alternate between sampling and
+    training."""
     data: PositiveInt | None = None
-    """Copies of the model that draws, each with its part of the answers; None: as many as the devices allow."""
+    """Data-parallel degree of the sampler. None: as many replicas as there are devices."""
     fsdp: PositiveInt = 1
-    """Parts into which its weights and the answers are cut; weights are gathered where they are used."""
+    """FSDP degree of the sampler."""
     tensor: PositiveInt = 1
-    """Parts into which its heads, mlp and vocab are cut."""
+    """Tensor-parallel degree of the sampler."""
     expert: PositiveInt = 1
-    """Parts into which its experts are cut."""
+    """Expert-parallel degree of the sampler."""
 
     compute_dtype: bool = True
-    """Read weights from copies in the dtype in which they are multiplied, where the trainer has them in a larger one:
-    the same numbers, and half of the bytes of float32 ones or less; False: from the trainer's own arrays."""
+    """Sample with a copy of the weights in the compute dtype if the trainer stores them in a larger dtype. The results
+    are equal, and the sampler reads half of the bytes of float32 weights. False: sample with the trainer's arrays."""
 
     @property
     def is_separate(self) -> bool:

@@ -26,13 +26,15 @@ class ModelSettings(CheckedFields):
 
     checked_name = ""
     model: str = "tiny"
-    """Name of a model, as `train --list-models` prints them."""
+    """Name of a published model. `train --list-models` lists the names."""
     model_config: str | None = None
-    """Instead of model: JSON of a `DecoderConfig` (see its `to_json`), or a `config.json` of Hugging Face."""
+    """Configuration file used instead of model: JSON of a `DecoderConfig` (`to_json`), or a config.json of
+    transformers."""
     set: tuple[str, ...] = ()
     """Fields of the model to replace, such as num_layers=4 or mlp_dim=512 (see `config_json.with_fields`)."""
     mtp_depths: NonNegativeInt = 0
-    """Depths of multi-token prediction to add to a model that has none; an export to Hugging Face leaves them out."""
+    """Number of multi-token prediction depths to add to a model without them. An export to Hugging Face leaves them
+    out."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,24 +49,25 @@ class StepSettings(ExecutionConfig):
 
     checked_name = ""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    """Compute dtype of activations. auto: bfloat16 on TPU and GPU, float32 on CPU."""
     params_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights. bfloat16 has 8 bits: a step that moves a weight by less than 1/512 of it moves
-    it not at all, so a small learning rate needs float32, or a running mean (`optimizer.ema_decay`) beside it."""
+    """Dtype of the weights. bfloat16 has 8 significant bits, so a step that changes a weight by less than 1/512 of its
+    value does not change it. With a small learning rate use float32, or `optimizer.ema_decay`."""
     remat: str = "none"
-    """Rematerialization policy, or "custom" with the two lists below."""
+    """Rematerialization policy, or "custom" for the two lists below."""
     remat_save: tuple[str, ...] = ()
-    """custom: names of tensors saved on the device."""
+    """Names of tensors that are saved on the device, with remat=custom."""
     remat_offload: tuple[str, ...] = ()
-    """custom: names of tensors saved in the host's memory."""
+    """Names of tensors that are saved in host memory, with remat=custom."""
     axis_types: Literal["auto", "explicit"] = "auto"
-    """explicit: arrays' types say how the mesh splits them, for code of one's own around a run; steps are the same."""
+    """Type of the mesh axes. explicit: the types of arrays include their shardings, for custom code around a run. The
+    steps are equal."""
     replicated_tolerance: NonNegativeFloat = 0.02
-    """Share of the weights that may be whole along an axis of the mesh that splits others (norms and biases always
-    are): a run with more is refused, if its model has ten million weights."""
+    """Maximum share of the weights that may be replicated along a mesh axis that splits other weights. A run of a model
+    with at least ten million weights is refused above it. Norm scales are always replicated."""
     xla_flags: Literal["auto", "none"] = "auto"
-    """Options of XLA on TPUs: auto, those that others use on such chips (see `cli.xla_flags`), but never one that
-    LIBTPU_INIT_ARGS or XLA_FLAGS has; none: XLA's defaults."""
+    """XLA options on TPUs. auto: recommended options for the chip (see `cli.xla_flags`), except those that
+    LIBTPU_INIT_ARGS or XLA_FLAGS set; none: XLA's defaults."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     low_precision: LowPrecisionConfig = LowPrecisionConfig()

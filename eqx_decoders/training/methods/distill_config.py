@@ -19,30 +19,31 @@ class DistillConfig(CheckedFields):
     """Settings of learning from a teacher's distributions, `alpha T^2 divergence + (1 - alpha) cross-entropy`."""
 
     teacher: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name", of a model with the same tokenizer; or, with `top`, the
-    address of a server that has OpenAI's API and returns log-probs of prompts, http://host:8000/v1."""
+    """Teacher: a directory in Hugging Face's format or "org/name", with the same tokenizer. With `top`, also the
+    address of an OpenAI-compatible server that returns log-probs of prompts, such as http://host:8000/v1."""
     top: PositiveInt | None = None
-    """Compare this many of the teacher's likeliest tokens, and one cell for all others, which are computed once for
-    the tokens of a text and kept; None: all tokens, computed in each step."""
+    """Number of the teacher's most likely tokens to compare; all other tokens are one class. They are computed once per
+    text and stored. None: compare all tokens, computed in each step."""
     saved: str | None = None
-    """Directory where a teacher's likeliest tokens are kept, and read by other runs, which then need no teacher; None:
+    """Directory of the teacher's stored tokens. Other runs can read it and then need no teacher. None:
     `<run-dir>/teacher`."""
     divergence: DivergenceName = "forward"
-    """forward: sum of q (log q - log p), q the teacher's; reverse: of p (log p - log q); jsd: the mean of both to
-    beta q + (1 - beta) p; jsd_scaled: that divided by beta (1 - beta), whose limits are forward and reverse."""
+    """Divergence, with teacher q and student p. forward: KL(q || p); reverse: KL(p || q); jsd: mean of the KLs to beta
+    q + (1 - beta) p; jsd_scaled: jsd / (beta (1 - beta)), whose limits are forward and reverse."""
     beta: Annotated[float, InRange(above=0, below=1)] = 0.5
-    """Share of the teacher in the mixture of jsd and jsd_scaled."""
+    """Share of the teacher in the mixture, with jsd and jsd_scaled."""
     temperature: PositiveFloat = 1.0
-    """Temperature that softens both distributions."""
+    """Temperature of both distributions."""
     alpha: Annotated[float, InRange(minimum=0, maximum=1)] = 1.0
-    """Weight of the divergence, times the temperature's square; the rest is that of the next tokens' cross-entropy."""
+    """Weight of the divergence, times the squared temperature. The cross-entropy of the next tokens has the weight 1 -
+    alpha."""
 
     hidden: HiddenStates = dataclasses.field(default_factory=HiddenStates)
     """Hidden states that are compared, too."""
     on_policy: bool = False
-    """Compare with the teacher on answers that the student draws, as in runs with rewards: the data are prompts, and
-    `rl.prompts`, `rl.samples`, `rl.max_new_tokens`, `rl.temperature` and `rl.max_staleness` are read. Take the reverse
-    divergence."""
+    """On-policy distillation: compare with the teacher on completions that the student samples. The data are prompts,
+    and `rl.prompts`, `rl.samples`, `rl.max_new_tokens`, `rl.temperature` and `rl.max_staleness` apply. Use the
+    reverse divergence."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -16,14 +16,14 @@ class PreferenceConfig(PairLoss):
     """Settings of training on pairs of answers (`method="dpo"`), or on answers with labels (`"kto"`)."""
 
     reference: str = "auto"
-    """Model that answers are compared with. base: this one without its low-rank pairs, which takes no memory; start:
-    the weights that the run began with, held beside; ema: the running means of `optimizer.ema_decay`; else the
-    directory of a Hugging Face checkpoint. auto: base with `lora_rank`, otherwise start."""
+    """Reference model. base: this model without its adapters, which needs no memory; start: a copy of the initial
+    weights; ema: the EMA weights of `optimizer.ema_decay`; otherwise the directory of a Hugging Face checkpoint.
+    auto: base with `lora_rank`, otherwise start."""
     save_reference: bool = False
-    """Compute the reference's log-probs of all answers before the first step, keep them in `<run-dir>/reference`, and
-    hold no reference beside the model."""
+    """Compute the reference log-probs of all completions before the first step and store them in `<run-dir>/reference`,
+    so that no reference model is in memory."""
     examples_per_row: PositiveInt = 16
-    """Most pairs, or answers with labels, in one sequence."""
+    """Maximum number of pairs, or of labeled completions, in one sequence."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -11,7 +11,7 @@ class RewardConfig(CheckedFields):
     """Settings of training a reward model on pairs of answers."""
 
     centering: NonNegativeFloat = 0.0
-    """Weight of the square of the sum of a pair's scores, which keeps them around 0 (0.01 is usual)."""
+    """Weight of the squared sum of a pair's scores, which keeps scores around 0. 0.01 is common."""
 
 
 def check_reward(config: Any) -> None:

@@ -38,23 +38,23 @@ class CriticConfig(CheckedFields):
 
     checked_name = "rl.critic"
     init_from: str | None = None
-    """Where its weights come from: a reward model, or any model with the policy's tokenizer, as a run directory, a
-    directory of a Hugging Face checkpoint or "org/name"; None: the weights that the policy begins with."""
+    """Initial weights of the critic: a reward model, or any model with the policy's tokenizer, as a run directory, a
+    directory in Hugging Face's format or "org/name". None: the initial weights of the policy."""
     learning_rate: PositiveFloat | None = None
-    """Its peak learning rate; None: that of the policy."""
+    """Peak learning rate of the critic. None: that of the policy."""
     warmup_steps: NonNegativeInt = 0
-    """First steps, in which it learns alone, and the policy stays as it is."""
+    """Number of first steps in which only the critic is trained."""
     updates: PositiveInt = 1
-    """Its updates on the answers of a step."""
+    """Number of critic updates per step."""
     clip: PositiveFloat = 0.2
-    """How far a value may move from that at the time of the draws before its loss has no gradient."""
+    """Value clip range: a value that has moved by more than this since sampling has no gradient."""
     gamma: Annotated[float, InRange(minimum=0, maximum=1)] = 1.0
-    """What the return of the next token counts."""
+    """Discount factor γ."""
     lam: Annotated[float, InRange(minimum=0, maximum=1)] = 0.95
-    """Lambda of generalized advantages. 1: rewards that came, less the value; 0: one step, and the next value."""
+    """GAE λ. 1: Monte Carlo return minus the value; 0: one-step TD error."""
     bootstrap: bool = True
-    """Whether the return of an answer that a limit cut goes on with the value of what would have come; otherwise it
-    ends there, as where the limit belongs to the task."""
+    """Whether the return of a truncated completion continues with the critic's value of the next token. Otherwise
+    truncation counts as the end of the episode."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,19 +67,21 @@ class RewardSettings(CheckedFields):
 
     checked_name = ""
     reward: str | None = None
-    """Function of a Python file, file.py:function. It gets the record of a prompt and the text of an answer, and
-    returns a number, numbers by name, which are added up, or None for an answer that it can't judge."""
+    """Reward function, file.py:function. It takes the record of a prompt and the text of a completion, and returns a
+    number; numbers by name, which are added; or None if it cannot judge the completion."""
     reward_model: str | None = None
-    """Model that scores answers, as method="reward" trains it: a run directory, a directory of a Hugging Face
-    checkpoint, or "org/name". Its score is added to the reward, by the name reward_model; there need be no function."""
+    """Reward model, trained with method="reward": a run directory, a directory in Hugging Face's format, or "org/name".
+    Its score is added to the reward under the name reward_model. A reward function is then optional."""
     reward_weights: tuple[str, ...] = ()
-    """Weights of the numbers of rewards, as name=weight, such as reward_model=0.5; 1 for others."""
+    """Weights of rewards as name=weight, such as reward_model=0.5. Rewards that are not listed have weight 1."""
     reward_workers: PositiveInt = 2
-    """Processes that compute rewards, or hold the objects of an environment, while other answers are drawn."""
+    """Number of processes that compute rewards or run environments while other completions are sampled."""
     reward_seconds: PositiveFloat = 10.0
-    """Longest time for a reward, or a call of an environment; the process is killed then, and the answer has none."""
+    """Time limit in seconds for a reward or a call of an environment. After it the process is killed, and the
+    completion has no reward."""
     overlong_buffer: NonNegativeInt = 0
-    """Last tokens up to max_new_tokens over which a penalty grows from 0 to 1 (DAPO); 0: none."""
+    """Length of the soft overlong penalty (DAPO): over the last N tokens before max_new_tokens, a penalty grows from 0
+    to 1. 0: none."""
 
     def weights(self) -> dict[str, float]:
         """Return the weights of the reward's numbers by name. Raises ConfigError."""
@@ -101,20 +103,21 @@ class EnvironmentSettings(CheckedFields):
 
     checked_name = ""
     environment: str | None = None
-    """Class of a Python file, file.py:Class, instead of a reward. An object of it is an episode: reset(task, seed)
-    begins a conversation, and step(answer) answers to the model, with rewards that are added up."""
+    """Environment class, file.py:Class, used instead of a reward function. An instance is an episode: reset(task, seed)
+    returns the first messages, and step(completion) returns the next messages and a reward. The rewards of an
+    episode are added."""
     max_turns: PositiveInt = 8
-    """Most answers of the model in an episode."""
+    """Maximum number of completions in an episode."""
     episode_tokens: PositiveInt | None = None
-    """Most tokens of an episode, with those of its environment; None: seq_len."""
+    """Maximum number of tokens of an episode, including those of the environment. None: seq_len."""
     tool_call_parser: Literal["auto"] | ToolFormat = "auto"
     """Format of the model's tool calls in an environment. auto: the format of its chat template."""
     returns: Literal["episode", "turn"] = "episode"
-    """What rewards are credited to. episode: all of its tokens; turn: the tokens of the turn and of those before it,
-    compared with the same turn of the prompt's other episodes."""
+    """Credit assignment. episode: the rewards of an episode count for all of its tokens; turn: the reward of a turn
+    counts for the tokens up to this turn, compared with the same turn in other episodes of the prompt."""
     strict_prefix: bool = False
-    """Whether a chat template that writes earlier turns another way is an error; otherwise the episode goes on in a row
-    of its own."""
+    """Raise an error if the chat template formats earlier turns differently later. Otherwise the episode continues in a
+    separate sequence."""
 
     def check_environment(self, rest: Any) -> None:
         """Raise ConfigError for settings of an environment without one, and of rewards with one."""
@@ -135,61 +138,64 @@ class RLConfig(RewardSettings, EnvironmentSettings):
 
     checked_name = "rl."
     preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++", "ppo"] | None = None
-    """Published settings by their name, for what is not given: baseline, scale, aggregation, policy and so on."""
+    """Published method. It sets baseline, scale, aggregation, policy and others, unless they are set explicitly."""
     prompts: PositiveInt = 16
-    """Prompts of a step."""
+    """Number of prompts per step."""
     samples: PositiveInt = 8
-    """Answers to each prompt."""
+    """Number of completions per prompt (group size)."""
     max_new_tokens: PositiveInt = 256
-    """Most tokens of an answer; of an environment, of each turn's."""
+    """Maximum number of tokens of a completion, in an environment of each turn."""
     temperature: PositiveFloat = 1.0
-    """Temperature of the draws, and of the policy that is trained."""
+    """Sampling temperature, which the policy's log-probs also use."""
     policy: PolicyLoss = PolicyLoss()
-    """Loss of a token."""
+    """Policy loss."""
     baseline: Literal["mean", "leave_one_out", "none", "critic"] = "mean"
-    """What is taken off a reward. mean: of the prompt's answers; leave_one_out: of the others; none; critic: what a
-    second model expects at each token (generalized advantages, as in PPO)."""
+    """Baseline that is subtracted from rewards. mean: mean of the group; leave_one_out: mean of the other completions
+    of the group; critic: values of a second model (GAE, as in PPO)."""
     critic: CriticConfig = CriticConfig()
     scale: Scale = "none"
-    """What advantages are divided by. group: std of the prompt's rewards; batch: of all; mean: of the prompt's mean."""
+    """Divisor of advantages. group: std of the group's rewards; batch: std of all rewards; mean: mean of the group's
+    rewards."""
     whiten: bool = False
-    """Whether advantages get mean 0 and std 1 over all tokens of a step."""
+    """Normalize advantages to mean 0 and std 1 over all tokens of a step."""
     aggregation: Aggregation = "token"
-    """What counts the same. token: each token; row: each answer; constant: each answer, by tokens over max_new_tokens;
-    prompt: each prompt; row_sum: each answer, by the sum of its tokens."""
+    """Aggregation of the loss. token: equal weight for each token; row: for each completion; constant: for each
+    completion, its tokens divided by max_new_tokens; prompt: for each prompt; row_sum: for each completion, its
+    tokens added."""
     kl: NonNegativeFloat = 0.0
-    """Weight of the divergence from the reference; 0: no reference."""
+    """Weight of the KL divergence from the reference model. 0: no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: (log p - log reference)^2 / 2 of each token (k2); reward: log p - log reference is taken off rewards (k1),
-    with a critic off that of each token."""
+    """Place of the KL term. loss: (log p - log p_ref)^2 / 2 per token (k2); reward: log p - log p_ref is subtracted
+    from rewards (k1), with a critic from each token's reward."""
     reference: Literal["auto", "base", "start"] = "auto"
-    """Model of the divergence. base: this one without its low-rank pairs; start: the weights that the run began with,
-    held beside; auto: base with lora_rank, otherwise start."""
+    """Reference model. base: this model without its adapters; start: a copy of the initial weights; auto: base with
+    lora_rank, otherwise start."""
     teacher: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name": each token's advantage gets what this model's log-prob of
-    it is above that of the draw (on-policy distillation by one sample); then there need not be a reward."""
+    """Teacher for on-policy distillation: a directory in Hugging Face's format, or "org/name". The difference of its
+    log-prob and the sampler's is added to the advantage of each token. A reward is then optional."""
     teacher_weight: PositiveFloat = 1.0
-    """Weight of that."""
+    """Weight of the teacher's term."""
     entropy: NonNegativeFloat = 0.0
-    """Weight of the entropy, which the loss makes larger."""
+    """Weight of the entropy bonus."""
     dynamic_sampling: bool = False
-    """Draw more prompts in place of those whose answers all have the same reward (DAPO)."""
+    """Replace prompts whose completions all have the same reward by sampling more prompts (DAPO)."""
     most_draws: PositiveInt = 4
-    """Most prompts of a step with dynamic sampling, in multiples of prompts."""
+    """Maximum number of sampled prompts per step with dynamic sampling, as a multiple of prompts."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Answers that reached max_new_tokens. keep: they count with their reward; mask: they have no loss."""
+    """Completions that reached max_new_tokens. keep: train on them; mask: no loss."""
     answers_per_row: PositiveInt = 16
-    """Most answers in one sequence of a batch."""
+    """Maximum number of completions in one sequence of a batch."""
     slots: PositiveInt = 32
-    """Answers that are drawn at once."""
+    """Number of completions that are sampled at the same time."""
     routing_replay: bool = False
-    """Send tokens to the experts that they were sent to when they were drawn (R3): routers of trainer and sampler can
-    choose others where scores are almost equal. Weights and gradients are those of the trainer's own scores."""
+    """Replay the sampler's choice of experts in training (R3), because routers of trainer and sampler can differ for
+    almost equal scores. Gates and gradients use the trainer's scores."""
     max_staleness: Annotated[int, InRange(minimum=0, maximum=1)] = 0
-    """Steps that the weights may be old which draw a step's answers. 0: they are those that learn from them; 1, with
-    sampler.devices: answers are drawn while the step before is trained, and policy.correction is tis if not set."""
+    """Maximum number of updates by which the sampler may lag behind the trainer. 0: on-policy. 1: requires
+    sampler.devices; completions are sampled during the previous update, and policy.correction is tis unless it is
+    set."""
     eval_samples: PositiveInt = 1
-    """Answers drawn to each held-out prompt, beside the most likely one."""
+    """Number of sampled completions per held-out prompt, in addition to the greedy completion."""
 
     def __new__(cls, **settings: Any) -> "RLConfig":
         """Note which settings are given, also those that are given their default."""

@@ -40,15 +40,15 @@ class HiddenStates(CheckedFields):
     """
 
     weight: NonNegativeFloat = 0.0
-    """Weight of the distance in the loss; 0: hidden states are not compared."""
+    """Weight of the distance between hidden states. 0: they are not compared."""
     distance: HiddenDistance = "cosine"
-    """cosine: 1 - cos(student, teacher); mse: mean over features of (student - teacher)^2."""
+    """Distance. cosine: 1 - cos(student, teacher); mse: mean squared error over the features."""
     layers: tuple[str, ...] = ()
-    """Layers that are compared, counted from 0, "student:teacher" each, such as 3:7 5:11; none named: all of the
-    student's, spread over the teacher's, last with last."""
+    """Layers to compare as "student:teacher", counted from 0, such as 3:7 5:11. Empty: all layers of the student,
+    spread evenly over the teacher's layers."""
     projection: bool = False
-    """Multiply hidden states of the student by a matrix, one for each pair of layers, which is trained with it and
-    kept in its checkpoints alone (Jiao et al. 2020); a teacher of another width needs it."""
+    """Project the student's hidden states with a trained matrix for each pair of layers (Jiao et al. 2020). It is
+    stored in the run's checkpoints only. Required for a teacher with another width."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -44,13 +44,14 @@ class Correction(CheckedFields):
     """
 
     kind: Literal["none", "tis", "mask", "row_tis", "row_mask", "bypass"] = "none"
-    """What the loss of a token is multiplied by."""
+    """Correction of the loss of a token for the difference between sampler and old policy."""
     cap: PositiveFloat = 2.0
-    """The largest weight."""
+    """Maximum weight."""
     floor: PositiveFloat | None = None
-    """Least weight that is not masked; None: 1 / cap."""
+    """Minimum weight that is not masked. None: 1 / cap."""
     row: Literal["product", "mean"] = "product"
-    """W: the product of the w of an answer's tokens, or their geometric mean, which does not grow with the length."""
+    """Weight W of a completion. product: product of the weights w of its tokens; mean: their geometric mean, which does
+    not grow with the length."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -84,23 +85,25 @@ class PolicyLoss(CheckedFields):
     """
 
     kind: Literal["clip", "reinforce", "cispo", "gspo", "gspo_token", "sapo", "dppo"] = "clip"
-    """How advantages and log-probs become a loss."""
+    """Policy loss."""
     low: Rate = 0.2
-    """How far the ratio may fall below 1 while a negative advantage pushes it down."""
+    """Lower clip range ε_low: with a negative advantage, ratios below 1 - low have no gradient."""
     high: NonNegativeFloat = 0.28
-    """How far it may rise above 1 while a positive one pushes it up."""
+    """Upper clip range ε_high: with a positive advantage, ratios above 1 + high have no gradient."""
     dual: Annotated[float, InRange(above=1)] | None = None
-    """Largest ratio that a negative advantage is multiplied by; None: no bound."""
+    """Dual-clip bound: maximum ratio for negative advantages. None: no bound."""
     tau_positive: PositiveFloat = 1.0
-    """Steepness where the advantage is positive."""
+    """Temperature τ of sapo for positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Steepness where it is negative."""
+    """Temperature τ of sapo for negative advantages."""
     threshold: PositiveFloat = 0.2
-    """Largest divergence of the token's probability from that of the sampler, or of the old policy without one."""
+    """Maximum divergence of a token's probability from the sampler's probability (without one: from the old policy's),
+    with dppo."""
     distance: Literal["tv", "kl"] = "tv"
-    """Divergence: the difference of probabilities, or the KL between "this token" and "another one"."""
+    """Divergence of dppo. tv: difference of probabilities; kl: KL divergence of the two-class distribution "this token"
+    and "another token"."""
     correction: Correction = Correction()
-    """Correction for answers that other weights or another program drew."""
+    """Correction for completions that older weights or another program sampled."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -54,20 +54,20 @@ class PairLoss(CheckedFields):
     kind: Literal[
         "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "nca", "bco", "sppo", "exo", "cpo", "simpo", "orpo"
     ] = "sigmoid"
-    """Formula of the loss; sigmoid is DPO."""
+    """Preference loss. sigmoid is DPO."""
     beta: PositiveFloat = 0.1
-    """How much a difference of log-probs counts; of `orpo` the weight of the odds. SimPO's authors take 2 to 10."""
+    """Temperature β: factor of the difference of log-probs; for orpo, weight of the odds ratio. SimPO's authors use 2
+    to 10."""
     smoothing: Annotated[float, InRange(minimum=0, below=0.5)] = 0.0
-    """Share of pairs whose answers are taken to be the wrong way round."""
+    """Label smoothing: assumed share of pairs with swapped completions."""
     over: Literal["sums", "tokens"] | None = None
-    """Log-probs of answers: sums, or means over tokens; None: sums, of `simpo` and `orpo` means. `ipo` must say it."""
+    """Reduction of a completion's log-probs: sums, or tokens (mean). None: mean for simpo and orpo, otherwise sums.
+    Required for ipo."""
     gamma: FiniteFloat = 0.0
-    """How far apart the answers' rewards should be at least."""
+    """Target margin γ between the rewards of the two completions."""
     nll_weight: NonNegativeFloat | None = None
-    """Weight of the negative log-likelihood; None: 1 of `orpo` and `cpo`, as in their papers, and 0 of the others.
-
-    Without it both answers may become less likely while margins grow.
-    """
+    """Weight of the negative log-likelihood of the chosen completion. None: 1 for orpo and cpo, as in their papers,
+    otherwise 0. With 0, both completions may become less likely while the margin grows."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -237,11 +237,11 @@ class KTOLoss(CheckedFields):
     """
 
     beta: PositiveFloat = 0.1
-    """How much a difference of log-probs counts."""
+    """Temperature β: factor of the difference of log-probs."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of desirable answers."""
+    """Weight of desirable completions."""
     undesirable_weight: NonNegativeFloat = 1.0
-    """Weight of the others."""
+    """Weight of undesirable completions."""
 
 
 def kto_loss(

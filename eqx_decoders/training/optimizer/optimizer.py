@@ -35,19 +35,19 @@ class OptimizerConfig(CheckedFields):
     """Settings of the optimizer and of its learning rate."""
 
     name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
-    """Optimizer; muon moves matrices inside the blocks, AdamW the rest."""
+    """Optimizer. muon updates matrices inside the blocks, and AdamW all other weights."""
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up; wsd: constant, then linear to the end."""
+    """Learning rate schedule after the warm-up. wsd: constant, then linear decay at the end."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps of linear warm-up; None: a tenth of the run, 1000 at most."""
+    """Steps of linear warm-up. None: a tenth of the run, at most 1000."""
     decay_fraction: Annotated[float, InRange(minimum=0, maximum=1)] = 0.2
-    """wsd: the share of all steps in which the learning rate falls."""
+    """Share of all steps in which the learning rate decays, with wsd."""
     min_lr_ratio: Annotated[float, InRange(minimum=0, maximum=1)] = 0.1
-    """cosine, wsd, linear: learning rate at the end, as a share of the peak."""
+    """Final learning rate divided by the peak, with cosine, wsd and linear."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, times the learning rate."""
+    """Decoupled weight decay. It is multiplied by the learning rate."""
     no_decay: tuple[str, ...] = (
         "*norm*",
         "*bias*",
@@ -64,33 +64,34 @@ class OptimizerConfig(CheckedFields):
         "*.alpha_?",
         "*.lora_magnitude",
     )
-    """Patterns of weights' paths without weight decay."""
+    """Path patterns of weights without weight decay."""
     trainable: tuple[str, ...] = ("*",)
-    """Patterns of weights' paths that are trained; the rest has no optimizer state. What the published model keeps as a
-    buffer (Gemma 4's scale of a layer) is trained where a pattern ends with its name, such as '*.residual.scale'."""
+    """Path patterns of weights that are trained. All other weights have no optimizer state. A weight that the published
+    model stores as a buffer (Gemma 4's layer scale) is trained only if a pattern ends with its name, such as
+    '*.residual.scale'."""
     beta1: Rate = 0.9
-    """adamw, lion, muon (in AdamW's part): decay of the first moment."""
+    """Decay of the first moment, with adamw, lion and the AdamW part of muon."""
     beta2: Rate = 0.95
-    """adamw, muon (in AdamW's part): decay of the second moment; lion: of the momentum."""
+    """Decay of the second moment, with adamw and the AdamW part of muon; decay of the momentum, with lion."""
     eps: PositiveFloat = 1e-8
-    """adamw: added to the root of the second moment."""
+    """Constant that is added to the root of the second moment, with adamw."""
     momentum: Rate = 0.95
-    """muon: decay of the momentum."""
+    """Decay of the momentum, with muon."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Global norm to which gradients are clipped; None: not at all."""
+    """Maximum global norm of gradients; larger gradients are scaled down. None: no clipping."""
     lr_multipliers: tuple[tuple[str, float], ...] = ()
-    """Patterns of weights' paths whose learning rate, and with it their decay, is multiplied by a factor, such as
-    '*.mlp.*=2'; the first that matches counts."""
+    """Learning rate factors for path patterns, such as '*.mlp.*=2'. They also multiply the weight decay. The first
+    matching pattern counts."""
     moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """adamw, lion, muon: dtype of the moments; all is computed in float32. In bfloat16 a moment whose decay
-    is above 0.996 can't follow: what it gains is below half a unit. In int8 it can: numbers are rounded by chance, with
-    one scale for each row."""
+    """Dtype of stored moments, with adamw, lion and muon. Updates are computed in float32. A bfloat16 moment with a
+    decay above 0.996 stops changing, because its increments are rounded away. int8 moments use stochastic rounding
+    with one scale per row."""
     shard_over_data: bool = False
-    """Split the state (moments, running means) over the copies of the weights along `mesh.data`, too (ZeRO-1): each
-    updates its part, and the new weights are gathered. Checkpoints are the same with and without."""
+    """Also split the optimizer state (moments, EMA) over `mesh.data` (ZeRO-1): each replica updates a shard, and the
+    new weights are gathered. Checkpoints do not depend on it."""
     ema_decay: Annotated[float, InRange(above=0, below=1)] | None = None
-    """Decay of a running mean of the weights, in float32 from their first values on, with which evaluations,
-    samples and exports are made; None: none."""
+    """Decay of an exponential moving average (EMA) of the weights in float32, which evaluations, samples and exports
+    use. None: no EMA."""
 
     def __post_init__(self):
         super().__post_init__()

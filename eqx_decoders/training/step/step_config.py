@@ -10,11 +10,11 @@ class StepConfig(CheckedFields):
     """Settings of a training step."""
 
     gradient_accumulation_steps: PositiveInt = 1
-    """Microbatches into which a batch is cut; their gradients are added, weighted by tokens."""
+    """Number of microbatches of a batch. Their gradients are added, weighted by the number of tokens."""
     z_loss: NonNegativeFloat = 0.0
-    """Weight of log(Z)^2 in the loss; 1e-4 is usual."""
+    """Weight of the z-loss log(Z)^2. 1e-4 is common. 0: none."""
     fused_loss: bool = True
-    """Compute head and loss tile by tile, so that all logits never exist at once."""
+    """Compute output head and loss in tiles, so that the logits of the entire batch are never stored."""
     qk_clip_threshold: PositiveFloat | None = None
-    """Scale the weights of a head of latent attention down after a step in which one of its scores was above this (100
-    is usual); None: never."""
+    """QK-clip threshold: after a step in which an attention score of a latent-attention head exceeded it, the weights
+    of the head are scaled down. 100 is common. None: never."""
