@@ -22,9 +22,9 @@ class Devices(CheckedFields):
     checked_name = ""  # messages name flags
 
     distributed: bool = False
-    """This is one of several processes, started with the same flags as the others (see scripts/train.py)."""
+    """Run as one of several processes that are started with the same flags (see scripts/train.py)."""
     distributed_timeout: PositiveInt = 300
-    """Seconds in which all of them must have started."""
+    """Time in seconds within which all processes must start."""
     mesh: MeshConfig = ONE_DEVICE
 
     def __post_init__(self):

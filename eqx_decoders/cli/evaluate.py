@@ -53,35 +53,35 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
     checked_name = ""
 
     model: str | None = None
-    """Directory of a run or of a Hugging Face checkpoint, "org/name" on huggingface.co, or a GGUF file."""
+    """Model: a run directory, a directory in Hugging Face's format, "org/name" on the hub, or a GGUF file."""
     against: str | None = None
-    """Another model, to be compared over the same prompts with the same seeds."""
+    """Second model, compared on the same prompts with the same seeds."""
     tasks: tuple[str, ...] = ()
     """Tasks: file.py:name, or lm-eval:name,name (extra lm-eval)."""
     text: tuple[str, ...] = ()
-    """Sets of texts for perplexities: name=path, of a text or of a file of records."""
+    """Texts for perplexity: name=path, of a text file or a file of records."""
     text_field: str = "text"
-    """Field of a record that has its text."""
+    """Field of a record with its text."""
     text_context: PositiveInt = 1
-    """Tokens that windows of a long text have at least before the first that they score; 1: as lm-eval."""
+    """Minimum number of context tokens before the first scored token of a window of a long text. 1: as in lm-eval."""
     limit: PositiveInt | None = None
-    """Examples of each task, the first ones; None: all."""
+    """Maximum number of examples per task. The first examples are used. None: all."""
     chat: bool = True
-    """Take the prompts of tasks as messages, if the model has a chat template."""
+    """Format prompts as messages if the model has a chat template."""
     lm_eval_chat: bool = False
     """Apply the chat template to lm-eval's tasks."""
     fewshot: NonNegativeInt | None = None
-    """Examples before each document of lm-eval's tasks; None: as the task says."""
+    """Number of few-shot examples of lm-eval tasks. None: the task's value."""
     include_path: str | None = None
-    """Folder with YAML files of tasks for lm-eval."""
+    """Directory with YAML files of lm-eval tasks."""
     prefill_chunk: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Prompt tokens that are computed at once, and which several continuations of one context share; None: 32 on CPUs,
-    128 elsewhere."""
+    """Number of prompt tokens per prefill step, which continuations of one context share. None: 32 on CPUs, otherwise
+    128."""
     max_length: AtLeastTwo | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Tokens of a prompt and its answer together, and of a window of a text; None: 2048, or as many as the model was
-    trained on, if these are fewer."""
+    """Maximum length of a prompt and its completion, and of a window of a text. None: 2048, or the model's training
+    length if that is less."""
     output: str = "runs/evaluation"
-    """Directory for the results, results.json, and the answers, <task>.jsonl."""
+    """Directory for results.json and the completions, <task>.jsonl."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -38,31 +38,33 @@ class GenerateConfig(ModelSource):
     """Let a model write; without a prompt, ask for one after another."""
 
     prompt: str | None = None
-    """Message to answer, or text to continue; None: read them from the terminal, a line each."""
+    """User message, or text to continue. None: read prompts from the terminal, one per line."""
     chat: bool = True
-    """Take prompts as messages, if the model has a chat template."""
+    """Format the prompt as a message if the model has a chat template."""
     image: tuple[str, ...] = ()
-    """File of an image that the model sees before the (first) prompt; once for each."""
+    """Image file, placed before the first prompt. Repeat the flag for several images."""
     video: tuple[str, ...] = ()
-    """File of a video; once for each."""
+    """Video file. Repeat the flag for several videos."""
     audio: tuple[str, ...] = ()
-    """File of an audio clip; once for each."""
+    """Audio file. Repeat the flag for several clips."""
     system: str | None = None
-    """Message of the system, before all others."""
+    """System message."""
     max_new_tokens: PositiveInt = 200
-    """Tokens to write at most."""
+    """Maximum number of generated tokens."""
     temperature: NonNegativeFloat | None = None
-    """Divides logits; 0: always the most likely token; None: as published with the model, or 0.7."""
+    """Sampling temperature. 0: greedy decoding. None: the model's published value, or 0.7."""
     top_k: int | None = None
-    """Draw from the k most likely tokens only; None: as published, or all."""
+    """Sample from the k most likely tokens. None: the model's published value, or all tokens."""
     top_p: float | None = None
-    """Draw from the most likely tokens that together reach this probability; None: as published, or 0.95."""
+    """Sample from the most likely tokens whose probabilities add up to p. None: the model's published value, or
+    0.95."""
     min_p: float | None = None
-    """Draw from tokens at least this times as likely as the most likely one; None: as published, or all."""
+    """Sample from tokens whose probability is at least min_p times the largest one. None: the model's published value,
+    or all tokens."""
     seed: int = 0
-    """Seed of the draws."""
+    """Sampling seed."""
     num_draft_tokens: NonNegativeInt = 0
-    """Tokens that multi-token prediction drafts for each step (speculative decoding)."""
+    """Number of draft tokens per step from multi-token prediction (speculative decoding)."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -16,15 +16,15 @@ class ModelSource(Devices):
     """Model that a program loads, and the devices that hold it."""
 
     model: str | None = None
-    """Directory of a Hugging Face checkpoint, "org/name" on huggingface.co, or a GGUF file; not a run directory."""
+    """Hugging Face checkpoint: a directory, "org/name" on the hub, or a GGUF file."""
     run_dir: str | None = None
-    """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
+    """Run directory of scripts/train.py, or the --checkpoint-dir of a run. Without --run-dir and --model: runs/tiny."""
     step: NonNegativeInt | None = None
-    """Checkpoint of the run to load; None: the newest."""
+    """Step of the run's checkpoint. None: the newest."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    """Dtype of activations and, with --model, of weights. auto: bfloat16 on TPU and GPU, float32 on CPU."""
     special_tokens_in_content: bool = True
-    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
+    """Tokenize names of special tokens in messages as special tokens, as transformers does. False: as plain text."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -57,34 +57,35 @@ class PlanConfig(StepSettings, ModelSettings):
     """Compile a training step for TPUs or GPUs that are not here."""
 
     topology: str = "v5p:2x2x1"
-    """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4; or nodes of GPUs: h100:4x8
-    are four of eight. Without the compiler of GPUs (the extra aot-gpu) their memory is counted, and collectives are of
-    a step compiled for as many TPUs."""
+    """Chips: generation and shape of a TPU slice, such as v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8 or tpu7x:4x4x4; or
+    nodes of GPUs, such as h100:4x8 (four nodes of eight). Without the GPU compiler (extra aot-gpu), memory is
+    computed and collectives are those of a step compiled for the same number of TPUs."""
     slices: PositiveInt = 1
-    """How many of them; mesh.data crosses the slower network between them."""
+    """Number of TPU slices. mesh.data crosses the slower network between slices."""
     batch_size: PositiveInt = 16
-    """Sequences per step."""
+    """Global batch size: sequences per step."""
     seq_len: Annotated[int, AtLeast(2)] = 2048
-    """Tokens per sequence."""
+    """Sequence length in tokens."""
     images: NonNegativeInt = 0
     """Images at the beginning of each sequence, for a model that sees."""
     image_side: PositiveInt = 896
     """Rows and columns of pixels of each, for models that take any size."""
     decoding: bool = False
-    """Plan a decoding step of serving instead: the engine's program for batch_size answers, with a cache of seq_len
-    tokens for each, and weights and cache in the dtype of activations."""
+    """Plan a decoding step of the serving engine: batch_size sequences with a cache of seq_len tokens each, with
+    weights and cache in the compute dtype."""
     page_size: PositiveInt | None = None
-    """Tokens of a page of that cache; None: each answer has a row of its own."""
+    """Page size of the KV cache in tokens, with --decoding. None: no pages."""
     search: NonNegativeInt = 0
-    """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
-    `remat` on that fits; 0: plan the one that is given."""
+    """Search for a mesh: compile the N meshes that an estimate ranks first, each with the first remat policy from
+    `remat` on that fits. 0: plan the given mesh."""
     until: Until = "code"
-    """End of the compilation: after machine code; or when memory is assigned, before machine code, in a fraction of
-    the time. Later errors (a kernel that finds no room) are not found. For GPUs all is compiled."""
+    """Last stage of the compilation. code: machine code; memory: memory assignment, which takes a fraction of the
+    time but does not find later errors, such as a kernel without enough memory. For GPUs the compilation is
+    always complete."""
     rows: NonNegativeInt = 12
-    """Collectives to print."""
+    """Number of collectives to print."""
     json: bool = False
-    """Print data instead of text."""
+    """Print JSON instead of text."""
 
     def __post_init__(self):
         super().__post_init__()

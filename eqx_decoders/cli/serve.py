@@ -70,64 +70,68 @@ class ServeConfig(ModelSource, EngineLimits):
     """Serve a model over HTTP."""
 
     quantize: Literal["keep", "none", QuantizationMode] = "keep"
-    """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
-    so at the start (fp8_block: by 128 x 128)."""
+    """Weight quantization. keep: as in the checkpoint; none: convert quantized weights to --dtype; otherwise quantize
+    at startup (fp8_block: tiles of 128 x 128)."""
     group_size: PositiveInt | None = None
-    """Rows that share a scale with --quantize int4 and nf4; None: the largest of 128 (nf4: 64), 64 and 32 that divides
-    a matrix."""
+    """Quantization group size of int4 and nf4. None: the largest of 128 (nf4: 64), 64 and 32 that divides the
+    matrix."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn"] = "auto"
-    """Dtype of keys and values; auto: that of activations. Those of 4 and 8 bits have scales."""
+    """Dtype of the KV cache. auto: the dtype of activations. Dtypes of 4 and 8 bits have scales."""
     cache_scale_block: PositiveInt | None = None
-    """Features of a head that share a scale of the cache, such as 32; None: all of a head."""
+    """Features of a head that share a scale of the KV cache, such as 32. None: all features of the head."""
     page_size: PositiveInt | None = None
-    """Tokens of a page of the cache, which requests have as they need them; None: --max-length for each of them."""
+    """Page size of the KV cache in tokens. Requests get pages as they need them. None: no pages; --max-length tokens
+    for each slot."""
     num_pages: PositiveInt | None = None
-    """Pages of each layer; None: as many as --max-batch-size requests of --max-length may need."""
+    """Number of pages per layer. None: enough for --max-batch-size requests of --max-length tokens."""
     draft: Literal["none", "prompt", "mtp"] = "none"
-    """Guess tokens that one step verifies: what followed the last ones in the text, or multi-token prediction."""
+    """Speculative decoding. prompt: prompt lookup; mtp: multi-token prediction."""
     draft_model: str | None = None
-    """Guess with a smaller model of the same vocabulary: its directory, or "org/name"."""
+    """Draft model for speculative decoding, with the same vocabulary: a directory, or "org/name"."""
     num_draft_tokens: PositiveInt = 2
-    """Tokens to guess at each step."""
+    """Number of draft tokens per step."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0: all of this machine."""
+    """Address to listen on. 0.0.0.0: all addresses of this machine."""
     port: Annotated[int, AtLeast(0, maximum=65535)] = 8000
-    """Port to listen at; 0: any that is free."""
+    """Port to listen on. 0: any free port."""
     served_name: str | None = None
-    """Name by which clients ask for the model; None: that of --model or of the run directory."""
+    """Model name in the API. None: the name of --model or of the run directory."""
     adapter: tuple[str, ...] = ()
-    """Adapter of PEFT for the model, as name=directory, once for each: requests whose `model` is the name are answered
-    with it, in one batch with all others. --max-adapters is at least their number."""
+    """LoRA adapter as name=directory, in the format of PEFT. Requests select it by their `model`. Repeat the flag for
+    several adapters."""
     allow_adapter_loading: bool = False
-    """Clients may load adapters from directories of this machine, and drop them (/v1/load_lora_adapter)."""
+    """Let clients load adapters from directories of this machine and unload them (/v1/load_lora_adapter)."""
     batch_invariant: bool = False
-    """The last bits of an answer do not depend on how many others there are; slower on CPU for few at a time."""
+    """Make completions independent of the other requests in a batch, to the last bit. Slower on CPUs for few
+    requests."""
     allow_priority: bool = False
-    """Clients may say which requests come first (`priority`): these take the places of others."""
+    """Let clients set the `priority` of requests. Requests with a higher priority preempt others."""
     max_choices: PositiveInt = ApiConfig.max_choices
-    """Answers that one request may ask for: its prompts times n."""
+    """Maximum number of completions per request: its prompts times n."""
     max_body_bytes: PositiveInt | None = None
-    """Size of a request; None: 32 MB for a model that sees or hears, otherwise 4 MB, or 64 for each of --max-length."""
+    """Maximum size of a request body. None: 32 MB for models with images or audio, otherwise 4 MB, or 64 bytes per
+    token of --max-length if that is more."""
     max_open: PositiveInt | None = None
-    """Requests that may be open at once, with those that are still sent or read; None: 1000, or as many as may wait and
-    be worked on. Further ones are told to come again (429)."""
+    """Maximum number of open requests, including those being received or sent. Further requests are refused with status
+    429. None: 1000, or the number of requests that may wait or run if that is more."""
     max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
-    """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
+    """Maximum size of all open request bodies above 64 kB together. At least --max-body-bytes."""
     tool_call_parser: Literal["auto", "none"] | ToolFormat = "auto"
     """Tool-call format of the model. auto: detected from the chat template; none: tool calls are returned as text."""
     special_tokens_in_content: bool = False
-    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
+    """Tokenize names of special tokens in messages as special tokens, as transformers does. False: as plain text."""
     api_key: tuple[str, ...] = ()
-    """Key that clients must send; once for each. Others see it in the list of processes: the variable
-    EQX_DECODERS_API_KEY is safer."""
+    """API key that clients must send. Repeat the flag for several keys. Other users can see flags in the process list;
+    the environment variable EQX_DECODERS_API_KEY is safer."""
     allow_origin: tuple[str, ...] = ()
-    """Site whose pages may call the server from browsers, such as https://example.org; once for each; "*": all."""
+    """Origin of web pages that may call the server, such as https://example.org (CORS). Repeat the flag for several
+    origins. "*": all."""
     seed: int | None = None
-    """Seed of the draws of requests that have none; None: another one for each."""
+    """Seed of requests without a seed. None: a random seed for each request."""
     drain_seconds: NonNegativeFloat = ServerConfig.drain
-    """Seconds that open requests get to end when the server is told to."""
+    """Time in seconds that open requests have to finish at shutdown."""
     log_level: Literal["error", "warning", "info"] = "warning"
-    """info: a line for each request."""
+    """Log level. info: one line per request."""
 
     def __post_init__(self):
         super().__post_init__()

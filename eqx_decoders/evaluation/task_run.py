@@ -53,23 +53,24 @@ class AnswerSettings(CheckedFields):
     checked_name = ""
 
     samples: PositiveInt = 1
-    """Answers to each prompt."""
+    """Number of completions per prompt."""
     temperature: NonNegativeFloat | None = None
-    """Divides logits; 0: always the most likely token; None: 0 for one answer, 1 for several."""
+    """Sampling temperature. 0: greedy decoding. None: 0 for one sample, 1 for several."""
     top_k: PositiveInt | None = None
-    """Draw from the k most likely tokens only."""
+    """Sample from the k most likely tokens."""
     top_p: Probability | None = None
-    """Draw from the most likely tokens that together reach this probability."""
+    """Sample from the most likely tokens whose probabilities add up to p."""
     max_new_tokens: PositiveInt | None = None
-    """Tokens of an answer at most; None: as the task says."""
+    """Maximum number of tokens of a completion. None: the task's value."""
     pass_at: tuple[PositiveInt, ...] = ()
-    """Numbers k of pass@k, each at most --samples; none: 1, 2, 4, … below it."""
+    """Values k of pass@k, each at most --samples. Empty: the powers of 2 below --samples."""
     seed: NonNegativeInt = 0
-    """Seed of the draws: that of an answer follows from it, the task, the example and the sample alone."""
+    """Sampling seed. The seed of a completion depends only on it, the task, the example and the index of the sample."""
     grade_workers: PositiveInt = 2
-    """Processes that call a task's grade function."""
+    """Number of processes that grade completions."""
     grade_seconds: PositiveFloat = 10.0
-    """Seconds that a grade may take: a process that takes longer is ended, and the answer counts as not judged."""
+    """Time limit in seconds for grading a completion. After it the process is killed, and the completion counts as not
+    graded."""
 
     def __post_init__(self):
         super().__post_init__()

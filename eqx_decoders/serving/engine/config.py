@@ -24,21 +24,20 @@ class EngineLimits(CheckedFields):
 
     **Arguments:**
 
-    - `max_batch_size`: requests that are computed at once, each in a slot: memory for so many of `max_length` tokens
-        is set aside, or for `pages`.
-    - `max_length`: maximum tokens of a prompt and its answer together: the length of a slot.
-    - `prefill_chunk`: prompt tokens that are computed at once; also the size of a block of the prefix cache.
-    - `token_budget`: maximum tokens of one step, those of answers first, and at least one prompt chunk; fewer keep
-        answers flowing while long prompts come, more are faster.
-    - `max_waiting`: maximum of waiting requests; a server tells others to come again (429).
-    - `max_waiting_tokens`: maximum tokens of their prompts.
-    - `prefix_cache_bytes`: memory of the prefix cache; 0 for none.
-    - `max_adapters`: adapters that can be loaded at once, each in a place of `max_adapter_rank`: `Engine.load_adapter`;
-        0: none, and products take no more time than without.
-    - `max_adapter_rank`: largest rank of a pair; PiSSA's count twice.
-    - `adapter_targets`: patterns of the paths of the weights that have such places.
-    - `preempted_bytes`: memory for the contents of preempted slots, and as much again for results that several answers
-        to one prompt share; beyond that they are computed again.
+    - `max_batch_size`: number of slots: requests that are computed at the same time. Each slot has memory for
+        `max_length` tokens, unless the cache has pages.
+    - `max_length`: maximum number of tokens of a prompt and its completion.
+    - `prefill_chunk`: number of prompt tokens per prefill step; also the block size of the prefix cache.
+    - `token_budget`: maximum number of tokens per step. Decoding has priority, and at least one prefill chunk is
+        computed. Small values keep the latency of running requests low; large values increase throughput.
+    - `max_waiting`: maximum number of waiting requests. A server refuses further requests with status 429.
+    - `max_waiting_tokens`: maximum number of prompt tokens of all waiting requests.
+    - `prefix_cache_bytes`: size of the prefix cache. 0: no prefix cache.
+    - `max_adapters`: maximum number of loaded adapters (`Engine.load_adapter`). 0: none.
+    - `max_adapter_rank`: maximum LoRA rank. The rank of a PiSSA adapter counts twice.
+    - `adapter_targets`: path patterns of the weights that adapters may change.
+    - `preempted_bytes`: memory for the caches of preempted requests, and the same again for prompts that several
+        completions share. Beyond it, they are recomputed.
     """
 
     max_batch_size: PositiveInt = 8
