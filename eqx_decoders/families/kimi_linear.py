@@ -6,7 +6,7 @@ There are no rotary embeddings: the model learns positions from the recurrence.
 from collections.abc import Collection
 from typing import Any
 
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, hybrid_layers
 from eqx_decoders.families.deepseek.blocks import (
@@ -90,11 +90,27 @@ def _read_delta(fields: Fields, values: Values) -> KimiDeltaAttentionConfig:
                 f"linear_attn_config: each layer from 1 to {len(layers)} must be in full_attn_layers or in kda_layers, "
                 "but not in both."
             )
-        types = ["full_attention" if layer in full_layers else "linear_attention" for layer in layers]
-        fields.content.setdefault("layer_types", types)
-    elif "layer_types" not in fields.content:
+        if fields.content.get("layer_types") is None:
+            types = ["full_attention" if layer in full_layers else "linear_attention" for layer in layers]
+            fields.content["layer_types"] = types
+    elif fields.content.get("layer_types") is None:
         raise fields.error("layer_types is missing: add it, or full_attn_layers and kda_layers to linear_attn_config.")
     return delta
+
+
+def _check_full_layers(fields: Fields, values: Values) -> None:
+    """Raise ConversionError if `layer_types` and `linear_attn_config` have different layers of latent attention."""
+    table = fields.table("linear_attn_config")
+    if table is None or not (table.numbers("full_attn_layers") or table.numbers("kda_layers")):
+        return
+    listed_layers = sorted(table.numbers("full_attn_layers"))
+    full_layers = [layer for layer, is_full in enumerate(values["full"], start=1) if is_full]
+    if listed_layers != full_layers:
+        raise fields.error(
+            f"linear_attn_config.full_attn_layers={abbreviate(listed_layers)} differs from the layers of type "
+            f"full_attention in layer_types, {abbreviate(full_layers)} (counted from 1): make them equal, or remove "
+            "layer_types."
+        )
 
 
 def _write_delta(config: DecoderConfig) -> dict[str, Any]:
@@ -176,6 +192,7 @@ FAMILY = Family(
         *latent_sizes(eps=1e-5, keys=NO_BIAS),
         Rule("delta", _read_delta, _write_delta),
         hybrid_layers(LatentAttentionConfig),
+        Rule("", _check_full_layers),
         Group("experts", kimi_experts, _EXPERTS, uses=("shape",)),
         moe.dense_layers(1, listed=True),
         Group("latent", latent_attention, latent_ranks(None), uses=("shape", "_nope_dim")),

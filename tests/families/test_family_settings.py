@@ -564,6 +564,8 @@ EQUAL = [
     row("gpt_oss", dict(experts_per_token=2), {}),
     row("granitemoe", dict(position_embedding_type="rope"), {}),  # transformers 4 writes this and the next three
     row("granitemoeshared", dict(position_embedding_type="rope"), {}),
+    row("kimi_linear", dict(layer_types=None, linear_attn_config={"full_attn_layers": [4], "kda_layers": [1, 2, 3, 5]}),
+        {}),
     row("lfm2_vl", dict(model_type="lfm2-vl"), {}),
     row("longcat_flash", dict(num_hidden_layers=56), {}),
     *(
@@ -847,6 +849,9 @@ REFUSED = [
     refusal("kimi_linear", dict(linear_attn_config={"full_attn_layers": [4], "kda_layers": [1]}), "linear_attn_config"),
     refusal("kimi_linear", dict(linear_attn_config={"gate_lower_bound": -5.0}), "gate_lower_bound"),
     refusal("kimi_linear", dict(linear_attn_config={"head_dim": 7}), "head_dim=7", "linear_head_dim=6"),
+    refusal("kimi_linear", dict(layer_types=None), "layer_types is missing", "full_attn_layers"),
+    refusal("kimi_linear", dict(linear_attn_config={"full_attn_layers": [5], "kda_layers": [1, 2, 3, 4]}),
+            "full_attn_layers=[5]", "layer_types", [4]),
     refusal("kimi_linear", dict(mla_use_nope=False), "mla_use_nope"),
     refusal("kimi_linear", dict(mla_use_output_gate=True), "mla_use_output_gate"),
     refusal("lfm2", dict(layer_types=["conv", "conv"], num_hidden_layers=2), "attention"),
