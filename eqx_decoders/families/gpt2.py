@@ -109,7 +109,7 @@ GPT2 = Family(
         Flag("scale_attn_weights", lambda config: _query_scales(config)[0] != 1.0, True, name="scaled"),
         Flag(
             "scale_attn_by_inverse_layer_idx",
-            lambda config: len(set(_query_scales(config))) > 1,
+            lambda config: any(scale not in (None, 1.0) for scale in _query_scales(config)),
             False,
             name="scaled_by_layer",
         ),
