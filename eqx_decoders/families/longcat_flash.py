@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, renamed
@@ -77,7 +78,11 @@ def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
 
     They read the stream after the final norm, as in vLLM and SGLang.
     """
-    assert config.final_norm is not None
+    if config.final_norm is None:
+        raise ConversionError(
+            "DecoderConfig.final_norm=None must be a norm, because layers of multi-token prediction read its output. "
+            "Set it to a norm."
+        )
     block = dataclasses.replace(config.blocks[1], shortcut_from=None)
     mtp = MTPConfig(num_depths=depths, block=block, norm=config.final_norm, normed_stream=True)
     return dataclasses.replace(config, mtp=mtp)

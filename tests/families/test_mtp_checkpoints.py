@@ -370,6 +370,14 @@ def test_blocks_that_depths_of_mimo_v2_flash_have_must_be_there():
         decode(sample("mimo_v2_flash", num_nextn_predict_layers=1, mlp_layer_types=["sparse"] * 3))
 
 
+@pytest.mark.parametrize("kind, field", [("longcat_flash", "final_norm"), ("qwen3_next", "blocks")])
+def test_depths_need_the_norm_and_the_attention_that_they_have(kind, field):
+    config = decode(sample(kind))
+    value = None if field == "final_norm" else config.blocks[:1]  # the first layer of Qwen3-Next has no attention
+    with refused(ed.ConversionError, f"DecoderConfig.{field}"):
+        FAMILIES[kind].with_depths(dataclasses.replace(config, **{field: value}), 1)
+
+
 def test_depths_that_no_setting_counts_are_left_out():
     """transformers ignores all depths."""
     for kind, name in (

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings
 from eqx_decoders.families.common import (
@@ -76,8 +77,12 @@ def delta_net(shape: DecoderSizes, **sizes: Any) -> GatedDeltaNetConfig:
 
 def with_depths(config: DecoderConfig, depths: int = 1) -> DecoderConfig:
     """Return the configuration with MTP. The MTP block equals the last decoder block with attention."""
-    block = next(block for block in reversed(config.blocks) if isinstance(block.mixer, AttentionConfig))
-    assert block.pre_mixer_norm is not None
+    block = next((block for block in reversed(config.blocks) if isinstance(block.mixer, AttentionConfig)), None)
+    if block is None or block.pre_mixer_norm is None:
+        raise ConversionError(
+            "DecoderConfig.blocks must have a layer with an AttentionConfig and a pre_mixer_norm, because layers of "
+            "multi-token prediction equal this layer: add one, or use a checkpoint without such layers."
+        )
     mtp = MTPConfig(num_depths=depths, block=block, norm=block.pre_mixer_norm, normed_stream=True)
     return dataclasses.replace(config, mtp=mtp)
 
