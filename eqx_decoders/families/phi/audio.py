@@ -37,6 +37,7 @@ from eqx_decoders.layers.norm import LayerNormConfig
 
 AUDIO = 200_011
 _NORM = LayerNormConfig(eps=1e-5)
+_MAX_CONVOLUTIONS = 8  # maximum number of convolutions of the stem whose tensors are mapped
 _MAX_TOKENS = 500  # maximum number of tokens in one sequence of the encoder, as in transformers
 
 
@@ -123,6 +124,11 @@ def _read_convolutions(fields: Fields, values: Values) -> int:
     if reduction & (reduction - 1):
         raise fields.error(
             f"time_reduction={reduction} must be a power of two, because each convolution halves the number of frames."
+        )
+    if reduction > 2**_MAX_CONVOLUTIONS:
+        raise fields.error(
+            f"time_reduction={reduction} must be at most {2**_MAX_CONVOLUTIONS}, because the stem has at most "
+            f"{_MAX_CONVOLUTIONS} convolutions: reduce it."
         )
     return reduction.bit_length() - 1
 
@@ -234,7 +240,6 @@ def _stem_convolution(index: int) -> tuple[Weight, ...]:
     )
 
 
-_MAX_CONVOLUTIONS = 8  # maximum number of convolutions of the stem whose tensors are mapped
 _INTO_HEADS = "(heads head_dim) embed -> embed heads head_dim"
 _HEADS_BIAS = "(heads head_dim) -> heads head_dim"
 WEIGHTS = (

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
@@ -24,7 +25,16 @@ from eqx_decoders.families.qwen.vision import (
     with_media,
 )
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Defaults, Integer, Numbers, Rule, activation, value_at
+from eqx_decoders.families.settings_table import (
+    Check,
+    Defaults,
+    Integer,
+    Numbers,
+    Rule,
+    Values,
+    activation,
+    value_at,
+)
 from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, vision_config
 from eqx_decoders.families.weight_rows import gated_mlp
 from eqx_decoders.layers.mask import Bidirectional
@@ -36,12 +46,13 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 _SECTIONS = (16, 24, 24)  # M-RoPE sections for time, height and width
 _IMAGE, _VIDEO = 151_655, 151_656
 _NORM = RMSNormConfig(eps=1e-6)
+_FULL_LAYERS = (7, 15, 23, 31)
 
 
 def windowed_vision(
     sizes: EncoderSizes,
     *,
-    full_layers: tuple[int, ...] = (7, 15, 23, 31),
+    full_layers: tuple[int, ...] = _FULL_LAYERS,
     window: int = 4,
     frames: int = 2,
     theta: float = 10_000.0,
@@ -103,6 +114,17 @@ def _full_layers(encoder: EncoderConfig) -> tuple[int, ...]:
     return tuple(layer for layer, mask in enumerate(masks) if mask == Bidirectional())
 
 
+def _check_full_layers(fields: Fields, values: Values) -> None:
+    full_layers = values["full_layers"]
+    num_layers = values["layers"]
+    # transformers also writes its default for encoders with fewer layers
+    if full_layers != _FULL_LAYERS and not all(0 <= layer < num_layers for layer in full_layers):
+        raise fields.error(
+            f"fullatt_block_indexes={abbreviate(list(full_layers))} must be indices of layers from 0 to "
+            f"{num_layers - 1}, because depth={num_layers}: correct one of them."
+        )
+
+
 _VISION = vision_config(
     windowed_vision,
     Integer("out_hidden_size", "projector.out_dim", 3584, name="_out_dim"),
@@ -119,7 +141,8 @@ _VISION = vision_config(
     ),
     Rule("window", lambda fields, values: values["_pixels"] // values["merge"] // values["size"]),
     activation("hidden_act", "mlp.activation", "silu"),
-    Numbers("fullatt_block_indexes", _full_layers, (7, 15, 23, 31), name="full_layers"),
+    Numbers("fullatt_block_indexes", _full_layers, _FULL_LAYERS, name="full_layers"),
+    Rule("", _check_full_layers),
     Integer("temporal_patch_size", "stem.frames", 2),
     axial_theta("axial", "default", key=""),
     model_type="qwen2_5_vl_vision",

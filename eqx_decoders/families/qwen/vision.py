@@ -113,6 +113,10 @@ def qwen_vision_config(model_type: str, *, deepstack: tuple[int, ...] = ()) -> T
         Integer("spatial_merge_size", "stem.merge", 2),
         activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
         Numbers("deepstack_visual_indexes", "deepstack", deepstack),
+        Check(
+            lambda values: len(values["deepstack"]) <= _MAX_DEEPSTACK_LEVELS,
+            f"deepstack_visual_indexes={{deepstack}} must have at most {_MAX_DEEPSTACK_LEVELS} entries: remove some.",
+        ),
         Integer("temporal_patch_size", "stem.frames", 2),
         axial_theta("axial", "default", key=""),
         Only("apply_vit_abs_pos_embed", True),
