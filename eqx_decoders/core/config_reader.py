@@ -215,11 +215,11 @@ class Fields:
         self.content[new] = value
 
     def supply(self, key: str, value: Any) -> None:
-        """Set a key to a value that is given outside of this object.
+        """Set a key to a value that is given outside of this object. null is treated as missing.
 
         Raises ConversionError if this object has a different value.
         """
-        if self.content.get(key, value) != value:
+        if self.content.get(key) is not None and self.content[key] != value:
             raise self.error(
                 f"{key}={abbreviate(self.content[key])} differs from the value outside of this object, "
                 f"{abbreviate(value)}: make them equal."

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Parallel
-from eqx_decoders.core.config_reader import REQUIRED, Fields
+from eqx_decoders.core.config_reader import REQUIRED, Fields, abbreviate
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
@@ -275,6 +275,17 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
                 "other mixers."
             )
     return mixers  # pyright: ignore[reportReturnType] - checked above
+
+
+def read_layer_indices(fields: Fields, key: str, num_layers: int) -> tuple[int, ...]:
+    """Read a list of indices of layers, by default an empty list. Raises ConversionError if a layer does not exist."""
+    indices = fields.numbers(key)
+    if not all(0 <= index < num_layers for index in indices):
+        raise fields.error(
+            f"{key}={abbreviate(list(indices))} must be indices of layers from 0 to {num_layers - 1}: correct the list "
+            "or the number of layers."
+        )
+    return tuple(indices)
 
 
 # Types of layers in `layer_types`, by the class of the mask.

@@ -5,7 +5,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, hybrid_layers, renamed
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, hybrid_layers, read_layer_indices, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, Renamed, Rule, Values
@@ -56,9 +56,10 @@ def _convolution(shape: DecoderSizes, **options: Any) -> GatedConvolutionConfig:
 
 def _convert_layer_indices(fields: Fields, values: Values) -> None:
     """Convert `full_attn_idxs`, which old files have, to `layer_types`."""
-    indices = fields.numbers("full_attn_idxs", (), null=())
+    num_layers = values["shape"].num_layers
+    indices = read_layer_indices(fields, "full_attn_idxs", num_layers)
     if indices:
-        types = ["full_attention" if index in indices else "conv" for index in range(values["shape"].num_layers)]
+        types = ["full_attention" if index in indices else "conv" for index in range(num_layers)]
         fields.supply("layer_types", types)
 
 

@@ -1,6 +1,9 @@
 """Mamba-2 (Dao & Gu 2024), without attention and MLPs, and Bamba, with few attention layers."""
 
-from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
+from typing import Any
+
+from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends, read_layer_indices
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.mamba.blocks import (
     BACKBONE,
@@ -11,7 +14,7 @@ from eqx_decoders.families.mamba.blocks import (
     mamba_weights,
 )
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Flag, Numbers, Only
+from eqx_decoders.families.settings_table import Check, Flag, Only, Rule, Values
 from eqx_decoders.families.weight_rows import gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
@@ -63,8 +66,16 @@ def bamba(
     return shape.decoder(shape.block(mixer, mlp) for mixer in mixers)
 
 
-def _attention_layers(config: DecoderConfig) -> list[int]:
-    return [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)]
+def _read_attention_layers(fields: Fields, values: Values) -> tuple[int, ...]:
+    layers = read_layer_indices(fields, "attn_layer_indices", values["shape"].num_layers)
+    if not layers:
+        raise fields.error("attn_layer_indices is empty: add the index of at least one attention layer.")
+    return layers
+
+
+def _write_attention_layers(config: DecoderConfig) -> dict[str, Any]:
+    layers = [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)]
+    return {"attn_layer_indices": layers}
 
 
 BAMBA = Family(
@@ -73,11 +84,7 @@ BAMBA = Family(
     settings=(
         decoder_sizes(num_kv_heads=8, eps=1e-5, keys={"head_dim": None}),
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
-        Numbers("attn_layer_indices", _attention_layers, (), name="attention_layers"),
-        Check(
-            lambda values: bool(values["attention_layers"]),
-            "attn_layer_indices is empty. It must have the index of at least one attention layer.",
-        ),
+        Rule("attention_layers", _read_attention_layers, _write_attention_layers),
         rope_settings(fraction=0.5),
         Check(
             lambda values: values["rope"].fraction == 0.5,
