@@ -974,7 +974,8 @@ REFUSED = [
     refusal("qwen3_next", dict(layer_types=[FULL] * 6), "attention"),
     refusal("qwen3_next", dict(layer_types=[LINEAR] * 6), "attention"),
     refusal("qwen3_next", dict(num_nextn_predict_layers=2), "num_nextn_predict_layers=2"),
-    refusal("qwen4_exp_text", dict(eos_token_id=None), "eos_token_id"),
+    *(refusal("qwen4_exp_text", dict(eos_token_id=token), f"eos_token_id={shown}", 63)
+      for token, shown in ((None, "null"), (True, "true"), (-1, "-1"), (64, "64"), ([], "[]"), ([2, "x"], '[2, "x"]'))),
     refusal("qwen4_exp_text", dict(indexer_budget=7), "indexer_budget=7", "indexer_compress_ratio=3"),
     refusal("qwen4_exp_text", dict(indexer_kv_heads=2), "indexer_kv_heads=2"),
     refusal("qwen4_exp_text", dict(mtp_num_hidden_layers=1, mtp={"rope_theta": 5}), "mtp: rope_theta=5"),

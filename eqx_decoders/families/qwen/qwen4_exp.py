@@ -133,17 +133,16 @@ def _read_ngrams(fields: Fields, values: Values) -> dict[str, Any] | None:
     max_ngram = fields.integer("ngram_size", 3)
     features = fields.integer("ple_embed_dim", shape.embed_dim)
     vocab_base = fields.integer("ngram_vocab_size_base", 20_000_000)
-    end_token = fields.take("eos_token_id", None)
+    end_tokens = fields.take("eos_token_id", None)
     if not layer_numbers:
         return None
     if layer_numbers[0] < 1 or layer_numbers[-1] > shape.num_layers:
         raise fields.error(f"ple_layer_ids={layer_numbers} must be layer numbers from 1 to {shape.num_layers}.")
-    if isinstance(end_token, list) and end_token:
-        end_token = end_token[0]
-    if not isinstance(end_token, int):
+    ids = end_tokens if isinstance(end_tokens, list) else [end_tokens]
+    if not ids or not all(type(token) is int and 0 <= token < shape.vocab_size for token in ids):
         raise fields.error(
-            f"eos_token_id={abbreviate(end_token)} must be a token id: n-grams of the layers in ple_layer_ids do not "
-            "extend across it. Set eos_token_id."
+            f"eos_token_id={abbreviate(end_tokens)} must be a token id from 0 to {shape.vocab_size - 1}, or a list of "
+            "token ids: n-grams of the layers in ple_layer_ids do not extend across the first one. Set eos_token_id."
         )
     if max_ngram < 2:
         raise fields.error(f"ngram_size={max_ngram} must be at least 2, the number of tokens of the shortest n-gram.")
@@ -155,8 +154,8 @@ def _read_ngrams(fields: Fields, values: Values) -> dict[str, Any] | None:
         )
     return dict(
         layers=tuple(number - 1 for number in layer_numbers),
-        pad_token=end_token,
-        end_token=end_token,
+        pad_token=ids[0],
+        end_token=ids[0],
         head_dim=features // num_hashes,
         vocab_bases=(vocab_base,) * orders,
         **options,
