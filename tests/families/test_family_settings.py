@@ -1023,6 +1023,7 @@ REFUSED = [
         ({"vision_config.vocab_size": 4}, ["[(52, 56), (55, 60)]"]),
         ({"vision_config.model_args.act_layer": "relu"}, ["model_args", "act_layer"]),
         ({"vision_config.model_args.block_args": [[]]}, ["block_args", 4]),
+        ({"vision_config.model_args.block_args": [["uir"]]}, ["block_args[0][0]=uir", "object"]),
         ({"vision_config.model_args.block_args.0.0.block_type": "ir"}, ["block_type=ir"]),
         ({"vision_config.model_args.block_args.0.0.stride": 1}, ["stride", 2]),
         ({"vision_config.model_args.block_args.1.0.dw_kernel_size_end": 3},

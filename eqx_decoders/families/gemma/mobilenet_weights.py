@@ -6,6 +6,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_keys import json_name
 from eqx_decoders.families.gemma.mobilenet import (
     EdgeResidualConfig,
@@ -155,7 +156,9 @@ def _read_stages(args: Fields) -> tuple[_Stage, ...] | None:
 
 
 def _read_block(content: Any, index: int, where: str) -> PlaneBlockConfig:
-    fields = Fields(content if isinstance(content, dict) else {}, where)
+    if not isinstance(content, dict):
+        raise ConversionError(f"{where}={abbreviate(content)} must be an object with a block_type.")
+    fields = Fields(content, where)
     read = fields.word("block_type", {"er": _read_edge, "uir": _read_inverted, "mqa": _read_attention})
     stride = fields.integer("stride", 1)
     fields.allow_only("act_layer")
