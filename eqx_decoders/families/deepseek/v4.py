@@ -4,10 +4,11 @@ In the first layers, token ids select the experts.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends
@@ -41,6 +42,7 @@ SLIDING = "sliding_attention"
 SPARSE = "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
 _DEFAULT_SIZES = {SPARSE: 4, HEAVY: 128}
+_TYPES_BY_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 
 
 def _mixer(
@@ -113,20 +115,42 @@ def deepseek_v4(
     return dataclasses.replace(config, mtp=mtp)
 
 
-def _read_layer_types(fields: Fields, values: Values) -> tuple[str, ...]:
-    num_layers = values["shape"].num_layers
-    ratios = fields.numbers("compress_ratios", ())
+def _read_compress_ratios(fields: Fields, num_layers: int) -> list[str] | None:
+    """Return the attention type of each layer from `compress_ratios`; None if this key is missing."""
+    ratios = fields.numbers("compress_ratios")
+    if fields.content.get("compress_ratios") is None:
+        return None
+    if len(ratios) < num_layers:
+        raise fields.error(
+            f"compress_ratios has {len(ratios)} entries, but there are {num_layers} layers: add an entry per layer."
+        )
     mtp_ratios = list(ratios[num_layers:])
     if any(mtp_ratios):
         raise fields.error(
             f"compress_ratios[{num_layers}:]={mtp_ratios} must be 0, because these multi-token prediction layers have "
             "no compressed keys. Set them to 0."
         )
+    unknown_ratio = next((ratio for ratio in ratios if ratio not in _TYPES_BY_RATIO), None)
+    if unknown_ratio is not None:
+        raise fields.error(
+            f"compress_ratios: {unknown_ratio} must be 0, 4 or 128. Use layer_types and compress_rates for other sizes."
+        )
+    return [_TYPES_BY_RATIO[ratio] for ratio in ratios[:num_layers]]
+
+
+def _read_layer_types(fields: Fields, values: Values) -> tuple[str, ...]:
+    num_layers = values["shape"].num_layers
     layer_types = fields.words("layer_types", (SLIDING, SPARSE, HEAVY), num_layers)
-    if layer_types is None and ratios:
-        layer_types = [{0: SLIDING, 4: SPARSE}.get(ratio, HEAVY) for ratio in ratios[:num_layers]]
-    if not layer_types:
-        layer_types = [SPARSE if index > 1 and index % 2 else HEAVY for index in range(num_layers)]
+    ratio_types = _read_compress_ratios(fields, num_layers)
+    if layer_types is None:
+        default = [SPARSE if index > 1 and index % 2 else HEAVY for index in range(num_layers)]
+        return tuple(ratio_types or default)
+    if ratio_types is not None and ratio_types != layer_types:
+        ratios = fields.content["compress_ratios"]
+        raise fields.error(
+            f"compress_ratios={abbreviate(ratios)} describes other layers than layer_types: make them equal, or remove "
+            "compress_ratios."
+        )
     return tuple(layer_types)
 
 
@@ -141,14 +165,18 @@ def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_compression_sizes(fields: Fields, values: Values) -> dict[str, int]:
-    table = fields.table("compress_rates")
+    table = fields.table("compress_rates") or Fields({}, fields.where)
+    sizes: dict[str, int] = {}
     # some configuration files have these keys instead of compress_rates
-    sizes = {SPARSE: fields.integer("compress_rate_csa", None), HEAVY: fields.integer("compress_rate_hca", None)}
-    for layer_type, default in _DEFAULT_SIZES.items():
-        if sizes[layer_type] is None:
-            sizes[layer_type] = default if table is None else table.integer(layer_type, default)
-    if table is not None:
-        table.finish()
+    for layer_type, key in ((SPARSE, "compress_rate_csa"), (HEAVY, "compress_rate_hca")):
+        nested = table.integer(layer_type, None)
+        flat = fields.integer(key, None)
+        if nested is not None and flat is not None and nested != flat:
+            raise fields.error(
+                f"{key}={flat} must be equal to compress_rates.{layer_type}={nested}: change or remove one of them."
+            )
+        sizes[layer_type] = nested or flat or _DEFAULT_SIZES[layer_type]
+    table.finish()
     return sizes
 
 
@@ -175,9 +203,16 @@ def _read_hashed_layers(fields: Fields, values: Values) -> tuple[bool, ...]:
     num_layers = values["shape"].num_layers
     num_hashed = fields.integer("num_hash_layers", 3, least=0)
     mlp_types = fields.words("mlp_layer_types", ("hash_moe", "moe"), num_layers)
+    first_layers = tuple(index < num_hashed for index in range(num_layers))
     if mlp_types is None:
-        return tuple(index < num_hashed for index in range(num_layers))
-    return tuple(mlp_type == "hash_moe" for mlp_type in mlp_types)
+        return first_layers
+    hashed_layers = tuple(mlp_type == "hash_moe" for mlp_type in mlp_types)
+    if hashed_layers != first_layers and fields.content.get("num_hash_layers") is not None:
+        raise fields.error(
+            f"num_hash_layers={num_hashed} describes other layers than mlp_layer_types: make them equal, or remove "
+            "num_hash_layers."
+        )
+    return hashed_layers
 
 
 def _write_hashed_layers(config: DecoderConfig) -> dict[str, Any]:
@@ -190,8 +225,15 @@ def _read_rope_dim(fields: Fields, values: Values) -> int:
     fraction = fields.number("partial_rotary_factor", None)
     rope_dim = fields.integer("qk_rope_head_dim", None)
     if fraction is None:
-        fraction = (rope_dim or head_dim * 64 / 512) / head_dim
-    return int(head_dim * fraction)
+        return rope_dim or head_dim // 8
+    # the product may be slightly below an integer: 44 * (30 / 44) < 30
+    rope_dim_of_fraction = math.floor(head_dim * fraction + 1e-6)
+    if rope_dim is not None and rope_dim != rope_dim_of_fraction:
+        raise fields.error(
+            f"qk_rope_head_dim={rope_dim} must be equal to head_dim x partial_rotary_factor, {head_dim} x {fraction}: "
+            "change or remove one of them."
+        )
+    return rope_dim_of_fraction
 
 
 def _write_rope_dim(config: DecoderConfig) -> dict[str, Any]:
