@@ -842,6 +842,9 @@ REFUSED = [
     refusal(AIR, dict(scoring_func="softmax"), "scoring_func"),
     refusal("glm_moe_dsa", drop("mlp_layer_types", "layer_types") | dict(
         num_hidden_layers=6, indexer_types=["shared"] * 6), "blocks[0].mixer.indexer.shared_from='choice'"),
+    refusal("glm_moe_dsa", drop("mlp_layer_types", "layer_types") | dict(
+        num_hidden_layers=2, indexer_types=["full", "shared"], index_topk_pattern="FF"),
+            "index_topk_pattern=FF", "indexer_types"),
     refusal("glm_moe_dsa", dict(indexer_rope_interleave=False), "indexer_rope_interleave"),
     refusal("gpt2", dict(hidden_size=8), "hidden_size=8", "n_embd=24"),
     refusal("gpt_neox", drop("rope_parameters") | dict(rotary_pct=0.25, partial_rotary_factor=0.5),
@@ -940,6 +943,8 @@ REFUSED = [
     refusal("minimax_m3_vl_text", dict(mlp_layer_types=["dense"] * 2), "experts"),
     refusal("minimax_m3_vl_text", dict(moe_layer_freq=[1, 1]), "moe_layer_freq"),
     refusal("minimax_m3_vl_text", dict(sparse_attention_config=[1, 1]), "sparse_attention_config"),
+    refusal("ministral3", dict(rope_scaling=sample("ministral3")["rope_parameters"] | dict(llama_4_scaling_beta=0.7)),
+            "llama_4_scaling_beta", "=0.7"),
     refusal("mistral", NO_WINDOW | dict(num_hidden_layers=2, layer_types=[FULL, LOCAL]), "layer_types"),
     refusal("mistral", NO_WINDOW | dict(num_hidden_layers=2, layer_types=[FULL, FULL]), "layer_types"),
     refusal("modernbert-decoder", drop("layer_types", "global_attn_every_n_layers") | dict(
@@ -949,6 +954,8 @@ REFUSED = [
     refusal("mpt", {"attn_config.prefix_lm": True}, "prefix_lm=true"),
     refusal("mpt", {"attn_config.qk_ln": True}, "qk_ln=true"),
     refusal("nemotron_h", dict(layers_block_type=None, hybrid_override_pattern="M-X*"), "hybrid_override_pattern"),
+    refusal("nemotron_h", dict(layers_block_type=["mamba", "attention"], hybrid_override_pattern="*M"),
+            'hybrid_override_pattern="*M"', "layers_block_type", "M*"),
     refusal("nemotron_h", dict(layers_block_type=["mlp"]), "attention"),
     refusal("nemotron_h", dict(mamba_hidden_act="gelu"), "mamba_hidden_act"),
     refusal("nemotron_h", dict(num_nextn_predict_layers=1, layers_block_type=["mlp", "attention"]), "experts"),

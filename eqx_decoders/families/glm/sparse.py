@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import decoder_sizes, llama_weights
@@ -140,7 +140,13 @@ def _read_full_indexers(fields: Fields, values: Values) -> tuple[bool, ...]:
         types_by_letter = {"F": "full", "S": "shared"}
         fields.content["index_topk_pattern"] = [types_by_letter.get(letter, letter) for letter in pattern]
     types = fields.words("indexer_types", _INDEXER_TYPES, num_layers)
-    types = types or fields.words("index_topk_pattern", _INDEXER_TYPES, num_layers)
+    pattern_types = fields.words("index_topk_pattern", _INDEXER_TYPES, num_layers)
+    if types is not None and pattern_types is not None and types != pattern_types:
+        raise fields.error(
+            f"index_topk_pattern={abbreviate(pattern)} describes other layers than indexer_types: make them equal, or "
+            "remove index_topk_pattern."
+        )
+    types = types or pattern_types
     if types:
         return tuple(indexer_type == "full" for indexer_type in types)
     return tuple(max(index - offset + 1, 0) % period == 0 for index in range(num_layers))

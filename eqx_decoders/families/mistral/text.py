@@ -121,7 +121,13 @@ def _read_rope(fields: Fields, values: Values) -> Rope:
 
 def _read_growth(fields: Fields, values: Values) -> float:
     tables = [table for key in _ROPE_TABLES if (table := fields.table(key)) is not None]
-    return next((table.number(_BETA) for table in tables if _BETA in table.content), 0.1)
+    growths = [table.number(_BETA) for table in tables if table.content.get(_BETA) is not None]
+    if len(set(growths)) > 1:
+        raise fields.error(
+            f"rope_parameters.{_BETA}={growths[0]} must be equal to rope_scaling.{_BETA}={growths[1]}: change or "
+            "remove one of them."
+        )
+    return growths[0] if growths else 0.1
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:

@@ -99,13 +99,19 @@ def _remove_infinite_limit(fields: Fields, values: Values) -> None:
 
 
 def _read_letters(fields: Fields, letters_key: str, types_key: str) -> Any:
-    """Return the layers as letters. `types_key` takes precedence over `letters_key`."""
+    """Return the layers as letters. Raises ConversionError if both keys are present and describe different layers."""
     pattern = fields.take(letters_key, None)
     layer_types = fields.words(types_key, (*_LAYER_TYPES.values(), *_LEGACY_LAYER_TYPES), None)
     if layer_types is None:
         return pattern
-    letters = {layer_type: letter for letter, layer_type in _LAYER_TYPES.items()}
-    return "".join(letters[_LEGACY_LAYER_TYPES.get(layer_type, layer_type)] for layer_type in layer_types)
+    letters_by_type = {layer_type: letter for letter, layer_type in _LAYER_TYPES.items()}
+    letters = "".join(letters_by_type[_LEGACY_LAYER_TYPES.get(layer_type, layer_type)] for layer_type in layer_types)
+    if pattern is not None and pattern != letters:
+        raise fields.error(
+            f"{letters_key}={abbreviate(pattern)} differs from {types_key}, which is {abbreviate(letters)} in letters: "
+            f"make them equal, or remove {letters_key}."
+        )
+    return letters
 
 
 def _read_pattern(fields: Fields, values: Values) -> str:
