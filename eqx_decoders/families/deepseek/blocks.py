@@ -104,10 +104,11 @@ def latent_sizes(*, nope_dim: int = 128, keys: Mapping[str, str | None] = {}, **
     `decoder_sizes`.
     """
     return (
-        Unused("head_dim qk_head_dim", "they are the sum of qk_nope_head_dim and qk_rope_head_dim"),
+        Unused("head_dim", "transformers replaces it by qk_rope_head_dim; published files have other values"),
         AUTO_MAP,
         Integer("qk_nope_head_dim", "latent.nope_dim", nope_dim, name="_nope_dim"),
         Integer("qk_rope_head_dim", "latent.rope_dim", 64, name="_rope_dim"),
+        Only("qk_head_dim", lambda values: values["_nope_dim"] + values["_rope_dim"]),
         decoder_sizes(
             head_dim=lambda values: values["_nope_dim"] + values["_rope_dim"],
             keys={"head_dim": None, **keys},
