@@ -292,6 +292,14 @@ def read_layer_indices(fields: Fields, key: str, num_layers: int) -> tuple[int, 
 LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chunked: "chunked_attention"}
 
 
+def layer_type(mask: Mask) -> str:
+    """Return the type in `layer_types` of a layer with this mask. Raises ConversionError if the mask has no type."""
+    if type(mask) not in LAYER_TYPES:
+        supported = ", ".join(kind.__name__ for kind in LAYER_TYPES)
+        raise ConversionError(f"AttentionConfig.mask={mask!r} is not supported in config.json. Supported: {supported}.")
+    return LAYER_TYPES[type(mask)]
+
+
 def cycle_masks(period: int, *, key: str = "", window: int = 4096, default: int | None = None) -> Rule:
     """Return the row of the value `masks`: causal in every `period`-th layer, sliding windows in all other layers.
 
@@ -377,7 +385,7 @@ def write_masks(
     config: DecoderConfig, kind: LocalMask = SlidingWindow, key: str = "sliding_window", *, default: int | None = None
 ) -> dict[str, Any]:
     """Return `layer_types`, and under `key` the size of the local masks; `default` if no layer is local."""
-    types = [LAYER_TYPES[type(mixer.mask)] for mixer in attentions(config)]
+    types = [layer_type(mixer.mask) for mixer in attentions(config)]
     return {"layer_types": types, key: find_window(config, kind) or default}
 
 

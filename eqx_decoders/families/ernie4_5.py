@@ -83,9 +83,10 @@ def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
 
 
 def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
+    first = moe.first_sparse_layer(config)
     sparse = moe.sparse_layers(config)
-    step = sparse[1] - sparse[0] if len(sparse) > 1 else 1
-    return {"moe_layer_interval": step, "moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
+    step = sparse[1] - first if len(sparse) > 1 else 1
+    return {"moe_layer_interval": step, "moe_layer_start_index": first, "moe_layer_end_index": sparse[-1]}
 
 
 _MLP = LAYER + "mlp."

@@ -15,6 +15,7 @@ from eqx_decoders.families.common import (
 )
 from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rotated_features
 from eqx_decoders.families.settings_table import Defaults, Flag, Integer, Renamed, Rule, Setting, Values, only, value_at
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -185,18 +186,13 @@ def gptj(shape: DecoderSizes, *, rotary_dim: int = 64) -> DecoderConfig:
     return shape.decoder(block, norm, head_bias=True)
 
 
-def _rotary_dim(config: DecoderConfig) -> int:
-    attention = value_at(config, "attention")
-    return attention.rope.rotated(attention.head_dim)
-
-
 GPTJ = Family(
     model_type="gptj",
     architecture="GPTJForCausalLM",
     settings=(
         *defaults(vocab_size=50_400, n_embd=4096, n_layer=28, n_head=16),
         decoder_sizes(eps=1e-5, activation="gelu_new", words={"gelu_new": "gelu_tanh", **ACTIVATIONS}, keys=KEYS),
-        Integer("rotary_dim", _rotary_dim, 64, name="rotary_dim"),
+        Integer("rotary_dim", rotated_features, 64, name="rotary_dim"),
         # published files have these keys; transformers does not read them
         *only(rotary=True, scale_attn_weights=True),
     ),

@@ -230,8 +230,13 @@ class Family:
             settings = write_all(self.settings, config)
             written = {"architectures": [self.architecture], "model_type": self.model_type, **settings}
             decoded, _ = self.decode(written)
-        except (AttributeError, TypeError, IndexError, ConversionError) as error:  # layers of unexpected classes
+        except ConversionError as error:
             raise _NotExpressed(f"{self.architecture} cannot describe this model: {error}", math.inf) from error
+        except AttributeError as error:
+            if not dataclasses.is_dataclass(error.obj):
+                raise
+            # a layer of another class lacks a field that the settings describe
+            raise _NotExpressed(f"{self.architecture} cannot describe this model: {error}.", math.inf) from error
         different = list(_differences(decoded, config, "DecoderConfig"))
         if different:
             raise _NotExpressed(

@@ -116,7 +116,7 @@ def _check_full_layers(fields: Fields, values: Values) -> None:
 def _write_delta(config: DecoderConfig) -> dict[str, Any]:
     """Return the layers and sizes of delta attention, both in `linear_attn_config` and outside of it."""
     delta = first_layer(config, "delta")
-    if delta is None:
+    if not isinstance(delta, KimiDeltaAttentionConfig):
         return {}
     layers = list(enumerate(config.blocks, start=1))
     nested = {

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import check
+from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.common import DecoderSizes, NormPlaces
 from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, sharing
@@ -64,6 +64,17 @@ def sparse_decoder(
 def sparse_layers(config: DecoderConfig) -> list[int]:
     """Return the indices of the layers with experts."""
     return [layer for layer, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
+
+
+def first_sparse_layer(config: DecoderConfig) -> int:
+    """Return the index of the first layer with experts. Raises ConversionError if no layer has experts."""
+    layers = sparse_layers(config)
+    if not layers:
+        raise ConversionError(
+            "DecoderConfig.blocks must have at least one layer with experts, which config.json of this model type "
+            "describes: use a model type without experts."
+        )
+    return layers[0]
 
 
 def mlp_like_experts(default: int) -> Rule:
@@ -181,9 +192,9 @@ def dense_layers(first: int, *, listed: bool = False) -> Rule:
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
     def write(config: DecoderConfig) -> dict[str, Any]:
-        sparse = sparse_layers(config)
         if not listed:
-            return {"first_k_dense_replace": sparse[0]}
+            return {"first_k_dense_replace": first_sparse_layer(config)}
+        sparse = sparse_layers(config)
         return {"mlp_layer_types": [_KINDS[layer in sparse] for layer in range(len(config.blocks))]}
 
     return Rule("dense_layers", read, write)
@@ -204,7 +215,7 @@ def num_shared(key: str, default: int, *, least: int = 1, twin: str = "") -> Int
 
 def num_dense_layers(key: str, default: int) -> Integer:
     """Return the row of the value `num_dense_layers`: number of layers before the first layer with experts."""
-    return Integer(key, lambda config: sparse_layers(config)[0], default, least=0, name="num_dense_layers")
+    return Integer(key, first_sparse_layer, default, least=0, name="num_dense_layers")
 
 
 def with_shared(shape: DecoderSizes, *, expert_dim: int, num_shared: int, **options: Any) -> ExpertsConfig:

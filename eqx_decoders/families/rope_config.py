@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.common import LAYER_TYPES, attentions
+from eqx_decoders.families.common import LAYER_TYPES, attentions, layer_type
 from eqx_decoders.families.settings_table import (
     ABSENT,
     Check,
@@ -156,10 +156,20 @@ def rotary_dim() -> Rule:
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         attention = value_at(config, "attention")
-        rotated = attention.rope.rotated(attention.head_dim)
+        rotated = rotated_features(config)
         return {"rotary_dim": rotated} if rotated / attention.head_dim == attention.rope.fraction else {}
 
     return Rule("", read, write)
+
+
+def rotated_features(config: DecoderConfig) -> int:
+    """Return the number of rotated features of a head. Raises ConversionError if attention has no rotary embedding."""
+    attention = value_at(config, "attention")
+    if attention.rope is None:
+        raise ConversionError(
+            "AttentionConfig.rope=None must be a rotary embedding, because config.json has its number of features."
+        )
+    return attention.rope.rotated(attention.head_dim)
 
 
 def rotated_layers() -> Rule:
@@ -456,8 +466,8 @@ def write_rope(
 
 def write_ropes(config: DecoderConfig) -> dict[str, Any]:
     """Return `rope_parameters` with a table for each type of layer that the decoder has."""
-    ropes = {type(mixer.mask): mixer.rope for mixer in attentions(config)}
-    return {"rope_parameters": {LAYER_TYPES[mask]: _write_table(rope) for mask, rope in ropes.items()}}
+    ropes = {layer_type(mixer.mask): mixer.rope for mixer in attentions(config)}
+    return {"rope_parameters": {kind: _write_table(rope) for kind, rope in ropes.items()}}
 
 
 def _write_table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
@@ -466,7 +476,11 @@ def _write_table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
         raise ConversionError(
             "AttentionConfig.rope=None must be a rotary embedding: config.json of this model type describes one."
         )
-    rope_type, settings = next((name, rows) for name, (cls, rows) in _TYPES.items() if cls is type(rope))
+    rope_type = next((name for name, (rope_class, _) in _TYPES.items() if rope_class is type(rope)), None)
+    if rope_type is None:
+        supported = ", ".join(rope_class.__name__ for rope_class, _ in _TYPES.values())
+        raise ConversionError(f"AttentionConfig.rope={rope!r} has no rope_type in config.json. Supported: {supported}.")
+    settings = _TYPES[rope_type][1]
     written = {key: value for key, value in write_all(settings, rope).items() if value is not None}
     table: dict[str, Any] = {"rope_type": rope_type.split(",")[0], "rope_theta": rope.theta, **written}
     if partial or rope.fraction != 1.0:

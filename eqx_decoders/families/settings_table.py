@@ -77,6 +77,10 @@ def value_at(config: Any, path: str) -> Any:
                     f"config.json describes ({path})."
                 )
         elif word.isdecimal():
+            if not isinstance(value, tuple) or int(word) >= len(value):
+                raise ConversionError(
+                    f"{type(config).__name__}.{path}: there is no element {word}, which config.json describes."
+                )
             value = value[int(word)]
         elif hasattr(value, word):
             value = getattr(value, word)
@@ -86,6 +90,11 @@ def value_at(config: Any, path: str) -> Any:
                 "describes."
             )
     return value
+
+
+def values_by_layer(config: Any, path: str) -> list[Any]:
+    """Return the value at `path` in each block of a decoder. Raises ConversionError if a block has no such path."""
+    return [value_at(config, f"blocks.{layer}.{path}") for layer in range(len(config.blocks))]
 
 
 class Setting(abc.ABC):

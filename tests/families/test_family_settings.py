@@ -14,11 +14,11 @@ from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.load import decode_config
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
-from eqx_decoders.layers.mask import Causal, SlidingWindow
+from eqx_decoders.layers.mask import Bidirectional, Causal, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import AxialRope, DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from tests.errors import refused
 from tests.families.samples import (
     ABSENT,
@@ -745,6 +745,21 @@ NOT_WRITTEN = [
     *(row(kind, {"blocks.0.mixer.out_bias": True, "blocks.1.mixer.out_bias": True}, kind, ["out_bias"])
       for kind in ("glm", "glm4", "glm4_moe", "solar_open")),
     *(row(name, {}, "gemma4_text", ["Gemma4ForCausalLM"]) for name in ("tiny", "gemma3-1b", "deepseek-custom")),
+    # layers that the family does not have
+    *(row("tiny", {}, family, ["experts"], name=dict(family=family))
+      for family in ("afmoe", "deepseek_v3", "ernie4_5_moe", "lfm2_moe")),
+    row("afmoe", {"blocks.0.mixer.mask": Bidirectional()}, "afmoe", ["AttentionConfig.mask=Bidirectional("]),
+    row("bloom", {}, "gptj", ["AttentionConfig.rope=None"], name=dict(family="gptj")),
+    row("deepseek_v4", {"blocks.0.mixer": AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8)}, "deepseek_v4",
+        ["BlockConfig.mixer=AttentionConfig(", "CompressedAttentionConfig"]),
+    row("gemma3_text", {"blocks.0.mixer.mask": Bidirectional()}, "gemma3_text", ["mask=Bidirectional("]),
+    row("glm_moe_dsa", {"blocks.0.mixer": AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8)}, "glm_moe_dsa",
+        ["AttentionConfig has no attribute chooses"]),
+    row("llama", {"blocks.0.mixer.rope": AxialRope()}, "llama", ["AttentionConfig.rope=AxialRope(", "YarnRope"]),
+    row("llava1.5-7b", {"media.vision.depths": ()}, "llava", ["EncoderConfig.depths=()"]),
+    *(row("tiny", {}, family, names, name=dict(family=family)) for family, names in (
+        ("llava", ["media"]), ("xlstm", ["key_dim"]))),
+    row("mixtral", {}, "minimax", ["BlockConfig.residual="], name=dict(family="minimax")),
 ]
 # fmt: on
 

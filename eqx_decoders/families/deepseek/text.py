@@ -117,7 +117,7 @@ def _check_layer_types(fields: Fields, values: Values) -> None:
 
 
 def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
-    return _layer_types(len(config.blocks), moe.sparse_layers(config)[0])
+    return _layer_types(len(config.blocks), moe.first_sparse_layer(config))
 
 
 def _deepseek_v32(*, indexer: IndexerConfig, **options: Any) -> DecoderConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.core.config_reader import Fields, abbreviate
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends
@@ -26,6 +27,7 @@ from eqx_decoders.families.settings_table import (
     Unused,
     Values,
     Word,
+    values_by_layer,
     write_all,
 )
 from eqx_decoders.families.weight_rows import Weight, mtp_rows
@@ -154,14 +156,29 @@ def _read_layer_types(fields: Fields, values: Values) -> tuple[str, ...]:
     return tuple(layer_types)
 
 
-def _layer_type(mixer: Any) -> str:
+def _mixers(config: DecoderConfig) -> list[CompressedAttentionConfig]:
+    """Return the attention of every block, including the block of multi-token prediction (MTP) layers.
+
+    Raises ConversionError if the mixer of a block is not compressed attention.
+    """
+    blocks = config.blocks if config.mtp is None else (*config.blocks, config.mtp.block)
+    mixers = [block.mixer for block in blocks]
+    for mixer in mixers:
+        if not isinstance(mixer, CompressedAttentionConfig):
+            raise ConversionError(
+                f"BlockConfig.mixer={mixer!r} must be a CompressedAttentionConfig: this model type has no other mixers."
+            )
+    return mixers  # pyright: ignore[reportReturnType] - checked above
+
+
+def _layer_type(mixer: CompressedAttentionConfig) -> str:
     if mixer.compression is None:
         return SLIDING
     return HEAVY if mixer.indexer is None else SPARSE
 
 
 def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
-    return {"layer_types": [_layer_type(block.mixer) for block in config.blocks]}
+    return {"layer_types": [_layer_type(mixer) for mixer in _mixers(config)[: len(config.blocks)]]}
 
 
 def _read_compression_sizes(fields: Fields, values: Values) -> dict[str, int]:
@@ -181,8 +198,7 @@ def _read_compression_sizes(fields: Fields, values: Values) -> dict[str, int]:
 
 
 def _write_compression_sizes(config: DecoderConfig) -> dict[str, Any]:
-    mixers: list[Any] = [block.mixer for block in config.blocks]
-    sizes = {_layer_type(mixer): mixer.compression.size for mixer in mixers if mixer.compression is not None}
+    sizes = {_layer_type(mixer): mixer.compression.size for mixer in _mixers(config) if mixer.compression is not None}
     return {"compress_rates": _DEFAULT_SIZES | sizes}
 
 
@@ -194,8 +210,7 @@ _INDEXER = Group("indexer", CompressedIndexerConfig, (
 
 
 def _write_indexer(config: DecoderConfig) -> dict[str, Any]:
-    mixers: list[Any] = [block.mixer for block in config.blocks]
-    indexer = next((mixer.indexer for mixer in mixers if mixer.indexer is not None), None)
+    indexer = next((mixer.indexer for mixer in _mixers(config) if mixer.indexer is not None), None)
     return {} if indexer is None else write_all(_INDEXER.settings, indexer)
 
 
@@ -216,8 +231,8 @@ def _read_hashed_layers(fields: Fields, values: Values) -> tuple[bool, ...]:
 
 
 def _write_hashed_layers(config: DecoderConfig) -> dict[str, Any]:
-    mlps: list[Any] = [block.mlp for block in config.blocks]
-    return {"mlp_layer_types": ["moe" if mlp.router.hashed_tokens is None else "hash_moe" for mlp in mlps]}
+    hashed_tokens = values_by_layer(config, "mlp.router.hashed_tokens")
+    return {"mlp_layer_types": ["moe" if tokens is None else "hash_moe" for tokens in hashed_tokens]}
 
 
 def _read_rope_dim(fields: Fields, values: Values) -> int:
@@ -237,7 +252,7 @@ def _read_rope_dim(fields: Fields, values: Values) -> int:
 
 
 def _write_rope_dim(config: DecoderConfig) -> dict[str, Any]:
-    mixer: Any = config.blocks[0].mixer
+    mixer = _mixers(config)[0]
     return {"qk_rope_head_dim": mixer.rope_dim, "partial_rotary_factor": mixer.rope_dim / mixer.head_dim}
 
 
@@ -250,8 +265,7 @@ def _read_ropes(fields: Fields, values: Values) -> dict[str, Rope]:
 
 
 def _write_ropes(config: DecoderConfig) -> dict[str, Any]:
-    blocks = config.blocks if config.mtp is None else (*config.blocks, config.mtp.block)
-    mixers: list[Any] = [block.mixer for block in blocks]
+    mixers = _mixers(config)
     ropes = {"main": Rope(), "compress": Rope(theta=1.6e5)}
     ropes |= {"main" if mixer.compression is None else "compress": mixer.rope for mixer in mixers}
     fraction = mixers[0].rope_dim / mixers[0].head_dim

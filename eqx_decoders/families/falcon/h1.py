@@ -84,8 +84,7 @@ def _mlp(shape: DecoderSizes, *, bias: bool, scales: tuple[float, ...]) -> MLPCo
 
 
 def _write_mlp_scales(config: DecoderConfig) -> dict[str, Any]:
-    mlp = value_at(config, "mlp")
-    return {"mlp_multipliers": [mlp.gate_scale, mlp.out_scale]}
+    return {"mlp_multipliers": [value_at(config, "mlp.gate_scale"), value_at(config, "mlp.out_scale")]}
 
 
 _MAMBA_OPTIONS = (

@@ -14,7 +14,7 @@ from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, end
 from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Group, Integer, Number, Only, Renamed, Rule, Values
+from eqx_decoders.families.settings_table import Group, Integer, Number, Only, Renamed, Rule, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
@@ -111,7 +111,7 @@ def _recurrence_weights(prefix: str) -> tuple[Weight, ...]:
 
 
 _KEYS = {"hidden_act": "hidden_activation", "initializer_range": None}
-_PATHS = {"intermediate_size": lambda config: 2 * config.blocks[0].mlp.mlp_dim}
+_PATHS = {"intermediate_size": lambda config: 2 * value_at(config, "blocks.0.mlp.mlp_dim")}
 FAMILY = Family(
     model_type="recurrent_gemma",
     architecture="RecurrentGemmaForCausalLM",

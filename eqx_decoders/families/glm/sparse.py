@@ -30,7 +30,7 @@ from eqx_decoders.families.deepseek.blocks import (
 )
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Only, Rule, Values
+from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Only, Rule, Values, values_by_layer
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -153,11 +153,10 @@ def _read_full_indexers(fields: Fields, values: Values) -> tuple[bool, ...]:
 
 
 def _write_full_indexers(config: DecoderConfig) -> dict[str, Any]:
-    mixers: list[Any] = [block.mixer for block in config.blocks]
     return {
-        "layer_types": [_LAYER_TYPE] * len(mixers),
-        "indexer_types": ["full" if mixer.chooses else "shared" for mixer in mixers],
-        "first_k_dense_replace": moe.sparse_layers(config)[0],
+        "layer_types": [_LAYER_TYPE] * len(config.blocks),
+        "indexer_types": ["full" if chooses else "shared" for chooses in values_by_layer(config, "mixer.chooses")],
+        "first_k_dense_replace": moe.first_sparse_layer(config),
     }
 
 

@@ -134,8 +134,11 @@ def _read_depths(fields: Fields, values: Values) -> tuple[int, ...]:
 
 
 def _write_layers(config: DecoderConfig) -> dict[str, Any]:
-    encoder = value_at(config, "media.vision")
-    layers = [depth - len(encoder.blocks) - 1 for depth in encoder.depths]
+    depths = value_at(config, "media.vision.depths")
+    num_layers = len(value_at(config, "media.vision.blocks"))
+    if not depths:
+        raise ConversionError("EncoderConfig.depths=() must have at least one layer for vision_feature_layer: set it.")
+    layers = [depth - num_layers - 1 for depth in depths]
     return {"vision_feature_layer": layers if len(layers) > 1 else layers[0]}
 
 
@@ -281,7 +284,7 @@ LLAVA = llava_family("llava", "LlavaForConditionalGeneration")
 
 
 def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    tiles = value_at(config, "media.vision").tiles
+    tiles = value_at(config, "media.vision.tiles")
     if tiles is None:
         raise ConversionError(
             "EncoderConfig.tiles=None must be a TilesConfig for LLaVA-NeXT. LLaVA is the family without tiles."

@@ -7,7 +7,7 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.mamba.blocks import BACKBONE, IntegerOrAuto, backbone, mamba_decoder, mamba_sizes
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Only, Rule, Values, first_layer
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Only, Rule, Values, first_layer, value_at
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
@@ -104,7 +104,7 @@ def _read_norm(fields: Fields, values: Values) -> RMSNormConfig:
 
 
 def _write_norm(config: DecoderConfig) -> dict[str, Any]:
-    return {"mixer_rms_eps": first_layer(config, "mamba1").norm.eps}
+    return {"mixer_rms_eps": value_at(config, "mamba1.norm.eps")}
 
 
 FALCON_MAMBA = Family(

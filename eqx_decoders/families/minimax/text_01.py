@@ -9,6 +9,7 @@ from collections.abc import Callable
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Weighted
 from eqx_decoders.core.config_reader import Fields
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
     HYBRID_TYPES,
@@ -79,7 +80,15 @@ def _residual_weights(name: str, key: str, mixers: tuple[type, ...], branch: int
     def first_weight(field: str) -> Callable[[DecoderConfig], float]:
         def weight(config: DecoderConfig) -> float:
             block = next((block for block in config.blocks if isinstance(block.mixer, mixers)), None)
-            return 1.0 if block is None else getattr(block.residual, field)[branch]
+            if block is None:
+                return 1.0
+            if not isinstance(block.residual, Weighted):
+                raise ConversionError(
+                    f"BlockConfig.residual={block.residual!r} must be a Weighted residual connection, whose weights "
+                    "config.json describes."
+                )
+            factors = getattr(block.residual, field)
+            return factors[branch] if factors else 1.0
 
         return weight
 

@@ -5,6 +5,7 @@ Images are split into tiles, which SigLIP encodes separately.
 
 import dataclasses
 import functools
+from typing import Any
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.geometry import TilesConfig
@@ -14,7 +15,7 @@ from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families._siglip import siglip, siglip_weights
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, nested, token
 from eqx_decoders.families.phi.audio import AUDIO, SETTINGS as AUDIO_SETTINGS, WEIGHTS as AUDIO_WEIGHTS, phi4_audio
-from eqx_decoders.families.settings_table import Check, Integer, Number, Rule, Values, activation
+from eqx_decoders.families.settings_table import Check, Integer, Number, Rule, Values, activation, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -74,6 +75,10 @@ def _read_depth(fields: Fields, values: Values) -> int:
     return feature_layer % num_states
 
 
+def _write_depth(encoder: EncoderConfig) -> dict[str, Any]:
+    return {"feature_layer": value_at(encoder, "depths.0") - len(encoder.blocks) - 1}
+
+
 _VISION = vision_config(
     phi4_vision,
     *encoder_sizes(width=1152, heads=16, layers=27, mlp_dim=4304, size=14),
@@ -85,7 +90,7 @@ _VISION = vision_config(
     ),
     activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
     Number("layer_norm_eps", "post_norm.eps", 1e-6),
-    Rule("depth", _read_depth, lambda encoder: {"feature_layer": encoder.depths[0] - len(encoder.blocks) - 1}),
+    Rule("depth", _read_depth, _write_depth),
     model_type="phi4_multimodal_vision",
     ignored={"initializer_range": "only initializes new weights"},
 )

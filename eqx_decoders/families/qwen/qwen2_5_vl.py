@@ -11,6 +11,8 @@ from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
+from eqx_decoders.encoders.stem import PatchStemConfig
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import NO_BIAS, decoder_sizes
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, nested, with_rope
 from eqx_decoders.families.qwen.text import IGNORED_QWEN2_KEYS, LATE_WINDOWS
@@ -114,6 +116,15 @@ def _full_layers(encoder: EncoderConfig) -> tuple[int, ...]:
     return tuple(layer for layer, mask in enumerate(masks) if mask == Bidirectional())
 
 
+def _window_pixels(encoder: EncoderConfig) -> int:
+    stem = encoder.stem
+    if not isinstance(stem, PatchStemConfig) or stem.window is None:
+        raise ConversionError(
+            f"EncoderConfig.stem={stem!r} must be a PatchStemConfig with a window, whose size config.json describes."
+        )
+    return stem.window * stem.merge * stem.size
+
+
 def _check_full_layers(fields: Fields, values: Values) -> None:
     full_layers = values["full_layers"]
     num_layers = values["layers"]
@@ -131,9 +142,7 @@ _VISION = vision_config(
     SAME_OUT_DIM,
     *encoder_sizes(width=3584, heads=16, layers=32, mlp_dim=3420, size=14, keys=QWEN_KEYS),
     Integer("spatial_merge_size", "stem.merge", 2),
-    Integer(
-        "window_size", lambda encoder: encoder.stem.window * encoder.stem.merge * encoder.stem.size, 112, name="_pixels"
-    ),
+    Integer("window_size", _window_pixels, 112, name="_pixels"),
     Rule("_token_pixels", lambda fields, values: values["size"] * values["merge"]),
     Check(
         lambda values: values["_pixels"] >= values["_token_pixels"],

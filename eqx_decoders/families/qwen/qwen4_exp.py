@@ -13,6 +13,7 @@ import numpy as np
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.core.config_reader import Fields, abbreviate
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families.common import ENDS, LAYER, NO_BIAS, DecoderSizes, decoder_sizes
@@ -108,7 +109,11 @@ def _read_indexer(fields: Fields, values: Values) -> PooledIndexerConfig:
 
 
 def _write_indexer(config: DecoderConfig) -> dict[str, Any]:
-    indexer = value_at(config, "attention").selection
+    indexer = value_at(config, "attention.selection")
+    if not isinstance(indexer, PooledIndexerConfig):
+        raise ConversionError(
+            f"AttentionConfig.selection={indexer!r} must be a PooledIndexerConfig, which config.json describes."
+        )
     return {
         "indexer_compress_ratio": indexer.size,
         "indexer_budget": indexer.size * indexer.top_k,
