@@ -324,26 +324,42 @@ def read_named_ropes(fields: Fields, thetas: Mapping[str, tuple[str, float]], *,
     length = fields.integer("max_position_embeddings", None)
     tables = [table for table in map(fields.table, ("rope_parameters", "rope_scaling")) if table is not None]
     is_nested = bool(tables) and set(thetas) <= set(tables[0].content)
+    outer_thetas = {name: fields.number(key, None) for name, (key, _) in thetas.items()}
+    if not is_nested:
+        for table in tables:
+            _check_shared_table(table, {name: outer_thetas[name] or default for name, (_, default) in thetas.items()})
     ropes: dict[str, Rope] = {}
-    for name, (key, default_theta) in thetas.items():
-        theta = fields.number(key, None)
+    for name, (_, default_theta) in thetas.items():
         outer = _OuterSettings(
-            theta=theta, default_theta=default_theta, length=length, nested=True, default_fraction=fraction
+            theta=outer_thetas[name], default_theta=default_theta, length=length, nested=True, default_fraction=fraction
         )
         if is_nested:
             ropes[name] = _read_tables(fields, [tables[0].table(name)], outer)
         elif not ropes:
             ropes[name] = Rope(**outer.common_fields(None, None))
         else:
-            for table in tables:
-                table.rename("type", "rope_type")
-                table.content.pop("rope_theta", None)
-                if table.content.get("rope_type") == "yarn":
-                    table.supply("attention_factor", 1.0)
             ropes[name] = _read_tables(fields, list(tables), outer)
     if is_nested:
         tables[0].finish()
     return ropes
+
+
+def _check_shared_table(table: Fields, thetas: Mapping[str, float]) -> None:
+    """Remove theta from a table that describes several rotary embeddings, and set its attention factor.
+
+    transformers ignores theta in such a table. Raises ConversionError unless it is one of `thetas`, the values outside
+    of the table by name.
+    """
+    table.rename("type", "rope_type")
+    theta = table.number("rope_theta", None)
+    if theta is not None and theta not in thetas.values():
+        raise table.error(
+            f"rope_theta={theta} must be one of the values outside of this object, {sorted(thetas.values())}: change "
+            "or remove it."
+        )
+    table.content.pop("rope_theta", None)
+    if table.content.get("rope_type") == "yarn":
+        table.supply("attention_factor", 1.0)
 
 
 def write_named_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:

@@ -549,6 +549,9 @@ EQUAL = [
     row("apertus", dict(mlp_bias=False, post_norm=False, qk_norm=True), {}),  # as in published files
     row("bamba", dict(mamba_d_head="auto"), {}),
     row("dbrx", dict(router_aux_loss_coef=0.05), {}),
+    # transformers does not read an inner theta, and may write the outer value there
+    row("deepseek_v4", drop("rope_parameters") | dict(rope_theta=7, rope_scaling=YARN_KEYS | dict(rope_theta=7)),
+        drop("rope_parameters") | dict(rope_theta=7.0, rope_scaling=YARN_KEYS)),
     row("dbrx", {"ffn_config.uniform_expert_assignment": False}, {}),
     row("deepseek_v2", dict(norm_topk_prob=True), dict(norm_topk_prob=False)),  # weights are never divided
     row("falcon_h1", ALL_ONES, drop(*ALL_ONES)),
@@ -818,6 +821,9 @@ REFUSED = [
         (dict(compress_rate_csa=2), ["compress_rate_csa=2", "compress_rates.compressed_sparse_attention=3"]),
         (dict(mlp_layer_types=["moe", "hash_moe", "moe"], num_hash_layers=1), ["num_hash_layers=1", "mlp_layer_types"]),
         (dict(qk_rope_head_dim=4, partial_rotary_factor=0.25), ["qk_rope_head_dim=4", "8 x 0.25"]),
+        (drop("rope_parameters") | dict(rope_theta=7.0, compress_rope_theta=8.0, rope_scaling={
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 9.0}),
+         ["rope_theta=9.0", "[7.0, 8.0]"]),
     )),
     refusal("diffllama", dict(num_attention_heads=3, num_key_value_heads=3), "num_key_value_heads=3"),
     refusal("doge", dict(is_moe=True), "is_moe=true"),
