@@ -1,6 +1,6 @@
 """Arcee AFM (Arcee AI 2025): Llama's attention, and MLPs with ReLU² and without a gate."""
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag
@@ -22,7 +22,7 @@ FAMILY = Family(
         rope_settings(),
     ),
     build=arcee,
-    weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.")),
+    weights=llama_weights(mlp=plain_mlp(LAYER + "mlp.")),
 )
 
 

@@ -1,6 +1,6 @@
 """BitNet b1.58 (Ma et al. 2024, 2025) with bfloat16 weights: norms before output projections, gated MLPs with ReLU²."""
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.weight_rows import norm
@@ -9,7 +9,6 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _THETA = 500_000.0
-_LAYER = "model.layers.{layer}."
 
 
 def bitnet(shape: DecoderSizes, *, rope: Rope = Rope(theta=_THETA)) -> DecoderConfig:
@@ -24,8 +23,8 @@ FAMILY = Family(
     settings=(decoder_sizes(eps=1e-5, activation="relu2"), rope_settings(theta=_THETA)),
     build=bitnet,
     weights=llama_weights()
-    + norm(_LAYER + "self_attn.attn_sub_norm", "mixer.inner_norm")
-    + norm(_LAYER + "mlp.ffn_sub_norm", "mlp.inner_norm"),
+    + norm(LAYER + "self_attn.attn_sub_norm", "mixer.inner_norm")
+    + norm(LAYER + "mlp.ffn_sub_norm", "mlp.inner_norm"),
 )
 
 

@@ -2,7 +2,7 @@
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import Number, Only, Rule, Values
@@ -54,8 +54,7 @@ def _read_rope(fields: Fields, values: Values) -> Rope:
     return read_rope(fields, theta=150_000.0) if has_scaling else _ROPE
 
 
-_LAYER = "model.layers.{layer}."
-_MLP = _LAYER + "mlp."
+_MLP = LAYER + "mlp."
 _EXPERTS = moe.fused_experts(_MLP, "router", gate_up="experts embed mlp", down="experts mlp embed", within="mlp")
 _BIAS = "experts mlp -> experts mlp"
 FAMILY = Family(
@@ -77,7 +76,7 @@ FAMILY = Family(
     build=gpt_oss,
     weights=(
         *llama_weights(mlp=_EXPERTS),
-        Weight(_LAYER + "self_attn.sinks", "mixer.sink", "heads -> heads"),
+        Weight(LAYER + "self_attn.sinks", "mixer.sink", "heads -> heads"),
         Weight(_MLP + "router.bias", "mlp.router.bias", "experts -> experts"),
         *sharing(
             _MLP + "experts.gate_up_proj_bias",

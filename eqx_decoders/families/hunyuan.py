@@ -1,7 +1,7 @@
 """Hunyuan (Tencent 2025), dense and with experts: queries and keys are normalized after RoPE."""
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, renamed
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
@@ -57,7 +57,7 @@ def hunyuan_moe(
     return shape.decoder(shape.block(attention(shape, rope), experts))
 
 
-_MLP = "model.layers.{layer}.mlp."
+_MLP = LAYER + "mlp."
 HUNYUAN_MOE = Family(
     model_type="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",

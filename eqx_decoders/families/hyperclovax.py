@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.granite.text import STREAM_SCALES, granite
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -40,8 +40,7 @@ FAMILY = Family(
         *STREAM_SCALES,
     ),
     build=hyperclovax,
-    weights=llama_weights()
-    + norm_weights("model.layers.{layer}.", post_mixer_norm="post_norm1", post_mlp_norm="post_norm2"),
+    weights=llama_weights() + norm_weights(LAYER, post_mixer_norm="post_norm1", post_mlp_norm="post_norm2"),
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, hybrid_layers
+from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, hybrid_layers
 from eqx_decoders.families.deepseek.blocks import (
     WEIGHTS,
     latent_attention,
@@ -148,9 +148,8 @@ _EXPERTS = (
 _DEFAULTS = dict(
     vocab_size=163_840, hidden_size=2304, intermediate_size=9216, num_hidden_layers=27, num_attention_heads=32
 )
-_LAYER = "model.layers.{layer}."
-_ATTENTION = _LAYER + "self_attn."
-_MOE = _LAYER + "block_sparse_moe."
+_ATTENTION = LAYER + "self_attn."
+_MOE = LAYER + "block_sparse_moe."
 _HEADS = "(heads head_dim)"
 _PROJECTIONS = {"q": "query", "k": "key", "v": "value"}
 _DELTA = (

@@ -137,9 +137,8 @@ _SIZES = (
     Flag("attention_bias", "latent.bias", False, name="attention_bias"),
 )
 
-_LAYER = "model.layers.{layer}."
 _PART = {"self_attn.": "self_attn.{part}."}
-_MLPS = _LAYER + "mlps.{part}."
+_MLPS = LAYER + "mlps.{part}."
 _DEPTH = "model.mtp.layers.{depth}."
 FAMILY = Family(
     model_type="longcat_flash",
@@ -170,12 +169,12 @@ FAMILY = Family(
     weights=(
         *ENDS,
         *norm_weights(
-            _LAYER, pre_mixer_norm="input_layernorm.{part}", pre_mlp_norm="post_attention_layernorm.{part}"
+            LAYER, pre_mixer_norm="input_layernorm.{part}", pre_mlp_norm="post_attention_layernorm.{part}"
         ),
         *(row for row in renamed(LATENT, _PART) if "self_attn" in row.name),
         *gated_mlp(_MLPS),
         *gated_mlp(_MLPS, "mlp.shared."),
-        *moe.separate_experts(_LAYER + "mlp.", router="router.classifier", bias="router.e_score_correction_bias"),
+        *moe.separate_experts(LAYER + "mlp.", router="router.classifier", bias="router.e_score_correction_bias"),
         *renamed(mtp_rows(LATENT, LAYER, _DEPTH), {".mlp.": ".transformer_layer.mlp."}),
         *renamed(
             depth_rows(_DEPTH, embed_norm="enorm.m", stream_norm="hnorm.m", kernels="eh_proj", final_norm="norm"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Number
@@ -37,7 +37,7 @@ FAMILY = Family(
         rope_settings(),
     ),
     build=nanochat,
-    weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.", up="fc1", down="fc2")),
+    weights=llama_weights(mlp=plain_mlp(LAYER + "mlp.", up="fc1", down="fc2")),
 )
 
 

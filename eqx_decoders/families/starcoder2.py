@@ -1,6 +1,6 @@
 """StarCoder2 (Lozhkov et al. 2024): LayerNorm, MLPs without a gate, biases, a window in every layer."""
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp, same_window
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp, same_window
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import only
@@ -30,7 +30,7 @@ FAMILY = Family(
         rope_settings(),
     ),
     build=starcoder2,
-    weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.", up="c_fc", down="c_proj")),
+    weights=llama_weights(mlp=plain_mlp(LAYER + "mlp.", up="c_fc", down="c_proj")),
     ignored_keys={
         "embedding_dropout residual_dropout": "dropout is used in training only",
         "activation_function layer_norm_epsilon": "transformers reads other keys",

@@ -11,12 +11,13 @@ from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
     ENDS,
     GATED_MLP,
+    LAYER,
     PRE_NORMS,
     DecoderSizes,
     decoder_sizes,
     map_blocks,
     with_masks,
-)  # fmt: skip
+)
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import (
     AUTO_MAP,
@@ -179,8 +180,8 @@ def deepseek_settings(
     )
 
 
-_ATTENTION = "model.layers.{layer}.self_attn."
-MLP = "model.layers.{layer}.mlp."
+_ATTENTION = LAYER + "self_attn."
+MLP = LAYER + "mlp."
 LATENT = (
     *ENDS,
     *PRE_NORMS,
@@ -321,13 +322,12 @@ def v3_experts(
     return with_masks(deepseek_v3(shape=shape, mixer=mixer, **options), masks)
 
 
-_LAYER = "model.layers.{layer}."
 V3_EXPERTS = moe.separate_experts(MLP, bias="gate.e_score_correction_bias", shared="shared_experts")
 DEPTH = (
-    Weight(_LAYER + "enorm.weight", "embed_norm.scale", "norm -> norm"),
-    Weight(_LAYER + "hnorm.weight", "stream_norm.scale", "norm -> norm"),
-    *joined_kernels(_LAYER + "eh_proj.weight"),
-    Weight(_LAYER + "shared_head.norm.weight", "final_norm.scale", "norm -> norm"),
+    Weight(LAYER + "enorm.weight", "embed_norm.scale", "norm -> norm"),
+    Weight(LAYER + "hnorm.weight", "stream_norm.scale", "norm -> norm"),
+    *joined_kernels(LAYER + "eh_proj.weight"),
+    Weight(LAYER + "shared_head.norm.weight", "final_norm.scale", "norm -> norm"),
 )
 _INDEXER = _ATTENTION + "indexer."
 INDEXER = (
@@ -339,6 +339,6 @@ INDEXER = (
 )
 V3_WEIGHTS = (*LATENT, *V3_EXPERTS, *DEPTH)
 V3_COPIES = {
-    _LAYER + "embed_tokens.weight": "model.embed_tokens.weight",
-    _LAYER + "shared_head.head.weight": "lm_head.weight",
+    LAYER + "embed_tokens.weight": "model.embed_tokens.weight",
+    LAYER + "shared_head.head.weight": "lm_head.weight",
 }

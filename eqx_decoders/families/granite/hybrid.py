@@ -9,7 +9,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import ENDS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers
+from eqx_decoders.families.common import ENDS, LAYER, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers
 from eqx_decoders.families.granite.text import EXPERTS, MULTIPLIERS, scaled, shared_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.mamba.blocks import mamba_settings, mamba_weights
@@ -99,7 +99,6 @@ _EXPERTS = (
     ),
     Integer("shared_intermediate_size", _shared_dim, 1024, name="shared_dim"),
 )
-_LAYER = "model.layers.{layer}."
 FAMILY = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
@@ -119,8 +118,8 @@ FAMILY = Family(
     weights=(
         *ENDS,
         *PRE_NORMS,
-        *self_attention(_LAYER),
-        *mamba_weights(_LAYER + "mamba."),
+        *self_attention(LAYER),
+        *mamba_weights(LAYER + "mamba."),
         *shared_mlp("mlp."),
         *shared_mlp(),
         *EXPERTS,

@@ -10,7 +10,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import DecoderSizes, NormPlaces, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, NormPlaces, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, value_at
@@ -63,8 +63,7 @@ MULTIPLIERS = (
     Number("logits_scaling", "logit_divisor", 1.0),
 )
 
-_LAYER = "model.layers.{layer}."
-_MOE = _LAYER + "block_sparse_moe."
+_MOE = LAYER + "block_sparse_moe."
 _EXPERTS_IN = "experts mlp embed -> experts embed mlp"
 EXPERTS = (
     *sharing(_MOE + "input_linear.weight", ("mlp.gate", _EXPERTS_IN), ("mlp.up", _EXPERTS_IN), axis=1),
@@ -77,8 +76,8 @@ def shared_mlp(path: str = "mlp.shared.") -> tuple[Weight, ...]:
     """Return the weight rows of the shared expert, or of the MLP of a model without experts."""
     pattern = "mlp embed -> embed mlp"
     return (
-        *sharing(_LAYER + "shared_mlp.input_linear.weight", (path + "gate", pattern), (path + "up", pattern)),
-        Weight(_LAYER + "shared_mlp.output_linear.weight", path + "down", "embed mlp -> mlp embed"),
+        *sharing(LAYER + "shared_mlp.input_linear.weight", (path + "gate", pattern), (path + "up", pattern)),
+        Weight(LAYER + "shared_mlp.output_linear.weight", path + "down", "embed mlp -> mlp embed"),
     )
 
 

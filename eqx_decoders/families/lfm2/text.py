@@ -5,7 +5,15 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, hybrid_layers, read_layer_indices, renamed
+from eqx_decoders.families.common import (
+    LAYER,
+    DecoderSizes,
+    decoder_sizes,
+    ends,
+    hybrid_layers,
+    read_layer_indices,
+    renamed,
+)
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, Renamed, Rule, Values
@@ -82,20 +90,19 @@ SETTINGS = (
 
 # --- tensors ---
 
-_LAYER = "model.layers.{layer}."
-MLP = _LAYER + "feed_forward."
+MLP = LAYER + "feed_forward."
 _ATTENTION_NAMES = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 MLP_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WEIGHTS = (
     *ends(final_norm="model.embedding_norm"),
-    *norm_weights(_LAYER, pre_mixer_norm="operator_norm", pre_mlp_norm="ffn_norm"),
-    *renamed(self_attention(_LAYER), _ATTENTION_NAMES),
-    Weight(_LAYER + "conv.in_proj.weight", "mixer.inputs", "(inputs mlp) embed -> embed inputs mlp"),
-    Weight(_LAYER + "conv.in_proj.bias", "mixer.inputs_bias", "(inputs mlp) -> inputs mlp"),
-    Weight(_LAYER + "conv.conv.weight", "mixer.taps", "mlp 1 taps -> mlp taps"),
-    Weight(_LAYER + "conv.conv.bias", "mixer.taps_bias", "mlp -> mlp"),
-    Weight(_LAYER + "conv.out_proj.weight", "mixer.out", "embed mlp -> mlp embed"),
-    Weight(_LAYER + "conv.out_proj.bias", "mixer.out_bias", "embed -> embed"),
+    *norm_weights(LAYER, pre_mixer_norm="operator_norm", pre_mlp_norm="ffn_norm"),
+    *renamed(self_attention(LAYER), _ATTENTION_NAMES),
+    Weight(LAYER + "conv.in_proj.weight", "mixer.inputs", "(inputs mlp) embed -> embed inputs mlp"),
+    Weight(LAYER + "conv.in_proj.bias", "mixer.inputs_bias", "(inputs mlp) -> inputs mlp"),
+    Weight(LAYER + "conv.conv.weight", "mixer.taps", "mlp 1 taps -> mlp taps"),
+    Weight(LAYER + "conv.conv.bias", "mixer.taps_bias", "mlp -> mlp"),
+    Weight(LAYER + "conv.out_proj.weight", "mixer.out", "embed mlp -> mlp embed"),
+    Weight(LAYER + "conv.out_proj.bias", "mixer.out_bias", "embed -> embed"),
     *renamed(gated_mlp(MLP), MLP_NAMES),
 )
 

@@ -7,7 +7,15 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes, llama_weights, read_masks, write_masks
+from eqx_decoders.families.common import (
+    LAYER,
+    DecoderSizes,
+    attentions,
+    decoder_sizes,
+    llama_weights,
+    read_masks,
+    write_masks,
+)
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotated_layers
 from eqx_decoders.families.settings_table import Flag, Integer, Only, Rule, Values
@@ -102,7 +110,7 @@ def _has_qk_norm(config: DecoderConfig) -> bool:
     return any(mixer.qk_norm is not None for mixer in attentions(config))
 
 
-_MLP = "model.layers.{layer}.feed_forward."
+_MLP = LAYER + "feed_forward."
 FAMILY = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",

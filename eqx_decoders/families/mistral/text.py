@@ -10,6 +10,7 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
+    LAYER,
     NO_BIAS,
     DecoderSizes,
     decoder_sizes,
@@ -175,10 +176,8 @@ MIXTRAL = Family(
         rope_settings(theta=1e6),
     ),
     build=mixtral,
-    weights=llama_weights(
-        mlp=moe.separate_experts("model.layers.{layer}.block_sparse_moe.", gate="w1", up="w3", down="w2")
-    ),
-    fused=moe.fused_experts("model.layers.{layer}.mlp."),
+    weights=llama_weights(mlp=moe.separate_experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2")),
+    fused=moe.fused_experts(LAYER + "mlp."),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
