@@ -425,14 +425,11 @@ def hybrid_layers(*attention: type, other: str = HYBRID_TYPES[0], word: str = HY
     return Rule("full", read, write)
 
 
-def same_window(default: int | None) -> Rule:
-    """Return the row of the value `mask`: a window of `sliding_window` tokens in all layers; causal if it is null.
-
-    `default`: transformers' default for `sliding_window`.
-    """
+def same_window() -> Rule:
+    """Return the row of the value `mask`: a window of `sliding_window` tokens; a causal mask if the key is missing."""
 
     def read(fields: Fields, values: Values) -> Mask:
-        window = fields.integer("sliding_window", default, null=None)
+        window = fields.integer("sliding_window", None)
         return Causal() if window is None else SlidingWindow(window)
 
     return Rule("mask", read, lambda config: {"sliding_window": find_window(config)})

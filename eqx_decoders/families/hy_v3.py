@@ -5,7 +5,7 @@ import functools
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import LAYER, decoder_sizes, llama_weights, renamed
-from eqx_decoders.families.deepseek.blocks import DEPTH, num_shared, v3_experts, v3_router
+from eqx_decoders.families.deepseek.blocks import DEPTH, v3_experts, v3_router
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, only
@@ -25,7 +25,7 @@ FAMILY = Family(
         rope_settings(theta=_THETA),
         Group("router", v3_router, (Number("router_scaling_factor", "experts.router.scaling_factor", 2.826),)),
         *moe.expert_counts("num_experts", num=192, chosen=8),
-        num_shared(1, key="num_shared_experts"),
+        moe.num_shared("num_shared_experts", 1),
         Integer("moe_intermediate_size", "experts.mlp_dim", 1536, name="expert_dim", twin="expert_hidden_dim"),
         Flag("mlp_bias", "experts.shared.bias", False, name="mlp_bias"),
         moe.dense_layers(1, listed=True),

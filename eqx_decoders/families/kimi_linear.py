@@ -14,7 +14,6 @@ from eqx_decoders.families.deepseek.blocks import (
     latent_attention,
     latent_ranks,
     latent_sizes,
-    num_shared,
     v3_router,
 )
 from eqx_decoders.families.hf_table import Family
@@ -139,7 +138,7 @@ _EXPERTS = (
     Integer("num_local_experts", "experts.num_experts", 256, twin="num_experts"),
     Integer("num_experts_per_tok", "experts.num_experts_per_token", 8, twin="num_experts_per_token"),
     Integer("moe_intermediate_size", "experts.mlp_dim", 1024),
-    num_shared(1, twin="num_shared_experts"),
+    moe.num_shared("n_shared_experts", 1, twin="num_shared_experts"),
     Number("routed_scaling_factor", "experts.router.scaling_factor", 2.446),
     Integer("n_group", "experts.router.num_groups", 1, name="groups", twin="num_expert_group"),
     Integer("topk_group", "experts.router.groups_per_token", 1, name="groups_per_token"),

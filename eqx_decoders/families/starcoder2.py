@@ -26,7 +26,7 @@ FAMILY = Family(
             keys={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias"},
         ),
         *only(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True),
-        same_window(None),
+        same_window(),
         rope_settings(),
     ),
     build=starcoder2,

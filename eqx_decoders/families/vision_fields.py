@@ -84,6 +84,14 @@ def vision_config(
     return Table("vision_config", (group,), model_type=model_type, ignored=ignored, what=what)
 
 
+def outer_values(*names: str) -> tuple[Rule, ...]:
+    """Return the rows of values that keys outside of `vision_config` determine.
+
+    The value `name` of a row equals the value `_name` of an earlier row outside of `vision_config`.
+    """
+    return tuple(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in names)
+
+
 def encoder_sizes(
     *,
     width: int,

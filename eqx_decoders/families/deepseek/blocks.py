@@ -134,11 +134,6 @@ def latent_mixer(q_rank: int | None, value_dim: int = 128) -> Group:
     return Group("mixer", latent_attention, latent_ranks(q_rank, value_dim), uses=("shape", "_rope", "_nope_dim"))
 
 
-def num_shared(default: int, *, key: str = "n_shared_experts", twin: str = "") -> Integer:
-    """Return the setting of the number of shared experts. `twin`: a second key with the same value."""
-    return moe.num_shared(key, default, twin=twin)
-
-
 def router_settings(
     make: Callable[..., RouterConfig], *options: Setting, scale: float, groups: int, groups_per_token: int
 ) -> Group:
@@ -160,7 +155,7 @@ def expert_settings(*, num_experts: int, chosen: int, shared: int, expert_dim: i
         Only("moe_layer_freq", 1),
         Only("ep_size", 1),
         *moe.expert_counts("n_routed_experts", num=num_experts, chosen=chosen, width=expert_dim),
-        num_shared(shared),
+        moe.num_shared("n_shared_experts", shared),
     )
 
 

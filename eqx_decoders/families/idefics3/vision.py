@@ -7,8 +7,8 @@ from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families._siglip import siglip, siglip_weights
 from eqx_decoders.families.multimodal import LLAMA_SIZES, MultimodalFamily, linear, needs_model_type, token, with_images
-from eqx_decoders.families.settings_table import Defaults, Integer, Number, Only, Rule, Table, Unused, activation
-from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
+from eqx_decoders.families.settings_table import Defaults, Integer, Number, Only, Table, Unused, activation
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, outer_values, vision_config
 
 
 IMAGE = 128_257
@@ -34,7 +34,7 @@ def _vision_config(model_type: str) -> Table:
     return vision_config(
         idefics3_encoder,
         *encoder_sizes(width=1152, heads=16, layers=12, mlp_dim=3072, size=32),
-        Rule("merge", lambda fields, values: values["_merge"]),
+        *outer_values("merge"),
         activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
         *grid_side(224),
         Number("layer_norm_eps", "post_norm.eps", 1e-6),

@@ -18,12 +18,13 @@ from eqx_decoders.families.multimodal import (
     with_images,
     with_rope,
 )
-from eqx_decoders.families.settings_table import Flag, Number, Only, Rule, Word, activation
+from eqx_decoders.families.settings_table import Flag, Number, Only, Word, activation
 from eqx_decoders.families.vision_fields import (
     KERNEL,
     EncoderSizes,
     encoder_sizes,
     grid_side,
+    outer_values,
     shuffle_ratio,
     squares,
     vision_config,
@@ -89,7 +90,7 @@ _VISION = vision_config(
     intern_vit,
     squares("image_size", "patch_size"),
     *encoder_sizes(width=1024, heads=16, layers=24, mlp_dim=4096, size=14),
-    *(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in ("merge", "projector_activation")),
+    *outer_values("merge", "projector_activation"),
     *grid_side(448),
     Word(
         "norm_type",

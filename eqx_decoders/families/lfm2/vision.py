@@ -17,8 +17,8 @@ from eqx_decoders.families.multimodal import (
     token,
     with_images,
 )
-from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Renamed, Rule, activation, value_at
-from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, square_grid, vision_config
+from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Renamed, activation, value_at
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, outer_values, square_grid, vision_config
 from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -62,11 +62,10 @@ def siglip2(
 # --- config.json ---
 
 _PROJECTOR = "media.vision.projector."
-_OPTIONS = ("merge", "hidden_dim", "hidden_activation", "bias", "normed")
 _VISION = vision_config(
     siglip2,
     *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=16),
-    *(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in _OPTIONS),
+    *outer_values("merge", "hidden_dim", "hidden_activation", "bias", "normed"),
     *square_grid("num_patches", 256),
     Flag("vision_use_head", lambda encoder: False, True, name="_head"),  # the head's output is not used
     activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),

@@ -37,7 +37,7 @@ from eqx_decoders.families.settings_table import (
     activation,
     value_at,
 )
-from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, outer_values, vision_config
 from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -190,7 +190,7 @@ _VISION = vision_config(
     ),
     *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=_by_tower(clip=32, siglip=16)),
     Rule("merge", lambda fields, values: 1),
-    *(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in ("hidden_activation", "bias")),
+    *outer_values("hidden_activation", "bias"),
     Integer("image_size", _pixels, 224, name="_pixels"),
     *_GRID,
     Word(

@@ -170,7 +170,7 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     settings=(
-        same_window(None),
+        same_window(),
         decoder_sizes(num_kv_heads=8, eps=1e-5, keys=NO_BIAS, paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=8, chosen=2),
         rope_settings(theta=1e6),

@@ -16,7 +16,14 @@ from eqx_decoders.families.multimodal import (
     with_images,
 )
 from eqx_decoders.families.settings_table import Check, Flag, Integer, Only, Renamed, Rule, activation, value_at
-from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes, axial_theta, encoder_sizes, vision_config
+from eqx_decoders.families.vision_fields import (
+    KERNEL,
+    EncoderSizes,
+    axial_theta,
+    encoder_sizes,
+    outer_values,
+    vision_config,
+)
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope
@@ -81,11 +88,7 @@ _VISION = vision_config(
     activation("hidden_act", "mlp.activation", "gelu"),
     Rule("eps", lambda fields, values: values["text"].final_norm.eps),
     axial_theta("axial", "default"),
-    # keys outside of `vision_config` that are arguments of `pixtral`
-    *(
-        Rule(name, lambda fields, values, name=name: values["_" + name])
-        for name in ("merge", "projector_activation", "projector_bias")
-    ),
+    *outer_values("merge", "projector_activation", "projector_bias"),
     model_type="pixtral",
     ignored={
         "initializer_range": "it affects only the initialization of weights",

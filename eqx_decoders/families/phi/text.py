@@ -93,7 +93,7 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     settings=(
         decoder_sizes(eps=1e-5, keys={**NO_BIAS, "head_dim": None}),
-        same_window(None),
+        same_window(),
         rope_settings(fraction=1.0),
         Rule(writes=_write_original_length),
     ),
@@ -208,7 +208,7 @@ PHIMOE = Family(
     architecture="PhimoeForCausalLM",
     settings=(
         AUTO_MAP,
-        same_window(None),
+        same_window(),
         decoder_sizes(num_kv_heads=8, eps=1e-5, paths=moe.EXPERT_PATHS),
         Flag("lm_head_bias", "head_bias", False),
         moe.expert_counts("num_local_experts", num=16, chosen=2)[0],
