@@ -904,6 +904,7 @@ REFUSED = [
     refusal("lfm2", drop("layer_types") | dict(num_hidden_layers=2, full_attn_idxs=[1, 2]), "full_attn_idxs=[1, 2]"),
     refusal("lfm2", dict(layer_types=["conv", FULL], num_hidden_layers=2, full_attn_idxs=[0]), "layer_types="),
     refusal("lfm2", dict(layer_types=["conv", "conv"], num_hidden_layers=2), "attention"),
+    refusal("lfm2_moe", dict(num_dense_layers=99), "experts"),
     refusal("llama", dict(_attn_implementation_internal="evil/kernel"), "_attn_implementation_internal"),
     refusal("llama", dict(add_cross_attention=True), "add_cross_attention=true"),
     refusal("llama", dict(architectures=["LlamaForSequenceClassification"]), "LlamaForCausalLM"),

@@ -36,6 +36,8 @@ def lfm2(
 ) -> DecoderConfig:
     """Return a decoder with attention or a gated convolution in each layer.
 
+    Raises ConfigError if `num_dense_layers` is not below the number of layers.
+
     **Arguments:**
 
     - `shape`: sizes of the decoder.
@@ -50,9 +52,8 @@ def lfm2(
     if num_dense_layers is None:
         return shape.decoder(shape.block(mixer) for mixer in mixers)
     experts = shape.experts(**expert_options)
-    return shape.decoder(
-        shape.block(mixer, experts if index >= num_dense_layers else None) for index, mixer in enumerate(mixers)
-    )
+    blocks = (shape.block(mixer, experts if index >= num_dense_layers else None) for index, mixer in enumerate(mixers))
+    return moe.need_experts(shape.decoder(blocks))
 
 
 # --- config.json ---
