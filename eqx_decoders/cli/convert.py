@@ -6,8 +6,8 @@ python scripts/convert.py gguf exported/tiny tiny.gguf --dtype q8_0
 python scripts/convert.py verify exported/tiny
 python scripts/convert.py compare path/to/NewModel
 
-A model that is larger than one device is split by a mesh (--mesh.fsdp -1), also over several processes (--distributed),
-which must see the same directories.
+A mesh (--mesh.fsdp -1) splits a model that is larger than one device, also over several processes (--distributed) with
+access to the same directories.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""Measure a model: on tasks of your own, on lm-eval's, and by its perplexity on texts; or two models side by side.
+"""Evaluate a model on custom tasks, on lm-eval tasks and by its perplexity on texts, or compare two models.
 
     python scripts/evaluate.py --model runs/rl --tasks tasks.py:gsm8k --samples 16
     python scripts/evaluate.py --model Qwen/Qwen3-0.6B --tasks lm-eval:arc_easy,hellaswag --text wiki=wiki.txt
     python scripts/evaluate.py --model runs/rl --against runs/sft --tasks tasks.py:gsm8k
 
-A task is a Python file with examples and a grade function (see eqx_decoders/evaluation). --model is a run directory, a
-Hugging Face checkpoint or a GGUF file. Answers stand in <output>, a line each.
+A task is a Python file with examples and a grade function (see eqx_decoders/evaluation). Completions are written to the
+output directory, one JSON object per line.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
-"""Let a model write: one that was trained here, or one from a Hugging Face directory.
+"""Generate text with a model from a run or from Hugging Face.
 
     python scripts/generate.py --run-dir runs/tiny --prompt "def main("
     python scripts/generate.py --model Qwen/Qwen3-0.6B --prompt "What is a decoder?"
     python scripts/generate.py --model Qwen/Qwen3-VL-2B-Instruct --image cat.png --prompt "What is this?"
     python scripts/generate.py --model path/to/Llama-3.1-70B-Instruct --mesh.tensor 8
 
-A model with a chat template takes the prompt as a message and answers; others, or with `--no-chat`, continue it as a
-text. Without a prompt it asks for one after another, and a conversation remembers what was said. A model that is larger
-than one device is split by a mesh. Of several processes the first one asks and prints.
+If the model has a chat template, the prompt is a user message; otherwise, and with --no-chat, the prompt is continued.
+Without --prompt, prompts are read from the terminal as one conversation. A mesh splits a model that is larger than one
+device. With several processes, the first one reads and prints.
 """
 
 import dataclasses

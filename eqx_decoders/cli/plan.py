@@ -1,4 +1,4 @@
-"""Say what a step of training or decoding will hold, send and compute on TPUs or GPUs that are not here.
+"""Plan memory, communication and time of a training or decoding step on TPUs or GPUs that this machine does not have.
 
     python scripts/plan.py llama3-8b --topology v5p:2x2x4 --mesh.fsdp 16 --batch-size 16 --remat save_qkv_proj
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --mesh fsdp=16 tensor=4 --json
@@ -6,8 +6,8 @@
     python scripts/plan.py llama3-8b --topology h100:4x8 --mesh data=4 fsdp=8
     python scripts/plan.py llama3-8b --topology h100:1x8 --mesh tensor=8 --decoding --batch-size 64 --page-size 64
 
-The step is compiled for them, which needs libtpu and no TPU, or the extra aot-gpu and no GPU. Times are estimates by
-published figures; memory and collectives are the compiler's.
+The step is compiled for these chips, which needs libtpu (extra aot) or the extra aot-gpu, and no chip. Memory and
+collectives are the compiler's; times are estimates from published figures.
 """
 
 import contextlib
@@ -67,9 +67,9 @@ class PlanConfig(StepSettings, ModelSettings):
     seq_len: Annotated[int, AtLeast(2)] = 2048
     """Sequence length in tokens."""
     images: NonNegativeInt = 0
-    """Images at the beginning of each sequence, for a model that sees."""
+    """Number of images per sequence, for vision-language models."""
     image_side: PositiveInt = 896
-    """Rows and columns of pixels of each, for models that take any size."""
+    """Height and width of images in pixels, for models that take images of any size."""
     decoding: bool = False
     """Plan a decoding step of the serving engine: batch_size sequences with a cache of seq_len tokens each, with
     weights and cache in the compute dtype."""

@@ -10,7 +10,7 @@ from eqx_decoders.layers.base import RegisteredConfig
 
 
 FLAG = "--plugin"
-HELP = f"{FLAG} FILE.py, in every program: a Python file that defines your own layers, models or families; it is run."
+HELP = f"{FLAG} FILE.py (every program): Python file with your own layers, models or families, which is executed."
 
 
 def load_plugin(path: str) -> None:

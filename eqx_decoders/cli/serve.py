@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, as OpenAI's API does: to its clients, and to a browser.
+"""Serve a model over HTTP with OpenAI's API and a chat page.
 
     python scripts/serve.py --model Qwen/Qwen3-0.6B --port 8000 --max-batch-size 16 --max-length 8192
     python scripts/serve.py --run-dir runs/tiny
@@ -7,9 +7,9 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "What is a decoder?"}]}'
 
-All programs are compiled before it takes the first request; then it prints one line with its address, where a browser
-finds a page to chat. SIGTERM or Ctrl-C: it takes no new requests, lets those that are open end for a while, and ends
-with 0. Without --api-key (or EQX_DECODERS_API_KEY, several separated by commas) it serves whoever reaches the port.
+The server compiles all programs, and then prints its address; the chat page is at /. After SIGTERM or Ctrl-C it accepts
+no new requests, finishes open requests within --drain-seconds, and exits with status 0. Without --api-key or
+EQX_DECODERS_API_KEY (keys separated by commas), everyone who reaches the port is served.
 """
 
 import asyncio

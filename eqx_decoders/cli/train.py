@@ -2,8 +2,8 @@
 
     python scripts/train.py --run-dir runs/tiny --model tiny
 
-Started again on the same run directory, it goes on where it was, with the settings of the run where none are given.
-SIGTERM saves and exits with 143.
+If the run directory contains a run, it is resumed with its settings, unless flags change them. SIGTERM saves a
+checkpoint and ends the program with exit code 143.
 """
 
 import argparse

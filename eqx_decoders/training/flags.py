@@ -4,5 +4,4 @@
 def flag(name: str) -> str:
     """Return the flag of a setting by its dotted name: `"optimizer.eps"` is `--optimizer.eps`."""
     named = {"dataset.path": "data", "dataset.held_out_path": "held-out"}
-    named |= {"images": "pictures", "image_side": "picture-side"}
     return "--" + named.get(name, name.removeprefix("dataset.").replace("_", "-"))

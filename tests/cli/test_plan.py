@@ -89,10 +89,10 @@ def test_flags_become_a_plan(here):
     assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 6, 2)
     assert execution.remat.save == ("out_proj",) and execution.remat.offload == ("context",)
     assert given == {"batch_size": 4, "seq_len": 64, "media": None, "options": options("v5p"), "until": "code"}
-    *_, seen = here("tiny-vision", *words[:-1], 8, "--seq-len", 64, "--pictures", 2, "--picture-side", 64)[1]
+    *_, seen = here("tiny-vision", *words[:-1], 8, "--seq-len", 64, "--images", 2, "--image-side", 64)[1]
     assert seen["media"].images.patches.shape == (16, 64, 48) and seen["media"].index.shape == (8, 64)
-    assert parse(["tiny", "--picture-side", "64"]).image_side == 64
-    _, (*_, seen) = here("qwen3-vl-2b", *words, "--seq-len", 64, "--pictures", 2, "--picture-side", 64)
+    assert parse(["tiny", "--image-side", "64"]).image_side == 64
+    _, (*_, seen) = here("qwen3-vl-2b", *words, "--seq-len", 64, "--images", 2, "--image-side", 64)
     assert seen["media"].images.patches.shape == (8, 16, 1536) and seen["media"].order.shape[0] == 4
     state = trainer.abstract(model, key=jax.random.key(0))
     assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(state.optimizer))
@@ -360,7 +360,7 @@ def test_flags_become_a_plan_of_decoding(here, monkeypatch):
     [
         pytest.param(("--page-size", "16"), "page_size=16", id="page_size"),
         pytest.param(("--decoding", "--search", "2"), "search=2", id="search"),
-        pytest.param(("--decoding", "--pictures", "1"), "images=1", id="images"),
+        pytest.param(("--decoding", "--images", "1"), "images=1", id="images"),
     ],
 )
 def test_flags_that_do_not_fit_decoding_are_refused(words, named):
