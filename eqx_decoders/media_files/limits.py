@@ -1,24 +1,26 @@
-"""Bounds on the decoding of untrusted files."""
+"""Limits for decoding untrusted files."""
 
 import dataclasses
 
-from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaLimits(CheckedFields):
-    """Bounds on decoded files; a file that exceeds them is refused before its content is read.
+    """Limits of decoded files. A file that exceeds a limit is an error before its content is decoded.
+
+    Stored sizes are the sizes in the file. Resized sizes are the sizes that the model's processor produces.
 
     **Arguments:**
 
-    - `max_pixels`: pixels of one image or frame, as it is stored and as it is resized.
-    - `max_total_pixels`: pixels of all images of one prompt together, as they are stored.
-    - `max_video_pixels`: pixels of the frames that are taken from one video together, as they are resized.
-    - `max_decoded_pixels`: pixels of all frames of all videos of one prompt together, as they are stored.
-    - `max_frames`: frames of one video; far fewer are taken from it.
-    - `max_seconds`: duration of one audio clip, and of one video.
-    - `max_samples`: samples of one audio clip in all its channels, as they are stored.
-    - `max_files`: files of each kind in one prompt.
+    - `max_pixels`: maximum pixels of one image or video frame, both stored and resized.
+    - `max_total_pixels`: maximum stored pixels of all images of a prompt.
+    - `max_video_pixels`: maximum resized pixels of all sampled frames of one video.
+    - `max_decoded_pixels`: maximum stored pixels of all frames of all videos of a prompt.
+    - `max_frames`: maximum stored frames of one video. The processor samples far fewer frames.
+    - `max_seconds`: maximum duration of one audio clip or video, in seconds.
+    - `max_samples`: maximum stored samples of one audio clip, over all channels.
+    - `max_files`: maximum files of one kind in a prompt.
     """
 
     max_pixels: PositiveInt = 89_478_485
@@ -31,30 +33,44 @@ class MediaLimits(CheckedFields):
     max_files: PositiveInt = 1000
 
     def check_pixels(self, where: str, width: int, height: int) -> None:
-        """Raise DataError for an image that has no pixels, or too many."""
-        check(width > 0 and height > 0, f"{where} has {width} x {height} pixels: an image must have some.", DataError)
-        rule = f"more than MediaLimits.max_pixels={self.max_pixels:,}. Make it smaller, or raise the limit"
-        check(width * height <= self.max_pixels, f"{where} has {width:,} x {height:,} pixels: {rule}.", DataError)
+        """Raise DataError for an image without pixels or with more than `max_pixels` pixels."""
+        if width <= 0 or height <= 0:
+            raise DataError(f"{where} has {width} x {height} pixels: width and height must be at least 1.")
+        if width * height > self.max_pixels:
+            raise DataError(
+                f"{where} has {width:,} x {height:,} pixels, more than MediaLimits.max_pixels={self.max_pixels:,}. "
+                "Resize the image or raise the limit."
+            )
 
-    def check_together(self, where: str, pixels: int) -> None:
-        """Raise DataError for images that have too many pixels together."""
-        rule = f"more than MediaLimits.max_total_pixels={self.max_total_pixels:,}. Make them smaller, or give fewer"
-        check(pixels <= self.max_total_pixels, f"{where} have {pixels:,} pixels together: {rule}.", DataError)
+    def check_total_pixels(self, where: str, pixels: int) -> None:
+        """Raise DataError for images that have more than `max_total_pixels` stored pixels in total."""
+        if pixels > self.max_total_pixels:
+            raise DataError(
+                f"{where} have {pixels:,} pixels in total, more than "
+                f"MediaLimits.max_total_pixels={self.max_total_pixels:,}. Resize the images or pass fewer."
+            )
 
-    def without(self, pixels: int) -> "MediaLimits":
-        """Return the limits for the next videos, behind one with `pixels`."""
-        return dataclasses.replace(self, max_decoded_pixels=max(1, self.max_decoded_pixels - pixels))
+    def after_video(self, decoded_pixels: int) -> "MediaLimits":
+        """Return the limits of the remaining videos of a prompt after a video with `decoded_pixels` stored pixels."""
+        return dataclasses.replace(self, max_decoded_pixels=max(1, self.max_decoded_pixels - decoded_pixels))
 
-    def check_decoded(self, where: str, frames: int, width: int, height: int) -> None:
-        """Raise DataError for a video whose frames are too many to decode, at their size."""
-        rule = f"more than MediaLimits.max_decoded_pixels={self.max_decoded_pixels:,}. Cut it, make it smaller"
-        message = f"{where} has {frames:,} frames of {width:,} x {height:,} pixels"
-        good = frames * width * height <= self.max_decoded_pixels
-        check(good, f"{message}: {rule}, or raise the limit.", DataError)
+    def check_decoded_pixels(self, where: str, num_frames: int, width: int, height: int) -> None:
+        """Raise DataError for a video whose frames have more than `max_decoded_pixels` stored pixels in total."""
+        if num_frames * width * height > self.max_decoded_pixels:
+            raise DataError(
+                f"{where} has {num_frames:,} frames of {width:,} x {height:,} pixels, more pixels than "
+                f"MediaLimits.max_decoded_pixels={self.max_decoded_pixels:,}. Shorten or resize the video, or raise "
+                "the limit."
+            )
 
-    def check_resizing(self, where: str, old: tuple[int, int], new: tuple[int, int]) -> None:
-        """Raise DataError if resizing `(height, width)`, rows first, has too many pixels in between."""
-        most = max(old[0] * new[1], new[0] * new[1])
-        rule = f"passes through {most:,} pixels, more than MediaLimits.max_pixels={self.max_pixels:,}. Crop the image"
-        sizes = f"resizing {old[1]:,} x {old[0]:,} pixels to {new[1]:,} x {new[0]:,}"
-        check(most <= self.max_pixels, f"{where}: {sizes} {rule}.", DataError)
+    def check_resize(self, where: str, old: tuple[int, int], new: tuple[int, int]) -> None:
+        """Raise DataError if resizing an image from `old` to `new`, both (height, width), needs too many pixels.
+
+        The width is resized before the height. The intermediate image has the old height and the new width.
+        """
+        pixels = max(old[0] * new[1], new[0] * new[1])
+        if pixels > self.max_pixels:
+            raise DataError(
+                f"{where}: resizing {old[1]:,} x {old[0]:,} pixels to {new[1]:,} x {new[0]:,} needs an image of "
+                f"{pixels:,} pixels, more than MediaLimits.max_pixels={self.max_pixels:,}. Crop the image."
+            )

@@ -1,40 +1,47 @@
-"""Grids of tiles for an image of any shape."""
+"""Splitting of images into a grid of square tiles."""
 
 import numpy as np
 from jaxtyping import Float
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.media_files.base import read_square
+from eqx_decoders.media_files.base import read_height_width
 
 
-MOST_TILES = 256
+MAX_TILES = 256
 
 
-def tile_grid(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """Return rows and columns of `least` to `most` tiles whose shape is nearest to the image's.
+def tile_grid(height: int, width: int, tile_size: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
+    """Return the rows and columns of the grid whose aspect ratio is closest to the image's.
 
-    Of equally near shapes the larger one counts if the image has more than half of its pixels.
+    The grid has between `min_tiles` and `max_tiles` tiles. Among equally close aspect ratios, a larger grid is
+    preferred if the image has more than half of the grid's pixels.
     """
-    sizes = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1)]
-    fitting = sorted((size for size in sizes if least <= size[0] * size[1] <= most), key=lambda size: size[0] * size[1])
-    best, nearest = (1, 1), float("inf")
-    for rows, columns in fitting:
+    all_grids = [(rows, columns) for columns in range(1, max_tiles + 1) for rows in range(1, max_tiles + 1)]
+    grids = [grid for grid in all_grids if min_tiles <= grid[0] * grid[1] <= max_tiles]
+    best = (1, 1)
+    min_distance = float("inf")
+    for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         distance = abs(width / height - columns / rows)
-        large = height * width > 0.5 * side * side * rows * columns
-        if distance < nearest or (distance == nearest and large):
-            best, nearest = (rows, columns), distance
+        is_large = height * width > 0.5 * tile_size * tile_size * rows * columns
+        if distance < min_distance or (distance == min_distance and is_large):
+            best = (rows, columns)
+            min_distance = distance
     return best
 
 
-def read_side(fields: Fields, default: int) -> int:
-    """Read the side of a square."""
-    height, width = read_square(fields, "size", default)
+def read_tile_size(fields: Fields, default: int) -> int:
+    """Read `size`, the height and width of a square tile. Raises ConversionError if they differ."""
+    height, width = read_height_width(fields, "size", default)
     if height != width:
-        raise fields.error(f"size={height} x {width} must be a square: tiles are.")
+        raise fields.error(f"size={height} x {width} must be a square: height and width must be equal.")
     return height
 
 
-def cut_tiles(values: Float[np.ndarray, "3 height width"], side: int) -> Float[np.ndarray, "tiles 3 side side"]:
-    """Return the tiles of an image, row by row."""
-    rows, columns = values.shape[1] // side, values.shape[2] // side
-    return values.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
+def cut_tiles(
+    values: Float[np.ndarray, "3 height width"], tile_size: int
+) -> Float[np.ndarray, "tiles 3 tile_size tile_size"]:
+    """Return the tiles of an image in row order. `height` and `width` must be multiples of `tile_size`."""
+    rows = values.shape[1] // tile_size
+    columns = values.shape[2] // tile_size
+    split = values.reshape(3, rows, tile_size, columns, tile_size)
+    return split.transpose(1, 3, 0, 2, 4).reshape(-1, 3, tile_size, tile_size)

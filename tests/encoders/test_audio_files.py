@@ -15,7 +15,7 @@ import eqx_decoders as ed
 from eqx_decoders.data.media_documents import ProcessorReader
 from eqx_decoders.data.sources.documents import reference
 from eqx_decoders.errors import DataError
-from eqx_decoders.families.qwen.processor import QwenVideos
+from eqx_decoders.families.qwen.processor import QwenVideoProcessor
 from eqx_decoders.inference.generation import stream
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.huggingface.directory import Directory
@@ -83,7 +83,7 @@ def test_answers_to_a_video(tmp_path):
         frames = list(np.random.default_rng(seed).integers(0, 256, (4, 16, 24, 3), dtype=np.uint8))
         (tmp_path / "video.mkv").write_bytes(video("matroska", "ffv1", frames=frames, coded_as="bgr0"))
         with open_video(Video(frames=frames, fps=10.0)) as clip:
-            made = QwenVideos(size=2, least=16, most=4096).process(clip, MediaLimits())
+            made = QwenVideoProcessor(patch_size=2, min_pixels=16, max_pixels=4096).process(clip, MediaLimits())
         count = made.text.count("<|video_pad|>")
         answers.append(answered(folder, "--video", tmp_path / "video.mkv"))
         assert answers[-1] == expected(text, [VIDEO] * count, **made.arrays) and count == 48
@@ -124,7 +124,7 @@ def test_answers_to_a_video_of_few_frames(name, tmp_path):
     assert family.videos is not None
     rules = family.videos(read)
     with open_video(Video(frames=frames, fps=10.0)) as clip:
-        made = rules.process(dataclasses.replace(clip, chosen=False), MediaLimits())
+        made = rules.process(dataclasses.replace(clip, use_all_frames=False), MediaLimits())
     assert re.findall(r"(?<!:)\b\d\d:\d\d(?=:?[ <])", made.text) == times
     text = load_text_model(folder)
     assert isinstance(text.tokenizer, JsonTokenizer)
@@ -168,7 +168,7 @@ def test_answers_to_a_video_whose_frames_are_images(name, tmp_path):
         frames = list(np.random.default_rng(seed).integers(0, 256, (30, 16, 24, 3), dtype=np.uint8))
         (tmp_path / "video.mkv").write_bytes(video("matroska", "ffv1", frames=frames, coded_as="bgr0"))
         with open_video(Video(frames=frames, fps=10.0)) as clip:
-            made = rules.process(dataclasses.replace(clip, chosen=False), MediaLimits())
+            made = rules.process(dataclasses.replace(clip, use_all_frames=False), MediaLimits())
         ids = text.tokenizer.encode(made.text + "w7 w8", special=True).tolist()  # behind the last second: "2w7"
         answers.append(answered(folder, "--video", tmp_path / "video.mkv"))
         assert answers[-1] == expected(text, ids, (), **rules.join([made])) and len(answers[-1]) > 3

@@ -206,7 +206,7 @@ def test_settings_of_processors_are_checked(tmp_path):
     clip = dict(num_additional_image_tokens=1, vision_feature_select_strategy="default")
     plain = WORDS | clip | dict(processor_class="LlavaProcessor")
     cropped = dict(size=dict(shortest_edge=336), crop_size=dict(height=336, width=336))
-    assert (rules(tmp_path, cropped, plain).side, rules(tmp_path, cropped, plain).crop) == (336, True)
+    assert (rules(tmp_path, cropped, plain).size, rules(tmp_path, cropped, plain).center_crop) == (336, True)
     with refused(ed.ConversionError, "num_additional_image_tokens=1"):
         rules(tmp_path, RULES, WORDS | dict(num_additional_image_tokens=1))
     with refused(ed.ConversionError, "crop_size"):

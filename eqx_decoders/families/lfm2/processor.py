@@ -1,4 +1,4 @@
-"""Images of LFM2-VL: patches of an image of any shape; of large images tiles, and a small whole behind them."""
+"""Images of LFM2-VL: patches of an image of any aspect ratio, or tiles of a large image and a thumbnail after them."""
 
 import dataclasses
 import math
@@ -11,159 +11,193 @@ from eqx_decoders.errors import AtLeast, CheckedFields, PositiveFloat, PositiveI
 from eqx_decoders.media_files.base import ProcessedFile, Settings, check_tokens, concatenate_arrays, read_resample
 from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.media_files.normalize import HALVES, Normalization, read_normalization
-from eqx_decoders.media_files.resizing import BILINEAR, SHORT, Size, resize_with_short_weights
-from eqx_decoders.media_files.tiles import MOST_TILES, cut_tiles, tile_grid
+from eqx_decoders.media_files.resizing import BILINEAR, FIXED_POINT_FILTERS, Size, resize_fixed_point
+from eqx_decoders.media_files.tiles import MAX_TILES, cut_tiles, tile_grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lfm2VLWords(CheckedFields):
+class Lfm2VLImageText(CheckedFields):
     """Text of images in a prompt.
 
+    If an image has several tiles, each tile also has a token such as `<|img_row_1_col_1|>`, unless `start_token` is
+    empty.
+
     **Arguments:**
 
-    - `token`, `begin`, `end`, `whole`: texts of the special tokens; each tile of several also has
-        `<|img_row_1_col_1|>` and so on. `begin` is empty where there is none of them but `token`.
+    - `image_token`: image token, which is repeated once per token.
+    - `start_token`, `end_token`: special tokens before and after an image; empty: no special tokens.
+    - `thumbnail_token`: special token before the thumbnail of an image with several tiles.
     """
 
-    token: str = "<image>"
-    begin: str = "<|image_start|>"
-    end: str = "<|image_end|>"
-    whole: str = "<|img_thumbnail|>"
+    image_token: str = "<image>"
+    start_token: str = "<|image_start|>"
+    end_token: str = "<|image_end|>"
+    thumbnail_token: str = "<|img_thumbnail|>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "Lfm2VLWords":
-        """Read the rules from the settings of a directory."""
-        token = settings.token("image_token", "<image>")
+    def read(cls, settings: Settings) -> "Lfm2VLImageText":
+        """Create the texts from the settings of a model's directory."""
+        image_token = settings.token("image_token", "<image>")
         if not settings.processor.flag("use_image_special_tokens", True):
-            return cls(token=token, begin="", end="", whole="")
+            return cls(image_token=image_token, start_token="", end_token="", thumbnail_token="")
         return cls(
-            token=token,
-            begin=settings.token("image_start_token", "<|image_start|>"),
-            end=settings.token("image_end_token", "<|image_end|>"),
-            whole=settings.token("image_thumbnail_token", "<|img_thumbnail|>"),
+            image_token=image_token,
+            start_token=settings.token("image_start_token", "<|image_start|>"),
+            end_token=settings.token("image_end_token", "<|image_end|>"),
+            thumbnail_token=settings.token("image_thumbnail_token", "<|img_thumbnail|>"),
         )
 
-    def image(self, rows: int, columns: int, tile: int, whole: int) -> str:
-        """Return the text of an image with these tiles, of `tile` tokens each, and a whole of `whole` tokens; or 0."""
-        parts = []
+    def render(self, rows: int, columns: int, tokens_per_tile: int, thumbnail_tokens: int) -> str:
+        """Return the text of an image with `rows` x `columns` tiles.
+
+        `thumbnail_tokens`: number of tokens of the thumbnail, or of an image without tiles; 0: there is no thumbnail.
+        """
+        text = self.start_token
         for row in range(rows):
             for column in range(columns):
-                parts += [f"<|img_row_{row + 1}_col_{column + 1}|>" if self.begin else "", self.token * tile]
-        parts += [self.whole if rows and whole else "", self.token * whole]
-        return "".join([self.begin, *parts, self.end])
+                if self.start_token:
+                    text += f"<|img_row_{row + 1}_col_{column + 1}|>"
+                text += self.image_token * tokens_per_tile
+        if rows and thumbnail_tokens:
+            text += self.thumbnail_token
+        return text + self.image_token * thumbnail_tokens + self.end_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lfm2VLImages(CheckedFields):
-    """Images of LFM2-VL, which keep their shape, with between `least` and `most` tokens, or are cut into tiles.
+class Lfm2VLImageProcessor(CheckedFields):
+    """Images of LFM2-VL: resized to between `min_tokens` and `max_tokens` tokens, or split into tiles.
+
+    Small images keep their aspect ratio.
 
     **Arguments:**
 
-    - `size`: rows and columns of pixels in a patch.
-    - `merge`: rows and columns of patches that become one token.
-    - `tolerance`: an image is cut into tiles if it would have more than this many times `most` tokens.
-    - `tile`: side of a tile, in pixels.
-    - `least_tiles`, `most_tiles`: bounds on the number of tiles; 1 and 1 for none.
-    - `whole`: whether the whole image stands behind its tiles.
+    - `patch_size`: height and width of a patch in pixels.
+    - `merge_size`: number of rows and of columns of patches that are merged into one token.
+    - `min_tokens`, `max_tokens`: bounds of the number of tokens of an image without tiles, and of a thumbnail.
+    - `tolerance`: an image is split into tiles if it would have more than `tolerance * max_tokens` tokens.
+    - `tile_size`: height and width of a tile in pixels.
+    - `min_tiles`, `max_tiles`: bounds of the number of tiles; both 1: images are not split.
+    - `use_thumbnail`: whether tiles are followed by a thumbnail of the full image.
+    - `image_text`: text of an image in a prompt.
     """
 
-    size: PositiveInt = 16
-    merge: PositiveInt = 2
-    least: PositiveInt = 64
-    most: PositiveInt = 256
+    patch_size: PositiveInt = 16
+    merge_size: PositiveInt = 2
+    min_tokens: PositiveInt = 64
+    max_tokens: PositiveInt = 256
     tolerance: PositiveFloat = 2.0
-    tile: PositiveInt = 512
-    least_tiles: PositiveInt = 2
-    most_tiles: Annotated[int, AtLeast(1, maximum=MOST_TILES)] = 10
-    whole: bool = True
+    tile_size: PositiveInt = 512
+    min_tiles: PositiveInt = 2
+    max_tiles: Annotated[int, AtLeast(1, maximum=MAX_TILES)] = 10
+    use_thumbnail: bool = True
     resample: int = BILINEAR
-    normalization: Normalization = Normalization(steps="joint")
-    words: Lfm2VLWords = Lfm2VLWords()
+    normalization: Normalization = Normalization(rounding="fused")
+    image_text: Lfm2VLImageText = Lfm2VLImageText()
 
     def __post_init__(self):
         super().__post_init__()
-        fewer = self.least_tiles <= self.most_tiles
-        check(fewer, f"Lfm2VLImages.least_tiles={self.least_tiles} must be at most most_tiles={self.most_tiles}.")
-        whole = self.tile % (self.size * self.merge) == 0
-        check(whole, f"Lfm2VLImages.tile={self.tile} must be a multiple of {self.size * self.merge}: those of a token.")
+        check(
+            self.min_tiles <= self.max_tiles,
+            f"Lfm2VLImageProcessor.min_tiles={self.min_tiles} must be at most max_tiles={self.max_tiles}.",
+        )
+        check(
+            self.tile_size % self.token_size == 0,
+            f"Lfm2VLImageProcessor.tile_size={self.tile_size} must be a multiple of {self.token_size}, the height and "
+            "width of a token in pixels.",
+        )
+
+    @property
+    def token_size(self) -> int:
+        """Height and width of a token in pixels."""
+        return self.patch_size * self.merge_size
 
     @classmethod
-    def read(cls, settings: Settings) -> "Lfm2VLImages":
-        """Read the rules from the settings of a directory."""
+    def read(cls, settings: Settings) -> "Lfm2VLImageProcessor":
+        """Create the processor from the settings of a model's directory."""
         fields = settings.images
         fields.allow_only("do_pad", True)
-        split = fields.flag("do_image_splitting", True)
-        tiles = fields.integer("min_tiles", 2), fields.integer("max_tiles", 10)
+        is_split = fields.flag("do_image_splitting", True)
+        min_tiles = fields.integer("min_tiles", 2)
+        max_tiles = fields.integer("max_tiles", 10)
         return cls(
-            size=fields.integer("encoder_patch_size", 16),
-            merge=fields.integer("downsample_factor", 2),
-            least=fields.integer("min_image_tokens", 64),
-            most=fields.integer("max_image_tokens", 256),
+            patch_size=fields.integer("encoder_patch_size", 16),
+            merge_size=fields.integer("downsample_factor", 2),
+            min_tokens=fields.integer("min_image_tokens", 64),
+            max_tokens=fields.integer("max_image_tokens", 256),
             tolerance=fields.number("max_pixels_tolerance", 2.0),
-            tile=fields.integer("tile_size", 512),
-            least_tiles=tiles[0] if split else 1,
-            most_tiles=tiles[1] if split else 1,
-            whole=fields.flag("use_thumbnail", True),
-            resample=read_resample(fields, BILINEAR, SHORT),
-            normalization=read_normalization(fields, HALVES, HALVES, steps="joint"),
-            words=Lfm2VLWords.read(settings),
+            tile_size=fields.integer("tile_size", 512),
+            min_tiles=min_tiles if is_split else 1,
+            max_tiles=max_tiles if is_split else 1,
+            use_thumbnail=fields.flag("use_thumbnail", True),
+            resample=read_resample(fields, BILINEAR, FIXED_POINT_FILTERS),
+            normalization=read_normalization(fields, HALVES, HALVES, rounding="fused"),
+            image_text=Lfm2VLImageText.read(settings),
         )
 
     @property
     def placeholder(self) -> str:
-        """Text of the special token."""
-        return self.words.token
+        """Image token."""
+        return self.image_text.image_token
 
     def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """Return `pixel_values`: the patches of each tile, padded; `pixel_attention_mask`, and `spatial_shapes`."""
-        rows, columns = self._grid(*pixels.shape[:2])
-        sizes = [(rows * self.tile, columns * self.tile)] if rows else []
-        if rows * columns == 0 or (rows * columns > 1 and self.whole):
-            sizes.append(self._fit(*pixels.shape[:2]))
-        side, alone = self.size * self.merge, rows * columns < 2
-        tile, tokens = (self.tile // side) ** 2, sizes[-1][0] * sizes[-1][1] // side**2
-        tokens = tokens if alone or self.whole else 0
-        check_tokens(where, rows * columns * tile + tokens)
-        parts = [
-            self.normalization(resize_with_short_weights(pixels, size, self.resample, limits, where)) for size in sizes
-        ]
-        parts = [*cut_tiles(parts[0], self.tile), *parts[1:]] if rows else parts
-        text = self.words.image(0 if alone else rows, columns, tile, tokens)
-        return ProcessedFile(self._arrays(parts), text)
+        """Return `pixel_values`, `pixel_attention_mask` and `spatial_shapes`: padded patches of each tile."""
+        rows, columns = self._tile_grid(*pixels.shape[:2])
+        num_tiles = rows * columns
+        is_split = num_tiles > 1
+        sizes = [(rows * self.tile_size, columns * self.tile_size)] if num_tiles else []
+        if num_tiles == 0 or (is_split and self.use_thumbnail):
+            sizes.append(self._fit_size(*pixels.shape[:2]))
+        tokens_per_tile = (self.tile_size // self.token_size) ** 2
+        last_tokens = 0  # tokens of the thumbnail, or of an image without tiles
+        if not is_split or self.use_thumbnail:
+            last_tokens = sizes[-1][0] * sizes[-1][1] // self.token_size**2
+        check_tokens(where, num_tiles * tokens_per_tile + last_tokens)
+        images = [self.normalization(resize_fixed_point(pixels, size, self.resample, limits, where)) for size in sizes]
+        if num_tiles:
+            images = [*cut_tiles(images[0], self.tile_size), *images[1:]]
+        text = self.image_text.render(rows if is_split else 0, columns, tokens_per_tile, last_tokens)
+        return ProcessedFile(self._arrays(images), text)
 
     def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """Return arrays `[tiles, patches, numbers]`, `[tiles, patches]`, `[tiles, 2]`."""
+        """Return `pixel_values`, `[tiles, patches, features]`; the mask, `[tiles, patches]`; shapes, `[tiles, 2]`."""
         return concatenate_arrays(files)
 
-    def _arrays(self, parts: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the patches of some images, padded to the most that one may have."""
-        tiles = (self.tile // self.size) ** 2 if self.most_tiles > 1 else 0
-        most, size = max(self.most * self.merge**2, tiles), self.size
-        values = np.zeros((len(parts), most, size * size * 3), np.float32)
-        shapes = np.array([[length // size for length in part.shape[1:]] for part in parts])
-        for row, part, (rows, columns) in zip(values, parts, shapes.tolist(), strict=True):
-            split = part.reshape(3, rows, size, columns, size).transpose(1, 3, 2, 4, 0)
-            row[: rows * columns] = split.reshape(rows * columns, -1)
-        mask = (np.arange(most) < shapes.prod(axis=1)[:, None]).astype(np.int32)
+    def _arrays(self, images: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the patches of images, padded to the maximum number of patches of an image or tile."""
+        size = self.patch_size
+        patches_per_tile = (self.tile_size // size) ** 2 if self.max_tiles > 1 else 0
+        max_patches = max(self.max_tokens * self.merge_size**2, patches_per_tile)
+        values = np.zeros((len(images), max_patches, size * size * 3), np.float32)
+        shapes = np.array([[length // size for length in image.shape[1:]] for image in images])
+        for patches, image, (rows, columns) in zip(values, images, shapes.tolist(), strict=True):
+            split = image.reshape(3, rows, size, columns, size).transpose(1, 3, 2, 4, 0)
+            patches[: rows * columns] = split.reshape(rows * columns, -1)
+        mask = (np.arange(max_patches) < shapes.prod(axis=1)[:, None]).astype(np.int32)
         return {"pixel_values": values, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles of a large image; 0 and 0 for another one."""
-        side = self.size * self.merge
-        rows, columns = (max(self.size, round(length / side) * side) for length in (height, width))
-        if self.most_tiles == 1 or rows * columns <= self.most * side**2 * self.tolerance:
+    def _tile_grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles of a large image; (0, 0) for an image without tiles."""
+        rounded_height, rounded_width = (
+            max(self.patch_size, round(length / self.token_size) * self.token_size) for length in (height, width)
+        )
+        max_pixels = self.max_tokens * self.token_size**2 * self.tolerance
+        if self.max_tiles == 1 or rounded_height * rounded_width <= max_pixels:
             return 0, 0
-        return tile_grid(height, width, self.tile, self.least_tiles, self.most_tiles)
+        return tile_grid(height, width, self.tile_size, self.min_tiles, self.max_tiles)
 
-    def _fit(self, height: int, width: int) -> Size:
-        """Return the height and width, multiples of a token's, that are nearest to a shape within the bounds."""
-        side = self.size * self.merge
-        least, most = (count * side**2 for count in (self.least, self.most))
-        rows, columns = (max(1, round(length / side)) for length in (height, width))
-        if rows * columns * side**2 > most:
-            factor = math.sqrt(height * width / most)
-            rows, columns = (max(1, math.floor(length / factor / side)) for length in (height, width))
-        elif rows * columns * side**2 < least:
-            factor = math.sqrt(least / (height * width))
-            rows, columns = (math.ceil(length * factor / side) for length in (height, width))
-        return rows * side, columns * side
+    def _fit_size(self, height: int, width: int) -> Size:
+        """Return the size within the bounds that is closest to (height, width), in multiples of `token_size`."""
+        unit = self.token_size
+        min_pixels = self.min_tokens * unit**2
+        max_pixels = self.max_tokens * unit**2
+        rows = max(1, round(height / unit))
+        columns = max(1, round(width / unit))
+        if rows * columns * unit**2 > max_pixels:
+            factor = math.sqrt(height * width / max_pixels)
+            rows = max(1, math.floor(height / factor / unit))
+            columns = max(1, math.floor(width / factor / unit))
+        elif rows * columns * unit**2 < min_pixels:
+            factor = math.sqrt(min_pixels / (height * width))
+            rows = math.ceil(height * factor / unit)
+            columns = math.ceil(width * factor / unit)
+        return rows * unit, columns * unit

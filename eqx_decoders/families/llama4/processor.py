@@ -1,4 +1,4 @@
-"""Images of Llama 4: tiles of a canvas, and the whole image as one more."""
+"""Images of Llama 4: tiles of an image that is padded to a grid of tiles, and a thumbnail of the full image."""
 
 import dataclasses
 import math
@@ -17,111 +17,126 @@ from eqx_decoders.media_files.base import (
 )
 from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.media_files.normalize import HALVES, Normalization, read_normalization
-from eqx_decoders.media_files.resizing import BILINEAR, resize_with_short_weights
-from eqx_decoders.media_files.tiles import MOST_TILES, cut_tiles, read_side
+from eqx_decoders.media_files.resizing import BILINEAR, resize_fixed_point
+from eqx_decoders.media_files.tiles import MAX_TILES, cut_tiles, read_tile_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama4Images(CheckedFields):
-    """Images of Llama 4, which keep their shape on a canvas of at most `tiles` tiles.
+class Llama4ImageProcessor(CheckedFields):
+    """Images of Llama 4: resized without changing the aspect ratio, and padded to a grid of at most `max_tiles` tiles.
 
     **Arguments:**
 
-    - `side`: side of a tile, in pixels.
-    - `largest`: whether small images are enlarged to the largest canvas.
-    - `patch`: side of a patch; `shrink` patches become one token.
-    - `placeholder`, `token`, `begin`, `end`, `column_separator`, `row_separator`: texts of the special tokens.
+    - `tile_size`: height and width of a tile in pixels.
+    - `max_tiles`: maximum number of tiles of an image, without the thumbnail.
+    - `resize_to_max_canvas`: whether small images are enlarged to the largest grid.
+    - `patch_size`: height and width of a patch in pixels.
+    - `patches_per_token`: number of patches that are merged into one token.
+    - `placeholder`, `patch_token`, `start_token`, `end_token`: texts of special tokens. The patch token is repeated
+        once per token; the placeholder precedes the thumbnail.
+    - `column_separator`, `row_separator`: special tokens between tiles of a row, and after each row of tiles.
     """
 
-    side: PositiveInt = 336
-    tiles: Annotated[int, AtLeast(1, maximum=MOST_TILES)] = 16
-    largest: bool = False
+    tile_size: PositiveInt = 336
+    max_tiles: Annotated[int, AtLeast(1, maximum=MAX_TILES)] = 16
+    resize_to_max_canvas: bool = False
     resample: int = BILINEAR
-    normalization: Normalization = Normalization(steps="bfloat16")
-    patch: PositiveInt = 14
-    shrink: PositiveInt = 4
+    normalization: Normalization = Normalization(rounding="bfloat16")
+    patch_size: PositiveInt = 14
+    patches_per_token: PositiveInt = 4
     placeholder: str = "<|image|>"
-    token: str = "<|patch|>"
-    begin: str = "<|image_start|>"
-    end: str = "<|image_end|>"
+    patch_token: str = "<|patch|>"
+    start_token: str = "<|image_start|>"
+    end_token: str = "<|image_end|>"
     column_separator: str = "<|tile_x_separator|>"
     row_separator: str = "<|tile_y_separator|>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "Llama4Images":
-        """Read the rules from the settings of a directory."""
-        fields, processor = settings.images, settings.processor
+    def read(cls, settings: Settings) -> "Llama4ImageProcessor":
+        """Create the processor from the settings of a model's directory."""
+        fields = settings.images
+        processor = settings.processor
         ratio = processor.number("pixel_shuffle_ratio", 0.5)
         check_number(f"{processor.where}: pixel_shuffle_ratio", ratio, minimum=0.01)
         return cls(
-            side=read_side(fields, 336),
-            tiles=fields.integer("max_patches", 16),
-            largest=fields.flag("resize_to_max_canvas", False),
+            tile_size=read_tile_size(fields, 336),
+            max_tiles=fields.integer("max_patches", 16),
+            resize_to_max_canvas=fields.flag("resize_to_max_canvas", False),
             resample=read_resample(fields, BILINEAR),
-            normalization=read_normalization(fields, HALVES, HALVES, steps="bfloat16"),
-            patch=processor.integer("patch_size", 14),
-            shrink=max(1, round(1 / ratio**2)),
+            normalization=read_normalization(fields, HALVES, HALVES, rounding="bfloat16"),
+            patch_size=processor.integer("patch_size", 14),
+            patches_per_token=max(1, round(1 / ratio**2)),
             placeholder=settings.token("image_token", "<|image|>"),
         )
 
     def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """Return `pixel_values`: tiles row by row, and the whole image behind them if there are several."""
-        size, side = pixels.shape[:2], self.side
-        rows, columns = canvas(size, self.tiles, side, largest=self.largest)
-        room = (rows * side, columns * side)
-        limits.check_pixels(where, *room)
-        check_tokens(where, (rows * columns + 1) * self._tokens)
-        if not self.largest:  # a small image is not made larger than a tile
-            room = tuple(min(max(old, side), most) for old, most in zip(size, room, strict=True))
-        small = resize_with_short_weights(pixels, within(size, room), self.resample, limits, where)
-        more = [(0, whole * side - length) for whole, length in zip((rows, columns), small.shape, strict=False)]
-        values = self.normalization(np.pad(small, (*more, (0, 0))))
-        tiles = cut_tiles(values, side)
+        """Return `pixel_values`: tiles in row order, and a thumbnail after them if there are several tiles."""
+        size = pixels.shape[:2]
+        tile_size = self.tile_size
+        rows, columns = select_grid(size, self.max_tiles, tile_size, resize_to_max_canvas=self.resize_to_max_canvas)
+        padded_size = (rows * tile_size, columns * tile_size)
+        limits.check_pixels(where, *padded_size)
+        check_tokens(where, (rows * columns + 1) * self._tokens_per_tile)
+        max_height, max_width = padded_size
+        if not self.resize_to_max_canvas:  # a small image is enlarged to one tile at most
+            max_height = min(max(size[0], tile_size), max_height)
+            max_width = min(max(size[1], tile_size), max_width)
+        resized = resize_fixed_point(pixels, fit_within(size, (max_height, max_width)), self.resample, limits, where)
+        padding = ((0, padded_size[0] - resized.shape[0]), (0, padded_size[1] - resized.shape[1]), (0, 0))
+        tiles = cut_tiles(self.normalization(np.pad(resized, padding)), tile_size)
         if len(tiles) > 1:
-            whole = resize_with_short_weights(pixels, (side, side), self.resample, limits, where)
-            tiles = np.concatenate([tiles, self.normalization(whole)[None]])
+            thumbnail = resize_fixed_point(pixels, (tile_size, tile_size), self.resample, limits, where)
+            tiles = np.concatenate([tiles, self.normalization(thumbnail)[None]])
         return ProcessedFile({"pixel_values": tiles}, self._text(rows, columns))
 
     def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """Return arrays `[tiles, 3, side, side]`."""
+        """Return `pixel_values`, `[tiles, 3, tile_size, tile_size]`."""
         return concatenate_arrays(files)
 
     @property
-    def _tokens(self) -> int:
-        """Number of tokens of one tile."""
-        return (self.side // self.patch) ** 2 // self.shrink
+    def _tokens_per_tile(self) -> int:
+        return (self.tile_size // self.patch_size) ** 2 // self.patches_per_token
 
     def _text(self, rows: int, columns: int) -> str:
-        tile = self.token * self._tokens
-        split = (self.column_separator.join([tile] * columns) + self.row_separator) * rows if rows * columns > 1 else ""
-        return f"{self.begin}{split}{self.placeholder}{tile}{self.end}"
+        tile_text = self.patch_token * self._tokens_per_tile
+        tiles_text = ""
+        if rows * columns > 1:
+            tiles_text = (self.column_separator.join([tile_text] * columns) + self.row_separator) * rows
+        return f"{self.start_token}{tiles_text}{self.placeholder}{tile_text}{self.end_token}"
 
 
-def canvas(size: tuple[int, int], tiles: int, side: int, *, largest: bool) -> tuple[int, int]:
-    """Return the rows and columns of the canvas of at most `tiles` tiles that changes the image's size least."""
-    known = list(_canvases(tiles))
-    # in float32, in which canvases that fit equally well are equal
-    fits = np.array([[side * count for count in one] for one in known], np.float32) / np.array(size, np.float32)
-    scales = fits.min(axis=1)
-    growing = scales[scales >= 1]
-    best = scales.max() if not growing.size or largest else growing.min()
-    return min((one for one, scale in zip(known, scales, strict=True) if scale == best), key=math.prod)
+def select_grid(
+    size: tuple[int, int], max_tiles: int, tile_size: int, *, resize_to_max_canvas: bool
+) -> tuple[int, int]:
+    """Return the rows and columns of tiles for an image of `size = (height, width)`.
+
+    Selects the grid that needs the least enlargement of the image. If the image exceeds all grids, or with
+    `resize_to_max_canvas`, selects the grid in which the resized image is largest.
+    """
+    grids = list(_all_grids(max_tiles))
+    # in float32, because grids that fit equally well must have equal scales
+    side_scales = np.array(grids, np.float32) * np.float32(tile_size) / np.array(size, np.float32)
+    scales = side_scales.min(axis=1)
+    enlarging_scales = scales[scales >= 1]
+    best = scales.max() if not enlarging_scales.size or resize_to_max_canvas else enlarging_scales.min()
+    return min((grid for grid, scale in zip(grids, scales, strict=True) if scale == best), key=math.prod)
 
 
-def _canvases(tiles: int) -> Iterator[tuple[int, int]]:
-    """Yield all canvases: those of one shape together, the largest first."""
-    shapes: dict[float, list[tuple[int, int]]] = {}
-    for count in range(tiles, 0, -1):
+def _all_grids(max_tiles: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows and columns of all grids, grouped by aspect ratio; in a group, the largest grid is first."""
+    groups: dict[float, list[tuple[int, int]]] = {}
+    for count in range(max_tiles, 0, -1):
         for rows in range(1, count + 1):
             if count % rows == 0:
-                shapes.setdefault(rows / (count // rows), []).append((rows, count // rows))
-    for one in shapes.values():
-        yield from one
+                groups.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    for group in groups.values():
+        yield from group
 
 
-def within(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
-    """Return the largest height and width of the same shape that fit into a room, at least 1."""
-    (height, width), (most_height, most_width) = size, room
-    if most_width / width < most_height / height:
-        return max(1, min(math.floor(height * (most_width / width)), most_height)), most_width
-    return most_height, max(1, min(math.floor(width * (most_height / height)), most_width))
+def fit_within(size: tuple[int, int], max_size: tuple[int, int]) -> tuple[int, int]:
+    """Return the largest height and width within `max_size` that have the aspect ratio of `size`."""
+    height, width = size
+    max_height, max_width = max_size
+    if max_width / width < max_height / height:
+        return max(1, min(math.floor(height * (max_width / width)), max_height)), max_width
+    return max_height, max(1, min(math.floor(width * (max_height / height)), max_width))

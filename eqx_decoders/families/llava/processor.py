@@ -1,4 +1,4 @@
-"""Images of LLaVA, resized and cropped to a square, and of LLaVA-NeXT: the whole, and tiles of one of several sizes."""
+"""Images of LLaVA, cropped to a square, and of LLaVA-NeXT, a thumbnail and the tiles of a larger image."""
 
 import dataclasses
 import math
@@ -29,145 +29,163 @@ Pixels = UInt8[np.ndarray, "height width 3"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlavaImages(CheckedFields):
-    """Images of LLaVA, whose middle is a square of `side` pixels, or which are stretched to one.
+class LlavaImageProcessor(CheckedFields):
+    """Images of LLaVA, resized to a square of `size` x `size` pixels.
 
     **Arguments:**
 
-    - `side`: side of the square, in pixels.
-    - `crop`: whether an image keeps its shape, and what exceeds the square is cut off.
-    - `patch`: side of a patch, which becomes one token.
-    - `token`: text of the special token.
+    - `size`: height and width of resized images in pixels.
+    - `center_crop`: whether the shorter side is resized to `size` and the center of the image is cropped. Otherwise the
+        image is resized to a square without preserving the aspect ratio.
+    - `patch_size`: height and width of a patch in pixels. A patch is one token.
+    - `image_token`: image token, which is the placeholder and is repeated once per token.
     """
 
-    side: PositiveInt = 336
-    crop: bool = True
-    patch: PositiveInt = 14
+    size: PositiveInt = 336
+    center_crop: bool = True
+    patch_size: PositiveInt = 14
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
-    token: str = "<image>"
+    image_token: str = "<image>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "LlavaImages":
-        """Read the rules from the settings of a directory."""
-        fields = settings.images
-        side, keeps = _read_side(fields)
-        return cls(side=side, crop=keeps, **_read_shared(settings))
+    def read(cls, settings: Settings) -> "LlavaImageProcessor":
+        """Create the processor from the settings of a model's directory."""
+        size, center_crop = _read_square(settings.images)
+        return cls(size=size, center_crop=center_crop, **_read_shared_fields(settings))
 
     @property
     def placeholder(self) -> str:
-        """Text of the special token."""
-        return self.token
+        """Image token."""
+        return self.image_token
 
     def process(self, pixels: Pixels, limits: MediaLimits, where: str) -> ProcessedFile:
-        """Return `pixel_values`."""
-        side, size = self.side, (self.side, self.side)
-        count = (side // self.patch) ** 2
-        check_tokens(where, count)
-        if self.crop:
-            short = min(pixels.shape[:2])
-            height, width = (side if length == short else int(side * length / short) for length in pixels.shape[:2])
-            size = height, width
-        small = resize(pixels, size, self.resample, limits, where)
-        top, left = ((length - side) // 2 for length in size)
-        values = self.normalization(small[top : top + side, left : left + side])
-        return ProcessedFile({"pixel_values": values[None]}, self.token * count)
+        """Return `pixel_values`, `[1, 3, size, size]`."""
+        size = self.size
+        num_tokens = (size // self.patch_size) ** 2
+        check_tokens(where, num_tokens)
+        height = size
+        width = size
+        if self.center_crop:
+            shorter = min(pixels.shape[:2])
+            height, width = (size if length == shorter else int(size * length / shorter) for length in pixels.shape[:2])
+        resized = resize(pixels, (height, width), self.resample, limits, where)
+        top = (height - size) // 2
+        left = (width - size) // 2
+        values = self.normalization(resized[top : top + size, left : left + size])
+        return ProcessedFile({"pixel_values": values[None]}, self.image_token * num_tokens)
 
     def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """Return arrays `[images, 3, side, side]`."""
+        """Return `pixel_values`, `[images, 3, size, size]`."""
         return concatenate_arrays(files)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlavaNextImages(CheckedFields):
-    """Images of LLaVA-NeXT: the whole, stretched to a square, and tiles of the image, in its shape, of some size.
+class LlavaNextImageProcessor(CheckedFields):
+    """Images of LLaVA-NeXT: a thumbnail, resized to a square, and tiles of the image, padded to one of several sizes.
 
     **Arguments:**
 
-    - `tiles`: the side of a tile, and the sizes.
-    - `patch`: side of a patch, which becomes one token.
-    - `token`: text of the special token.
+    - `tiles`: size of a tile, and possible sizes of the padded image.
+    - `patch_size`: height and width of a patch in pixels. A patch is one token.
+    - `image_token`: image token, which is the placeholder and is repeated once per token.
     """
 
     tiles: TilesConfig = TilesConfig(side=336, sizes=SIZES)
-    patch: PositiveInt = 14
+    patch_size: PositiveInt = 14
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
-    token: str = "<image>"
+    image_token: str = "<image>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "LlavaNextImages":
-        """Read the rules from the settings of a directory."""
+    def read(cls, settings: Settings) -> "LlavaNextImageProcessor":
+        """Create the processor from the settings of a model's directory."""
         fields = settings.images
         fields.allow_only("do_pad", True)
-        side, _ = _read_side(fields)
-        return cls(
-            tiles=TilesConfig(side=side, sizes=fields.pairs("image_grid_pinpoints", SIZES)), **_read_shared(settings)
-        )
+        tile_size, _ = _read_square(fields)
+        tiles = TilesConfig(side=tile_size, sizes=fields.pairs("image_grid_pinpoints", SIZES))
+        return cls(tiles=tiles, **_read_shared_fields(settings))
 
     @property
     def placeholder(self) -> str:
-        """Text of the special token."""
-        return self.token
+        """Image token."""
+        return self.image_token
 
     def process(self, pixels: Pixels, limits: MediaLimits, where: str) -> ProcessedFile:
-        """Return `pixel_values`, one image's tiles, and `image_sizes`, its height and width."""
-        (height, width), side = pixels.shape[:2], self.tiles.side
-        order = token_order(self.tiles, height, width, side // self.patch)
-        check_tokens(where, len(order))
-        room = best_size(height, width, self.tiles.sizes)
-        small = resize(pixels, fitting(height, width, room), self.resample, limits, where)
-        more = [divmod(most - length, 2) for most, length in zip(room, small.shape[:2], strict=True)]
-        padded = np.pad(small, [*((half, half + odd) for half, odd in more), (0, 0)])
-        whole = resize(pixels, (side, side), self.resample, limits, where)
-        values = np.concatenate([self.normalization(whole)[None], cut_tiles(self.normalization(padded), side)])
+        """Return `pixel_values`, `[1, tiles, 3, side, side]`, and `image_sizes`, `[1, 2]`: height and width."""
+        height, width = pixels.shape[:2]
+        tile_size = self.tiles.side
+        num_tokens = len(token_order(self.tiles, height, width, tile_size // self.patch_size))
+        check_tokens(where, num_tokens)
+        padded_size = best_size(height, width, self.tiles.sizes)
+        resized = resize(pixels, fit_within(height, width, padded_size), self.resample, limits, where)
+        top, odd_row = divmod(padded_size[0] - resized.shape[0], 2)
+        left, odd_column = divmod(padded_size[1] - resized.shape[1], 2)
+        padded = np.pad(resized, ((top, top + odd_row), (left, left + odd_column), (0, 0)))
+        thumbnail = resize(pixels, (tile_size, tile_size), self.resample, limits, where)
+        tiles = cut_tiles(self.normalization(padded), tile_size)
+        values = np.concatenate([self.normalization(thumbnail)[None], tiles])
         sizes = np.asarray([[height, width]], np.int32)
-        return ProcessedFile({"pixel_values": values[None], "image_sizes": sizes}, self.token * len(order))
+        return ProcessedFile({"pixel_values": values[None], "image_sizes": sizes}, self.image_token * num_tokens)
 
     def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """Return arrays `[images, tiles, 3, side, side]`, where tiles that an image lacks are zeros."""
-        most = max((one.arrays["pixel_values"].shape[1] for one in files), default=0)
+        """Return `pixel_values`, `[images, tiles, 3, side, side]`, and `image_sizes`, `[images, 2]`.
+
+        Images with fewer tiles are padded with tiles of 0.
+        """
+        max_tiles = max((file.arrays["pixel_values"].shape[1] for file in files), default=0)
         padded = []
-        for one in files:
-            values = one.arrays["pixel_values"]
-            more = [(0, 0)] * values.ndim
-            more[1] = (0, most - values.shape[1])
-            padded.append(ProcessedFile({**one.arrays, "pixel_values": np.pad(values, more)}, one.text))
+        for file in files:
+            values = file.arrays["pixel_values"]
+            padding = [(0, 0)] * values.ndim
+            padding[1] = (0, max_tiles - values.shape[1])
+            padded.append(ProcessedFile({**file.arrays, "pixel_values": np.pad(values, padding)}, file.text))
         return concatenate_arrays(padded)
 
 
-def fitting(height: int, width: int, room: tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width of an image that fills a room in its own shape."""
-    across, down = room[1] / width, room[0] / height
-    if across < down:
-        return min(math.ceil(height * across), room[0]), room[1]
-    return room[0], min(math.ceil(width * down), room[1])
+def fit_within(height: int, width: int, max_size: tuple[int, int]) -> tuple[int, int]:
+    """Return the largest height and width within `max_size` that have the aspect ratio of an image."""
+    width_scale = max_size[1] / width
+    height_scale = max_size[0] / height
+    if width_scale < height_scale:
+        return min(math.ceil(height * width_scale), max_size[0]), max_size[1]
+    return max_size[0], min(math.ceil(width * height_scale), max_size[1])
 
 
-def _read_side(fields: Fields) -> tuple[int, bool]:
-    """Read the side of a square, and whether images keep their shape and are cropped to it."""
+def _read_square(fields: Fields) -> tuple[int, bool]:
+    """Read the side of resized images, and whether `size` has shortest_edge: then images are cropped."""
     size = read_size(fields, "size", {"shortest_edge": 224})
-    keeps = "shortest_edge" in size
+    center_crop = "shortest_edge" in size
     sides = {size.get("shortest_edge"), size.get("height", 0), size.get("width", 0)} - {None, 0}
-    if fields.flag("do_center_crop", keeps):
-        crop = read_size(fields, "crop_size", {"height": 224, "width": 224})
-        sides |= {crop.get("height"), crop.get("width")}
-    elif keeps:
-        raise fields.error("do_center_crop=false: images of other shapes than a square are not implemented.")
+    if fields.flag("do_center_crop", center_crop):
+        crop_size = read_size(fields, "crop_size", {"height": 224, "width": 224})
+        sides |= {crop_size.get("height"), crop_size.get("width")}
+    elif center_crop:
+        raise fields.error(
+            "do_center_crop=false with a shortest_edge in size is not supported, because images would not be square. "
+            "Set do_center_crop to true, or give size a height and width."
+        )
     if len(sides) != 1 or None in sides:
-        raise fields.error(f"size={abbreviate(size)} and crop_size must be one square.")
-    return sides.pop(), keeps
+        raise fields.error(
+            f"size={abbreviate(size)} and crop_size must be the same square. Set all their heights and widths to the "
+            "same value."
+        )
+    return sides.pop(), center_crop
 
 
-def _read_shared(settings: Settings) -> dict[str, Any]:
-    fields, processor = settings.images, settings.processor
-    more = processor.integer("num_additional_image_tokens", 0, least=0)
-    if more != (processor.take("vision_feature_select_strategy", "default") == "default"):
-        rule = "must be 1 with vision_feature_select_strategy='default', and else 0: class tokens have no placeholder"
-        raise processor.error(f"num_additional_image_tokens={more} {rule}.")
+def _read_shared_fields(settings: Settings) -> dict[str, Any]:
+    fields = settings.images
+    processor = settings.processor
+    class_tokens = processor.integer("num_additional_image_tokens", 0, least=0)
+    strategy = processor.take("vision_feature_select_strategy", "default")
+    if class_tokens != (strategy == "default"):
+        raise processor.error(
+            f"num_additional_image_tokens={class_tokens} must be 1 with vision_feature_select_strategy='default' and 0 "
+            "otherwise: the class token must not have a placeholder."
+        )
     return dict(
-        patch=processor.integer("patch_size"),
+        patch_size=processor.integer("patch_size"),
         resample=read_resample(fields, BICUBIC),
         normalization=read_normalization(fields, CLIP_MEAN, CLIP_STD),
-        token=settings.token("image_token", "<image>"),
+        image_token=settings.token("image_token", "<image>"),
     )

@@ -1,4 +1,4 @@
-"""Images and videos of Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5: patches, whose number depends on the image."""
+"""Images and videos of Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5: patches, whose number depends on the size."""
 
 import dataclasses
 import math
@@ -19,331 +19,438 @@ from eqx_decoders.media_files.base import (
 )
 from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.media_files.normalize import CLIP_MEAN, CLIP_STD, HALVES, Normalization, Triple, read_normalization
-from eqx_decoders.media_files.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
-from eqx_decoders.media_files.video import Clip, check_taken
+from eqx_decoders.media_files.resizing import BICUBIC, FIXED_POINT_FILTERS, resize, resize_fixed_point
+from eqx_decoders.media_files.video import Clip, check_video_pixels
 
 
-MOST_RATIO = 200
-MOST_FRAMES = 64  # in a patch
+_MAX_ASPECT_RATIO = 200
+_MAX_TEMPORAL_PATCH_SIZE = 64
+_PATCH_SIZE = 14
+_IMAGE_MIN_PIXELS = 56 * 56
+_IMAGE_MAX_PIXELS = 28 * 28 * 1280
+_VIDEO_MIN_PIXELS = 128 * 28 * 28
+_VIDEO_MAX_PIXELS = 768 * 28 * 28
+_QWEN3_MIN_PIXELS = 128 * 32 * 32
+_QWEN3_MAX_PIXELS = 768 * 32 * 32
+_QWEN3_FPS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenImages(CheckedFields):
-    """Images of Qwen, which keep their shape, with between `least` and `most` pixels.
+class QwenImageProcessor(CheckedFields):
+    """Images of Qwen: resized to between `min_pixels` and `max_pixels` pixels without changing the aspect ratio.
 
     **Arguments:**
 
-    - `size`: rows and columns of pixels in a patch.
-    - `frames`: number of times that an image is repeated in each patch, as if it were a video.
-    - `merge`: rows and columns of patches that become one token.
-    - `counted`: whether bounds on pixels count the image `frames` times, and sides are first enlarged to those of a
-        token (GLM-4.1V).
-    - `placeholder`: text of the special token, which is repeated.
+    - `patch_size`: height and width of a patch in pixels.
+    - `temporal_patch_size`: number of frames in a patch. An image is repeated to fill it.
+    - `merge_size`: number of rows and of columns of patches that are merged into one token.
+    - `min_pixels`, `max_pixels`: bounds of the resized image.
+    - `count_repeats`: whether the bounds apply to the pixels of all repeated frames. Small images are then enlarged to
+        at least one token per side before the bounds are applied (GLM-4.1V).
+    - `placeholder`: image token, which is repeated once per token.
     """
 
-    size: PositiveInt = 14
-    frames: Annotated[int, AtLeast(1, maximum=MOST_FRAMES)] = 2
-    merge: PositiveInt = 2
-    least: PositiveInt = 56 * 56
-    most: PositiveInt = 28 * 28 * 1280
-    counted: bool = False
+    patch_size: PositiveInt = _PATCH_SIZE
+    temporal_patch_size: Annotated[int, AtLeast(1, maximum=_MAX_TEMPORAL_PATCH_SIZE)] = 2
+    merge_size: PositiveInt = 2
+    min_pixels: PositiveInt = _IMAGE_MIN_PIXELS
+    max_pixels: PositiveInt = _IMAGE_MAX_PIXELS
+    count_repeats: bool = False
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     placeholder: str = "<|image_pad|>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "QwenImages":
-        """Read the rules from the settings of a directory."""
-        return cls(**cls._settings(settings, 56 * 56, 28 * 28 * 1280, "<|image_pad|>"))
+    def read(cls, settings: Settings) -> "QwenImageProcessor":
+        """Create the processor from the settings of a model's directory."""
+        return cls(**cls._read_fields(settings, _IMAGE_MIN_PIXELS, _IMAGE_MAX_PIXELS, "<|image_pad|>"))
 
     @staticmethod
-    def _settings(settings: Settings, least: int, most: int, placeholder: str) -> dict[str, Any]:
-        """Return the fields that the settings of a directory say, with defaults of the bounds and the placeholder."""
+    def _read_fields(settings: Settings, min_pixels: int, max_pixels: int, placeholder: str) -> dict[str, Any]:
+        """Return the fields of this class. The arguments are the defaults of fields that differ between families."""
         fields = settings.images
-        least, most = read_pixels(fields, least, most)
+        min_pixels, max_pixels = read_pixel_bounds(fields, min_pixels, max_pixels)
         return dict(
-            size=fields.integer("patch_size", 14),
-            frames=fields.integer("temporal_patch_size", 2),
-            merge=fields.integer("merge_size", 2),
-            least=least,
-            most=most,
+            patch_size=fields.integer("patch_size", _PATCH_SIZE),
+            temporal_patch_size=fields.integer("temporal_patch_size", 2),
+            merge_size=fields.integer("merge_size", 2),
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
             resample=read_resample(fields, BICUBIC),
             normalization=read_normalization(fields, CLIP_MEAN, CLIP_STD),
             placeholder=settings.token("image_token", placeholder),
         )
 
     def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """Return `pixel_values`: patches, `merge x merge` neighbors one behind the other; `image_grid_thw`."""
-        (height, width), side, count = pixels.shape[:2], self.size * self.merge, self.frames if self.counted else 1
-        if self.counted:
-            height, width = enlarged(height, width, side)
-        target = fit(height, width, side, self.least, self.most, where, frames=count, counted=count)
-        values = self.normalization(resize(pixels, target, self.resample, limits, where))
-        frames = np.broadcast_to(values, (self.frames, *values.shape))
-        patches, grid = cut(frames, self.size, self.frames, self.merge)
-        count = math.prod(grid) // self.merge**2
-        check_tokens(where, count)
-        text = self.placeholder * count
-        return ProcessedFile({"pixel_values": patches, "image_grid_thw": np.array([grid])}, text)
+        """Return `pixel_values`, patches in the order of `cut_patches`, and `image_grid_thw`."""
+        height, width = pixels.shape[:2]
+        unit = self.patch_size * self.merge_size
+        num_frames = 1
+        if self.count_repeats:
+            num_frames = self.temporal_patch_size
+            height, width = enlarge(height, width, unit)
+        size = fit_size(
+            height,
+            width,
+            unit,
+            self.min_pixels,
+            self.max_pixels,
+            where,
+            num_frames=num_frames,
+            padded_frames=num_frames,
+        )
+        values = self.normalization(resize(pixels, size, self.resample, limits, where))
+        frames = np.broadcast_to(values, (self.temporal_patch_size, *values.shape))
+        patches, grid = cut_patches(frames, self.patch_size, self.temporal_patch_size, self.merge_size)
+        num_tokens = math.prod(grid) // self.merge_size**2
+        check_tokens(where, num_tokens)
+        arrays = {"pixel_values": patches, "image_grid_thw": np.array([grid])}
+        return ProcessedFile(arrays, self.placeholder * num_tokens)
 
     def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """Return arrays `[patches, numbers]`, `[images, 3]`."""
+        """Return `pixel_values`, `[patches, features]`, and `image_grid_thw`, `[images, 3]`."""
         return concatenate_arrays(files)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenVideos(CheckedFields):
-    """Videos of Qwen2-VL, 2.5-VL and 3-Omni: frames of `least` to `most` pixels, `frames` of them in a patch.
+class QwenVideoProcessor(CheckedFields):
+    """Videos of Qwen2-VL, 2.5-VL and 3-Omni: each frame has between `min_pixels` and `max_pixels` pixels.
 
     **Arguments:**
 
-    - `size`, `frames`, `merge`: pixels and frames of a patch; rows and columns of patches that become one token.
-    - `choose`: whether frames are sampled; else all are taken.
-    - `fps`, `count`: number of frames sampled from a second, or from the video; None for the other one, or all.
-    - `least_frames`, `most_frames`: bounds on the number of sampled frames.
-    - `share`: largest number of tokens of all frames together; None for no such bound.
-    - `seconds`: argument of `Media.create` with the time between patches; None for none.
-    - `assumed_fps`: the rate of that time; None for the rate of the sampled frames.
-    - `placeholder`: text of the special token, which is repeated.
+    - `patch_size`: height and width of a patch in pixels.
+    - `temporal_patch_size`: number of frames in a patch.
+    - `merge_size`: number of rows and of columns of patches that are merged into one token.
+    - `min_pixels`, `max_pixels`: bounds of a resized frame.
+    - `sample_frames`: whether frames are sampled; otherwise all frames are used.
+    - `fps`: number of frames to sample per second; None: `num_frames` or all frames.
+    - `num_frames`: number of frames to sample from the video; None: `fps` or all frames.
+    - `min_frames`, `max_frames`: bounds of the number of frames that are sampled with `fps`.
+    - `max_video_tokens`: maximum tokens of all frames of a video; None: no maximum.
+    - `time_array`: name of the array with the seconds between patches, an argument of `Media.create`; None: no array.
+    - `assumed_fps`: frame rate from which `time_array` is computed; None: the rate of the sampled frames.
+    - `placeholder`: video token, which is repeated once per token.
     """
 
-    size: PositiveInt = 14
-    frames: Annotated[int, AtLeast(1, maximum=MOST_FRAMES)] = 2
-    merge: PositiveInt = 2
-    least: PositiveInt = 128 * 28 * 28
-    most: PositiveInt = 768 * 28 * 28
+    patch_size: PositiveInt = _PATCH_SIZE
+    temporal_patch_size: Annotated[int, AtLeast(1, maximum=_MAX_TEMPORAL_PATCH_SIZE)] = 2
+    merge_size: PositiveInt = 2
+    min_pixels: PositiveInt = _VIDEO_MIN_PIXELS
+    max_pixels: PositiveInt = _VIDEO_MAX_PIXELS
     resample: int = BICUBIC
-    normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD, steps="joint")
-    choose: bool = False
+    normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD, rounding="fused")
+    sample_frames: bool = False
     fps: float | None = None
-    count: int | None = None
-    least_frames: PositiveInt = 4
-    most_frames: PositiveInt = 768
-    share: int | None = None
-    seconds: str | None = "second_per_grid_ts"
+    num_frames: int | None = None
+    min_frames: PositiveInt = 4
+    max_frames: PositiveInt = 768
+    max_video_tokens: int | None = None
+    time_array: str | None = "second_per_grid_ts"
     assumed_fps: float | None = None
     placeholder: str = "<|video_pad|>"
 
     def __post_init__(self):
         super().__post_init__()
-        both = self.fps is None or self.count is None
-        check(both, f"{type(self).__name__}: fps={self.fps} and count={self.count} exclude each other: give one.")
+        check(
+            self.fps is None or self.num_frames is None,
+            f"{type(self).__name__}: fps={self.fps} and num_frames={self.num_frames} are exclusive. Set one to None.",
+        )
 
     @property
     def template(self) -> None:
-        """None: the directory's template is used."""
+        """None: conversations with videos use the chat template of the model's directory."""
         return None
 
     @classmethod
-    def read(cls, settings: Settings) -> "QwenVideos":
-        """Read the rules from the settings of a directory, for Qwen2.5-VL."""
-        least, most = read_pixels(settings.videos, 128 * 28 * 28, 768 * 28 * 28)
-        capped = settings.videos.flag("cap_pixels_per_frame", False)
-        tokens = settings.videos.integer("max_video_tokens", 128_000)
-        sizes = read_videos(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
-        return cls(**sizes, least=least, most=most, share=tokens if capped else None)
+    def read(cls, settings: Settings) -> "QwenVideoProcessor":
+        """Create the processor of Qwen2.5-VL from the settings of a model's directory."""
+        min_pixels, max_pixels = read_pixel_bounds(settings.videos, _VIDEO_MIN_PIXELS, _VIDEO_MAX_PIXELS)
+        has_max_tokens = settings.videos.flag("cap_pixels_per_frame", False)
+        max_video_tokens = settings.videos.integer("max_video_tokens", 128_000)
+        shared_fields = read_video_fields(settings, _PATCH_SIZE, CLIP_MEAN, CLIP_STD, sample_frames=False)
+        return cls(
+            **shared_fields,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            max_video_tokens=max_video_tokens if has_max_tokens else None,
+        )
 
     @classmethod
-    def read_untimed(cls, settings: Settings) -> "QwenVideos":
-        """Read the rules from the settings of a directory, for Qwen2-VL."""
-        return dataclasses.replace(cls.read(settings), seconds=None)
+    def read_qwen2(cls, settings: Settings) -> "QwenVideoProcessor":
+        """Create the processor of Qwen2-VL, which has no times, from the settings of a model's directory."""
+        return dataclasses.replace(cls.read(settings), time_array=None)
 
     @classmethod
-    def read_omni(cls, settings: Settings) -> "QwenVideos":
-        """Read the rules from the settings of a directory, for Qwen3-Omni: sizes and one rate are fixed there."""
-        sizes = dict(least=128 * 32 * 32, most=768 * 32 * 32)
-        return dataclasses.replace(cls.read(settings), **sizes, seconds="video_second_per_grid", assumed_fps=1.0)
+    def read_omni(cls, settings: Settings) -> "QwenVideoProcessor":
+        """Create the processor of Qwen3-Omni, with fixed bounds and rate, from the settings of a model's directory."""
+        return dataclasses.replace(
+            cls.read(settings),
+            min_pixels=_QWEN3_MIN_PIXELS,
+            max_pixels=_QWEN3_MAX_PIXELS,
+            time_array="video_second_per_grid",
+            assumed_fps=1.0,
+        )
 
     def process(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
-        """Return `pixel_values_videos`, `video_grid_thw`, and the time between patches in seconds."""
-        indices = np.arange(clip.count) if clip.chosen else self._frame_indices(clip)
-        target = self._target(clip, len(indices))
-        patches, grid = _video_patches(self, clip, indices, target, limits)
+        """Return `pixel_values_videos`, `video_grid_thw` and `time_array`."""
+        indices = np.arange(clip.num_frames) if clip.use_all_frames else self._frame_indices(clip)
+        size = self._resized_size(clip, len(indices))
+        patches, grid = _video_patches(self, clip, indices, size, limits)
         arrays = {"pixel_values_videos": patches, "video_grid_thw": np.array([grid])}
-        if self.seconds is not None:
-            rate = len(indices) / clip.count * clip.fps if self.assumed_fps is None else self.assumed_fps
-            arrays[self.seconds] = np.array([self.frames / rate])
-        check_tokens(clip.where, math.prod(grid) // self.merge**2)
+        if self.time_array is not None:
+            fps = len(indices) / clip.num_frames * clip.fps if self.assumed_fps is None else self.assumed_fps
+            arrays[self.time_array] = np.array([self.temporal_patch_size / fps])
+        check_tokens(clip.where, math.prod(grid) // self.merge_size**2)
         return ProcessedFile(arrays, self._text(clip, indices, grid))
 
     def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """Return arrays `[patches, numbers]`, `[videos, 3]`, `[videos]`."""
+        """Return `pixel_values_videos`, `[patches, features]`; `video_grid_thw`, `[videos, 3]`; times, `[videos]`."""
         return concatenate_arrays(files)
 
     def _frame_indices(self, clip: Clip) -> np.ndarray:
-        """Return the indices of the frames to take: a multiple of `frames`, if the video has enough."""
-        count = self.count
-        if not self.choose or (count is None and self.fps is None):
-            return np.arange(clip.count)
-        if count is not None:
-            count = min(round(count / self.frames) * self.frames, clip.count)
-        else:
-            most = min(self.most_frames, clip.count) // self.frames * self.frames
-            count = min(max(clip.count / clip.fps * (self.fps or 1), self.least_frames), most, clip.count)
-            count = int(count // self.frames) * self.frames
-        if count == 0:
-            return np.arange(clip.count)
-        # as PyTorch counts: in steps of float64 from every eighth number in float32
-        step, number = clip.count / count, np.arange(math.ceil(clip.count / (clip.count / count)))
-        begin = (step * (number // 8 * 8)).astype(np.float32)
-        return (begin + step * (number % 8)).astype(np.float32).astype(np.int64)
+        """Return the indices of the frames to use.
 
-    def _target(self, clip: Clip, count: int) -> tuple[int, int]:
-        side, most = self.size * self.merge, self.most
-        if self.share is not None:
-            whole = int(self.share * side * side * 0.9)
-            most = max(min(most, whole * self.frames // count), int(self.least * 1.05))
-        return fit(clip.height, clip.width, side, self.least, most, clip.where)
+        Their number is a multiple of `temporal_patch_size` if the video has enough frames.
+        """
+        num_frames = self.num_frames
+        if not self.sample_frames or (num_frames is None and self.fps is None):
+            return np.arange(clip.num_frames)
+        unit = self.temporal_patch_size
+        if num_frames is not None:
+            num_frames = min(round(num_frames / unit) * unit, clip.num_frames)
+        else:
+            max_frames = min(self.max_frames, clip.num_frames) // unit * unit
+            wanted = max(clip.num_frames / clip.fps * (self.fps or 1), self.min_frames)
+            num_frames = int(min(wanted, max_frames, clip.num_frames) // unit) * unit
+        if num_frames == 0:
+            return np.arange(clip.num_frames)
+        # the rounding of `torch.arange`, which adds float64 steps to every eighth number in float32
+        step = clip.num_frames / num_frames
+        numbers = np.arange(math.ceil(clip.num_frames / step))
+        base = (step * (numbers // 8 * 8)).astype(np.float32)
+        return (base + step * (numbers % 8)).astype(np.float32).astype(np.int64)
+
+    def _resized_size(self, clip: Clip, num_frames: int) -> tuple[int, int]:
+        """Return the height and width of resized frames."""
+        unit = self.patch_size * self.merge_size
+        max_pixels = self.max_pixels
+        if self.max_video_tokens is not None:
+            # transformers uses 90% of the token budget
+            max_total_pixels = int(self.max_video_tokens * unit * unit * 0.9)
+            max_frame_pixels = max_total_pixels * self.temporal_patch_size // num_frames
+            max_pixels = max(min(max_pixels, max_frame_pixels), int(self.min_pixels * 1.05))
+        return fit_size(clip.height, clip.width, unit, self.min_pixels, max_pixels, clip.where)
 
     def _text(self, clip: Clip, indices: np.ndarray, grid: tuple[int, int, int]) -> str:
-        return self.placeholder * (math.prod(grid) // self.merge**2)
+        return self.placeholder * (math.prod(grid) // self.merge_size**2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Videos(QwenVideos):
-    """Videos of Qwen3-VL and 3.5: their frames together have between `least` and `most` pixels.
+class Qwen3VideoProcessor(QwenVideoProcessor):
+    """Videos of Qwen3-VL and 3.5: all frames together have between `min_pixels` and `max_pixels` pixels.
 
-    The time of its frames stands before each patch. `share` is a bound on each frame.
+    Each patch is preceded by the mean time of its frames. `max_video_tokens` is the maximum of one frame.
 
     **Arguments:**
 
-    - `begin`, `end`: texts of the special tokens around each patch.
+    - `start_token`, `end_token`: special tokens before and after each patch.
     """
 
-    size: int = 16
-    least: int = 128 * 32 * 32
-    most: int = 768 * 32 * 32
-    normalization: Normalization = Normalization(steps="joint")
-    choose: bool = True
-    fps: float | None = 2.0
-    seconds: str | None = None
-    begin: str = "<|vision_start|>"
-    end: str = "<|vision_end|>"
+    patch_size: int = 16
+    min_pixels: int = _QWEN3_MIN_PIXELS
+    max_pixels: int = _QWEN3_MAX_PIXELS
+    normalization: Normalization = Normalization(rounding="fused")
+    sample_frames: bool = True
+    fps: float | None = _QWEN3_FPS
+    time_array: str | None = None
+    start_token: str = "<|vision_start|>"
+    end_token: str = "<|vision_end|>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "Qwen3Videos":
-        """Read the rules from the settings of a directory."""
+    def read(cls, settings: Settings) -> "Qwen3VideoProcessor":
+        """Create the processor from the settings of a model's directory."""
         fields = settings.videos
-        size = read_size(fields, "size", {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
+        size = read_size(fields, "size", {"shortest_edge": _QWEN3_MIN_PIXELS, "longest_edge": _QWEN3_MAX_PIXELS})
         if not {"shortest_edge", "longest_edge"} <= size.keys():
-            raise fields.error(f"size={size} must have shortest_edge and longest_edge.")
-        options = read_videos(settings, 16, HALVES, HALVES, choose=True)
-        if options["count"] is None and options["fps"] is None:
-            options["fps"] = 2.0
-        capped, tokens = fields.flag("cap_pixels_per_frame", False), fields.integer("max_video_tokens", 768)
+            raise fields.error(f"size={size} must have the keys shortest_edge and longest_edge, in pixels.")
+        shared_fields = read_video_fields(settings, 16, HALVES, HALVES, sample_frames=True)
+        if shared_fields["num_frames"] is None and shared_fields["fps"] is None:
+            shared_fields["fps"] = _QWEN3_FPS
+        has_max_tokens = fields.flag("cap_pixels_per_frame", False)
+        max_video_tokens = fields.integer("max_video_tokens", 768)
         return cls(
-            **options,
-            least=size["shortest_edge"],
-            most=size["longest_edge"],
-            share=tokens if capped else None,
-            begin=settings.token("vision_start_token", "<|vision_start|>"),
-            end=settings.token("vision_end_token", "<|vision_end|>"),
+            **shared_fields,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+            max_video_tokens=max_video_tokens if has_max_tokens else None,
+            start_token=settings.token("vision_start_token", "<|vision_start|>"),
+            end_token=settings.token("vision_end_token", "<|vision_end|>"),
         )
 
     def _frame_indices(self, clip: Clip) -> np.ndarray:
-        count = self.count
-        if not self.choose:
-            return np.arange(clip.count)
-        if count is None and self.fps is not None:
-            count = int(clip.count / clip.fps * self.fps)
-            count = min(max(count, self.least_frames), self.most_frames, clip.count)
-        count = min(max(clip.count, self.least_frames), self.most_frames) if count is None else count
-        return np.linspace(0, clip.count - 1, count).round().astype(np.int64)
+        if not self.sample_frames:
+            return np.arange(clip.num_frames)
+        if self.num_frames is not None:
+            num_frames = self.num_frames
+        elif self.fps is not None:
+            wanted = int(clip.num_frames / clip.fps * self.fps)
+            num_frames = min(max(wanted, self.min_frames), self.max_frames, clip.num_frames)
+        else:
+            num_frames = min(max(clip.num_frames, self.min_frames), self.max_frames)
+        return np.linspace(0, clip.num_frames - 1, num_frames).round().astype(np.int64)
 
-    def _target(self, clip: Clip, count: int) -> tuple[int, int]:
-        side, most, (height, width) = self.size * self.merge, self.most, (clip.height, clip.width)
-        if self.share is not None:
-            most = max(min(self.share * side * side, most // count), int(self.least * 1.05)) * count
-        height, width = enlarged(height, width, side)
-        count = max(count, self.frames)
-        counted = round(count / self.frames) * self.frames
-        return fit(height, width, side, self.least, most, clip.where, frames=count, counted=counted)
+    def _resized_size(self, clip: Clip, num_frames: int) -> tuple[int, int]:
+        unit = self.patch_size * self.merge_size
+        max_pixels = self.max_pixels
+        if self.max_video_tokens is not None:
+            max_frame_pixels = min(self.max_video_tokens * unit * unit, max_pixels // num_frames)
+            max_pixels = max(max_frame_pixels, int(self.min_pixels * 1.05)) * num_frames
+        height, width = enlarge(clip.height, clip.width, unit)
+        num_frames = max(num_frames, self.temporal_patch_size)
+        padded_frames = round(num_frames / self.temporal_patch_size) * self.temporal_patch_size
+        return fit_size(
+            height,
+            width,
+            unit,
+            self.min_pixels,
+            max_pixels,
+            clip.where,
+            num_frames=num_frames,
+            padded_frames=padded_frames,
+        )
 
     def _text(self, clip: Clip, indices: np.ndarray, grid: tuple[int, int, int]) -> str:
-        times = np.pad(indices, (0, -len(indices) % self.frames), mode="edge") / clip.fps
-        times = times.reshape(-1, self.frames)
-        patch = self.begin + self.placeholder * (grid[1] * grid[2] // self.merge**2) + self.end
+        times = np.pad(indices, (0, -len(indices) % self.temporal_patch_size), mode="edge") / clip.fps
+        times = times.reshape(-1, self.temporal_patch_size)
+        num_tokens = grid[1] * grid[2] // self.merge_size**2
+        patch = self.start_token + self.placeholder * num_tokens + self.end_token
         return "".join(
             f"<{(patch_times[0] + patch_times[-1]) / 2:.1f} seconds>{patch}" for patch_times in times.tolist()
         )
 
 
-def read_videos(
-    settings: Settings, size: int, mean: Triple, std: Triple, *, choose: bool, placeholder: str = "<|video_pad|>"
+def read_video_fields(
+    settings: Settings,
+    patch_size: int,
+    mean: Triple,
+    std: Triple,
+    *,
+    sample_frames: bool,
+    placeholder: str = "<|video_pad|>",
 ) -> dict[str, Any]:
-    """Read the rules of videos that all families with Qwen's patches share; the arguments are defaults."""
+    """Return the fields of `QwenVideoProcessor` that all families with Qwen's patches share.
+
+    The arguments after `settings` are the defaults.
+    """
     fields = settings.videos
-    fps = fields.number("fps", None)
     return dict(
-        size=fields.integer("patch_size", size),
-        frames=fields.integer("temporal_patch_size", 2),
-        merge=fields.integer("merge_size", 2),
-        resample=read_resample(fields, BICUBIC, SHORT),
-        normalization=read_normalization(fields, mean, std, steps="joint"),
-        choose=fields.flag("do_sample_frames", choose),
-        fps=fps,
-        count=fields.integer("num_frames", None),
-        least_frames=fields.integer("min_frames", 4),
-        most_frames=fields.integer("max_frames", 768),
+        patch_size=fields.integer("patch_size", patch_size),
+        temporal_patch_size=fields.integer("temporal_patch_size", 2),
+        merge_size=fields.integer("merge_size", 2),
+        resample=read_resample(fields, BICUBIC, FIXED_POINT_FILTERS),
+        normalization=read_normalization(fields, mean, std, rounding="fused"),
+        sample_frames=fields.flag("do_sample_frames", sample_frames),
+        fps=fields.number("fps", None),
+        num_frames=fields.integer("num_frames", None),
+        min_frames=fields.integer("min_frames", 4),
+        max_frames=fields.integer("max_frames", 768),
         placeholder=settings.token("video_token", placeholder),
     )
 
 
 def _video_patches(
-    rules: QwenVideos, clip: Clip, indices: np.ndarray, target: tuple[int, int], limits: MediaLimits
+    processor: QwenVideoProcessor, clip: Clip, indices: np.ndarray, size: tuple[int, int], limits: MediaLimits
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Return the patches of a video, cut from each few frames as soon as these are decoded."""
-    indices = np.pad(indices, (0, -len(indices) % rules.frames), mode="edge")
-    check_taken(clip, len(indices), target, limits)
-    parts, grid, held = [], (0, 0, 0), []
-    for pixels in clip.frames(indices.tolist()):
-        small = resize_with_short_weights(pixels, target, rules.resample, limits, clip.where)
-        held.append(rules.normalization(small))
-        if len(held) == rules.frames:
-            patches, grid = cut(np.stack(held), rules.size, rules.frames, rules.merge)
-            parts.append(patches)
-            held.clear()
-    return np.concatenate(parts), (len(parts), *grid[1:])
+    """Return the patches of a video and its grid (time, rows, columns).
 
-
-def read_pixels(fields: Fields, least: int, most: int) -> tuple[int, int]:
-    """Read the fewest and most pixels: `min_pixels` and `max_pixels`, else `size`."""
-    size = read_size(fields, "size", {"shortest_edge": least, "longest_edge": most})
-    least = fields.integer("min_pixels", size.get("shortest_edge", size.get("min_pixels", least)))
-    return least, fields.integer("max_pixels", size.get("longest_edge", size.get("max_pixels", most)))
-
-
-def fit(
-    height: int, width: int, side: int, least: int, most: int, where: str, *, frames: int = 1, counted: int = 1
-) -> tuple[int, int]:
-    """Return the height and width, multiples of `side`, that are nearest to a shape within bounds of its pixels.
-
-    The bounds are on all `frames` of a video; the check whether they hold counts `counted` frames.
+    Patches are cut as soon as their frames are decoded, so that few frames are in memory at a time.
     """
-    long, short = max(height, width), min(height, width)
-    rule = f"is more than {MOST_RATIO} times as long as wide: crop it"
-    check(long / short <= MOST_RATIO, f"{where}, of {width} x {height} pixels, {rule}.", DataError)
-    rows, columns = round(height / side), round(width / side)
-    if counted * rows * columns * side**2 > most:
-        factor = math.sqrt(frames * height * width / most)
-        rows, columns = (max(1, math.floor(length / factor / side)) for length in (height, width))
-    elif counted * rows * columns * side**2 < least:
-        factor = math.sqrt(least / (frames * height * width))
-        rows, columns = (math.ceil(length * factor / side) for length in (height, width))
-    return rows * side, columns * side
+    unit = processor.temporal_patch_size
+    indices = np.pad(indices, (0, -len(indices) % unit), mode="edge")
+    check_video_pixels(clip, len(indices), size, limits)
+    pieces = []
+    grid = (0, 0, 0)
+    frames = []
+    for pixels in clip.frames(indices.tolist()):
+        resized = resize_fixed_point(pixels, size, processor.resample, limits, clip.where)
+        frames.append(processor.normalization(resized))
+        if len(frames) == unit:
+            patches, grid = cut_patches(np.stack(frames), processor.patch_size, unit, processor.merge_size)
+            pieces.append(patches)
+            frames.clear()
+    return np.concatenate(pieces), (len(pieces), *grid[1:])
 
 
-def enlarged(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return the height and width of the same shape, both at least `side`."""
-    if min(height, width) >= side:
+def read_pixel_bounds(fields: Fields, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Read the minimum and maximum pixels from `min_pixels` and `max_pixels`, or else from `size`."""
+    size = read_size(fields, "size", {"shortest_edge": min_pixels, "longest_edge": max_pixels})
+    default_min = size.get("shortest_edge", size.get("min_pixels", min_pixels))
+    default_max = size.get("longest_edge", size.get("max_pixels", max_pixels))
+    return fields.integer("min_pixels", default_min), fields.integer("max_pixels", default_max)
+
+
+def fit_size(
+    height: int,
+    width: int,
+    unit: int,
+    min_pixels: int,
+    max_pixels: int,
+    where: str,
+    *,
+    num_frames: int = 1,
+    padded_frames: int = 1,
+) -> tuple[int, int]:
+    """Return the size within bounds of its pixels that is closest to `(height, width)`, in multiples of `unit`.
+
+    The bounds apply to all frames of a video: `padded_frames` frames decide whether the video must be resized, and the
+    new size is computed for `num_frames` frames, as in transformers. Raises DataError for a too large aspect ratio.
+    """
+    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        raise DataError(
+            f"{where} has {width} x {height} pixels, an aspect ratio above {_MAX_ASPECT_RATIO}. Crop the image."
+        )
+    rows = round(height / unit)
+    columns = round(width / unit)
+    if padded_frames * rows * columns * unit**2 > max_pixels:
+        factor = math.sqrt(num_frames * height * width / max_pixels)
+        rows = max(1, math.floor(height / factor / unit))
+        columns = max(1, math.floor(width / factor / unit))
+    elif padded_frames * rows * columns * unit**2 < min_pixels:
+        factor = math.sqrt(min_pixels / (num_frames * height * width))
+        rows = math.ceil(height * factor / unit)
+        columns = math.ceil(width * factor / unit)
+    return rows * unit, columns * unit
+
+
+def enlarge(height: int, width: int, min_side: int) -> tuple[int, int]:
+    """Scale a size, without changing the aspect ratio, so that both sides are at least `min_side`."""
+    if min(height, width) >= min_side:
         return height, width
-    factor = max(side / height, side / width)
+    factor = max(min_side / height, min_side / width)
     return int(height * factor), int(width * factor)
 
 
-def cut(values: np.ndarray, size: int, frames: int, merge: int) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Cut frames `[frames, 3, height, width]` into patches `[patches, numbers]`; return also time, rows, columns."""
-    time, rows, columns = len(values) // frames, values.shape[2] // size, values.shape[3] // size
-    split = values.reshape(time, frames, 3, rows // merge, merge, size, columns // merge, merge, size)
+def cut_patches(
+    frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Cut frames, `[frames, 3, height, width]`, into patches.
+
+    Returns patches, `[patches, features]`, and the grid (time, rows, columns). The patches of one token, `merge_size` x
+    `merge_size` neighbors, are adjacent.
+    """
+    time = len(frames) // temporal_patch_size
+    rows = frames.shape[2] // patch_size
+    columns = frames.shape[3] // patch_size
+    split = frames.reshape(
+        time,
+        temporal_patch_size,
+        3,
+        rows // merge_size,
+        merge_size,
+        patch_size,
+        columns // merge_size,
+        merge_size,
+        patch_size,
+    )
     patches = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(time * rows * columns, -1), (time, rows, columns)

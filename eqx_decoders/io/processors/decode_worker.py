@@ -1,14 +1,21 @@
-"""Process that decodes untrusted files: run as a script by `serving.frontend.media_files`.
+"""Process that decodes untrusted files. `serving.frontend.media_files` runs this file as a script.
 
-Decoders are large programs in C, and a small file may keep one busy for minutes: this process can be ended, is limited
-in memory and processor time, and breaks nothing else when it breaks. It can open no file or socket.
+Decoders are large C libraries, and a small file may keep a decoder busy for minutes. This process can be killed, has
+limits of memory and CPU time, and its failure affects no other process. It cannot open files or sockets.
 
-The one argument is a JSON object: `path` (of Python), `directory` (of the model), `limits` (of `MediaLimits`), and the
-limits of one task: `seconds` of processor time, `memory` in bytes, `most_bytes` and `most_tokens` of its results. The
-first line of the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, `[[kind, size, name],
-...]`, followed by each file in base64; its answer is a line, followed by the bytes of all arrays:
+The only argument is a JSON object:
 
-- `{"error": sentence}`, with `"last": true` from a process that ends itself;
+- `path`: `sys.path` of the server.
+- `directory`: the model's directory.
+- `limits`: fields of `MediaLimits`.
+- `seconds`: maximum CPU time of a task.
+- `memory`: maximum memory in bytes.
+- `max_bytes`, `max_tokens`: maximum bytes of the arrays of a task, and maximum tokens of its files.
+
+The first line of the output is `{}`, or `{"error": message}`. A task is a line of standard input, `[[kind, size, name],
+...]`, followed by each file in base64. The reply is a line, followed by the bytes of all arrays:
+
+- `{"error": message}`, with `"last": true` if the process exits after this reply;
 - `{"read": [[kind, text, [[name, dtype, shape], ...]], ...]}`.
 """
 
@@ -24,51 +31,51 @@ import signal
 import sys
 
 
-NICE = 5  # the engine comes first
-# Decoders, and modules that they import only when a file needs them.
-PACKAGES = ("PIL", "av", "soundfile", "soxr")
-LATER = ("numpy.fft", "numpy.linalg", "encodings.utf_16", "encodings.utf_32", "encodings.cp1252")
-UNUSED = ("__main__", "report", "datasets", "Tk", "_tk", "Qt", "Grab", "Show")  # ends of names
+_NICENESS = 5  # the engine has priority
+_DECODERS = ("PIL", "av", "soundfile", "soxr")
+# Modules that decoders and NumPy import only when a file needs them
+_LAZY_MODULES = ("numpy.fft", "numpy.linalg", "encodings.utf_16", "encodings.utf_32", "encodings.cp1252")
+_UNUSED_SUFFIXES = ("__main__", "report", "datasets", "Tk", "_tk", "Qt", "Grab", "Show")
 
 
 def main() -> None:
     with contextlib.suppress(AttributeError, OSError):
-        os.nice(NICE)
-    task = json.loads(sys.argv[1])
-    sys.path[:] = task["path"]
+        os.nice(_NICENESS)
+    config = json.loads(sys.argv[1])
+    sys.path[:] = config["path"]
     source = sys.stdin.buffer
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what decoders print is no answer
+    with os.fdopen(os.dup(1), "wb") as replies:
+        os.dup2(2, 1)  # decoders may print to stdout, which must contain replies only
         try:
-            reader = make_reader(task)
+            reader = create_reader(config)
         except Exception as error:
-            send(answers, {"error": f"{type(error).__name__}: {error}"})
+            send(replies, {"error": f"{type(error).__name__}: {error}"})
             return
-        confine(task["memory"])
-        send(answers, {})
+        limit_resources(config["memory"])
+        send(replies, {})
         while line := source.readline():
             files = [(kind, source.read(size), name) for kind, size, name in json.loads(line)]
-            signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
-            answer, arrays = read(reader, files, task["most_bytes"], task["most_tokens"])
+            signal.setitimer(signal.ITIMER_PROF, config["seconds"])  # SIGPROF ends the process when the time is over
+            reply, arrays = read(reader, files, config["max_bytes"], config["max_tokens"])
             signal.setitimer(signal.ITIMER_PROF, 0)
             files.clear()
-            send(answers, answer)
+            send(replies, reply)
             for array in arrays:
-                answers.write(array)
-            answers.flush()
-            if "last" in answer:
+                replies.write(array)
+            replies.flush()
+            if "last" in reply:
                 return
-            del answer, arrays
+            del reply, arrays
 
 
-def make_reader(task):
-    """Return the rules of the model's directory, with all their imports loaded: no file can be opened later."""
+def create_reader(config):
+    """Return the `FileReader` of the model. Imports all modules now, because no file can be opened later."""
     from eqx_decoders.io.processors.processor import FileReader
     from eqx_decoders.media_files.limits import MediaLimits
 
-    reader = FileReader.load_rules(task["directory"], limits=MediaLimits(**task["limits"]))
-    for module in (*LATER, *itertools.chain.from_iterable(map(modules_of, PACKAGES))):
-        with contextlib.suppress(Exception):  # one that lacks something, which no file needs
+    reader = FileReader.load_reader(config["directory"], limits=MediaLimits(**config["limits"]))
+    for module in (*_LAZY_MODULES, *itertools.chain.from_iterable(map(modules_of, _DECODERS))):
+        with contextlib.suppress(Exception):  # a module with a missing dependency, which no file needs
             importlib.import_module(module)
     if "PIL.Image" in sys.modules:
         sys.modules["PIL.Image"].init()
@@ -76,17 +83,17 @@ def make_reader(task):
 
 
 def modules_of(package):
-    """Yield the names of all modules of a package; none where it is missing, which an error reports later."""
+    """Yield the names of all modules of a package. A missing package has none: decoding a file reports it."""
     with contextlib.suppress(ImportError):
         root = importlib.import_module(package)
         yield package
         for module in pkgutil.walk_packages(getattr(root, "__path__", ()), f"{package}."):
-            if not module.name.endswith(UNUSED):
+            if not module.name.endswith(_UNUSED_SUFFIXES):
                 yield module.name
 
 
-def confine(memory: int) -> None:
-    """Limit the resources of this process. A limit that the system lacks is left out."""
+def limit_resources(memory: int) -> None:
+    """Limit the resources of this process. Limits that the operating system does not have are skipped."""
     with contextlib.suppress(ImportError):
         import resource
 
@@ -95,49 +102,52 @@ def confine(memory: int) -> None:
                 resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 
 
-def send(answers, value) -> None:
-    answers.write(json.dumps(value).encode() + b"\n")
-    answers.flush()
+def send(replies, value) -> None:
+    replies.write(json.dumps(value).encode() + b"\n")
+    replies.flush()
 
 
-def read(reader, files, most_bytes, most_tokens):
-    """Return the answer to a task, and the arrays that follow it."""
+def read(reader, files, max_bytes, max_tokens):
+    """Return the reply to a task, and the bytes of all arrays."""
     from eqx_decoders.errors import EqxDecodersError
 
     try:
         by_kind: dict[str, list[bytes]] = {}
         for kind, text, name in files:
-            by_kind.setdefault(kind, []).append(decoded(text, name))
+            by_kind.setdefault(kind, []).append(decode_base64(text, name))
         files.clear()
-        results = reader.read(by_kind, max_tokens=most_tokens, max_bytes=most_bytes)
-        rows, arrays = [], []
+        results = reader.read(by_kind, max_tokens=max_tokens, max_bytes=max_bytes)
+        rows = []
+        arrays = []
         for kind, files_of_kind in results.items():
             for file in files_of_kind:
                 rows.append([kind, file.text, [[name, str(x.dtype), x.shape] for name, x in file.arrays.items()]])
                 arrays += [bytes_of(x) for x in file.arrays.values()]
         return {"read": rows}, arrays
     except EqxDecodersError as error:
-        ended = {"last": True} if isinstance(error.__cause__, MemoryError) else {}  # what is left may not suffice
-        return {"error": str(error)} | ended, []
+        reply = {"error": str(error)}
+        if isinstance(error.__cause__, MemoryError):  # memory may not suffice for the next task
+            reply["last"] = True
+        return reply, []
     except MemoryError:
-        return {"error": "The files take more memory than there is: make them smaller.", "last": True}, []
+        return {"error": "The files need more memory than is available. Send smaller files.", "last": True}, []
 
 
-def decoded(text: bytes, where: str) -> bytes:
-    """Decode base64; raise DataError for other text."""
+def decode_base64(text: bytes, where: str) -> bytes:
+    """Decode base64. Raises DataError for invalid or empty base64."""
     from eqx_decoders.errors import DataError
 
     try:
         content = base64.b64decode(text.translate(None, b" \t\r\n\f\v"), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"{where} is no base64: {error}.") from error
+        raise DataError(f"{where} is not valid base64: {error}.") from error
     if not content:
-        raise DataError(f"{where} has no bytes.")
+        raise DataError(f"{where} is empty (0 bytes).")
     return content
 
 
 def bytes_of(array):
-    """Return the bytes of an array, without a copy where it is contiguous."""
+    """Return the bytes of an array, without a copy if it is contiguous."""
     import numpy as np
 
     return np.ascontiguousarray(array).data.cast("B") if array.size else b""

@@ -117,8 +117,8 @@ class MediaFiles:
             limits=dataclasses.asdict(config.limits),
             seconds=config.seconds,
             memory=config.memory,
-            most_bytes=config.max_request_bytes,
-            most_tokens=max_tokens,
+            max_bytes=config.max_request_bytes,
+            max_tokens=max_tokens,
         )
         self._semaphore = FairSemaphore("files", config.count, config.max_waiting, self._decoded.has_room)
         self._video_semaphore = FairSemaphore("videos", max(1, config.count - 1), config.max_waiting)
@@ -315,7 +315,7 @@ class DecodingProcess:
             self.end()
         if "error" in message:
             raise DataError(message["error"])
-        return _read_arrays(answers, message["read"], self._task["most_bytes"])
+        return _read_arrays(answers, message["read"], self._task["max_bytes"])
 
     def _failure(self, code: int) -> ApiError:
         if code in (-27, -24):  # SIGPROF, SIGXCPU

@@ -8,7 +8,7 @@ import pytest
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, DataError
-from eqx_decoders.families.gemma.audio_processor import USM, Gemma3nAudio, LogMagnitudes
+from eqx_decoders.families.gemma.audio_processor import USM, Gemma3nAudioProcessor, LogMagnitudes
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.processor import read_settings
@@ -32,7 +32,7 @@ SETTINGS = dict(size={"height": 48, "width": 48}, do_normalize=False, resample=2
 @pytest.mark.parametrize("name", GEMMA3N_AUDIO)
 def test_spectra_are_those_of_transformers(name):
     settings, lengths = GEMMA3N_AUDIO[name]
-    rules = Gemma3nAudio(spectrum=LogMagnitudes.read(Fields(settings), USM))
+    rules = Gemma3nAudioProcessor(spectrum=LogMagnitudes.read(Fields(settings), USM))
     clips = [audio(seconds, rules.spectrum.rate) for seconds in lengths]
     arrays, texts = rules.process_all(clips, LIMITS, ["one"] * len(clips))
     values = arrays["input_features"]
@@ -46,8 +46,12 @@ def test_spectra_are_those_of_transformers(name):
 
 def test_short_clips_and_left_padding_are_refused(tmp_path):
     with refused(DataError, "one has 512 samples"):
-        Gemma3nAudio().process_all([np.zeros(512, np.float32)], LIMITS, ["one"])
-    assert Gemma3nAudio().process_all([np.zeros(513, np.float32)], LIMITS, ["one"])[0]["input_features_mask"].all()
+        Gemma3nAudioProcessor().process_all([np.zeros(512, np.float32)], LIMITS, ["one"])
+    assert (
+        Gemma3nAudioProcessor()
+        .process_all([np.zeros(513, np.float32)], LIMITS, ["one"])[0]["input_features_mask"]
+        .all()
+    )
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "processor_config.json").write_text(json.dumps(WORDS))

@@ -9,7 +9,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, DataError
-from eqx_decoders.families.gemma.audio_processor import Gemma4Audio, LogMagnitudes
+from eqx_decoders.families.gemma.audio_processor import Gemma4AudioProcessor, LogMagnitudes
 from eqx_decoders.inference.text_model import Files, load_text_model
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.media_files.limits import MediaLimits
@@ -22,7 +22,7 @@ from tests.io.processors.media_files import GEMMA_AUDIO, audio, shown
 
 EXPECTED = np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "processors" / "gemma_audio.npz")
 LIMITS = MediaLimits()
-RULES = Gemma4Audio()
+RULES = Gemma4AudioProcessor()
 
 
 def made(rules, audio, limits=LIMITS):
@@ -32,7 +32,7 @@ def made(rules, audio, limits=LIMITS):
 @pytest.mark.parametrize("name", GEMMA_AUDIO)
 def test_spectra_are_those_of_transformers(name):
     settings, lengths = GEMMA_AUDIO[name]
-    rules = Gemma4Audio(spectrum=LogMagnitudes.read(Fields(settings)))
+    rules = Gemma4AudioProcessor(spectrum=LogMagnitudes.read(Fields(settings)))
     arrays, texts = made(rules, [audio(seconds, rules.spectrum.rate) for seconds in lengths])
     values, mask = arrays["input_features"], arrays["input_features_mask"]
     assert values.shape == tuple(EXPECTED[f"{name}/shape"]) and values.dtype == np.float32
@@ -45,7 +45,7 @@ def test_spectra_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_audio_becomes_what_it_becomes_alone(side):
-    rules = Gemma4Audio(spectrum=LogMagnitudes(padded=side))
+    rules = Gemma4AudioProcessor(spectrum=LogMagnitudes(padding_side=side))
     files = [audio(seconds) for seconds in (0.7, 0.345, 0.1)]
     (together, texts), alone = made(rules, files), [made(rules, [file]) for file in files]
     for index, (own, (text,)) in enumerate(alone):
@@ -83,9 +83,9 @@ def test_invalid_settings_of_a_directory_are_refused(name, value):
         (dict(bands=10**6), ["1000000 bands", "1024"]),
         (dict(window_ms=1e9), ["16000000000", "65536"]),
         (dict(hop_ms=1e-9), ["0 samples", "hop"]),
-        (dict(padded="left", window_ms=5.0), ["LogMagnitudes.padded='left'", "80 samples"]),
-        (dict(lowest=9000.0), ["LogMagnitudes.highest=8000.0", "9000.0"]),
-        (dict(floor=0.0), ["LogMagnitudes.floor=0.0"]),
+        (dict(padding_side="left", window_ms=5.0), ["LogMagnitudes.padding_side='left'", "80 samples"]),
+        (dict(min_frequency=9000.0), ["LogMagnitudes.max_frequency=8000.0", "9000.0"]),
+        (dict(mel_floor=0.0), ["LogMagnitudes.mel_floor=0.0"]),
     ],
     ids=["mean", "std", "bands", "window", "hop", "padding", "lowest", "floor"],
 )
@@ -111,8 +111,8 @@ def text(folder):
 def test_settings_of_a_directory(folder):
     rules = Processor.load(folder).audio
     content = json.loads((folder / "processor_config.json").read_text())
-    assert rules.spectrum == LogMagnitudes(bands=8, padded=content["feature_extractor"]["padding_side"])
-    assert (rules.placeholder, rules.begin, rules.end) == ("<|audio|>", "<|audio>", "<audio|>")
+    assert rules.spectrum == LogMagnitudes(bands=8, padding_side=content["feature_extractor"]["padding_side"])
+    assert (rules.placeholder, rules.start_token, rules.end_token) == ("<|audio|>", "<|audio>", "<audio|>")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.families.qwen.processor import Qwen3Videos, QwenVideos
+from eqx_decoders.families.qwen.processor import Qwen3VideoProcessor, QwenVideoProcessor
 from eqx_decoders.io.processors.processor import FileReader
 from eqx_decoders.media_files.audio import LogMel, open_audio
 from eqx_decoders.media_files.images import open_image
@@ -72,7 +72,7 @@ def test_frames_are_those_of_the_file(videos, name, tmp_path):
     whole = decoded(videos[name])
     for source in (videos[name], path, str(path)):
         with open_video(source) as clip:
-            assert (clip.count, clip.height, clip.width, clip.chosen) == (20, 32, 48, False)
+            assert (clip.num_frames, clip.height, clip.width, clip.use_all_frames) == (20, 32, 48, False)
             assert clip.fps == (25.0 if name.startswith("raw") else 10.0)  # raw streams have no times
             assert numbers_of(clip.frames(ALL)) == ALL
             taken = list(clip.frames([0, 7, 7, 19]))
@@ -91,14 +91,14 @@ def seen(rules, source):
 @pytest.mark.parametrize(
     "rules, indices",
     [
-        (QwenVideos(least=784), ALL),  # Qwen2.5-VL's directories do not choose
-        (QwenVideos(least=784, choose=True, fps=2.0), [0, 5, 10, 15]),
-        (QwenVideos(least=784, choose=True, count=6), [0, 3, 6, 10, 13, 16]),
-        (QwenVideos(least=784, choose=True, fps=2.0, most_frames=3), [0, 10]),
-        (Qwen3Videos(), [0, 6, 13, 19]),
-        (Qwen3Videos(fps=1.0), [0, 6, 13, 19]),  # at least four
-        (Qwen3Videos(fps=3.0), [0, 4, 8, 11, 15, 19]),
-        (Qwen3Videos(fps=None, count=3), [0, 10, 19]),
+        (QwenVideoProcessor(min_pixels=784), ALL),  # Qwen2.5-VL's directories do not choose
+        (QwenVideoProcessor(min_pixels=784, sample_frames=True, fps=2.0), [0, 5, 10, 15]),
+        (QwenVideoProcessor(min_pixels=784, sample_frames=True, num_frames=6), [0, 3, 6, 10, 13, 16]),
+        (QwenVideoProcessor(min_pixels=784, sample_frames=True, fps=2.0, max_frames=3), [0, 10]),
+        (Qwen3VideoProcessor(), [0, 6, 13, 19]),
+        (Qwen3VideoProcessor(fps=1.0), [0, 6, 13, 19]),  # at least four
+        (Qwen3VideoProcessor(fps=3.0), [0, 4, 8, 11, 15, 19]),
+        (Qwen3VideoProcessor(fps=None, num_frames=3), [0, 10, 19]),
     ],
     ids=["all", "by rate", "by count", "at most", "qwen3", "qwen3, at least", "qwen3, by rate", "qwen3, by count"],
 )
@@ -108,7 +108,7 @@ def test_each_family_takes_its_frames(videos, rules, indices):
         known = rules.process(clip, MediaLimits())
     assert_array_equal(made.arrays["pixel_values_videos"], known.arrays["pixel_values_videos"])
     assert_array_equal(made.arrays["video_grid_thw"], known.arrays["video_grid_thw"])
-    if isinstance(rules, Qwen3Videos):
+    if isinstance(rules, Qwen3VideoProcessor):
         pairs = np.pad(indices, (0, len(indices) % 2), mode="edge").reshape(-1, 2)
         times = [f"<{(own[0] / 10 + own[1] / 10) / 2:.1f} seconds>" for own in pairs]
         assert [piece + ">" for piece in made.text.split(">") if piece.endswith(" seconds")] == times
@@ -121,8 +121,8 @@ def test_frames_of_uneven_lengths_have_their_mean_rate(options):
     """By the times of all of them: a header of Matroska tells the rate of the first ones."""
     file = video(**options, milliseconds=[10 * number**2 for number in ALL])
     with open_video(file) as clip:
-        assert (clip.count, clip.fps) == (20, pytest.approx(20 / 3.71))
-        made = Qwen3Videos().process(clip, MediaLimits())
+        assert (clip.num_frames, clip.fps) == (20, pytest.approx(20 / 3.71))
+        made = Qwen3VideoProcessor().process(clip, MediaLimits())
     assert made.arrays["video_grid_thw"][0, 0] == 4  # of seven, since 3.71 s at 2 a second are these
 
 
@@ -132,7 +132,7 @@ def test_what_an_edit_leaves_out_is_no_frame():
     with av.open(io.BytesIO(file)) as container:
         assert container.streams.video[0].frames == 20
     with open_video(file) as clip:
-        assert (clip.count, clip.fps) == (14, 10.0)
+        assert (clip.num_frames, clip.fps) == (14, 10.0)
         assert numbers_of(clip.frames(range(14))) == list(range(6, 20))
 
 
@@ -151,14 +151,14 @@ def test_videos_stand_upright(turned):
 
 def test_a_video_of_one_frame():
     with open_video(video(frames=grey_frames(1))) as clip:
-        assert (clip.count, clip.fps) == (1, 10.0)
-    assert seen(Qwen3Videos(), video(frames=grey_frames(1))).arrays["video_grid_thw"][:, 0].tolist() == [1]
+        assert (clip.num_frames, clip.fps) == (1, 10.0)
+    assert seen(Qwen3VideoProcessor(), video(frames=grey_frames(1))).arrays["video_grid_thw"][:, 0].tolist() == [1]
     still = io.BytesIO()
     from PIL import Image
 
     Image.fromarray(grey_frames(1)[0]).save(still, "GIF")
     with open_video(still.getvalue()) as clip:
-        assert (clip.count, numbers_of(clip.frames([0]))) == (1, [0])
+        assert (clip.num_frames, numbers_of(clip.frames([0]))) == (1, [0])
 
 
 def test_a_video_beside_an_audio_clip(videos):
@@ -250,7 +250,7 @@ def hostile(tmp_path_factory):
 
 def take_all(source, limits=MediaLimits()) -> int:
     with open_video(source, limits) as clip:
-        return sum(1 for _ in clip.frames(range(clip.count)))
+        return sum(1 for _ in clip.frames(range(clip.num_frames)))
 
 
 KINDS = (
@@ -283,7 +283,7 @@ def test_wrong_counts_and_sizes_in_one_header_do_no_harm(hostile):
 @pytest.mark.parametrize("name", FORMS)
 def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeypatch):
     """By counting packets, whatever a header says."""
-    monkeypatch.setattr("eqx_decoders.media_files.video._decoded", lambda *given: pytest.fail("decoded"))
+    monkeypatch.setattr("eqx_decoders.media_files.video._decode_frames", lambda *given: pytest.fail("decoded"))
     with (
         refused(DataError, "12 frames", "48 x 32 pixels", "MediaLimits.max_decoded_pixels"),
         open_video(videos[name], MediaLimits(max_decoded_pixels=11 * 48 * 32)),
@@ -298,7 +298,7 @@ def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
 
     def read(**given):
         limits = MediaLimits(max_decoded_pixels=30 * 48 * 32, max_total_pixels=1000)
-        return FileReader.load_rules(tmp_path, limits=limits).read(given)
+        return FileReader.load_reader(tmp_path, limits=limits).read(given)
 
     assert len(read(video=[videos["mp4"]])["video"]) == 1
     with refused(DataError, "video 2 (bytes)", "11 frames", "48 x 32 pixels"):
@@ -426,7 +426,7 @@ def test_forms_that_sound_alike(form, kind):
 
 def test_long_audio_are_resampled_in_parts(monkeypatch):
     """With the result of all at once, for which there need not be memory."""
-    monkeypatch.setattr("eqx_decoders.media_files.audio.BLOCK", 1000)
+    monkeypatch.setattr("eqx_decoders.media_files.audio.CHUNK", 1000)
     given = np.random.default_rng(0).normal(0, 0.1, 30_011).astype(np.float32)
     known = soxr.resample(given, 44_100, 16_000, quality="soxr_hq")
     for source in (wav(given, 44_100, "FLOAT"), (given, 44_100)):
@@ -556,7 +556,7 @@ for path in sorted(folder.glob("bomb.*")):
             told = str(len(open_audio(path, 16_000)))
         else:
             with open_video(path, limits) as clip:
-                told = str(sum(1 for _ in clip.frames(range(clip.count))))
+                told = str(sum(1 for _ in clip.frames(range(clip.num_frames))))
     except DataError as error:
         told = str(error)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

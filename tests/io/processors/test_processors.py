@@ -13,17 +13,27 @@ import pytest
 
 from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
-from eqx_decoders.families.gemma.processor import Gemma3Images, Gemma3nImages, Gemma4Images, Gemma4Videos
-from eqx_decoders.families.glm.processor import GlmImages
-from eqx_decoders.families.idefics3.processor import SmolVLMImages, SmolVLMVideos, SmolWords, in_words
-from eqx_decoders.families.internvl.processor import InternVLImages, InternVLWords
-from eqx_decoders.families.lfm2.processor import Lfm2VLImages
-from eqx_decoders.families.llama4.processor import Llama4Images
-from eqx_decoders.families.llava.processor import LlavaImages, LlavaNextImages
-from eqx_decoders.families.mistral.processor import PixtralImages
-from eqx_decoders.families.phi.processor import Phi4Audio, Phi4Images
-from eqx_decoders.families.qwen.audio_processor import QwenAudio
-from eqx_decoders.families.qwen.processor import QwenImages
+from eqx_decoders.families.gemma.processor import (
+    Gemma3ImageProcessor,
+    Gemma3nImageProcessor,
+    Gemma4ImageProcessor,
+    Gemma4VideoProcessor,
+)
+from eqx_decoders.families.glm.processor import GlmImageProcessor
+from eqx_decoders.families.idefics3.processor import (
+    SmolVLMImageProcessor,
+    SmolVLMImageText,
+    SmolVLMVideoProcessor,
+    in_words,
+)
+from eqx_decoders.families.internvl.processor import InternVLImageProcessor, InternVLImageText
+from eqx_decoders.families.lfm2.processor import Lfm2VLImageProcessor
+from eqx_decoders.families.llama4.processor import Llama4ImageProcessor
+from eqx_decoders.families.llava.processor import LlavaImageProcessor, LlavaNextImageProcessor
+from eqx_decoders.families.mistral.processor import PixtralImageProcessor
+from eqx_decoders.families.phi.processor import Phi4AudioProcessor, Phi4ImageProcessor
+from eqx_decoders.families.qwen.audio_processor import QwenAudioProcessor
+from eqx_decoders.families.qwen.processor import QwenImageProcessor
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.processor import Processor, read_settings
 from eqx_decoders.io.text.chat_template import ChatTemplate
@@ -44,21 +54,21 @@ FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "processors"
 EXPECTED, OF_VIDEOS = np.load(FIXTURES / "expected.npz"), np.load(FIXTURES / "videos.npz")
 TILES = TilesConfig(side=42, sizes=tuple((42 * rows, 42 * columns) for rows in (1, 2, 3) for columns in (1, 2, 4)))
 RULES = {
-    "gemma3": Gemma3Images(size=(112, 112)),
-    "gemma3n": Gemma3nImages(size=(96, 96)),
-    "gemma4": Gemma4Images(),
-    "llama4": Llama4Images(side=84, tiles=4),
-    "qwen2_5": QwenImages(least=4096, most=65_536),
-    "qwen3": QwenImages(size=16, least=4096, most=65_536, normalization=Normalization()),
-    "smolvlm": SmolVLMImages(longest=512, tile=128),
-    "idefics3": SmolVLMImages(longest=512, tile=128),
-    "glm4v": GlmImages(least=4096, most=65_536),
-    "internvl": InternVLImages(side=56, most=6, words=InternVLWords(tokens=2)),
-    "lfm2_vl": Lfm2VLImages(size=4, tile=32, least=16, most=48, most_tiles=6),
-    "llava": LlavaImages(side=56),
-    "llava_next": LlavaNextImages(tiles=TILES, patch=14, normalization=Normalization()),
-    "phi4": Phi4Images(side=56, most=5),
-    "pixtral": PixtralImages(longest=(280, 280), size=14, merge=2),
+    "gemma3": Gemma3ImageProcessor(size=(112, 112)),
+    "gemma3n": Gemma3nImageProcessor(size=(96, 96)),
+    "gemma4": Gemma4ImageProcessor(),
+    "llama4": Llama4ImageProcessor(tile_size=84, max_tiles=4),
+    "qwen2_5": QwenImageProcessor(min_pixels=4096, max_pixels=65_536),
+    "qwen3": QwenImageProcessor(patch_size=16, min_pixels=4096, max_pixels=65_536, normalization=Normalization()),
+    "smolvlm": SmolVLMImageProcessor(longest_edge=512, tile_size=128),
+    "idefics3": SmolVLMImageProcessor(longest_edge=512, tile_size=128),
+    "glm4v": GlmImageProcessor(min_pixels=4096, max_pixels=65_536),
+    "internvl": InternVLImageProcessor(tile_size=56, max_tiles=6, image_text=InternVLImageText(tokens_per_tile=2)),
+    "lfm2_vl": Lfm2VLImageProcessor(patch_size=4, tile_size=32, min_tokens=16, max_tokens=48, max_tiles=6),
+    "llava": LlavaImageProcessor(size=56),
+    "llava_next": LlavaNextImageProcessor(tiles=TILES, patch_size=14, normalization=Normalization()),
+    "phi4": Phi4ImageProcessor(tile_size=56, max_tiles=5),
+    "pixtral": PixtralImageProcessor(max_size=(280, 280), patch_size=14, merge_size=2),
 }
 LIMITS = MediaLimits()
 
@@ -91,14 +101,14 @@ def test_spectra_equal_those_of_transformers(seconds):
 def test_spectra_of_phi_4_equal_those_of_transformers():
     known = np.load(FIXTURES / "gemma_audio.npz")
     clips = [audio(seconds) for seconds in PHI4_AUDIO]
-    made, texts = Phi4Audio().process_all(clips, LIMITS, ["one", "two", "three"])
+    made, texts = Phi4AudioProcessor().process_all(clips, LIMITS, ["one", "two", "three"])
     sizes = known["phi4/audio_embed_sizes"].tolist()
     assert made["audio_embed_sizes"].tolist() == [text.count("<|audio|>") for text in texts] == sizes
     counts = made["audio_attention_mask"].sum(axis=1)
     for count, spectrum in zip(counts, made["audio_input_features"], strict=True):
         assert_allclose(shown(spectrum[:count]), known[f"phi4/{count}"], atol=1e-4)
     with refused(DataError, "one has 399 samples", "400"):
-        Phi4Audio().process_all([clips[0][:399]], LIMITS, ["one"])
+        Phi4AudioProcessor().process_all([clips[0][:399]], LIMITS, ["one"])
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -119,7 +129,7 @@ def test_audio_of_different_lengths_is_batched():
         file = io.BytesIO()
         soundfile.write(file, audio(seconds), 16_000, format="WAV", subtype="FLOAT")
         files.append(file.getvalue())
-    rules = QwenAudio()
+    rules = QwenAudioProcessor()
     made, texts = rules.process_all(files, LIMITS, ["one", "two"])
     assert made["input_features"].shape[:2] == (2, 128)
     counts = made["feature_attention_mask"].sum(axis=1).tolist()
@@ -130,7 +140,7 @@ def test_audio_of_different_lengths_is_batched():
 def test_videos_are_read_frame_by_frame():
     frames = [np.full((20, 30, 3), 10 * number, np.uint8) for number in range(12)]
     with open_video(Video(frames=frames, fps=4.0), LIMITS) as clip:
-        assert (clip.count, clip.seconds, clip.height, clip.width) == (12, 3.0, 20, 30)
+        assert (clip.num_frames, clip.duration, clip.height, clip.width) == (12, 3.0, 20, 30)
         taken = list(clip.frames([0, 5, 5, 11]))
     assert [int(one.mean()) for one in taken] == [0, 50, 50, 110]
     with (
@@ -159,7 +169,7 @@ def test_videos_equal_those_of_transformers(name, tmp_path):
     family, settings, count, fps, height, width = VIDEOS[name]
     rules = video_rules(tmp_path, family, settings)
     with open_video(Video(frames=[*video_frames(count, height, width)], fps=fps), LIMITS) as clip:
-        made = rules.process(dataclasses.replace(clip, chosen=fps is None), LIMITS)
+        made = rules.process(dataclasses.replace(clip, use_all_frames=fps is None), LIMITS)
     assert made.text == str(OF_VIDEOS[f"{name}/text"])
     arrays = rules.join([made])
     keys = [key.split("/")[1] for key in OF_VIDEOS.files if key.startswith(f"{name}/") and key.endswith("/shape")]
@@ -172,14 +182,14 @@ def test_videos_equal_those_of_transformers(name, tmp_path):
 def test_videos_have_separate_limits():
     """Gemma 4 takes all frames if there are fewer than requested, which is an error in transformers."""
     few = list(video_frames(3, 8, 8))
-    gemma = Gemma4Videos(frame=Gemma4Images(size=2, merge=2, tokens=70))
+    gemma = Gemma4VideoProcessor(frame=Gemma4ImageProcessor(patch_size=2, pooling_size=2, max_tokens=70))
     with open_video(Video(frames=few, fps=1.0), LIMITS) as clip:
-        made = gemma.process(dataclasses.replace(clip, chosen=False), LIMITS)
+        made = gemma.process(dataclasses.replace(clip, use_all_frames=False), LIMITS)
         assert made.arrays["num_frames_per_video"].tolist() == [3]
-        for rules in (SmolVLMVideos(size=16, tile=8), gemma):
+        for rules in (SmolVLMVideoProcessor(size=16, tile_size=8), gemma):
             with refused(DataError, "MediaLimits.max_video_pixels=100"):
                 rules.process(clip, MediaLimits(max_video_pixels=100))
-        many = SmolVLMVideos(size=16, tile=8, words=SmolWords(tokens=1 << 19))
+        many = SmolVLMVideoProcessor(size=16, tile_size=8, image_text=SmolVLMImageText(tokens_per_tile=1 << 19))
         with refused(DataError, "1,572,864 tokens", "1,048,576"):
             many.process(clip, LIMITS)
 
@@ -189,7 +199,7 @@ def test_settings_of_videos_are_checked(tmp_path):
         video_rules(tmp_path, "smolvlm", {"video_sampling": {"fps": 1}})
     with refused(ConversionError, "resample=5"):
         video_rules(tmp_path, "gemma4", {"resample": 5})
-    with refused(ConfigError, "fps=2.0", "count=8"):
+    with refused(ConfigError, "fps=2.0", "num_frames=8"):
         video_rules(tmp_path, "gemma4", {"fps": 2, "num_frames": 8})
 
 
@@ -204,12 +214,12 @@ def test_numbers_have_words():
 def smol():
     """The processor of a SmolVLM whose template has no videos."""
     tokenizer = tokenizer_with(("<image>", "<video>", "<fake_token_around_image>", "<global-img>"))
-    words = SmolWords(tokens=2)
+    image_text = SmolVLMImageText(tokens_per_tile=2)
     return Processor(
         tokenizer=JsonTokenizer(tokenizer),
         template=ChatTemplate(source="{{ messages[0].content }}"),
-        images=SmolVLMImages(longest=16, tile=8, split=False, words=words),
-        videos=SmolVLMVideos(size=16, tile=8, words=words),
+        images=SmolVLMImageProcessor(longest_edge=16, tile_size=8, split_image=False, image_text=image_text),
+        videos=SmolVLMVideoProcessor(size=16, tile_size=8, image_text=image_text),
     )
 
 

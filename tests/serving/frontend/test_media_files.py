@@ -105,7 +105,7 @@ def stopped(reading: MediaFiles) -> int:
 def test_decoding_in_a_process_equals_decoding_here(folder, reading, runner):
     """Also where no further file can be opened, from which a decoder would load what it needs."""
     pytest.importorskip("soxr")
-    here = FileReader.load_rules(folder, limits=CONFIG.limits)
+    here = FileReader.load_reader(folder, limits=CONFIG.limits)
     files = {
         "image": [image(kind, 20, 14) for kind in KINDS],
         "video": [video(**options) for options in FORMS.values()],
@@ -151,7 +151,7 @@ def test_invalid_base64_is_refused(reading, runner, text, name):
 
 def test_files_that_become_too_much_are_refused_with_the_first_that_is(folder, runner):
     """Of tokens, and of bytes; further files are not decoded."""
-    reader = FileReader.load_rules(folder)
+    reader = FileReader.load_reader(folder)
     (one,) = reader.read({"image": [SMALL]})["image"]
     tokens, size = one.text.count("<"), sum(array.nbytes for array in one.arrays.values())
     reader.read({"image": [SMALL] * 2}, max_tokens=2 * tokens, max_bytes=2 * size)
