@@ -38,8 +38,8 @@ def resize_fixed_point(pixels: Pixels, size: Size, resample: int, limits: MediaL
     """Resize an image to `size = (height, width)` as PyTorch's `interpolate(..., antialias=True)`.
 
     The result equals PyTorch's for 8-bit images on a CPU with AVX2: a sum over the taps of `weight * pixel` in
-    integers, with 16-bit weights. The width is resized first, and the intermediate image is rounded to 8 bits. Raises DataError,
-    with the image's name `where`, if this needs more pixels than `limits` allow.
+    integers, with 16-bit weights. The width is resized first, and the intermediate image is rounded to 8 bits. Raises
+    DataError, with the image's name `where`, if this needs more pixels than `limits` allow.
     """
     limits.check_resize(where, pixels.shape[:2], size)
     if size[1] != pixels.shape[1]:

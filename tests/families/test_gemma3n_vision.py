@@ -21,7 +21,7 @@ from eqx_decoders.families.gemma.mobilenet import (
     PlaneAttentionConfig,
     build_depthwise,
 )
-from eqx_decoders.families.gemma.mobilenet_weights import architectures
+from eqx_decoders.families.gemma.mobilenet_config import architectures
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.planning.traced_memory import abstract_media
 from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows

@@ -89,11 +89,11 @@ LAYOUTS = {
 
 
 @pytest.mark.slow(fast=("one block-between heads-pieces",))
-@pytest.mark.parametrize("piece", [load._READ, 4 * 24], ids=["whole", "pieces"])
+@pytest.mark.parametrize("piece", [load._MAX_READ, 4 * 24], ids=["whole", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_path):
     _, model, directory = saved
-    monkeypatch.setattr(load, "_READ", piece)
+    monkeypatch.setattr(load, "_MAX_READ", piece)
     options = LAYOUTS[layout]
     devices = None if options is None else jax.devices()[:4]
     where = None if options is None else ed.Layout.create(**options, devices=devices)
@@ -155,7 +155,7 @@ def test_what_is_read_of_a_section_is_its_part():
     for start in range(12):
         for stop in range(start + 1, 13):
             cuts = (slice(1, 3), slice(start, stop), slice(0, 1))
-            assert np.array_equal(load._read(tensor, section, cuts), own[cuts])
+            assert np.array_equal(load._read_slices(tensor, section, cuts), own[cuts])
             rows = taken[-1][1]
             assert rows.start >= start // 3 * 5 and rows.stop <= -(-stop // 3) * 5
             if start // 3 == (stop - 1) // 3:

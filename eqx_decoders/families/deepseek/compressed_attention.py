@@ -134,9 +134,10 @@ class CompressedAttentionConfig(MixerConfig):
         return shapes
 
     def token_products(self, length: int) -> int:
-        """Count multiplications per token of the scores (also an indexer's) and of the weighted sum of values.
+        """Return the number of multiplications per token of the scores and of the weighted sum of values.
 
-        `length`: number of tokens of the document.
+        The scores include an indexer's. The result is an upper bound, reached by the last token of a document of
+        `length` tokens: earlier tokens attend to fewer compressed keys.
         """
         keys = seen_keys(self.mask, length)
         indexer_products = 0
@@ -208,7 +209,8 @@ class CompressedIndexer(eqx.Module):
         **Arguments:**
 
         - `query`, `weight`: the indexer's queries and head weights.
-        - `new`, `cached`: the indexer's compressed keys of the call and of the cache.
+        - `new`: the indexer's compressed keys of the windows that the call completes.
+        - `cached`: the indexer's compressed keys in the cache; None without a cache.
         """
         top_k = self.config.top_k
         new_keys = new.ends.shape[1]
@@ -239,7 +241,12 @@ class CompressedIndexer(eqx.Module):
 
 
 class CompressedKeySet(NamedTuple):
-    """Compressed keys of the call and of the cache, and the selection among them."""
+    """Compressed keys to which the tokens of a call attend.
+
+    - `new`: keys of the windows that the call completes.
+    - `cached`: keys in the cache; None without a cache.
+    - `selected`: the keys that the indexer selected.
+    """
 
     new: NewCompressedKeys
     cached: CachedKV | None
@@ -269,14 +276,13 @@ class CompressedAttention(eqx.Module):
         query_latent = ctx.einsum("batch length embed, embed q_rank -> batch length q_rank", x, self.query_down)
         query_latent = save(self.query_norm(query_latent), "mla_q")
         query = self._query(query_latent, ctx)
-        # a separate name: `key` is the random key
-        own_key = self.key_norm(ctx.einsum("batch length embed, embed head_dim -> batch length head_dim", x, self.key))
-        own_key = save(self._rotate(own_key[:, :, None], ctx), "key_proj")
-        entries: dict[str, Any] = {"window": NewKV(key=own_key, value=None)}
+        new_key = self.key_norm(ctx.einsum("batch length embed, embed head_dim -> batch length head_dim", x, self.key))
+        new_key = save(self._rotate(new_key[:, :, None], ctx), "key_proj")
+        entries: dict[str, Any] = {"window": NewKV(key=new_key, value=None)}
         compressed = self._compress(x, query_latent, ctx, past, entries)
 
         def attend_without_cached_window() -> Result:
-            results = [self._attend_window(query, own_key, ctx)]
+            results = [self._attend_window(query, new_key, ctx)]
             if compressed is not None:
                 results += self._attend_compressed(query, compressed, ctx)
             return merge(results)
@@ -308,7 +314,7 @@ class CompressedAttention(eqx.Module):
     ) -> CompressedKeySet | None:
         """Compress the windows that the call completes, and select among new and cached compressed keys.
 
-        Writes the new keys and states for the cache into `entries`. Returns None without a compression.
+        Adds the new keys and states to `entries`, for the cache. Returns None if there is no compression.
         """
         config = self.config
         if self.compressor is None or config.compression is None:
@@ -316,14 +322,14 @@ class CompressedAttention(eqx.Module):
         compression = config.compression
         windows = find_windows(compression, ctx, past is not None)
 
-        def run(name: str, compressor: Compressor) -> tuple[NewCompressedKeys, CachedKV | None]:
+        def compress(name: str, compressor: Compressor) -> tuple[NewCompressedKeys, CachedKV | None]:
             cache = None if past is None else past[name]
             state = None if cache is None else cache["tail"]
             new = compressor(x, state, windows, config.rope, config.rope_dim, ctx)
             entries[name] = {"tail": new.state, "keys": NewWindows(new.key, windows.last)}
             return new, None if cache is None else at_ends(cache["keys"], compression.size, x.dtype)
 
-        new, cached = run("compressed", self.compressor)
+        new, cached = compress("compressed", self.compressor)
         if self.indexer is None:
             return CompressedKeySet(new, cached, SelectedKeys())
         x, query_latent = jax.lax.stop_gradient((x, query_latent))
@@ -335,7 +341,7 @@ class CompressedAttention(eqx.Module):
             weight = ctx.einsum(pattern, upcast_x, self.indexer.head_weight)
         indexer_config = self.indexer.config
         weight = weight.astype(jnp.float32) * (indexer_config.num_heads * indexer_config.head_dim) ** -0.5
-        new_index, cached_index = run("index", self.indexer.compressor)
+        new_index, cached_index = compress("index", self.indexer.compressor)
         return CompressedKeySet(new, cached, self.indexer.select(query, weight, new_index, cached_index, ctx))
 
     def _attend_window(self, query: Array, key: Array, ctx: ForwardContext) -> Result:
@@ -348,7 +354,7 @@ class CompressedAttention(eqx.Module):
         return run_attention(inputs, options, ctx.execution, contiguous=ctx.contiguous)
 
     def _attend_compressed(self, query: Array, keys: CompressedKeySet, ctx: ForwardContext) -> list[Result]:
-        """Attend to the compressed keys of the call and to those of the cache; return both results."""
+        """Return the results of attention to new compressed keys and to cached compressed keys, if there are any."""
         new, cached, selected = keys
         options = AttentionOptions(mask=Causal())
         results = []

@@ -16,7 +16,8 @@ from eqx_decoders.layers.cache.kv_cache import CachedKV, KVCache, KVShape, NewKV
 class NewWindows(eqx.Module):
     """Compressed keys of the windows that end in a call.
 
-    `last` is the index of each window's last token in the call; an out-of-range index marks an unused place.
+    The axis `places` has the maximum number of such windows. `last` is the index of each window's last token in the
+    call; an out-of-range index marks an unused place.
     """
 
     key: Float[Array, "*layers batch places 1 head_dim"]
@@ -24,9 +25,10 @@ class NewWindows(eqx.Module):
 
 
 class CompressedKeys(LayerCache):
-    """Compressed keys of equal layers. The key of window w is stored in slot w with position w.
+    """Cache of compressed keys for layers of equal configuration (stacked).
 
-    The key of a window is written when the last token of the window is accepted.
+    Window `w` is in slot `w`; its position is `w`. The key of a window is written when the last token of the window is
+    accepted.
     """
 
     kv: KVCache
@@ -66,13 +68,13 @@ class CompressedShape:
     head_dim: int
 
     def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> CompressedKeys:
-        """Return an empty cache for `layers` equal layers."""
+        """Return an empty cache for `layers` layers of equal configuration."""
         shape = KVShape(slots=self.windows, kv_heads=1, head_dim=self.head_dim, rolling=False, values=False)
         return CompressedKeys(kv=shape.build(layers, batch_size, dtype), size=self.size)
 
 
 def at_ends(past: Past, size: int, dtype: DTypeLike) -> CachedKV:
-    """Return cached keys of windows of `size` tokens; the position of a key is that of the window's last token."""
+    """Return cached keys with the positions of the last tokens of their windows. `size`: tokens per window."""
     cached = past.whole().dequantize_scale_blocks(dtype)
     ends = jnp.where(cached.positions >= 0, cached.positions * size + size - 1, -1)
     return CachedKV(cached.key, None, ends, cached.key_scale)

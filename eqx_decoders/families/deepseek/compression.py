@@ -65,13 +65,13 @@ class CompressionConfig(CheckedFields):
 
 
 class CompletedWindows(NamedTuple):
-    """Compression windows that a call completes; the axis `places` has the maximum number of such windows.
+    """Compression windows that a call completes. The axis `places` has the maximum number of such windows.
 
     **Arguments:**
 
     - `tokens`: indices of the tokens of each window, in the concatenation of the cached state and the call.
     - `ends`: position of each window's last token; -1 for an unused place.
-    - `segments`: document of each window.
+    - `segments`: segment id of each window's document.
     - `last`: index of each window's last token in the call; the call's length for an unused place.
     - `has_previous`: whether all tokens of the previous window are present, too.
     """
@@ -188,7 +188,10 @@ class Compressor(eqx.Module):
     def _pool(
         self, key: Array, gate: Array, has_previous: Bool[Array, "batch places"]
     ) -> Float[Array, "batch places head_dim"]:
-        """Compute the gated sum of the tokens of each window: `key`, `gate`: `[batch, places, tokens, series, dim]`."""
+        """Compute the gated sum over the tokens of each window.
+
+        `key`, `gate`: `[batch, places, tokens, series, head_dim]`.
+        """
         repeats = self.config.tokens_per_key // self.config.size
         gate = gate + jnp.tile(self.bias.astype(jnp.float32), (repeats, 1, 1))[None, None]
         if self.config.overlaps:

@@ -1,6 +1,6 @@
 """Residual connections of Gemma 3n.
 
-- AltUp (alternating updates, Baykal et al. 2023): of several residual streams, layers read and write the first.
+- AltUp (alternating updates, Baykal et al. 2023): there are several residual streams; layers read and write the first.
 - LAuReL (learned augmented residual layers, Menghani et al. 2024): a low-rank branch in parallel to the mixer.
 """
 
@@ -96,7 +96,7 @@ class AltUp(Residual):
 
     @property
     def keeps_normed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
-        """Whether norms before layers replace the first stream by its normalized value."""
+        """See `Residual.keeps_normed`: true if `inner` also uses the normalized stream."""
         return self.inner.keeps_normed
 
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length streams embed"]:
@@ -130,7 +130,11 @@ class AltUp(Residual):
 
 
 class AltUpState(NamedTuple):
-    """Streams between the layers of a block; after the prediction also the state of the inner residual connection."""
+    """State of AltUp between the layers of a block.
+
+    `inner`: state of the inner residual connection after the prediction; None before the prediction and after the
+    correction.
+    """
 
     streams: Array
     inner: Any = None
@@ -159,9 +163,10 @@ class AltUpResidual(ReadWriteResidual):
         return y, (state, coefficients)
 
     def write(self, state: AltUpState, out: Array, coefficients: Any = None) -> AltUpState:
-        """Return the state after a layer; `state` is ignored, because `read` may have predicted or corrected it.
+        """Return the state after a layer.
 
-        `coefficients` are the state after `read`, and the coefficients of `inner` or whether to write to all streams.
+        `state` is ignored, because `read` may have predicted or corrected it. `coefficients` is a pair: the state after
+        `read`; and either the coefficients of `inner`, or whether to write to all streams.
         """
         (streams, inner), inner_coefficients_or_all = coefficients
         if inner is not None:

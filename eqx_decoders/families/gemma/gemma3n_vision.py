@@ -14,7 +14,7 @@ from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.families.gemma.audio import CLIP, CONFORMER_WEIGHTS, ConformerSizes, conformer_block
 from eqx_decoders.families.gemma.mobilenet import MobileNetConfig
-from eqx_decoders.families.gemma.mobilenet_weights import architectures, network_weights, read_network, write_network
+from eqx_decoders.families.gemma.mobilenet_config import architectures, network_weights, read_network, write_network
 from eqx_decoders.families.gemma.text import unused_kv_tensors
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, token
 from eqx_decoders.families.settings_table import (

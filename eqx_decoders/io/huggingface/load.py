@@ -1,7 +1,7 @@
 """Loading of Hugging Face directories: `config.json` and safetensors, without torch and without transformers.
 
-Each device's part of each weight is filled by itself, tensor by tensor, so that the host never holds more than the
-weights that live on it and a piece of one tensor.
+The shards of a weight are filled one after another, tensor by tensor. The memory of a host therefore never contains
+more than the shards of its devices and a piece of one tensor.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.errors import ConversionError, check, check_option
+from eqx_decoders.errors import ConversionError, check_option
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import text_fields
 from eqx_decoders.families.registry import find_family
@@ -45,12 +45,17 @@ from eqx_decoders.sharding.layout import Layout, device_bytes
 
 QuantizedName = Literal["expand", "keep"]
 
-_READ = 64_000_000  # bytes in float32 of a tensor that are read at a time
-_ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple of it without a copy
+_MAX_READ = 64_000_000  # bytes in float32 of a tensor that are read at a time
+_MAX_COMPARED = 4_000_000  # numbers of a table that are compared at a time
+_ALIGNMENT = 64  # bytes; JAX uses a NumPy array at such an address without a copy
 
 
 def read_config(directory: str | Path, *, text_only: bool = False) -> tuple[DecoderConfig, Provenance]:
-    """Read the configuration in a directory's `config.json`, and the provenance that an export of the model needs."""
+    """Return the configuration in a directory's `config.json`, and the provenance that an export of the model needs.
+
+    `text_only`: whether to leave out encoders of images and audio. Raises ConversionError for unknown families and
+    unsupported settings.
+    """
     config, origin, _ = _read_config(resolve(directory), text_only)
     return config, origin
 
@@ -80,34 +85,34 @@ def load_hf(
     quantized: QuantizedName = "expand",
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
-    """Load the model in a Hugging Face directory or a GGUF file, each weight created on its devices.
+    """Load the model in a Hugging Face directory or a GGUF file. Each weight is created on its devices.
+
+    Raises ConversionError, before any weight is loaded, if the directory is not a complete checkpoint of a known family
+    or has unsupported settings.
 
     **Arguments:**
 
     - `source`: a directory with `config.json` and safetensors files; a GGUF file of llama.cpp (extra "gguf"), the first
-        one of several; or the name of a repository, `"org/name"`, which is downloaded (extra "hf").
-    - `dtype`: of weights and activations; None for the files' dtype.
-    - `layout`: where the weights live; None for one device.
+        file if there are several; or the name of a repository, `"org/name"`, which is downloaded (extra "hf").
+    - `dtype`: dtype of weights and activations; None: the dtype of the files.
+    - `layout`: layout of the weights on devices; None: one device.
     - `revision`: branch, tag or commit of a repository.
-    - `text_only`: whether encoders of images and audio are left out; the model is then one of its text family.
-    - `quantized`: form of matrices that the files have in few bits: `"expand"`, arrays of `dtype` as all other weights;
-        `"keep"`, the stored bits (`QuantizedWeight`), where that is possible (`quantized.keep`).
-    - `execution`: other fields of `Execution`, such as `remat="full"`; `precision` wins over `dtype`.
-
-    Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
-    family, or has settings that are not understood.
+    - `text_only`: whether to leave out encoders of images and audio. The model then belongs to its text family.
+    - `quantized`: format of matrices that are quantized in the files. "expand": dequantize them to `dtype`. "keep":
+        keep the quantized values (`QuantizedWeight`) where this is possible (`quantized.keep`).
+    - `execution`: other fields of `Execution`, such as `remat="full"`. `precision` takes precedence over `dtype`.
     """
     target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     leaves = stored_leaves(shapes)
-    total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in leaves.values())
+    total = sum(len(_local_shards(leaf)) * device_bytes(leaf) for leaf in leaves.values())
     with StatusLine("loading weights", total=total) as status:
         arrays = {path: load_weight(leaf, mappings[path], tensors, status) for path, leaf in leaves.items()}
     return eqx.combine(replaced(shapes, arrays | computed_buffers(target)), static)
 
 
 def stored_weights(directory: str | Path) -> tuple[dict[str, WeightMapping], dict[str, StoredTensor]]:
-    """Return the mapping of each weight of a directory to tensors, and these tensors, under their full names."""
+    """Return the mapping of each weight of a directory to tensors, by path, and these tensors, by their full names."""
     _, mappings, tensors = _target(resolve(directory), jnp.float32, None, {})
     return mappings, {name: tensors[name] for mapping in mappings.values() for name in mapping.names}
 
@@ -120,7 +125,7 @@ def _target(
     text_only: bool = False,
     quantized: QuantizedName = "expand",
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
-    """Return the model of shapes, the mapping of each weight to tensors, and the tensors."""
+    """Return the model as a tree of shapes, the mapping of each weight to tensors, and the tensors."""
     check_option("load_hf: quantized", quantized, get_args(QuantizedName))
     config, origin, family = _read_config(directory, text_only)
     tensors = _without_ignored(_stored(directory, text_only), family, config)
@@ -152,7 +157,10 @@ def _target(
 
 
 def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory; with `text_only` the decoder's, under their names in its family."""
+    """Return the tensors of a directory by name.
+
+    With `text_only`, returns the tensors of the decoder, by their names in its text family.
+    """
     tensors = checkpoint_tensors(directory)
     content = directory.json("config.json")
     family = find_family(str(content.get("model_type"))).described_by(content)
@@ -182,13 +190,20 @@ def _read_config(directory: Directory, text_only: bool = False) -> tuple[Decoder
 def decode_config(
     content: Mapping[str, Any], path: str, *, text_only: bool = False
 ) -> tuple[DecoderConfig, dict[str, Any], Family]:
-    """Decode the content of a `config.json`: the configuration, its settings without effect here, and its family.
+    """Return the configuration that a `config.json` describes, its settings without effect here, and its family.
 
-    text_only: of the decoder alone.
+    Raises ConversionError for unknown families and unsupported settings.
+
+    **Arguments:**
+
+    - `content`: content of the `config.json`.
+    - `path`: its name in error messages.
+    - `text_only`: whether to leave out encoders. The result is then the configuration of the decoder's text family.
     """
-    kind = content.get("model_type")
-    check(isinstance(kind, str), f"{path}: model_type={kind!r} must name the family.", ConversionError)
-    family = find_family(str(kind)).described_by(content)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConversionError(f"{path}: model_type={model_type!r} must be a string, the name of the model family.")
+    family = find_family(model_type).described_by(content)
     read_scheme(content)
     if text_only and family.text is not None:
         config, settings = family.text.decode_fields(text_fields(Fields(family.own_settings(content))))
@@ -200,58 +215,72 @@ def decode_config(
 def _with_stored_depths(
     config: DecoderConfig, directory: Directory, family: Family, text_only: bool = False
 ) -> DecoderConfig:
-    """Add layers of multi-token prediction if they are stored, or remove them; without weights follow config.json.
+    """Return the configuration with the layers of multi-token prediction (MTP) whose weights are stored.
 
-    transformers leaves them out, and the setting as it is; some files have them, and no setting.
+    `config.json` is not reliable here: transformers drops the MTP weights but keeps the key; some published files have
+    the weights but not the key. A directory without safetensors files is described by its `config.json`.
     """
-    add, files = family.with_depths, ("model.safetensors", "model.safetensors.index.json")
-    if (config.mtp is None and add is None) or not any(map(directory.has, files)):
+    with_depths = family.with_depths
+    has_weights = directory.has("model.safetensors") or directory.has("model.safetensors.index.json")
+    if (config.mtp is None and with_depths is None) or not has_weights:
         return config
     stored = _stored(directory, text_only)
-    if add is not None:
+    if with_depths is not None:
         count = family.stored_depths(map(family.stored_name, stored))
-        config = add(config, count) if count else dataclasses.replace(config, mtp=None)
+        config = with_depths(config, count) if count else dataclasses.replace(config, mtp=None)
     tensors = _without_ignored(stored, family, config)
     if config.mtp is None:
         return config
-    weights = family.stored_as(tensors).bind(abstract(config))
-    names = {name for path, mapping in weights.items() if path.startswith("mtp.") for name in mapping.names}
-    return config if names & tensors.keys() else dataclasses.replace(config, mtp=None)
+    mappings = family.stored_as(tensors).bind(abstract(config))
+    mtp_tensors = {name for path, mapping in mappings.items() if path.startswith("mtp.") for name in mapping.names}
+    return config if mtp_tensors & tensors.keys() else dataclasses.replace(config, mtp=None)
 
 
 def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Remove tensors that are copies of others. Raises ConversionError where they differ."""
-    for copy, name in copies.items():
-        if copy not in tensors or name not in tensors:
+    """Remove tensors that are copies of other tensors. Raises ConversionError if a copy differs.
+
+    `copies`: the name of the original by the name of the copy.
+    """
+    for copy, original in copies.items():
+        if copy not in tensors or original not in tensors:
             continue
-        first, second = tensors[copy], tensors[name]
-        same = first.shape == second.shape and equal_tables(first, second)
-        check(same, f"{copy} must hold the same numbers as {name}: both are one weight here.", ConversionError)
+        first = tensors[copy]
+        second = tensors[original]
+        if first.shape != second.shape or not equal_tables(first, second):
+            raise ConversionError(
+                f"tensor {copy} must be equal to {original}, because they are one shared weight here. Remove one of "
+                "the tensors from the checkpoint."
+            )
     return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
 
 
 def _without_fixed(tensors: dict[str, StoredTensor], fixed: Mapping[str, np.ndarray]) -> dict[str, StoredTensor]:
-    """Remove tensors that follow from the configuration. Raises ConversionError where they hold other numbers."""
-    for name, wanted in fixed.items():
-        same = name not in tensors or np.array_equal(tensors[name].read_all(), wanted)
-        rule = f"{name} must hold the numbers that follow from config.json, {wanted.tolist()}"
-        check(same, f"{rule}.", ConversionError)
+    """Remove tensors that are computed from the configuration. Raises ConversionError if they have other values."""
+    for name, expected in fixed.items():
+        if name in tensors and not np.array_equal(tensors[name].read_all(), expected):
+            raise ConversionError(
+                f"tensor {name} must have the values that follow from config.json: {expected.tolist()}. Correct the "
+                "checkpoint or its config.json."
+            )
     return {name: stored for name, stored in tensors.items() if name not in fixed}
 
 
 def _without_ignored(
     tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig
 ) -> dict[str, StoredTensor]:
-    """Return tensors under the full names of the family's table, without tensors that hold no information."""
+    """Return tensors by their full names in `family.weights`, without `family.ignored_tensors`."""
     tensors = {family.stored_name(name): stored for name, stored in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
-        head = family.head.removesuffix("weight")  # which may have a bias, too
-        tensors = {n if n.startswith(head) else family.prefix + n: stored for n, stored in tensors.items()}
+        head = family.head.removesuffix("weight")  # prefix of the head's weight and bias
+        tensors = {name if name.startswith(head) else family.prefix + name: stored for name, stored in tensors.items()}
     return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
 
 
 def _untie(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:
-    """Untie the head from the table if the file has a head that differs; remove one tensor if both are equal."""
+    """Return the configuration, untied if the checkpoint has a head that differs from the embedding table.
+
+    Removes the head from `tensors` if both are equal. If only the head is stored, it becomes the table.
+    """
     table = next(weight.name for weight in family.weights if weight.path == "embedding.table")
     if table not in tensors:
         tensors[table] = tensors.pop(family.head)
@@ -262,7 +291,7 @@ def _untie(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Fami
     ):
         return dataclasses.replace(config, tied=False)
     if embedding.shape == head.shape:
-        del tensors[family.head]  # equal, or both of a wrong shape, which is reported once
+        del tensors[family.head]  # equal; or both have a wrong shape, which is reported for the table only
     return config
 
 
@@ -285,112 +314,133 @@ def equal_tables(first: StoredTensor, second: StoredTensor) -> bool:
     """
     if (first.file, first.offset) == (second.file, second.offset):
         return True
-    rows, step = first.shape[0], max(1, 4_000_000 // first.shape[1])
-    parts = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    num_rows = first.shape[0]
+    step = max(1, _MAX_COMPARED // first.shape[1])
+    blocks = (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
     columns = slice(0, first.shape[1])
-    return all(np.array_equal(first.read((part, columns)), second.read((part, columns))) for part in parts)
+    return all(np.array_equal(first.read((rows, columns)), second.read((rows, columns))) for rows in blocks)
 
 
 def load_weight(
     leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], status: StatusLine
 ) -> jax.Array:
-    """Load a weight onto its devices, one device's part after another."""
-    parts: list[jax.Array] = []
+    """Load a weight onto its devices, one shard after another.
+
+    **Arguments:**
+
+    - `leaf`: shape, dtype and sharding of the weight.
+    - `mapping`: mapping of the weight to tensors.
+    - `tensors`: stored tensors by name.
+    - `status`: status line, which shows the number of loaded bytes.
+    """
+    shards: list[jax.Array] = []
     sharding: Any = leaf.sharding
-    for index, devices in _holders(leaf).items():
-        block = _block(index, leaf.dtype, mapping, tensors, status)
-        if isinstance(sharding, SingleDeviceSharding):  # uncommitted, like those of `init`
-            return jax.device_put(block)
-        parts += [jax.device_put(block, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+    for index, devices in _local_shards(leaf).items():
+        shard = _read_shard(index, leaf.dtype, mapping, tensors, status)
+        if isinstance(sharding, SingleDeviceSharding):  # uncommitted, like the arrays of `init`
+            return jax.device_put(shard)
+        shards += [jax.device_put(shard, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
-def _holders(leaf: jax.ShapeDtypeStruct) -> dict[tuple[range, ...], list[Any]]:
-    """Return the different parts of a weight on devices of this process, and the devices that hold each."""
-    holders: dict[tuple[range, ...], list[Any]] = {}
+def _local_shards(leaf: jax.ShapeDtypeStruct) -> dict[tuple[range, ...], list[Any]]:
+    """Return the devices of this process by the index of the shard that they store."""
+    devices_by_index: dict[tuple[range, ...], list[Any]] = {}
     sharding: Any = leaf.sharding
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        whole = tuple(range(*cut.indices(size)) for cut, size in zip(index, leaf.shape, strict=True))
-        holders.setdefault(whole, []).append(device)
-    return holders
+    for device, slices in sharding.addressable_devices_indices_map(leaf.shape).items():
+        index = tuple(range(*part.indices(size)) for part, size in zip(slices, leaf.shape, strict=True))
+        devices_by_index.setdefault(index, []).append(device)
+    return devices_by_index
 
 
-def _block(
+def _read_shard(
     index: tuple[range, ...],
     dtype: np.dtype,
     mapping: WeightMapping,
     tensors: Mapping[str, StoredTensor],
     status: StatusLine,
 ) -> np.ndarray:
-    """Read the part `index` of a weight from the tensors that hold it."""
-    block = _aligned(tuple(map(len, index)), dtype)
-    lead, rest = index[: len(mapping.stack)], index[len(mapping.stack) :]
-    for layer in itertools.product(*lead):
-        local = tuple(number - cut.start for number, cut in zip(layer, lead, strict=True))
-        for begin, piece in _pieces(mapping, rest):
-            cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
-            target = block[(*local, ...)][(*cut, ...)]  # a view, also of a single number
-            copy_in_pieces(target, _part(tensors[mapping.name(layer)], mapping, piece))
+    """Read the shard `index` of a weight from the tensors of its layers."""
+    shard = _empty_aligned(tuple(map(len, index)), dtype)
+    stack_index = index[: len(mapping.stack)]
+    tensor_index = index[len(mapping.stack) :]
+    for layer in itertools.product(*stack_index):
+        shard_layer = tuple(number - part.start for number, part in zip(layer, stack_index, strict=True))
+        for start, piece in _pieces(mapping, tensor_index):
+            slices = tuple(slice(first, first + len(part)) for first, part in zip(start, piece, strict=True))
+            target = shard[(*shard_layer, ...)][(*slices, ...)]  # a view, even of a single number
+            copy_in_pieces(target, _read_part(tensors[mapping.name(layer)], mapping, piece))
             status.add(target.nbytes)
-    return block
+    return shard
 
 
 def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[tuple[int, ...], tuple[range, ...]]]:
-    """Cut the part `index` of a tensor into some rows of the file each: yield each piece and, before it, its begin."""
+    """Split the part `index` of a weight into pieces that consist of few rows of the stored tensor.
+
+    Yields the start of each piece within the part, and the index of the piece in the weight.
+    """
     if not index:  # a single number
         yield (), ()
         return
-    word = mapping.groups[0][0]
-    axis = mapping.words.index(word) if word in mapping.words else 0
-    whole = index[axis]
-    row_bytes = 4 * math.prod(map(len, index)) // max(1, len(whole))
-    if (
-        section := mapping.section
-    ) is not None and section.blocks > 1:  # the rows of other weights between them are read, too
+    row_axis = mapping.groups[0][0]
+    axis = mapping.words.index(row_axis) if row_axis in mapping.words else 0
+    rows = index[axis]
+    row_bytes = 4 * math.prod(map(len, index)) // max(1, len(rows))
+    section = mapping.section
+    if section is not None and section.blocks > 1:  # rows of other weights between the blocks are read, too
         row_bytes = row_bytes * section.block_size // section.size
-    step = max(1, _READ // max(1, row_bytes))
-    for begin in range(0, len(whole), step):
-        first = tuple(begin if dimension == axis else 0 for dimension in range(len(index)))
-        yield first, (*index[:axis], whole[begin : begin + step], *index[axis + 1 :])
+    step = max(1, _MAX_READ // max(1, row_bytes))
+    for start in range(0, len(rows), step):
+        starts = tuple(start if dimension == axis else 0 for dimension in range(len(index)))
+        yield starts, (*index[:axis], rows[start : start + step], *index[axis + 1 :])
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialized array at an address that is a multiple of `_ALIGNMENT`."""
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    begin = -raw.ctypes.data % _ALIGNMENT
-    return raw[begin : begin + size].view(dtype).reshape(shape)
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def read_layer(tensor: StoredTensor, mapping: WeightMapping) -> np.ndarray:
-    """Read one layer of a stacked weight from the tensor that holds it."""
-    return _part(tensor, mapping, tuple(range(mapping.sizes[word]) for word in mapping.words))
+    """Read one layer of a stacked weight from its tensor."""
+    return _read_part(tensor, mapping, tuple(range(mapping.sizes[word]) for word in mapping.words))
 
 
-def _part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]) -> np.ndarray:
-    """Read the part `index` of one layer's weight, cut in the file where that is possible, otherwise afterwards."""
-    wanted = dict(zip(mapping.words, index, strict=True))
-    sizes, cuts = dict(mapping.sizes), []
-    for first, *rest in mapping.groups:
-        cut, inner = wanted.pop(first, range(mapping.sizes[first])), math.prod(mapping.sizes[word] for word in rest)
-        cuts.append(slice(cut.start * inner, cut.stop * inner))
-        sizes[first] = len(cut)
-    x = _read(tensor, mapping.section, tuple(cuts))
+def _read_part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]) -> np.ndarray:
+    """Read the part `index` of one layer's weight.
+
+    Only the first axis of each group of axes can be sliced in the file. Other axes are sliced after reading.
+    """
+    remaining = dict(zip(mapping.words, index, strict=True))
+    sizes = dict(mapping.sizes)
+    slices = []
+    for first_axis, *other_axes in mapping.groups:
+        part = remaining.pop(first_axis, range(mapping.sizes[first_axis]))
+        stride = math.prod(mapping.sizes[axis] for axis in other_axes)
+        slices.append(slice(part.start * stride, part.stop * stride))
+        sizes[first_axis] = len(part)
+    x = _read_slices(tensor, mapping.section, tuple(slices))
     x = rearrange(x, mapping.pattern, **einops_sizes(mapping, sizes))
-    rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
-    return x[(*(rest.get(word, slice(None)) for word in mapping.words), ...)]
+    slices_after = {axis: slice(part.start, part.stop) for axis, part in remaining.items()}
+    return x[(*(slices_after.get(axis, slice(None)) for axis in mapping.words), ...)]
 
 
-def _read(tensor: StoredTensor, section: Section | None, cuts: tuple[slice, ...]) -> np.ndarray:
-    """Read `cuts` of a tensor or, if there is one, of its section, as if that were all of the tensor."""
+def _read_slices(tensor: StoredTensor, section: Section | None, slices: tuple[slice, ...]) -> np.ndarray:
+    """Read slices of a tensor. If there is a section, they are slices of the section instead of the full tensor."""
     if section is None:
-        return tensor.read(cuts)
-    before, rows, after = cuts[: section.axis], cuts[section.axis], cuts[section.axis + 1 :]
-    first, last = rows.start // section.size, -(-rows.stop // section.size)
-    if last - first <= 1:
-        shift = first * (section.block_size - section.size) + section.begin
+        return tensor.read(slices)
+    before = slices[: section.axis]
+    rows = slices[section.axis]
+    after = slices[section.axis + 1 :]
+    first_block = rows.start // section.size
+    last_block = -(-rows.stop // section.size)
+    if last_block - first_block <= 1:
+        shift = first_block * (section.block_size - section.size) + section.begin
         return tensor.read((*before, slice(rows.start + shift, rows.stop + shift), *after))
-    blocks = slice(first * section.block_size, last * section.block_size)
+    blocks = slice(first_block * section.block_size, last_block * section.block_size)
     x = section.of(tensor.read((*before, blocks, *after)))
     x = x.reshape(*x.shape[: section.axis], -1, *x.shape[section.axis + 2 :])
-    begin = rows.start - first * section.size
-    return x[(*[slice(None)] * section.axis, slice(begin, begin + rows.stop - rows.start))]
+    start = rows.start - first_block * section.size
+    return x[(*[slice(None)] * section.axis, slice(start, start + rows.stop - rows.start))]

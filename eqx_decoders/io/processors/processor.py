@@ -200,8 +200,8 @@ class FileReader:
             raise DataError(f"{name} has {len(sources)} files, but this model has no {kind} inputs. Remove the files.")
         if len(sources) > max_files:
             raise DataError(
-                f"{name} has {len(sources):,} files, more than MediaLimits.max_files={max_files:,}. Pass fewer files or "
-                "raise the limit."
+                f"{name} has {len(sources):,} files, more than MediaLimits.max_files={max_files:,}. Pass fewer files "
+                "or raise the limit."
             )
 
     def _check_total_pixels(self, images: Sequence[Any]) -> None:

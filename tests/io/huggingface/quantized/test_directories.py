@@ -333,7 +333,7 @@ def test_odd_settings_are_read_or_refused(scheme):
 def test_a_large_tensor_is_read_in_pieces(name, monkeypatch):
     """No dequantized piece is larger than the limit, and the pieces give the same weights."""
     expected = named_leaves(ed.load_hf(FIXTURES / name))
-    taken, part = [], load._part
+    taken, part = [], load._read_part
 
     def recorded(tensor, row, index):
         x = part(tensor, row, index)
@@ -341,8 +341,8 @@ def test_a_large_tensor_is_read_in_pieces(name, monkeypatch):
         taken.append((x.size * others, x.shape))
         return x
 
-    monkeypatch.setattr(load, "_part", recorded)
-    monkeypatch.setattr(load, "_READ", 4 * 1500)
+    monkeypatch.setattr(load, "_read_part", recorded)
+    monkeypatch.setattr(load, "_MAX_READ", 4 * 1500)
     for path, leaf in named_leaves(ed.load_hf(FIXTURES / name)).items():
         assert np.array_equal(leaf, expected[path]), path
     rows = 2 * 64 * 32  # a row of the largest tensor: one expert's matrix

@@ -1,4 +1,4 @@
-"""Architectures, settings and tensors of MobileNet V5 in timm, which is the vision encoder of Gemma 3n."""
+"""MobileNet V5 of timm, the vision encoder of Gemma 3n: architectures, settings in `config.json` and tensor names."""
 
 import functools
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _MAX_STAGES = 4  # In later stages, timm dilates convolutions in place of their 
 _CHANNEL_MULTIPLE = 8
 
 
-def _first_stages() -> tuple[_Stage, ...]:
+def _first_two_stages() -> tuple[_Stage, ...]:
     return (
         (EdgeResidualConfig(dim=128, stride=2), EdgeResidualConfig(dim=128), EdgeResidualConfig(dim=128)),
         (
@@ -35,37 +35,37 @@ def _first_stages() -> tuple[_Stage, ...]:
     )
 
 
-def _downsampling(dim: int) -> PlaneBlockConfig:
+def _downsampling_block(dim: int) -> PlaneBlockConfig:
     return InvertedResidualConfig(dim=dim, start=5, middle=5, stride=2, expansion=6.0)
 
 
-def _convolutions(count: int, dim: int) -> _Stage:
-    """Return `count` blocks with a depthwise convolution, and one pointwise block."""
+def _convolution_blocks(count: int, dim: int) -> _Stage:
+    """Return `count` blocks with a depthwise convolution, followed by one pointwise block."""
     return (
         *(InvertedResidualConfig(dim=dim, start=5),) * count,
         InvertedResidualConfig(dim=dim, expansion=1.0),
     )
 
 
-def _attentions(count: int, dim: int, heads: int, head_dim: int, kv_stride: int = 1) -> _Stage:
+def _attention_blocks(count: int, dim: int, heads: int, head_dim: int, kv_stride: int = 1) -> _Stage:
     """Return `count` pairs of an attention block and a pointwise block."""
     attention = PlaneAttentionConfig(dim=dim, num_heads=heads, head_dim=head_dim, kv_stride=kv_stride)
     return (attention, InvertedResidualConfig(dim=dim, expansion=2.0)) * count
 
 
-def _large() -> tuple[_Stage, ...]:
+def _large_stages() -> tuple[_Stage, ...]:
     return (
-        *_first_stages(),
-        (_downsampling(640), *_convolutions(7, 640), *_attentions(14, 640, 12, 64, kv_stride=2)),
-        (_downsampling(1280), *_attentions(19, 1280, 16, 96)),
+        *_first_two_stages(),
+        (_downsampling_block(640), *_convolution_blocks(7, 640), *_attention_blocks(14, 640, 12, 64, kv_stride=2)),
+        (_downsampling_block(1280), *_attention_blocks(19, 1280, 16, 96)),
     )
 
 
-def _base() -> tuple[_Stage, ...]:
+def _base_stages() -> tuple[_Stage, ...]:
     return (
-        *_first_stages(),
-        (_downsampling(512), *_convolutions(2, 512), *_attentions(6, 512, 8, 64)),
-        (_downsampling(1024), *_attentions(7, 1024, 16, 64)),
+        *_first_two_stages(),
+        (_downsampling_block(512), *_convolution_blocks(2, 512), *_attention_blocks(6, 512, 8, 64)),
+        (_downsampling_block(1024), *_attention_blocks(7, 1024, 16, 64)),
     )
 
 
@@ -80,15 +80,15 @@ def _network(stages: tuple[_Stage, ...], edges: Edges) -> MobileNetConfig:
 def architectures() -> Mapping[str, MobileNetConfig]:
     """Return the architectures of timm by name."""
     return {
-        "mobilenetv5_300m_enc": _network(_large(), "same"),
-        "mobilenetv5_300m": _network(_large(), "equal"),
-        "mobilenetv5_base": _network(_base(), "equal"),
+        "mobilenetv5_300m_enc": _network(_large_stages(), "same"),
+        "mobilenetv5_300m": _network(_large_stages(), "equal"),
+        "mobilenetv5_base": _network(_base_stages(), "equal"),
     }
 
 
 _ENCODER = "mobilenetv5_300m_enc"  # timm ignores `num_features` for this architecture
 _ENCODER_FEATURES = 2048
-_CUSTOM = "mobilenetv5_300m"  # the architecture that an export names if the network is none of timm's architectures
+_CUSTOM = "mobilenetv5_300m"  # the architecture that an export names for a custom network, with `model_args`
 
 
 # --- settings ---
