@@ -47,7 +47,7 @@ QuantizedName = Literal["expand", "keep"]
 
 _MAX_READ = 64_000_000  # bytes in float32 of a tensor that are read at a time
 _MAX_COMPARED = 4_000_000  # numbers of a table that are compared at a time
-_ALIGNMENT = 64  # bytes; JAX uses a NumPy array at such an address without a copy
+_ALIGNMENT = 64  # bytes; JAX shares the memory of a NumPy array if its address is a multiple of this number
 
 
 def read_config(directory: str | Path, *, text_only: bool = False) -> tuple[DecoderConfig, Provenance]:
