@@ -169,8 +169,8 @@ class SmolVLMVideoProcessor(CheckedFields):
     - `tile_size`: height and width of frames after the second resizing.
     - `max_frames`: maximum number of frames that are sampled; None: no maximum.
     - `fps`: number of frames to sample per second; None: `max_frames` or all frames.
-    - `skipped_seconds`: seconds at the start and at the end that are not sampled, if more than `max_frames` frames
-        remain at `fps` frames per second.
+    - `skipped_seconds`: seconds at the start and at the end that are not sampled, if the remaining duration in seconds
+        is above `max_frames * fps` (the rule of transformers).
     - `image_text`: text of a frame in a prompt.
     - `placeholder`: placeholder of a video in a prompt. It is not a token of the model.
     - `template`: chat template for conversations with videos.

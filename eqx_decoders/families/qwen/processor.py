@@ -369,16 +369,19 @@ def _video_patches(
     indices = np.pad(indices, (0, -len(indices) % unit), mode="edge")
     check_video_pixels(clip, len(indices), size, limits)
     pieces = []
-    grid = (0, 0, 0)
+    rows = 0
+    columns = 0
     frames = []
     for pixels in clip.frames(indices.tolist()):
         resized = resize_fixed_point(pixels, size, processor.resample, limits, clip.where)
         frames.append(processor.normalization(resized))
         if len(frames) == unit:
-            patches, grid = cut_patches(np.stack(frames), processor.patch_size, unit, processor.merge_size)
+            patches, (_, rows, columns) = cut_patches(
+                np.stack(frames), processor.patch_size, unit, processor.merge_size
+            )
             pieces.append(patches)
             frames.clear()
-    return np.concatenate(pieces), (len(pieces), *grid[1:])
+    return np.concatenate(pieces), (len(pieces), rows, columns)
 
 
 def read_pixel_bounds(fields: Fields, min_pixels: int, max_pixels: int) -> tuple[int, int]:

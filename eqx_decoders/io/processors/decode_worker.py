@@ -125,7 +125,7 @@ def read(reader, files, max_bytes, max_tokens):
                 arrays += [bytes_of(x) for x in file.arrays.values()]
         return {"read": rows}, arrays
     except EqxDecodersError as error:
-        reply = {"error": str(error)}
+        reply: dict[str, object] = {"error": str(error)}
         if isinstance(error.__cause__, MemoryError):  # memory may not suffice for the next task
             reply["last"] = True
         return reply, []
