@@ -6,6 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
+from eqx_decoders.core.config_reader import abbreviate
 from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check
 from eqx_decoders.media_files.base import (
     ProcessedFile,
@@ -153,6 +154,11 @@ class InternVLVideoProcessor(CheckedFields):
         fields = settings.videos
         fields.allow_only("do_center_crop", False)
         first_frame = fields.take("initial_shift", True)
+        if not isinstance(first_frame, bool | int | float) or not 0 <= first_frame < float("inf"):
+            raise fields.error(
+                f"initial_shift={abbreviate(first_frame)} must be the index of the first frame, at least 0, or true: "
+                "half of the distance between frames."
+            )
         return cls(
             tile_size=read_tile_size(fields, 384),
             resample=read_resample(fields, BICUBIC, FIXED_POINT_FILTERS),
@@ -160,7 +166,7 @@ class InternVLVideoProcessor(CheckedFields):
             sample_frames=fields.flag("do_sample_frames", False),
             num_frames=fields.integer("num_frames", None),
             fps=fields.number("fps", None),
-            first_frame=None if first_frame in (True, None) else float(first_frame),
+            first_frame=None if first_frame is True else float(first_frame),
             image_text=InternVLImageText.read(settings),
             placeholder=settings.token("video_token", "<video>"),
         )

@@ -199,6 +199,8 @@ def test_settings_of_videos_are_checked(tmp_path):
         video_rules(tmp_path, "smolvlm", {"video_sampling": {"fps": 1}})
     with refused(ConversionError, "resample=5"):
         video_rules(tmp_path, "gemma4", {"resample": 5})
+    with refused(ConversionError, "initial_shift=half"):
+        video_rules(tmp_path, "internvl", {"initial_shift": "half"})
     with refused(ConfigError, "fps=2.0", "num_frames=8"):
         video_rules(tmp_path, "gemma4", {"fps": 2, "num_frames": 8})
 
