@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from eqx_decoders.errors import ConfigError, check
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.registry import register_family, register_models
 from eqx_decoders.io.python_file import run_python_file
 from eqx_decoders.layers.base import RegisteredConfig

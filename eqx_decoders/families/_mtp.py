@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from eqx_decoders.families.settings_table import ABSENT, Check, Integer, Setting
+from eqx_decoders.families.setting_rows import ABSENT, Check, Integer, Setting
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 

@@ -5,9 +5,9 @@ from typing import Any
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.deepseek.blocks import MLP, v3_router
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Number, only
+from eqx_decoders.families.setting_rows import AUTO_MAP, Flag, Number, only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope
@@ -28,9 +28,9 @@ def afmoe(
     - `scaling_factor`: factor of the router's weights.
     - `rope`: rotary embedding of layers with windows.
     - `scaled_embedding`: whether embeddings are multiplied by `embed_dim**0.5`.
-    - `options`: arguments of `moe.with_shared`.
+    - `options`: arguments of `moe.experts_with_shared`.
     """
-    experts = moe.with_shared(shape, router=v3_router(scaling_factor=scaling_factor), **options)
+    experts = moe.experts_with_shared(shape, router=v3_router(scaling_factor=scaling_factor), **options)
     mixers = shape.attention_by_mask(masks, None, rope, qk_norm=shape.qk_norm, output_gate=True)
     scale = shape.embed_dim**0.5 if scaled_embedding else 1.0
     return moe.sparse_decoder(shape, mixers, experts, range(num_dense_layers), norms="sandwich", embedding_scale=scale)

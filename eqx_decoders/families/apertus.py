@@ -3,9 +3,9 @@
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, plain_mlp
 from eqx_decoders.families.config_keys import ACTIVATIONS
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Rule, Values, only
+from eqx_decoders.families.setting_rows import Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -1,9 +1,9 @@
 """Arcee AFM (Arcee AI 2025): Llama's attention, and MLPs with ReLU² and without a gate."""
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.families.setting_rows import Flag
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 

@@ -1,7 +1,7 @@
 """BitNet b1.58 (Ma et al. 2024, 2025) with bfloat16 weights: norms before output projections, gated MLPs with ReLU²."""
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.weight_rows import norm
 from eqx_decoders.layers.rope import Rope

@@ -4,8 +4,8 @@ from typing import Any
 
 from eqx_decoders.blocks.residual.residual import Weighted
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, plain_mlp
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Flag, Renamed
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.setting_rows import Flag, Renamed
 from eqx_decoders.families.weight_rows import norm_weights
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.norm import LayerNormConfig

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Flag, Inverse, Only, Setting, only
+from eqx_decoders.families.setting_rows import Check, Flag, Inverse, Only, Setting, only
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import LayerNormConfig

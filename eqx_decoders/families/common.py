@@ -10,7 +10,7 @@ from eqx_decoders.blocks.residual.residual import Parallel
 from eqx_decoders.core.config_reader import REQUIRED, Fields, abbreviate
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_keys import ACTIVATIONS
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
+from eqx_decoders.families.setting_rows import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm, norm_weights, self_attention, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.base import MixerConfig

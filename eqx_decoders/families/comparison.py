@@ -16,8 +16,8 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, EqxDecodersError
 from eqx_decoders.families.config_keys import ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Group, Inverse, Key, Setting, public
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.setting_rows import Group, Inverse, Key, Setting, public
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Causal
@@ -473,7 +473,7 @@ def compare(
     stored: Any = list(shapes)
     if None not in shapes.values():
         stored = {name: types.SimpleNamespace(shape=shape) for name, shape in shapes.items()}
-    family = family.stored_as(stored)
+    family = family.for_tensors(stored)
     config, expected = _expected_tensors(family, reading.config)
     shapes = {name: shape for name, shape in shapes.items() if not _is_ignored(family, name, config, content)}
     file_patterns = {pattern_of(family_name): pattern_of(name) for name, family_name in family_names.items()}

@@ -5,9 +5,9 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, ends
 from eqx_decoders.families.config_keys import ACTIVATIONS, activation_name
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     AUTO_MAP,
     Check,
     Group,

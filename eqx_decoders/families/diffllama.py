@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import check
 from eqx_decoders.families.common import ENDS, GATED_MLP, LAYER, PRE_NORMS, DecoderSizes, decoder_sizes
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check
+from eqx_decoders.families.setting_rows import Check
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
 from eqx_decoders.layers.attention.variant import AttentionVariant

@@ -24,9 +24,9 @@ from eqx_decoders.blocks.residual.residual import Weighted
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Integer, Only
+from eqx_decoders.families.setting_rows import Flag, Integer, Only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.block_indexer import SelectionInputs

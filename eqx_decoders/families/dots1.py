@@ -4,13 +4,19 @@ import functools
 
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import decoder_sizes, layer_masks, llama_weights
-from eqx_decoders.families.deepseek.blocks import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router_settings
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.deepseek.blocks import (
+    MLP,
+    V3_EXPERTS,
+    expert_settings,
+    v3_experts_decoder,
+    v3_router_settings,
+)
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Integer
+from eqx_decoders.families.setting_rows import Integer
 
 
-dots1 = functools.partial(v3_experts, normalized=True)
+dots1 = functools.partial(v3_experts_decoder, normalized=True)
 FAMILY = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
@@ -22,7 +28,7 @@ FAMILY = Family(
         *v3_router_settings(scale=1.0, renormalize=False),
         # transformers has no defaults: these are the published values
         *expert_settings(num_experts=128, chosen=6, shared=2, expert_dim=1408),
-        moe.dense_layers(0),
+        moe.dense_layers_setting(0),
     ),
     build=dots1,
     weights=llama_weights(experts=V3_EXPERTS),

@@ -8,9 +8,9 @@ from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, renamed
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Check, Integer, Only, Rule, Values
+from eqx_decoders.families.setting_rows import AUTO_MAP, Check, Integer, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
@@ -56,11 +56,11 @@ def ernie4_5_moe(
     - `depths`: number of layers of multi-token prediction, which have an MLP. They read the stream after the final
         norm, as in vLLM, SGLang and FastDeploy. The final norm also normalizes their output, as in FastDeploy and
         in the official training code; vLLM and SGLang have no norm there.
-    - `options`: arguments of `moe.with_shared`.
+    - `options`: arguments of `moe.experts_with_shared`.
     """
     bias = shape.attention_bias
     router = RouterConfig(order="score_first", renormalize=True, selection_bias=True)
-    experts = moe.with_shared(shape, router=router, shared_bias=bias, **options)
+    experts = moe.experts_with_shared(shape, router=router, shared_bias=bias, **options)
     mixer = shape.attention(rope=rope)
     mlp = shape.mlp(bias=bias)
     blocks = (shape.block(mixer, experts if index in sparse else mlp) for index in range(shape.num_layers))
@@ -84,7 +84,7 @@ def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
 
 def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
     first = moe.first_sparse_layer(config)
-    sparse = moe.sparse_layers(config)
+    sparse = moe.sparse_layer_indices(config)
     step = sparse[1] - first if len(sparse) > 1 else 1
     return {"moe_layer_interval": step, "moe_layer_start_index": first, "moe_layer_end_index": sparse[-1]}
 

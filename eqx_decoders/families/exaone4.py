@@ -4,9 +4,9 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights, read_masks, write_masks
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Rule, Values, value_at
+from eqx_decoders.families.setting_rows import Rule, Values, value_at
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig

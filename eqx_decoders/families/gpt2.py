@@ -14,9 +14,9 @@ from eqx_decoders.families.common import (
     renamed,
 )
 from eqx_decoders.families.config_keys import ACTIVATIONS
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rotated_features
-from eqx_decoders.families.settings_table import Defaults, Flag, Integer, Renamed, Rule, Setting, Values, only, value_at
+from eqx_decoders.families.setting_rows import Defaults, Flag, Integer, Renamed, Rule, Setting, Values, only, value_at
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig

@@ -1,9 +1,9 @@
 """GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): parallel attention and MLP with separate norms."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, plain_mlp
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Number
+from eqx_decoders.families.setting_rows import Flag, Number
 from eqx_decoders.families.weight_rows import norm_weights
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope

@@ -3,9 +3,9 @@
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import Number, Only, Rule, Values
+from eqx_decoders.families.setting_rows import Number, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.moe.router import RouterConfig

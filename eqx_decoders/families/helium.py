@@ -1,9 +1,9 @@
 """Helium 1 (Kyutai 2025): Llama blocks, and RoPE with interleaved pairs."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Flag
+from eqx_decoders.families.setting_rows import Check, Flag
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 

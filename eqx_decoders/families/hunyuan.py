@@ -2,7 +2,7 @@
 
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, renamed
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.moe.router import RouterConfig

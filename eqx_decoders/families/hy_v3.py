@@ -5,16 +5,16 @@ import functools
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import LAYER, decoder_sizes, llama_weights, renamed
-from eqx_decoders.families.deepseek.blocks import DEPTH, v3_experts, v3_router
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.deepseek.blocks import DEPTH, v3_experts_decoder, v3_router
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, only
+from eqx_decoders.families.setting_rows import Flag, Group, Integer, Number, only
 
 
 _THETA = 11_158_840.0
 _EXPERTS = moe.separate_experts(LAYER + "mlp.", router="router.gate", bias="expert_bias", shared="shared_mlp")
 # a layer of multi-token prediction reads the normalized stream of the previous layer, as in vLLM and SGLang
-hy_v3 = functools.partial(v3_experts, normalized=True, normed_depths=True)
+hy_v3 = functools.partial(v3_experts_decoder, normalized=True, normed_depths=True)
 FAMILY = Family(
     model_type="hy_v3",
     architecture="HYV3ForCausalLM",
@@ -28,7 +28,7 @@ FAMILY = Family(
         moe.num_shared("num_shared_experts", 1),
         Integer("moe_intermediate_size", "experts.mlp_dim", 1536, name="expert_dim", twin="expert_hidden_dim"),
         Flag("mlp_bias", "experts.shared.bias", False, name="mlp_bias"),
-        moe.dense_layers(1, listed=True),
+        moe.dense_layers_setting(1, listed=True),
         DEPTHS,
     ),
     build=hy_v3,

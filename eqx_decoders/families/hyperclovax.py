@@ -3,10 +3,10 @@
 from typing import Any
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.granite.text import STREAM_SCALES, granite
-from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Inverse, Number
+from eqx_decoders.families.setting_rows import Flag, Inverse, Number
 from eqx_decoders.families.weight_rows import norm_weights
 from eqx_decoders.model.decoder_config import DecoderConfig
 

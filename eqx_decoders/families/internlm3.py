@@ -1,16 +1,10 @@
 """InternLM 3 (Shanghai AI Laboratory 2025): Llama with two key heads and dynamic RoPE scaling."""
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.common import decoder_sizes, llama_weights
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.llama import llama
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Check, Flag, Renamed
-from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder_config import DecoderConfig
-
-
-def internlm3(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
-    """Return a decoder of Llama blocks; `mlp_bias` adds biases to the MLPs."""
-    return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
+from eqx_decoders.families.setting_rows import AUTO_MAP, Check, Flag, Renamed
 
 
 FAMILY = Family(
@@ -28,7 +22,7 @@ FAMILY = Family(
         ),
         rope_settings(),
     ),
-    build=internlm3,
+    build=llama,
     weights=llama_weights(),
     other_architectures=("InternLM3ForCausalLM",),
 )

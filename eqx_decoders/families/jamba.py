@@ -5,9 +5,9 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.mamba1 import mamba1_settings, mamba1_weights
-from eqx_decoders.families.settings_table import Integer, Only, Rule, Values, first_layer
+from eqx_decoders.families.setting_rows import Integer, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -84,7 +84,7 @@ def _write_full(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
-    return _write_layers("expert", moe.sparse_layers(config), len(config.blocks))
+    return _write_layers("expert", moe.sparse_layer_indices(config), len(config.blocks))
 
 
 def _num_experts(config: DecoderConfig) -> int:

@@ -17,9 +17,9 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import ENDS, LAYER, PRE_NORMS, DecoderSizes
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Layers, Number, activation
+from eqx_decoders.families.setting_rows import Check, Flag, Group, Integer, Layers, Number, activation
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
 from eqx_decoders.layers.attention.variant import AttentionVariant

@@ -16,8 +16,8 @@ from eqx_decoders.families.deepseek.blocks import (
     latent_sizes,
     v3_router,
 )
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Defaults, Flag, Group, Integer, Number, Only, Rule, Values, first_layer
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.setting_rows import Defaults, Flag, Group, Integer, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -192,7 +192,7 @@ FAMILY = Family(
         hybrid_layers(LatentAttentionConfig),
         Rule("", _check_full_layers),
         Group("experts", kimi_experts, _EXPERTS, uses=("shape",)),
-        moe.dense_layers(1, listed=True),
+        moe.dense_layers_setting(1, listed=True),
         Group("latent", latent_attention, latent_ranks(None), uses=("shape", "_nope_dim")),
     ),
     build=kimi_linear,

@@ -5,9 +5,9 @@ Blocks have RMSNorm before attention and before a gated MLP, rotary embeddings, 
 """
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.families.setting_rows import Flag
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig

@@ -16,9 +16,9 @@ from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, renamed
 from eqx_decoders.families.deepseek.blocks import LATENT, latent_attention
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     AUTO_MAP,
     Flag,
     Group,

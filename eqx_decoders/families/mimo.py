@@ -5,10 +5,10 @@ from typing import Any
 
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.qwen.text import IGNORED_QWEN2_KEYS, LATE_WINDOWS, qwen2
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP
+from eqx_decoders.families.setting_rows import AUTO_MAP
 from eqx_decoders.families.weight_rows import depth_rows, mtp_rows
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig

@@ -20,9 +20,9 @@ from eqx_decoders.families.common import (
     write_masks,
 )  # fmt: skip
 from eqx_decoders.families.deepseek.blocks import MLP, V3_EXPERTS, v3_router_settings
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import RopesByLayer
-from eqx_decoders.families.settings_table import AUTO_MAP, Group, Integer, Number, Only, Renamed, Rule, Unused, Values
+from eqx_decoders.families.setting_rows import AUTO_MAP, Group, Integer, Number, Only, Renamed, Rule, Unused, Values
 from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Mask, SlidingWindow
@@ -135,7 +135,7 @@ FAMILY = Family(
         *(Only(f"add_{kind}_attention_sink_bias", kind == "swa") for kind in ("swa", "full")),
         *v3_router_settings(scale=1.0),
         *moe.expert_counts("n_routed_experts", num=256, chosen=8, width=2048),
-        moe.dense_layers(1, listed=True),
+        moe.dense_layers_setting(1, listed=True),
         DEPTHS,
     ),
     build=mimo_v2_flash,

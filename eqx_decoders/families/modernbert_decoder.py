@@ -14,9 +14,9 @@ from eqx_decoders.families.common import (
     renamed,
     write_masks,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import RopesByLayer
-from eqx_decoders.families.settings_table import Flag, Only, Renamed, Rule, Values, activation
+from eqx_decoders.families.setting_rows import Flag, Only, Renamed, Rule, Values, activation
 from eqx_decoders.families.weight_rows import Weight, norm, norm_weights, self_attention, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig

@@ -6,7 +6,7 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.common import DecoderSizes, NormPlaces
-from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, value_at
+from eqx_decoders.families.setting_rows import Integer, Rule, Setting, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, sharing
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -26,7 +26,7 @@ EXPERT_PATHS = {"intermediate_size": "experts.mlp_dim", "hidden_act": "experts.a
 def need_experts(config: DecoderConfig) -> DecoderConfig:
     """Return the configuration. Raises ConfigError if no layer has experts."""
     check(
-        bool(sparse_layers(config)),
+        bool(sparse_layer_indices(config)),
         "DecoderConfig.blocks must have at least one layer with experts, but all layers are dense: use a model type "
         "without experts.",
     )
@@ -61,14 +61,14 @@ def sparse_decoder(
     return need_experts(shape.decoder(blocks, **options))
 
 
-def sparse_layers(config: DecoderConfig) -> list[int]:
+def sparse_layer_indices(config: DecoderConfig) -> list[int]:
     """Return the indices of the layers with experts."""
     return [layer for layer, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
 
 
 def first_sparse_layer(config: DecoderConfig) -> int:
     """Return the index of the first layer with experts. Raises ConversionError if no layer has experts."""
-    layers = sparse_layers(config)
+    layers = sparse_layer_indices(config)
     if not layers:
         raise ConversionError(
             "DecoderConfig.blocks must have at least one layer with experts, which config.json of this model type "
@@ -174,7 +174,7 @@ def expert_counts(
 _KINDS = ("dense", "sparse")
 
 
-def dense_layers(first: int, *, listed: bool = False) -> Rule:
+def dense_layers_setting(first: int, *, listed: bool = False) -> Rule:
     """Return the row of the value `dense_layers`: indices of the layers without experts.
 
     **Arguments:**
@@ -194,7 +194,7 @@ def dense_layers(first: int, *, listed: bool = False) -> Rule:
     def write(config: DecoderConfig) -> dict[str, Any]:
         if not listed:
             return {"first_k_dense_replace": first_sparse_layer(config)}
-        sparse = sparse_layers(config)
+        sparse = sparse_layer_indices(config)
         return {"mlp_layer_types": [_KINDS[layer in sparse] for layer in range(len(config.blocks))]}
 
     return Rule("dense_layers", read, write)
@@ -218,7 +218,7 @@ def num_dense_layers(key: str, default: int) -> Integer:
     return Integer(key, first_sparse_layer, default, least=0, name="num_dense_layers")
 
 
-def with_shared(shape: DecoderSizes, *, expert_dim: int, num_shared: int, **options: Any) -> ExpertsConfig:
+def experts_with_shared(shape: DecoderSizes, *, expert_dim: int, num_shared: int, **options: Any) -> ExpertsConfig:
     """Return the configuration of experts with `num_shared` shared experts, which are built as one wide MLP.
 
     `expert_dim`: MLP width of an expert. `options`: see `DecoderSizes.experts`.
@@ -238,7 +238,7 @@ def sparse_steps() -> Rule:
         return frozenset(layer for layer in range(values["shape"].num_layers) if layer in dense or (layer + 1) % step)
 
     def write(config: DecoderConfig) -> dict[str, Any]:
-        sparse = sparse_layers(config)
+        sparse = sparse_layer_indices(config)
         dense = [layer for layer in range(len(config.blocks)) if layer not in sparse]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 

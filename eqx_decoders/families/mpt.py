@@ -1,8 +1,8 @@
 """MPT (MosaicML 2023): ALiBi, LayerNorm without biases, GELU MLPs without a gate, optional clipping of QKV."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, plain_mlp
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import AUTO_MAP, Number, Only, Renamed, Table
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.setting_rows import AUTO_MAP, Number, Only, Renamed, Table
 from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.norm import LayerNormConfig

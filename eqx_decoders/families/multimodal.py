@@ -8,8 +8,8 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.families.common import map_blocks
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, write_all
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.setting_rows import Integer, Rule, Setting, Values, write_all
 from eqx_decoders.families.weight_rows import Weight, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
@@ -180,10 +180,10 @@ class MultimodalFamily(Family):
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """Return the configuration that a `config.json` describes, and its keys without effect; see `Family.decode`."""
-        family = self.described_by(content)
+        family = self.for_config(content)
         return super().decode(content) if family is self else family.decode(content)
 
-    def described_by(self, content: Mapping[str, Any]) -> Family:
+    def for_config(self, content: Mapping[str, Any]) -> Family:
         """Return the variant whose text family is the `model_type` of `text_config`; this family if there is none."""
         text = content.get("text_config")
         text_type = text.get("model_type") if isinstance(text, Mapping) else None

@@ -3,9 +3,9 @@
 import dataclasses
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Number
+from eqx_decoders.families.setting_rows import Number
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope

@@ -9,8 +9,8 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import PostNorm
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, plain_mlp, renamed
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Flag, Integer, Rule, Values, only
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.setting_rows import Flag, Integer, Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from eqx_decoders.errors import ConversionError, check, check_option
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
 from eqx_decoders.model.decoder_config import DecoderConfig
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import LAYER_TYPES, attentions, layer_type
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     ABSENT,
     Check,
     Flag,
     Integer,
     Number,
-    NumberOrZero,
+    NumberZeroIsDefault,
     Only,
     Rule,
     Setting,
@@ -53,11 +53,11 @@ _YARN = (
     *_ORIGINAL_LENGTH,
     Number("factor", "factor", null=_length_ratio),
     _needs("factor", "factor is null, and max_position_embeddings, which would imply it, is missing: set one of them."),
-    NumberOrZero("beta_fast", "beta_fast", 32.0),
-    NumberOrZero("beta_slow", "beta_slow", 1.0),
+    NumberZeroIsDefault("beta_fast", "beta_fast", 32.0),
+    NumberZeroIsDefault("beta_slow", "beta_slow", 1.0),
     Number("attention_factor", "attention_factor", None),
-    NumberOrZero("mscale", "mscale", None),
-    NumberOrZero("mscale_all_dim", "mscale_all_dim", None),
+    NumberZeroIsDefault("mscale", "mscale", None),
+    NumberZeroIsDefault("mscale_all_dim", "mscale_all_dim", None),
     Only("extrapolation_factor", 1, 1.0),
     Only("attn_factor", 1, 1.0),
     Flag("truncate", lambda rope: ABSENT if rope.truncate else False, True, name="truncate"),
@@ -143,7 +143,7 @@ def rope_settings(name: str = "rope", *, required: bool = True, unused: bool = F
     )
 
 
-def rotary_dim() -> Rule:
+def rotary_dim_setting() -> Rule:
     """Return the row of `rotary_dim`, the number of rotated features of a head. It must precede `rope_settings`.
 
     `rotary_dim` is converted to `partial_rotary_factor`. It is only written if the conversion is exact.

@@ -19,9 +19,9 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.families.common import ends
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.blocks import MambaSizes
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number
+from eqx_decoders.families.setting_rows import Flag, Group, Integer, Layers, Number
 from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.base import ChannelConfig, MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs

@@ -1,9 +1,9 @@
 """Seed-OSS (ByteDance Seed 2025): Llama blocks with biases of queries, keys and values."""
 
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.families.setting_rows import Flag
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 

@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, layer_masks, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings, rotated_layers
-from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.families.setting_rows import Flag
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -4,13 +4,19 @@ import functools
 
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import decoder_sizes, llama_weights
-from eqx_decoders.families.deepseek.blocks import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router_settings
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.deepseek.blocks import (
+    MLP,
+    V3_EXPERTS,
+    expert_settings,
+    v3_experts_decoder,
+    v3_router_settings,
+)
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Only
+from eqx_decoders.families.setting_rows import AUTO_MAP, Only
 
 
-solar_open = functools.partial(v3_experts, output_bias=False, dense_layers=())
+solar_open = functools.partial(v3_experts_decoder, output_bias=False, dense_layers=())
 FAMILY = Family(
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",

@@ -1,9 +1,9 @@
 """StableLM and StableLM 2 (Bellagente et al. 2024): LayerNorm with biases, partial RoPE, QKV biases."""
 
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.families.setting_rows import Flag
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.norm import LayerNormConfig

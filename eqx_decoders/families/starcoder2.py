@@ -1,9 +1,9 @@
 """StarCoder2 (Lozhkov et al. 2024): LayerNorm, MLPs without a gate, biases, a window in every layer."""
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, plain_mlp, same_window
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import only
+from eqx_decoders.families.setting_rows import only
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope

@@ -8,7 +8,7 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Check,
     Group,
     Integer,

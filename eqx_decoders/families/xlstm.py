@@ -25,9 +25,9 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import InRange, PositiveFloat, PositiveInt, check
 from eqx_decoders.families.common import ends, renamed
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.blocks import MambaSizes
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, only
+from eqx_decoders.families.setting_rows import Flag, Group, Integer, Layers, Number, Only, Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
@@ -226,7 +226,7 @@ def _mixer(
     )
 
 
-def _dim_factor(field: str) -> Callable[[DecoderConfig], float]:
+def _dim_factor_of(field: str) -> Callable[[DecoderConfig], float]:
     def factor(config: DecoderConfig) -> float:
         mixer: Any = config.blocks[0].mixer
         return mixer.num_heads * getattr(mixer, field) / config.embed_dim
@@ -257,8 +257,8 @@ _SIZES = (
 )
 _MIXER = (
     Integer("num_heads", "blocks.0.mixer.num_heads", 8),
-    Number("qk_dim_factor", _dim_factor("key_dim"), 0.5, name="qk_dim_factor"),
-    Number("v_dim_factor", _dim_factor("value_dim"), 1.0, name="v_dim_factor"),
+    Number("qk_dim_factor", _dim_factor_of("key_dim"), 0.5, name="qk_dim_factor"),
+    Number("v_dim_factor", _dim_factor_of("value_dim"), 1.0, name="v_dim_factor"),
     Number("gate_soft_cap", "blocks.0.mixer.gate_cap", 15.0),
     Number("eps", "blocks.0.mixer.eps", 1e-6),
 )

@@ -2,7 +2,7 @@
 
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.deepseek.blocks import LATENT, V3_ROPE, latent_mixer, latent_sizes
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 

@@ -10,10 +10,10 @@ from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import ENDS, LAYER, fused_mlp, renamed
 from eqx_decoders.families.config_keys import ACTIVATIONS
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.blocks import MambaSizes, mamba_settings, mamba_weights
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, Word
+from eqx_decoders.families.setting_rows import Flag, Group, Integer, Layers, Number, Only, Rule, Values, Word
 from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig

@@ -8,7 +8,7 @@ from pytest import approx
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import PostNorm
 from eqx_decoders.families.deepseek.v4 import HEAVY, SLIDING, SPARSE
-from eqx_decoders.families.moe import sparse_layers
+from eqx_decoders.families.moe import sparse_layer_indices
 from eqx_decoders.families.qwen import text as qwen
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.io.huggingface.load import decode_config
@@ -134,7 +134,7 @@ def models(prefix: str) -> list[str]:
 SETTINGS = [
     row("afmoe", {}, {"embedding_scale": 24**0.5}),
     row("afmoe", drop("mup_enabled"), {"embedding_scale": 1.0}),
-    row("afmoe", dict(num_dense_layers=0), {sparse_layers: [0, 1, 2]}),
+    row("afmoe", dict(num_dense_layers=0), {sparse_layer_indices: [0, 1, 2]}),
     row("apertus", NO_ROPE, {"mixer.rope": Llama3Rope(theta=12e6)}),
     row("bamba", {}, {"blocks.0.mixer.value_dim": 8, "blocks.0.mixer.out_bias": False}),
     row("bamba", dict(mamba_proj_bias=True), {"blocks.0.mixer.in_bias": True, "blocks.0.mixer.out_bias": True}),
@@ -170,10 +170,10 @@ SETTINGS = [
     row("deepseek_v4", dict(mlp_layer_types=["moe", "hash_moe", "moe"]), {hashed: [False, True, False]}),
     *rows("ernie4_5_moe", drop("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
           | dict(num_hidden_layers=7), (
-        ({}, {sparse_layers: [1, 2, 3, 4, 5, 6]}),
-        (dict(moe_layer_start_index=3, moe_layer_end_index=4), {sparse_layers: [3, 4]}),
-        (dict(moe_layer_interval=3, moe_layer_start_index=0), {sparse_layers: [2, 5]}),
-        (dict(moe_layer_interval=2, moe_layer_start_index=2, moe_layer_end_index=-1), {sparse_layers: [3, 5]}),
+        ({}, {sparse_layer_indices: [1, 2, 3, 4, 5, 6]}),
+        (dict(moe_layer_start_index=3, moe_layer_end_index=4), {sparse_layer_indices: [3, 4]}),
+        (dict(moe_layer_interval=3, moe_layer_start_index=0), {sparse_layer_indices: [2, 5]}),
+        (dict(moe_layer_interval=2, moe_layer_start_index=2, moe_layer_end_index=-1), {sparse_layer_indices: [3, 5]}),
     )),
     row("ernie4_5_moe", dict(moe_num_shared_experts=0), {"blocks.1.mlp.shared": None}),
     *(
@@ -290,9 +290,9 @@ SETTINGS = [
     row("helium", dict(attention_bias=True), {"mixer.qkv_bias": True, "mixer.out_bias": False}),
     row("helium", dict(attention_bias=False), {"mixer.qkv_bias": False, "mixer.out_bias": False}),
     *rows(("hy_v3", "glm4_moe_lite"), drop("mlp_layer_types", "first_k_dense_replace") | dict(num_hidden_layers=3), (
-        ({}, {sparse_layers: [1, 2]}),
-        (dict(first_k_dense_replace=2), {sparse_layers: [2]}),
-        (dict(mlp_layer_types=["sparse", "dense", "sparse"]), {sparse_layers: [0, 2]}),
+        ({}, {sparse_layer_indices: [1, 2]}),
+        (dict(first_k_dense_replace=2), {sparse_layer_indices: [2]}),
+        (dict(mlp_layer_types=["sparse", "dense", "sparse"]), {sparse_layer_indices: [0, 2]}),
     )),
     row("hyperclovax", drop(*GRANITE_MULTIPLIERS), {"mixer.query_scale": 8**-0.5}),
     row("hyperclovax", dict(attention_multiplier=None), {"mixer.query_scale": 8**-0.5}),
@@ -301,10 +301,10 @@ SETTINGS = [
     row("hyperclovax", dict(use_post_norm=False), {"post_mixer_norm": None, "post_mlp_norm": None}),
     *rows("jamba", {}, [
         (dict(num_hidden_layers=count, attn_layer_period=period, attn_layer_offset=offset, expert_layer_period=period,
-              expert_layer_offset=offset), {softmax: layers, sparse_layers: layers})
+              expert_layer_offset=offset), {softmax: layers, sparse_layer_indices: layers})
         for count, period, offset, layers in ((6, 3, 1, [1, 4]), (5, 5, 2, [2]))
     ]),
-    row("jamba", dict(num_experts=1), {sparse_layers: []}),  # one expert is an MLP
+    row("jamba", dict(num_experts=1), {sparse_layer_indices: []}),  # one expert is an MLP
     *rows("lfm2", drop(
         "block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier", "intermediate_size"), (
         (dict(intermediate_size=12_288), {"mlp.mlp_dim": 8192}),
@@ -374,10 +374,10 @@ SETTINGS = [
         softmax: [0, 2, 4], "blocks.0.residual.keep": (1.3, 1.1), "blocks.0.residual.add": (0.8, 0.7),
         "blocks.1.residual.keep": (1.2, 1.1), "blocks.1.residual.add": (0.9, 0.7)}),
     row("minimax_m3_vl_text", {},
-        {"mixer.block_indexer.type": ["NoneType", "BlockIndexerConfig"], sparse_layers: [1],
+        {"mixer.block_indexer.type": ["NoneType", "BlockIndexerConfig"], sparse_layer_indices: [1],
          "blocks.0.mlp.mlp_dim": 20}),
     row("minimax_m3_vl_text", drop("layer_types", "mlp_layer_types", "index_block_size"),
-        {"mixer.block_indexer": None, sparse_layers: [0, 1]}),
+        {"mixer.block_indexer": None, sparse_layer_indices: [0, 1]}),
     row("minimax_m3_vl_text", dict(swiglu_alpha=1.25, swiglu_limit=3.0), {
         "mlp.activation": "silu", "mlp.activation_scale": 1.25, "mlp.up_offset": 1.0, "mlp.limit": 3.0,
         "blocks.1.mlp.shared.activation": "silu", "blocks.1.mlp.shared.activation_scale": 1.25,
@@ -428,10 +428,12 @@ SETTINGS = [
         "mixer.qk_norm": QKNorm(norm=RMSNormConfig(eps=1e-3), over="head", when="before_rope"),
         "mixer.qkv_bias": False, "mixer.out_bias": False}),
     *rows("qwen3_moe", drop("mlp_only_layers", "decoder_sparse_step"), (
-        ({}, {sparse_layers: [0, 1, 2, 3]}),
-        (dict(decoder_sparse_step=2), {sparse_layers: [1, 3], "blocks.0.mlp.mlp_dim": 40, "blocks.1.mlp.mlp_dim": 12}),
-        (dict(decoder_sparse_step=2, mlp_only_layers=[3]), {sparse_layers: [1]}),
-        (dict(mlp_only_layers=[0, 2, 7]), {sparse_layers: [1, 3]}),
+        ({}, {sparse_layer_indices: [0, 1, 2, 3]}),
+        (dict(decoder_sparse_step=2), {
+            sparse_layer_indices: [1, 3], "blocks.0.mlp.mlp_dim": 40, "blocks.1.mlp.mlp_dim": 12,
+        }),
+        (dict(decoder_sparse_step=2, mlp_only_layers=[3]), {sparse_layer_indices: [1]}),
+        (dict(mlp_only_layers=[0, 2, 7]), {sparse_layer_indices: [1, 3]}),
     )),
     row("qwen3_moe", drop("intermediate_size"), {"blocks.0.mlp.mlp_dim": 6144}),
     row("qwen3_moe", dict(norm_topk_prob=True),
@@ -1305,7 +1307,7 @@ MODELS = {
     "qwen3-4b-thinking-2507": {"mixer.rope.theta": 5e6},
     "qwen3-30b-a3b": {"mlp.router.renormalize": True},
     "smollm3-3b": {rotated: [True, True, True, False] * 9},
-    "trinity-large-398b-a13b": {sparse_layers: list(range(6, 60))},
+    "trinity-large-398b-a13b": {sparse_layer_indices: list(range(6, 60))},
     "trinity-nano-6b-a1b": {windows: [2048, 2048, 2048, None] * 14, rotated: [True, True, True, False] * 14},
 }
 for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"):

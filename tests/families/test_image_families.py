@@ -310,7 +310,7 @@ def test_decoders_of_several_families(name, kind, text):
     config = ed.get_config(name)
     written = FAMILIES[kind].encode(config)
     assert written["text_config"]["model_type"] == text and decode(written) == config
-    chosen = FAMILIES[kind].described_by(written)
+    chosen = FAMILIES[kind].for_config(written)
     assert chosen.text is not None and chosen.text.model_type == text
 
 

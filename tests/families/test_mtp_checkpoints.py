@@ -399,7 +399,7 @@ def test_depths_that_no_setting_counts_are_left_out():
 def test_published_files_have_these_tensors_and_numbers(kind, name, tensors, numbers):
     family = FAMILIES[kind]
     model = abstract(family.decode(family.encode(ed.get_config(name)) | {KINDS[kind].count_key: 1})[0])
-    stored = family.stored_as(["model.layers.0.mlp.experts.gate_up_proj"] if family.fused else [])
+    stored = family.for_tensors(["model.layers.0.mlp.experts.gate_up_proj"] if family.fused else [])
     assert len({name for mapping in stored.bind(model).values() for name in mapping.names}) == tensors
     assert sum(leaf.size for leaf in named_leaves(model).values()) == numbers
 

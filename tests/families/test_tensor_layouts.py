@@ -87,12 +87,12 @@ def test_matrices_of_mixtrals_experts_are_numbered():
         mapping = own[f"scanned_layers.0.unit.0.mlp.{path}"]
         assert mapping.name((1, 4)) == f"model.layers.1.block_sparse_moe.experts.4.{tensor}.weight"
         assert mapping.shape == ((24, 12) if path == "down" else (12, 24))
-    fused = FAMILIES["mixtral"].stored_as(["model.layers.0.mlp.experts.gate_up_proj"]).bind(model)
+    fused = FAMILIES["mixtral"].for_tensors(["model.layers.0.mlp.experts.gate_up_proj"]).bind(model)
     for path, part in (("gate", 0), ("up", 1)):
         mapping = fused[f"scanned_layers.0.unit.0.mlp.{path}"]
         assert (mapping.name((1,)), mapping.section.index) == ("model.layers.1.mlp.experts.gate_up_proj", part)
         assert mapping.shape == (5, 24, 24)
-    assert FAMILIES["mixtral"].stored_as(["lm_head.weight"]) == FAMILIES["mixtral"]
+    assert FAMILIES["mixtral"].for_tensors(["lm_head.weight"]) == FAMILIES["mixtral"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from eqx_decoders.families.common import (
     with_masks,
 )
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     AUTO_MAP,
     Check,
     Flag,
@@ -79,9 +79,9 @@ def deepseek(
     - `router`: router of the experts.
     - `dense_layers`: indices of the layers that have an MLP instead of experts.
     - `mlp_bias`: whether the MLPs of dense layers and the shared experts have biases.
-    - `expert_sizes`: arguments of `moe.with_shared` and `ExpertsConfig`.
+    - `expert_sizes`: arguments of `moe.experts_with_shared` and `ExpertsConfig`.
     """
-    experts = moe.with_shared(shape, router=router, shared_bias=mlp_bias, **expert_sizes)
+    experts = moe.experts_with_shared(shape, router=router, shared_bias=mlp_bias, **expert_sizes)
     mixers = (mixer,) * shape.num_layers
     return moe.sparse_decoder(shape, mixers, experts, dense_layers, shape.mlp(bias=mlp_bias))
 
@@ -171,7 +171,7 @@ def deepseek_settings(
         rope,
         latent_mixer(1536),
         *expert_settings(num_experts=num_experts, chosen=8, shared=shared, expert_dim=expert_dim),
-        moe.dense_layers(num_dense_layers),
+        moe.dense_layers_setting(num_dense_layers),
     )
 
 
@@ -291,7 +291,7 @@ def deepseek_v3(*, depths: int = 0, normed_depths: bool = False, **options: Any)
     return dataclasses.replace(config, mtp=mtp)
 
 
-def v3_experts(
+def v3_experts_decoder(
     shape: DecoderSizes,
     *,
     rope: Rope,

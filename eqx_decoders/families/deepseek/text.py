@@ -21,9 +21,9 @@ from eqx_decoders.families.deepseek.blocks import (
     router_settings,
     with_indexer,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Only, Rule, Values, Word, value_at
+from eqx_decoders.families.setting_rows import Flag, Only, Rule, Values, Word, value_at
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -15,9 +15,9 @@ from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.deepseek.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.families.deepseek.compression import CompressionConfig
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import read_named_ropes, write_named_ropes
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     AUTO_MAP,
     Group,
     Integer,

@@ -6,10 +6,10 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, renamed
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.blocks import mamba_settings, mamba_weights
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Group, Inverse, Number, Rule, Values, first_layer, value_at
+from eqx_decoders.families.setting_rows import Flag, Group, Inverse, Number, Rule, Values, first_layer, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig

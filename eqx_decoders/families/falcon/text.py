@@ -7,9 +7,9 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, plain_mlp
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Integer, Renamed, Rule, Values, only, value_at
+from eqx_decoders.families.setting_rows import AUTO_MAP, Flag, Integer, Renamed, Rule, Values, only, value_at
 from eqx_decoders.families.weight_rows import norm
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.norm import LayerNormConfig

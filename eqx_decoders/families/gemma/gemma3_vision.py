@@ -12,7 +12,7 @@ from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families._siglip import siglip, siglip_weights
 from eqx_decoders.families.multimodal import LANGUAGE_MODEL, ExtendedModel, MultimodalFamily, token, with_spans
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Check,
     Defaults,
     Flag,

@@ -11,6 +11,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.gemma.altup import AltUp, Laurel
 from eqx_decoders.families.gemma.text import (
     IGNORED_ACTIVATION_KEY,
@@ -20,9 +21,8 @@ from eqx_decoders.families.gemma.text import (
     shared_key_settings,
     unused_kv_tensors,
 )
-from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
-from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Number, Only, Rule, Values
+from eqx_decoders.families.setting_rows import Check, Flag, Group, Integer, Number, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig

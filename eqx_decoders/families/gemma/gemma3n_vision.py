@@ -17,7 +17,7 @@ from eqx_decoders.families.gemma.mobilenet import MobileNetConfig
 from eqx_decoders.families.gemma.mobilenet_config import architectures, network_weights, read_network, write_network
 from eqx_decoders.families.gemma.text import unused_kv_tensors
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, token
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Check,
     Group,
     Integer,

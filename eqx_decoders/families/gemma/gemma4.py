@@ -22,6 +22,7 @@ from eqx_decoders.families.common import (
     read_masks,
     write_masks,
 )
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.gemma.text import (
     IGNORED_ACTIVATION_KEY,
     PER_LAYER_WEIGHTS,
@@ -31,10 +32,9 @@ from eqx_decoders.families.gemma.text import (
     shared_key_settings,
     unused_kv_tensors,
 )
-from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
 from eqx_decoders.families.rope_config import read_ropes, write_ropes
-from eqx_decoders.families.settings_table import Flag, Number, Only, Rule, Values, first_layer
+from eqx_decoders.families.setting_rows import Flag, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig

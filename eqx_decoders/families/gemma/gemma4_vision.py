@@ -25,7 +25,7 @@ from eqx_decoders.families.gemma.audio import (
 )
 from eqx_decoders.families.gemma.text import unused_kv_tensors
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, attention, linear, token, with_spans
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     ABSENT,
     Check,
     Defaults,

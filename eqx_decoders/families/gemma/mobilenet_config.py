@@ -16,7 +16,7 @@ from eqx_decoders.families.gemma.mobilenet import (
     PlaneAttentionConfig,
     PlaneBlockConfig,
 )
-from eqx_decoders.families.settings_table import Values
+from eqx_decoders.families.setting_rows import Values
 from eqx_decoders.families.weight_rows import Weight
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import check
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.gemma.rg_lru import RGLRUConfig
-from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Group, Integer, Number, Only, Renamed, Rule, Values, value_at
+from eqx_decoders.families.setting_rows import Group, Integer, Number, Only, Renamed, Rule, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow

@@ -20,9 +20,9 @@ from eqx_decoders.families.common import (
     decoder_sizes,
     llama_weights,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import RopesByLayer, rope_settings
-from eqx_decoders.families.settings_table import Check, Group, Integer, Number, Only, Rule, Values
+from eqx_decoders.families.setting_rows import Check, Group, Integer, Number, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Mask

@@ -7,9 +7,9 @@ MLPs are fused.
 import functools
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, NormPlaces, decoder_sizes, fused_mlp, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP
+from eqx_decoders.families.setting_rows import AUTO_MAP
 from eqx_decoders.families.weight_rows import norm_weights
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -24,13 +24,13 @@ from eqx_decoders.families.deepseek.blocks import (
     indexer_settings,
     latent_mixer,
     latent_sizes,
-    v3_experts,
+    v3_experts_decoder,
     v3_router_settings,
     with_indexer,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Only, Rule, Values, values_by_layer
+from eqx_decoders.families.setting_rows import AUTO_MAP, Flag, Only, Rule, Values, values_by_layer
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -38,7 +38,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 # --- GLM-4.5, 4.6 and 4.7: grouped-query attention that rotates half of each head ---
 
 
-glm4_moe = functools.partial(v3_experts, output_bias=False)
+glm4_moe = functools.partial(v3_experts_decoder, output_bias=False)
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -49,7 +49,7 @@ GLM4_MOE = Family(
         Flag("use_qk_norm", "attention.qk_norm", False, name="normalized"),
         *v3_router_settings(scale=1.0),
         *expert_settings(num_experts=128, chosen=8, shared=1, expert_dim=1408),
-        moe.dense_layers(1),
+        moe.dense_layers_setting(1),
         DEPTHS,
     ),
     build=glm4_moe,
@@ -93,7 +93,7 @@ GLM4_MOE_LITE = Family(
         V3_ROPE,
         latent_mixer(768, value_dim=256),
         *expert_settings(num_experts=64, chosen=4, shared=1, expert_dim=1536),
-        moe.dense_layers(1, listed=True),
+        moe.dense_layers_setting(1, listed=True),
         DEPTHS,
     ),
     build=deepseek_v3,
@@ -173,7 +173,7 @@ GLM_MOE_DSA = Family(
         V3_ROPE,
         latent_mixer(2048, value_dim=256),
         *expert_settings(num_experts=256, chosen=8, shared=1, expert_dim=2048),
-        moe.dense_layers(3, listed=True),
+        moe.dense_layers_setting(3, listed=True),
         DEPTHS,
         Only("layer_types", lambda values: [_LAYER_TYPE] * values["shape"].num_layers),
         Rule("full_indexers", _read_full_indexers, _write_full_indexers),

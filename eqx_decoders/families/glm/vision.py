@@ -32,7 +32,7 @@ from eqx_decoders.families.qwen.vision import (
     with_media,
 )
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Rule, activation
+from eqx_decoders.families.setting_rows import Flag, Integer, Number, Only, Rule, activation
 from eqx_decoders.families.vision_fields import (
     KERNEL_IN_TIME,
     EncoderSizes,
@@ -192,7 +192,7 @@ def sparse_family(**options: Any) -> MultimodalFamily:
         Only("use_qk_norm", False),
         *v3_router_settings(scale=1.0),
         *expert_settings(num_experts=128, chosen=8, shared=1, expert_dim=1408),
-        moe.dense_layers(1),
+        moe.dense_layers_setting(1),
         DEPTHS,
     )
     changes = dict(model_type="glm4v_moe_text", architecture="Glm4vMoeTextModel", settings=settings)

@@ -10,11 +10,11 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import ENDS, LAYER, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.granite.text import EXPERTS, MULTIPLIERS, scaled, shared_mlp
-from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.mamba.blocks import mamba_settings, mamba_weights
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     ABSENT,
     Defaults,
     Group,

@@ -11,9 +11,9 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, DecoderSizes, NormPlaces, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, value_at
+from eqx_decoders.families.setting_rows import Flag, Integer, Number, Only, value_at
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig

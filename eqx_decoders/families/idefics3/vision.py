@@ -7,7 +7,7 @@ from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families._siglip import siglip, siglip_weights
 from eqx_decoders.families.multimodal import LLAMA_SIZES, MultimodalFamily, linear, needs_model_type, token, with_images
-from eqx_decoders.families.settings_table import Defaults, Integer, Number, Only, Table, Unused, activation
+from eqx_decoders.families.setting_rows import Defaults, Integer, Number, Only, Table, Unused, activation
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, outer_values, vision_config
 
 

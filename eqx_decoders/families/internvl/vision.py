@@ -18,7 +18,7 @@ from eqx_decoders.families.multimodal import (
     with_images,
     with_rope,
 )
-from eqx_decoders.families.settings_table import Flag, Number, Only, Word, activation
+from eqx_decoders.families.setting_rows import Flag, Number, Only, Word, activation
 from eqx_decoders.families.vision_fields import (
     KERNEL,
     EncoderSizes,

@@ -14,9 +14,9 @@ from eqx_decoders.families.common import (
     read_layer_indices,
     renamed,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, Renamed, Rule, Values
+from eqx_decoders.families.setting_rows import Flag, Group, Integer, Number, Renamed, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.moe.router import RouterConfig

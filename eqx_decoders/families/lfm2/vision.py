@@ -17,7 +17,7 @@ from eqx_decoders.families.multimodal import (
     token,
     with_images,
 )
-from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Renamed, activation, value_at
+from eqx_decoders.families.setting_rows import Flag, Integer, Number, Only, Renamed, activation, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, outer_values, square_grid, vision_config
 from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig

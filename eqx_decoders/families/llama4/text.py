@@ -16,9 +16,9 @@ from eqx_decoders.families.common import (
     read_masks,
     write_masks,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings, rotated_layers
-from eqx_decoders.families.settings_table import Flag, Integer, Only, Rule, Values
+from eqx_decoders.families.setting_rows import Flag, Integer, Only, Rule, Values
 from eqx_decoders.families.weight_rows import gated_mlp
 from eqx_decoders.layers.attention.attention import QKNorm, QueryTemperature
 from eqx_decoders.layers.mask import Chunked, Mask
@@ -117,7 +117,7 @@ FAMILY = Family(
     settings=(
         decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5, paths=moe.EXPERT_PATHS),
         rotated_layers(),
-        Rule("sparse", _read_sparse, lambda config: {"moe_layers": moe.sparse_layers(config)}),
+        Rule("sparse", _read_sparse, lambda config: {"moe_layers": moe.sparse_layer_indices(config)}),
         Rule("masks", _read_masks, lambda config: write_masks(config, Chunked, "attention_chunk_size")),
         Rule("temperature", _read_temperature, _write_temperature),
         *moe.expert_counts("num_local_experts", num=16, chosen=1),

@@ -14,7 +14,7 @@ from eqx_decoders.families.multimodal import (
     token,
     with_images,
 )
-from eqx_decoders.families.settings_table import Check, Integer, Only, Renamed, Rule, Setting, Values
+from eqx_decoders.families.setting_rows import Check, Integer, Only, Renamed, Rule, Setting, Values
 from eqx_decoders.families.vision_fields import (
     EncoderSizes,
     axial_theta,

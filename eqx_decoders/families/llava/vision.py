@@ -23,7 +23,7 @@ from eqx_decoders.families.multimodal import (
     with_images,
     with_rope,
 )
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     ABSENT,
     Defaults,
     Flag,

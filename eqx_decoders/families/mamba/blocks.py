@@ -8,7 +8,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families.common import ends
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Flag,
     Group,
     Integer,

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.blocks import BACKBONE, IntegerOrAuto, backbone, mamba_decoder, mamba_sizes
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Only, Rule, Values, first_layer, value_at
+from eqx_decoders.families.setting_rows import Flag, Group, Integer, Only, Rule, Values, first_layer, value_at
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config

@@ -4,7 +4,7 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends, read_layer_indices
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.blocks import (
     BACKBONE,
     backbone,
@@ -14,7 +14,7 @@ from eqx_decoders.families.mamba.blocks import (
     mamba_weights,
 )
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Flag, Only, Rule, Values
+from eqx_decoders.families.setting_rows import Check, Flag, Only, Rule, Values
 from eqx_decoders.families.weight_rows import gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config

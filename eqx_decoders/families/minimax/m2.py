@@ -5,9 +5,9 @@ Routers have sigmoid scores and selection biases.
 
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import rope_settings, rotary_dim
-from eqx_decoders.families.settings_table import AUTO_MAP, Only, only
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.rope_config import rope_settings, rotary_dim_setting
+from eqx_decoders.families.setting_rows import AUTO_MAP, Only, only
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
@@ -35,7 +35,7 @@ FAMILY = Family(
         *only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
         *only(shared_intermediate_size=0, attn_type_list=lambda values: [1] * values["shape"].num_layers),
         Only("sliding_window"),
-        rotary_dim(),
+        rotary_dim_setting(),
         rope_settings(theta=5e6, fraction=1.0),
     ),
     build=minimax_m2,

@@ -14,9 +14,9 @@ from eqx_decoders.families.common import (
     fused_mlp,
     llama_weights,
 )
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import rope_settings, rotary_dim
-from eqx_decoders.families.settings_table import ABSENT, Group, Integer, Number, Only, Rule, Values, write_all
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.rope_config import rope_settings, rotary_dim_setting
+from eqx_decoders.families.setting_rows import ABSENT, Group, Integer, Number, Only, Rule, Values, write_all
 from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
@@ -110,9 +110,9 @@ FAMILY = Family(
         Number("routed_scaling_factor", "experts.router.scaling_factor", 2.0),
         Number("swiglu_alpha", "experts.activation_scale", 1.702, name="alpha"),
         Number("swiglu_limit", "experts.limit", 7.0),
-        moe.dense_layers(0, listed=True),
+        moe.dense_layers_setting(0, listed=True),
         Rule("indexed_layers", _read_indexed_layers, _write_indexed_layers),
-        rotary_dim(),
+        rotary_dim_setting(),
         rope_settings(theta=5e6, fraction=1.0),
     ),
     build=minimax_m3,

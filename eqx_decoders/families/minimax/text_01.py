@@ -20,10 +20,10 @@ from eqx_decoders.families.common import (
     hybrid_layers,
     llama_weights,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.minimax.lightning import LightningAttentionConfig
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Group, Number, Only, Rule, Values
+from eqx_decoders.families.setting_rows import Group, Number, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.rope import Rope

@@ -20,9 +20,9 @@ from eqx_decoders.families.common import (
     read_masks,
     same_window,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import read_rope, rope_settings, write_rope
-from eqx_decoders.families.settings_table import Only, Rule, Values, value_at
+from eqx_decoders.families.setting_rows import Only, Rule, Values, value_at
 from eqx_decoders.layers.attention.attention import QueryTemperature
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope, YarnRope

@@ -15,7 +15,7 @@ from eqx_decoders.families.multimodal import (
     token,
     with_images,
 )
-from eqx_decoders.families.settings_table import Check, Flag, Integer, Only, Renamed, Rule, activation, value_at
+from eqx_decoders.families.setting_rows import Check, Flag, Integer, Only, Renamed, Rule, activation, value_at
 from eqx_decoders.families.vision_fields import (
     KERNEL,
     EncoderSizes,

@@ -15,9 +15,9 @@ from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, plain_mlp, self_attention
 from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.deepseek.blocks import v3_router
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.mamba.blocks import mamba_weights
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     ABSENT,
     AUTO_MAP,
     Defaults,

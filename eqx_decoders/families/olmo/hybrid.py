@@ -8,11 +8,11 @@ from typing import Any
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, hybrid_layers, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.olmo.text import olmo_block
 from eqx_decoders.families.qwen.hybrid import INTO_KEYS, INTO_VALUES, KEYS, LINEAR, VALUES
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import Check, Defaults, Flag, Group, Integer, Rule, Values, value_at
+from eqx_decoders.families.setting_rows import Check, Defaults, Flag, Group, Integer, Rule, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig

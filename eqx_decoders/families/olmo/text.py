@@ -3,9 +3,9 @@
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, decoder_sizes, llama_weights
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import RopesByLayer, rope_settings
-from eqx_decoders.families.settings_table import Flag, Number
+from eqx_decoders.families.setting_rows import Flag, Number
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.moe.experts import ExpertsConfig

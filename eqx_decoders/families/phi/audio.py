@@ -13,7 +13,7 @@ from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.families.multimodal import linear, token
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Check,
     Flag,
     Group,

@@ -15,7 +15,7 @@ from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families._siglip import siglip, siglip_weights
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, nested, token
 from eqx_decoders.families.phi.audio import AUDIO, SETTINGS as AUDIO_SETTINGS, WEIGHTS as AUDIO_WEIGHTS, phi4_audio
-from eqx_decoders.families.settings_table import Check, Integer, Number, Rule, Values, activation, value_at
+from eqx_decoders.families.setting_rows import Check, Integer, Number, Rule, Values, activation, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.model.decoder_config import DecoderConfig

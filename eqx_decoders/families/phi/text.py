@@ -20,9 +20,9 @@ from eqx_decoders.families.common import (
     same_window,
 )
 from eqx_decoders.families.config_keys import ACTIVATIONS
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import read_rope, rope_settings, write_rope
-from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Number, Only, Rule, Values, value_at
+from eqx_decoders.families.setting_rows import AUTO_MAP, Flag, Number, Only, Rule, Values, value_at
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow

@@ -21,10 +21,10 @@ from eqx_decoders.families.common import (
     decoder_sizes,
     hybrid_layers,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.qwen.text import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Defaults, Flag, Group, Integer, Only, Rule, Setting
+from eqx_decoders.families.setting_rows import Check, Defaults, Flag, Group, Integer, Only, Rule, Setting
 from eqx_decoders.families.weight_rows import Weight, joined_kernels, mtp_rows, self_attention, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import MLPConfig

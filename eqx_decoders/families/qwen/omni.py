@@ -34,7 +34,7 @@ from eqx_decoders.families.qwen.vision import (
     vision_weights,
     with_media,
 )
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Check,
     Flag,
     Group,

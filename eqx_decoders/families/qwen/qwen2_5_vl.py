@@ -27,7 +27,7 @@ from eqx_decoders.families.qwen.vision import (
     with_media,
 )
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Check,
     Defaults,
     Integer,

@@ -17,12 +17,12 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families.common import ENDS, LAYER, NO_BIAS, DecoderSizes, decoder_sizes
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.qwen.gated_streams import GatedStreams
 from eqx_decoders.families.qwen.hybrid import IGNORED_STATE_KEYS, QWEN3_5_WEIGHTS, hybrid_settings, with_depth_rows
 from eqx_decoders.families.qwen.text import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Group, Integer, Only, Rule, Values, Word, read_all, value_at, write_all
+from eqx_decoders.families.setting_rows import Group, Integer, Only, Rule, Values, Word, read_all, value_at, write_all
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.attention.block_indexer import PooledIndexerConfig
@@ -196,7 +196,7 @@ def _check_mtp(fields: Fields, values: Values) -> None:
         read_all(_MTP_SETTINGS, table, values)
 
 
-def _decoder_settings(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _unnest_text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the decoder, which are nested in `text_config` if the model has an encoder."""
     inner = content.get("text_config")
     if not isinstance(inner, Mapping):
@@ -315,7 +315,7 @@ FAMILY = Family(
     ignored_tensors=unread_depths(r"mtp\..*", r".*rotary_emb\.inv_freq|model\.visual\..*"),
     aliases=("qwen4_exp",),
     other_architectures=("Qwen4ExpForConditionalGeneration",),
-    own_settings=_decoder_settings,
+    own_settings=_unnest_text_config,
     renamed={r"^model\.language_model\.": "model."},
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS | {
         "number_of_conv_states": "it follows from ple_layer_ids",

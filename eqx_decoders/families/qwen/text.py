@@ -19,9 +19,9 @@ from eqx_decoders.families.common import (
     read_masks,
     write_masks,
 )
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.setting_rows import (
     Defaults,
     Flag,
     Group,

@@ -19,7 +19,7 @@ from eqx_decoders.families.common import LAYER, decoder_sizes, llama_weights, pl
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, linear, token, with_rope
 from eqx_decoders.families.qwen.text import VL_SECTIONS, sparse_text_settings
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Integer, Numbers, Only, Setting, Table, activation
+from eqx_decoders.families.setting_rows import Check, Integer, Numbers, Only, Setting, Table, activation
 from eqx_decoders.families.vision_fields import (
     KERNEL_IN_TIME,
     EncoderSizes,

@@ -12,7 +12,7 @@ import numpy as np
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check, check_option
-from eqx_decoders.families.hf_table import Family, differences, for_inference
+from eqx_decoders.families.family import Family, differences, for_inference
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded

@@ -17,7 +17,7 @@ from einops import rearrange
 from jax.typing import DTypeLike
 
 from eqx_decoders.errors import ConversionError, check, check_integer, check_option
-from eqx_decoders.families.hf_table import Family, for_inference
+from eqx_decoders.families.family import Family, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded, write_json
 from eqx_decoders.io.coordination import all_gather_json, in_first

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.errors import ConversionError, check, check_option
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves

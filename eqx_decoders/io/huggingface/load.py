@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check_option
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.multimodal import text_fields
 from eqx_decoders.families.registry import find_family
 from eqx_decoders.families.weight_rows import Section, WeightMapping
@@ -130,7 +130,7 @@ def _target(
     config, origin, family = _read_config(directory, text_only)
     tensors = _without_ignored(_stored(directory, text_only), family, config)
     tensors = _without_fixed(tensors, family.fixed_tensors(config))
-    family = family.stored_as(tensors)
+    family = family.for_tensors(tensors)
     check_dtypes(tensors, family.integer_tensors)
     if config.tied and family.head in tensors:
         config = _untie(config, tensors, family)
@@ -163,7 +163,7 @@ def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
     """
     tensors = checkpoint_tensors(directory)
     content = directory.json("config.json")
-    family = find_family(str(content.get("model_type"))).described_by(content)
+    family = find_family(str(content.get("model_type"))).for_config(content)
     if not text_only or family.text is None:
         return tensors
     named = {family.text_tensor(family.stored_name(name)): tensor for name, tensor in tensors.items()}
@@ -203,7 +203,7 @@ def decode_config(
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise ConversionError(f"{path}: model_type={model_type!r} must be a string, the name of the model family.")
-    family = find_family(model_type).described_by(content)
+    family = find_family(model_type).for_config(content)
     read_scheme(content)
     if text_only and family.text is not None:
         config, settings = family.text.decode_fields(text_fields(Fields(family.own_settings(content))))
@@ -231,7 +231,7 @@ def _with_stored_depths(
     tensors = _without_ignored(stored, family, config)
     if config.mtp is None:
         return config
-    mappings = family.stored_as(tensors).bind(abstract(config))
+    mappings = family.for_tensors(tensors).bind(abstract(config))
     mtp_tensors = {name for path, mapping in mappings.items() if path.startswith("mtp.") for name in mapping.names}
     return config if mtp_tensors & tensors.keys() else dataclasses.replace(config, mtp=None)
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
@@ -91,7 +91,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     stored = stored_tensors(folder, TENSORS)
     expert_weights = expert_mappings(shapes, with_fused_experts(family))
     weights = _adaptable(model, settings.dora, experts=expert_weights)
-    modules = _module_mappings(model, family.stored_as(stored))
+    modules = _module_mappings(model, family.for_tensors(stored))
     module_shapes = {name: mapping.shape for mapping in modules.values() for name in mapping.names}
     parameters = ExpertParameters(expert_weights, {path: weights[path].modules for path in expert_weights})
     parameter_names = {name for mapping in expert_weights.values() for name in mapping.names}

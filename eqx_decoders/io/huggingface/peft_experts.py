@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.hf_table import Family, HasConfig
+from eqx_decoders.families.family import Family, HasConfig
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.huggingface.directory import StoredTensor
 from eqx_decoders.sharding.axes import product_axes

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.family import Family
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.huggingface.quantized.keep import PARTS, part_mappings, part_name
 from eqx_decoders.io.huggingface.quantized.unpack import GROUP

@@ -196,7 +196,7 @@ class Number(Key):
     reader = "number"
 
 
-class NumberOrZero(Number):
+class NumberZeroIsDefault(Number):
     """Row of a finite number above 0. The value 0 means the default, because transformers tests `if number`."""
 
     def value(self, fields: Fields, default: Any, null: Any) -> Any:

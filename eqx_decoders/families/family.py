@@ -20,7 +20,7 @@ from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.families.config_keys import ALLOWED_VALUES, GENERATION_KEYS, IGNORED_KEYS, by_key
 from eqx_decoders.families.scorers import SCORER, SCORER_CLASS, number_of_scores, scorer_name
-from eqx_decoders.families.settings_table import Rule, Setting, public, read_all, write_all
+from eqx_decoders.families.setting_rows import Rule, Setting, public, read_all, write_all
 from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping, are_transposed
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -138,7 +138,7 @@ class Family:
         """
         return self.decode_fields(Fields(self.own_settings(content)))
 
-    def described_by(self, content: Mapping[str, Any]) -> "Family":
+    def for_config(self, content: Mapping[str, Any]) -> "Family":
         """Return the family of a `config.json` with this model type: this family, a variant, or `self.scoring()`."""
         names = content.get("architectures")
         is_scorer = isinstance(names, list) and any(str(name).endswith(SCORER) for name in names)
@@ -256,7 +256,7 @@ class Family:
                 return text_prefix + name.removeprefix(prefix)
         return None
 
-    def stored_as(self, tensors: Iterable[str]) -> "Family":
+    def for_tensors(self, tensors: Iterable[str]) -> "Family":
         """Return the family with rows for the expert format of a checkpoint: fused experts or transposed matrices.
 
         `tensors`: names of the tensors. For a mapping from names to tensors, the shapes decide whether experts are

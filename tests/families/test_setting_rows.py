@@ -4,8 +4,8 @@ import dataclasses
 
 import eqx_decoders as ed
 from eqx_decoders.core.config_reader import Fields
-from eqx_decoders.families.moe import need_experts, sparse_layers
-from eqx_decoders.families.settings_table import (
+from eqx_decoders.families.moe import need_experts, sparse_layer_indices
+from eqx_decoders.families.setting_rows import (
     ABSENT,
     Check,
     Defaults,
@@ -65,7 +65,7 @@ def test_a_path_begins_with_the_kind_of_a_layer():
 def test_paths_to_experts_skip_dense_layers():
     mixed = decode(sample("qwen3_moe", "mlp_only_layers", decoder_sparse_step=2))
     dense = dataclasses.replace(mixed, blocks=mixed.blocks[:1])
-    assert (sparse_layers(mixed), sparse_layers(dense)) == ([1, 3], [])
+    assert (sparse_layer_indices(mixed), sparse_layer_indices(dense)) == ([1, 3], [])
     assert value_at(mixed, "experts") == mixed.blocks[1].mlp
     assert (value_at(mixed, "mlp.mlp_dim"), value_at(ed.get_config("mixtral-8x7b"), "mlp.mlp_dim")) == (40, 14_336)
     with refused(ed.ConversionError, "DecoderConfig.blocks", "ExpertsConfig"):
