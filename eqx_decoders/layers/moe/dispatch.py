@@ -196,9 +196,9 @@ class _ExchangePlan:
 
         In a round, the tokens that a device gathers, or may receive in the worst case, fit into `max_bytes`.
         """
-        copies = (
-            self.expert_shards * min(experts_per_token, self.local_experts) if self.all_to_all else self.gather_size
-        )
+        copies = self.gather_size
+        if self.all_to_all:
+            copies *= self.expert_shards * min(experts_per_token, self.local_experts)
         max_tokens = max(1, max_bytes // (copies * token_bytes))
         return max(1, -(-tokens // max_tokens))
 

@@ -224,8 +224,9 @@ class Router(eqx.Module):
         key: PRNGKeyArray | None = None,
         replayed: Integer[Array, "batch length choices"] | None = None,
     ) -> tuple[Int32[Array, "batch length slots"], Float[Array, "batch length slots"], RoutingStats]:
-        """Return the indices of the k experts of each token (best first), their weights, and statistics.
+        """Return the indices of the k experts of each token, their weights, and statistics.
 
+        Experts are ordered from best to worst, except experts of `RouterConfig.hashed_tokens` and `replayed` experts.
         Padding (tokens at position -1) has the index `num_experts`, which is no expert, and weight 0.
 
         **Arguments:**
@@ -241,7 +242,13 @@ class Router(eqx.Module):
             indices, allowed = self._replay(replayed, indices, allowed)
         weights = self._combine_weights(logits, jnp.where(allowed, scores, 0.0), indices)
         is_token = ctx.positions >= 0
-        stats = self._stats(logits.astype(jnp.float32), scores.astype(jnp.float32), indices, is_token)
+        stats = self._stats(
+            logits.astype(jnp.float32),
+            scores.astype(jnp.float32),
+            indices,
+            is_token,
+            indices_are_top_scores=self._selects_top_scores and replayed is None,
+        )
         indices = jnp.where(is_token[..., None], indices, logits.shape[-1])
         return indices, jnp.where(is_token[..., None], weights, 0.0), stats
 
@@ -317,7 +324,9 @@ class Router(eqx.Module):
             weights = weights * _take(self.per_expert_scale.astype(weights.dtype).reshape(1, 1, -1), indices)
         return weights
 
-    def _stats(self, logits: Array, scores: Array, indices: Array, is_token: Array) -> RoutingStats:
+    def _stats(
+        self, logits: Array, scores: Array, indices: Array, is_token: Array, *, indices_are_top_scores: bool
+    ) -> RoutingStats:
         """Return the sums of all statistics over tokens; `is_token` is False for padding."""
         num_experts = logits.shape[-1]
         experts_per_token = indices.shape[-1]
@@ -329,7 +338,7 @@ class Router(eqx.Module):
             probabilities = scores / (jnp.sum(scores, -1, keepdims=True) + 1e-20)
         sums = jnp.sum(probabilities * mask[..., None], axis=1)
         counts = _count_assignments(indices, is_token, num_experts)
-        if self._selects_top_scores:
+        if indices_are_top_scores:
             top_score_counts = counts
         else:
             top_score_counts = _count_assignments(_top_k(scores, experts_per_token)[1], is_token, num_experts)
@@ -354,7 +363,7 @@ class Router(eqx.Module):
 
     @property
     def _selects_top_scores(self) -> bool:
-        """Whether the selected experts are always those with the top k scores."""
+        """Whether the router always selects the experts with the top k scores."""
         config = self.config
         return not (
             config.hashed_tokens

@@ -169,6 +169,17 @@ def test_rounds_pad_tokens_that_they_do_not_divide(monkeypatch):
     assert rows.shape == (3, 3, 8) and indices.shape[:2] == (3, 3)
 
 
+def test_the_buffer_of_an_all_to_all_fits_exchange_bytes_after_a_gather(monkeypatch):
+    """Each device first gathers the tokens of two devices. Nothing is compiled."""
+    exchanges = Mock(wraps=lax.all_to_all)
+    monkeypatch.setattr(lax, "all_to_all", exchanges)
+    layout, (x, positions) = ed.Layout.create(expert=4, tensor_sequence=2), tokens(8, 6)
+    where = ed.Execution(layout=layout, expert_exchange="all_to_all", exchange_bytes=2048)
+    eqx.filter_eval_shape(call, (layer(RICH), x), positions, where)
+    sizes = [buffer.size * buffer.dtype.itemsize for (buffer, *_), _ in exchanges.call_args_list]
+    assert max(sizes) == 2048
+
+
 @pytest.fixture
 def rings(monkeypatch):
     """Rings of two levels for small weights on CPUs, too; counts the products that have them."""

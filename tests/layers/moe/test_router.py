@@ -334,6 +334,14 @@ def test_the_balance_loss_is_1_if_balanced_and_e_if_collapsed(form):
     assert_allclose(got, want, atol=1e-6)
 
 
+def test_the_megatron_loss_counts_the_top_scores_of_the_router_with_replayed_experts():
+    router, x = router_of(), tokens_of()
+    indices, _, stats = route(router, x)
+    replayed = replay(router, x, ((indices + 1) % EXPERTS).astype(jnp.int16))[0][1][2]
+    assert float(replayed.megatron) == pytest.approx(float(stats.megatron), rel=1e-5)
+    assert float(replayed.switch) != pytest.approx(float(stats.switch), rel=1e-2)
+
+
 def test_losses_without_tokens_are_zero():
     _, _, stats = route(router_of(), tokens_of(), np.full_like(POSITIONS, -1))
     assert float(stats.tokens) == float(load_balance_loss(stats)) == float(router_z_loss(stats)) == 0.0
