@@ -332,12 +332,16 @@ def rows_times_groups(
 ) -> Array:
     """Multiply each row by its group's weight, or by the transpose; the result is float32.
 
-    The loop over tiles and the kernels for GPUs convert 8-bit values to `dtype`, which is exact.
+    All implementations except `jax.lax.ragged_dot` convert 8-bit values to `dtype`, which is exact.
     """
     if form.kind == "triton":
         return _triton_rows(form, ((x, weight),), counts, dtype, jnp.float32, transposed)
+    if form.kind == "megablox":
+        operands = x.astype(dtype), weight.astype(dtype), counts.astype(jnp.int32)
+        out = megablox.multiply_rows(form.interpret, *operands, jnp.float32, transposed=transposed)
+        return jnp.where(in_groups(x, counts), out, jnp.zeros((), out.dtype))
     weight = weight.transpose(0, 2, 1) if transposed else weight
-    if form.kind != "blocks":
+    if form.kind == "ragged_dot":
         sizes = counts.astype(jnp.int32)
         sum_dtype = _sum_dtype(x)
         out = lax.ragged_dot(x, weight, sizes, preferred_element_type=sum_dtype, precision=lax.Precision.DEFAULT)
@@ -350,9 +354,10 @@ def columns_times_rows(form: GroupedForm, x: Array, g: Array, counts: Array, dty
     """Return `x^T g` over the rows of each group, in float32; rows that belong to no group must be zeros."""
     if form.kind == "triton":
         return _triton_columns(form, x, g, counts, dtype, jnp.float32)
-    if form.kind == "megablox" and megablox.supports(x.dtype):
-        return megablox.kernel_columns(form.interpret, x, g, counts.astype(jnp.int32), jnp.float32)
-    if form.kind != "blocks":
+    if form.kind == "megablox":
+        operands = x.astype(dtype), g.astype(dtype), counts.astype(jnp.int32)
+        return megablox.kernel_columns(form.interpret, *operands, jnp.float32)
+    if form.kind == "ragged_dot":
         dimensions = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )

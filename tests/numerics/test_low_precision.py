@@ -230,7 +230,7 @@ def test_grouped_products_equal_products_of_each_group(mode):
     @jax.jit
     def run(x, w, g):
         found = []
-        for form in (RAGGED_DOT, GroupedForm("blocks", 8), TRITON):
+        for form in (RAGGED_DOT, GroupedForm("blocks", 8), TRITON, GroupedForm("megablox", interpret=True)):
             weight = lambda w: (Rounded(w, None, LowPrecision(mode=mode)),)  # noqa: E731
             product = lambda x, w: grouped_products(x, weight(w), jnp.asarray(counts), form=form)[0]  # noqa: B023, E731
             y, back = jax.vjp(product, x, w)
@@ -248,6 +248,22 @@ def test_grouped_products_equal_products_of_each_group(mode):
             assert_close(got[: ends[-1]], np.concatenate([part[index] for part in parts]).astype(np.float32), units=8)
         want = np.stack([X[s].T @ G[s] * c for s in slices]).astype(np.float32)
         assert_close(to_w, want, units=8)
+
+
+def test_grouped_products_with_megablox_never_use_ragged_dot():
+    """On the TPUs that use megablox, XLA multiplies all rows by all weights. Nothing is compiled."""
+    x, w, counts = draw(0, (24, 16)), draw(1, (4, 16, 6)), jnp.asarray((9, 0, 4, 3))
+    form = GroupedForm("megablox", interpret=True)
+
+    def product(x, w):
+        weight = Rounded(w, None, LowPrecision(mode="int8"))
+        return grouped_products(x, (weight,), counts, form=form)[0]
+
+    def gradients(x, w):
+        y, back = jax.vjp(product, x, w)
+        return back(y)
+
+    assert "ragged_dot" not in str(jax.make_jaxpr(gradients)(x, w))
 
 
 # --- models ---
