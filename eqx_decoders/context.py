@@ -72,7 +72,8 @@ class ExecutionConfig(CheckedFields):
         `chunked` in all other cases.
     - `experts`: algorithm for mixture-of-experts layers. `"dense"`: compute all experts for all tokens. `"dropless"`:
         sort tokens by expert and use grouped matrix products. `"capacity"`: drop tokens beyond
-        `ExpertsConfig.capacity_factor`. `"auto"`: `capacity` if the layer has a capacity factor, otherwise `dropless`.
+        `ExpertsConfig.capacity_factor`. `"auto"`: `capacity` if the layer has a capacity factor, otherwise `dropless`;
+        on TPU, a single product over all experts for at most 128 tokens and weights that are plain or quantized arrays.
         `dense` and `dropless` ignore the capacity factor.
     - `expert_exchange`: communication of dropless experts under expert parallelism. `"gather"`: all-gather the tokens
         over the devices that split the experts, and reduce-scatter the results. `"all_to_all"`: send each token to the
@@ -211,9 +212,11 @@ class ForwardContext(eqx.Module):
         no padding inside a document. Ring attention with a sliding window then needs only the devices that the window
         reaches, and key blocks are numbered within each document.
     - `tokens`: token ids; None if the model was called with embeddings.
-    - `span_ends`: last position of each token's span, -1 for tokens outside of spans; None: no spans.
+    - `span_ends`: last position of each token's span as `layers.mask.Spans`; -1 for tokens outside of spans. None: no
+        spans.
     - `rotary_positions`: multi-dimensional positions for rotary embeddings. None: use `positions`.
-    - `masked_keys`: True for tokens that no token attends to; they attend to other tokens. None: no such tokens.
+    - `masked_keys`: True for tokens that no token attends to; they attend to other tokens. None: no such tokens. Only
+        `Attention` supports it.
     - `layer_inputs`: inputs of this layer only, by name.
     - `shared`: values that earlier layers share, by name; see `BlockConfig.shared_values`.
     """

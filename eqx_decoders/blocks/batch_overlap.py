@@ -68,11 +68,11 @@ def run_staggered(
 class _AtLayer(NamedTuple):
     """A part of the batch that has stopped at a `StaggeredLayer`.
 
-    `inputs` are the layer's arguments, and `prepared` is the result of its `begin`.
+    `inputs` are the layer's arguments, and `routed` is the result of its `route`.
     """
 
     inputs: BranchInputs
-    prepared: Any
+    routed: Any
 
 
 class _PartRun:
@@ -100,7 +100,7 @@ class _PartRun:
             y, self.coefficients = self.residual.read(self.state, layer, self.run.ctx)
             if isinstance(layer.layer, StaggeredLayer):
                 inputs = self.run.inputs(layer, y)
-                return _AtLayer(inputs, layer.layer.begin(inputs))
+                return _AtLayer(inputs, layer.layer.route(inputs))
             self._write(self.run(layer, y))
         return self.residual.end(self.state, self.run.dropout, self.run.ctx)
 
@@ -130,16 +130,16 @@ def _stagger(part_runs: Sequence[_PartRun], parts: Sequence[Array], layout: Layo
         if not isinstance(reached[0], _AtLayer):
             return reached
         layer = part_runs[0].layers[part_runs[0].next]
-        results = layer.layer.finish([part.inputs for part in reached], [part.prepared for part in reached])
+        results = layer.layer.run_routed([part.inputs for part in reached], [part.routed for part in reached])
         values = [part_run.run.output(layer, result) for part_run, result in zip(part_runs, results, strict=True)]
 
 
 def _arrays_of(reached: Any) -> Any:
-    return reached.prepared if isinstance(reached, _AtLayer) else reached
+    return reached.routed if isinstance(reached, _AtLayer) else reached
 
 
 def _with_arrays(reached: Any, arrays: Any) -> Any:
-    return reached._replace(prepared=arrays) if isinstance(reached, _AtLayer) else arrays
+    return reached._replace(routed=arrays) if isinstance(reached, _AtLayer) else arrays
 
 
 def _splits_more_than_batch(layout: Layout) -> bool:

@@ -164,15 +164,15 @@ class BranchLayer(Protocol):
 
 @runtime_checkable
 class StaggeredLayer(BranchLayer, Protocol):
-    """Layer whose communication can be overlapped with computation for other parts of the batch.
+    """Layer that routes tokens to other devices, which can be overlapped with computation for other parts of the batch.
 
-    `begin` and `finish` together compute what `branch` computes; see `blocks/batch_overlap.py`.
+    `route` and `run_routed` together compute what `branch` computes; see `blocks/batch_overlap.py`.
     """
 
-    def begin(self, inputs: BranchInputs) -> PyTree:
-        """Compute everything for one part of the batch that needs no communication."""
+    def route(self, inputs: BranchInputs) -> PyTree:
+        """Compute everything for one part of the batch that needs no communication: the routes of its tokens."""
         ...
 
-    def finish(self, parts: Sequence[BranchInputs], prepared: Sequence[PyTree]) -> list[BranchResult]:
-        """Communicate, and compute the results of all parts. `prepared`: results of `begin` for each part."""
+    def run_routed(self, parts: Sequence[BranchInputs], routed: Sequence[PyTree]) -> list[BranchResult]:
+        """Communicate, and compute the results of all parts. `routed`: results of `route` for each part."""
         ...

@@ -39,10 +39,12 @@ LocalExperts = Callable[[Any, Array, Array, Array | None], Array]
 OUTPUT_BIAS_AXES = (("experts", "embed"), ("experts", "latent"))
 
 
-# Tokens, the indices of their selected experts, and the gates (weights) of these experts.
-RoutedTokens = tuple[
-    Float[Array, "batch length embed"], Int32[Array, "batch length slots"], Float[Array, "batch length slots"]
-]
+class RoutedTokens(NamedTuple):
+    """Tokens, the indices of their selected experts, and the gates (router weights) of these experts."""
+
+    x: Float[Array, "*tokens embed"]
+    indices: Int32[Array, "*tokens slots"]
+    gates: Float[Array, "*tokens slots"]
 
 
 def run_on_mesh(
@@ -51,6 +53,7 @@ def run_on_mesh(
     parts: Sequence[RoutedTokens],
     execution: Execution,
     *,
+    num_experts: int,
     scale_inputs: bool = False,
 ) -> list[Float[Array, "batch length embed"]]:
     """Run experts with expert parallelism inside a `shard_map`; return one output for each part of the batch.
@@ -68,12 +71,13 @@ def run_on_mesh(
     - `experts`: function that runs the local experts.
     - `weights`: module with the weights of all experts.
     - `parts`: parts of the batch, equal in size. Communication of one part overlaps with computation of another.
+    - `num_experts`: number of experts of all devices.
     - `scale_inputs`: gates multiply the inputs of experts instead of their outputs.
     """
     layout = execution.layout
     weight_axes = axes(weights)
-    (x, indices, _), *_ = parts
-    plan = _make_plan(execution, x.shape, indices.shape[2], jax.tree.leaves(weights)[0].shape[0])
+    dtype = parts[0].x.dtype
+    plan = _make_plan(execution, parts[0].x.shape, parts[0].indices.shape[2], num_experts)
 
     def weight_spec(path: Any, leaf: Any) -> Any:
         name = path_name(path)
@@ -90,23 +94,23 @@ def run_on_mesh(
         if is_used_once and len(path) == 1:
             ring = plan.ring(layout, layout.weight_spec(weight_axes[name]), leaf.shape)
         if ring is not None:
-            return RingWeight(cast_in_loop(leaf, x.dtype), ring)
-        leaf = _gather_weight(leaf, layout.weight_spec(weight_axes[name]), plan.split_axes, x.dtype)
+            return RingWeight(cast_in_loop(leaf, dtype), ring)
+        leaf = _gather_weight(leaf, layout.weight_spec(weight_axes[name]), plan.split_axes, dtype)
         # devices that split the hidden features sum their results: only the first one of them adds the output bias
         is_output_bias = len(path) == 1 and weight_axes[name] in OUTPUT_BIAS_AXES
         return jnp.where(plan.adds_output_bias(), leaf, 0.0) if plan.mlp_axes and is_output_bias else leaf
 
     def run(weights, parts):
-        flat = [tuple(array.reshape(-1, array.shape[-1]) for array in part) for part in parts]
-        (x, indices, _), *_ = flat
-        token_bytes = x.shape[1] * x.dtype.itemsize
+        flat = [RoutedTokens(*(array.reshape(-1, array.shape[-1]) for array in part)) for part in parts]
+        x, indices, _ = flat[0]
+        token_bytes = x.shape[1] * dtype.itemsize
         num_rounds = plan.num_rounds(len(x), indices.shape[1], token_bytes, execution.exchange_bytes)
         gather = partial(gather_weight, num_rounds * len(parts) == 1)
         local_experts = partial(experts, jax.tree_util.tree_map_with_path(gather, weights, is_leaf=is_quantized))
         exchange = (_AllToAllExchange if plan.all_to_all else _GatherExchange)(local_experts, plan, scale_inputs)
         if num_rounds == 1:
             outputs = _run_overlapped(exchange, flat)
-            return [output.reshape(part[0].shape) for output, part in zip(outputs, parts, strict=True)]
+            return [output.reshape(part.x.shape) for output, part in zip(outputs, parts, strict=True)]
         remat = get_remat(execution.remat)
         run_round = lambda tokens: _run_overlapped(exchange, [tokens])[0]  # noqa: E731
         if remat is not None:
@@ -119,10 +123,11 @@ def run_on_mesh(
             return padded.reshape(num_rounds, -1, array.shape[1])
 
         outputs = [
-            lax.map(run_round, (split(x, 0), split(indices, no_expert), split(gates, 0))) for x, indices, gates in flat
+            lax.map(run_round, RoutedTokens(split(x, 0), split(indices, no_expert), split(gates, 0)))
+            for x, indices, gates in flat
         ]
         return [
-            output.reshape(-1, output.shape[2])[: len(x)].reshape(part[0].shape)
+            output.reshape(-1, output.shape[2])[: len(x)].reshape(part.x.shape)
             for output, part in zip(outputs, parts, strict=True)
         ]
 
@@ -131,9 +136,7 @@ def run_on_mesh(
     return mapped(weights, list(parts))
 
 
-def _run_overlapped(
-    exchange: "_GatherExchange | _AllToAllExchange", parts: Sequence[tuple[Array, Array, Array]]
-) -> list[Array]:
+def _run_overlapped(exchange: "_GatherExchange | _AllToAllExchange", parts: Sequence[RoutedTokens]) -> list[Array]:
     """Run the experts on the parts of a device's tokens; return one output for each part.
 
     While part i is computed, part i + 1 is sent and the outputs of part i - 1 are returned. Without

@@ -1,30 +1,41 @@
 """Mixture of experts: a router selects a few of many gated MLPs for each token (Shazeer et al. 2017).
 
-`Execution.experts` selects one of three algorithms for the same function (for a few tokens on TPU, all of them are one
-product over all experts): "dense" runs all experts on all tokens;
-"dropless" sorts tokens by expert and drops none; "capacity" gives each expert a fixed number of tokens and drops the
-others.
+There are four algorithms for the same function. `Execution.experts` selects one of them:
+
+- "dense" runs all experts on all tokens, with a copy of the tokens for each expert.
+- "dropless" sorts tokens by expert and drops none.
+- "capacity" gives each expert a fixed number of tokens and drops the others.
+- "auto" is "capacity" for a layer with a capacity factor, and otherwise "dropless". On TPUs, for a few tokens and
+  weights that are plain or quantized arrays, it is one product over all experts instead.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.base import BranchInputs, BranchResult, ChannelConfig
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig, check_gating, join_gate
 from eqx_decoders.layers.moe.chunked_sum import partition_trained, sum_chunks
-from eqx_decoders.layers.moe.dispatch import run_on_mesh
+from eqx_decoders.layers.moe.dispatch import RoutedTokens, run_on_mesh
 from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
-from eqx_decoders.layers.moe.sorted_rows import assign_with_capacity, combine, dispatch, scale_rows, sort_by_expert
+from eqx_decoders.layers.moe.sorted_rows import (
+    assign_with_capacity,
+    combine,
+    dispatch,
+    scale_rows,
+    sort_by_expert,
+    undo_dispatch,
+)
 from eqx_decoders.layers.norm import ExpertNorms, NormConfig
 from eqx_decoders.numerics.einsum import add_bias, as_weight, grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, choose_form
@@ -36,11 +47,25 @@ from eqx_decoders.remat import save
 # Up to this number of tokens (a decoding step) a TPU runs all experts on all tokens: reading the weights takes longer
 # than the products, and a grouped matmul would first copy the layer's experts out of the weights of the scanned layers.
 MAX_ALL_EXPERTS_TOKENS = 128
+# Rows of a chunk of sorted tokens, relative to the rows of a device if all experts get equally many tokens.
+CHUNK_FACTOR = Fraction(5, 4)
+# Weights that the experts of a device need. Router, shared MLP, norms and projections of a latent run elsewhere.
+EXPERT_WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 CHOICES = "experts"  # name of the layer input with experts that replace the selection of the router (see `Router`)
 
 
-Routed = tuple[Array, Array, Array]  # tokens, indices of their selected experts, and the weights of these experts
-OutputAndDropped = tuple[Array, Array]  # outputs, and the number of dropped assignments
+class Routed(NamedTuple):
+    """Tokens with their experts, and the statistics of the router; see `StaggeredLayer.route`."""
+
+    tokens: RoutedTokens
+    stats: RoutingStats
+
+
+class OutputAndDropped(NamedTuple):
+    """Output of the selected experts, and the number of dropped assignments."""
+
+    out: Float[Array, "batch length embed"]
+    dropped: Float32[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +86,7 @@ class ExpertsConfig(ChannelConfig):
         the latent and back. Router and shared MLP read the residual stream (Nemotron 3). None: experts read the stream.
     - `up_offset`: added to the up projection.
     - `limit`: gate projections are clipped to at most `limit`, up projections to `[-limit, limit]`; None for no limit.
-    - `bias`: whether all projections have a bias.
+    - `bias`: whether the projections of the experts (gate, up and down) have a bias.
     - `out_bias`: whether the sum over the experts has a bias (JetMoe).
     - `num_zero_experts`: number of additional experts that return their input (identity experts, LongCat-Flash).
     - `shared`: shared expert, an MLP that every token uses, added to the sum; None for no shared expert.
@@ -72,7 +97,7 @@ class ExpertsConfig(ChannelConfig):
     - `norms`: separate norms before and after the selected experts, and before and after the shared MLP. The router
         reads the layer's input, so the block must not have a norm before such a layer (Gemma 4). None: no norms. Needs
         `shared`.
-    - `capacity_factor`: an expert accepts the first `int(max(ceil(S k / E) * factor, factor))` of its tokens in each
+    - `capacity_factor`: an expert accepts the first `max(1, int(ceil(S k / E) * factor))` of its tokens in each
         sequence of S tokens, with E experts and k experts per token; the others are dropped. None for no limit. With
         `Execution.experts="dense"` or `"dropless"` the limit is ignored, so that a model that was trained with a limit
         can be served without it.
@@ -197,59 +222,61 @@ class Experts(eqx.Module):
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Run the layer in a block (see `BranchLayer`); it has no cache."""
         inputs = BranchInputs(x, ctx, past, key)
-        (result,) = self.finish([inputs], [self.begin(inputs)])
+        (result,) = self.run_routed([inputs], [self.route(inputs)])
         return result
 
-    def begin(self, inputs: BranchInputs) -> tuple[Routed, RoutingStats]:
+    def route(self, inputs: BranchInputs) -> Routed:
         """Route the tokens of one part of the batch (see `StaggeredLayer`)."""
         x, ctx, _, key = inputs
-        key = None if key is None else jax.random.split(key)[0]
-        indices, weights, stats = self.router(x, ctx, key=key, replayed=ctx.layer_inputs.get(CHOICES))
-        return (self._from_stream(x, ctx), indices, weights), stats
+        router_key, _ = _split_key(key)
+        indices, gates, stats = self.router(x, ctx, key=router_key, replayed=ctx.layer_inputs.get(CHOICES))
+        return Routed(RoutedTokens(self._from_stream(x, ctx), indices, gates), stats)
 
-    def finish(
-        self, parts: Sequence[BranchInputs], prepared: Sequence[tuple[Routed, RoutingStats]]
-    ) -> list[BranchResult]:
+    def run_routed(self, parts: Sequence[BranchInputs], routed: Sequence[Routed]) -> list[BranchResult]:
         """Run the experts on all parts of the batch; tokens of one part are sent while another part is computed."""
-        routed_parts = [routed for routed, _ in prepared]
-        batch, length, _ = routed_parts[0][0].shape
+        tokens = [part.tokens for part in routed]
+        batch, length, _ = tokens[0].x.shape
         run_experts = self._implementation(parts[0].ctx, batch * length)
-        outputs = run_experts(routed_parts, parts[0].ctx)
-        results = []
-        for (x, ctx, _, key), (out, dropped), (routed, routing) in zip(parts, outputs, prepared, strict=True):
-            out = add_bias(self._to_stream(self._add_zero_experts(out, *routed), ctx), self.out_bias)
-            if self.norms is not None:
-                out = self.norms.post_routed(out)
-                x = self.norms.pre_shared(x)
-            shortcut = None
-            if self.shared is not None:
-                shared = self._shared(self.shared, x, ctx, None if key is None else jax.random.split(key)[1])
-                shared = shared if self.norms is None else self.norms.post_shared(shared)
-                if self.config.shortcut is None:
-                    out = out + shared
-                else:
-                    shortcut = out
-                    out = shared
-            stats: dict[str, Any] = {"routing": dataclasses.replace(routing, dropped=dropped)}
-            if ctx.execution.expert_choices:
-                stats["choices"] = routed[1]
-            results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats=stats, shared=shortcut))
-        return results
+        outputs = run_experts(tokens, parts[0].ctx)
+        return list(map(self._result, parts, routed, outputs))
+
+    def _result(self, inputs: BranchInputs, routed: Routed, output: OutputAndDropped) -> BranchResult:
+        """Return the result of the layer, given the sum over the selected experts."""
+        x, ctx, _, key = inputs
+        out = self._to_stream(self._add_zero_experts(output.out, *routed.tokens), ctx)
+        out = add_bias(out, self.out_bias)
+        if self.norms is not None:
+            out = self.norms.post_routed(out)
+            x = self.norms.pre_shared(x)
+        shortcut = None
+        if self.shared is not None:
+            _, dropout_key = _split_key(key)
+            shared = self._shared(self.shared, x, ctx, dropout_key)
+            shared = shared if self.norms is None else self.norms.post_shared(shared)
+            if self.config.shortcut is None:
+                out = out + shared
+            else:
+                shortcut = out
+                out = shared
+        stats: dict[str, Any] = {"routing": dataclasses.replace(routed.stats, dropped=output.dropped)}
+        if ctx.execution.expert_choices:
+            stats["choices"] = routed.tokens.indices
+        return BranchResult(ctx.constrain(out, "batch length embed"), stats=stats, shared=shortcut)
 
     def _from_stream(self, x: Array, ctx: ForwardContext) -> Array:
-        """Return the input of the experts: the residual stream, normalized or projected to the latent."""
+        """Return the input of the experts: `x`, normalized if there are norms, and projected if there is a latent."""
         x = x if self.norms is None else self.norms.pre_routed(x)
         if self.latent_in is None:
             return x
         return ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.latent_in)
 
-    def _add_zero_experts(self, out: Array, x: Array, indices: Array, weights: Array) -> Array:
-        """Add the outputs of the zero experts, `weight * x`, to the sum over the other experts."""
+    def _add_zero_experts(self, out: Array, x: Array, indices: Array, gates: Array) -> Array:
+        """Add the outputs of the zero experts, `gate * x`, to the sum over the other experts."""
         if self.config.num_zero_experts == 0:
             return out
         is_zero_expert = indices >= self.config.num_experts
-        weight = jnp.sum(jnp.where(is_zero_expert, weights, 0.0), axis=-1, keepdims=True)
-        return out + (weight * x.astype(weights.dtype)).astype(out.dtype)
+        gate = jnp.sum(jnp.where(is_zero_expert, gates, 0.0), axis=-1, keepdims=True)
+        return out + (gate * x.astype(gates.dtype)).astype(out.dtype)
 
     def _to_stream(self, x: Array, ctx: ForwardContext) -> Array:
         """Project the output of the experts from the latent to the residual stream, if there is a latent."""
@@ -259,8 +286,8 @@ class Experts(eqx.Module):
 
     def _implementation(
         self, ctx: ForwardContext, num_tokens: int
-    ) -> Callable[[list[Routed], ForwardContext], list[OutputAndDropped]]:
-        """Return the function `(parts, ctx) -> [(output, dropped)]` that runs the experts."""
+    ) -> Callable[[list[RoutedTokens], ForwardContext], list[OutputAndDropped]]:
+        """Return the function that runs the experts on the tokens of all parts."""
         name = ctx.execution.experts
         has_capacity = self.config.capacity_factor is not None
         if name == "auto":
@@ -295,31 +322,37 @@ class Experts(eqx.Module):
         """Compute the input of the down projection."""
         act = ACTIVATIONS[self.config.activation]
         if gate is None:
-            return join_gate(self.config, act, None, save(save(up, "mlpwi_0"), "moe_mlpwi_0"))
-        gate = save(save(gate, "mlpwi_0"), "moe_mlpwi_0")
-        return join_gate(self.config, act, gate, save(save(up, "mlpwi_1"), "moe_mlpwi_1"))
+            return join_gate(self.config, act, None, _save(up, "mlpwi_0"))
+        return join_gate(self.config, act, _save(gate, "mlpwi_0"), _save(up, "mlpwi_1"))
 
     # --- all experts on all tokens ---
 
-    def _dense(self, x: Array, indices: Array, weights: Array, ctx: ForwardContext) -> OutputAndDropped:
-        """Run every expert on every token; experts that a token did not select have weight 0."""
-        num_experts = self.config.num_experts
-        is_selected = indices[..., None] == jnp.arange(num_experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
-        gates = jnp.sum(jnp.where(is_selected, weights[..., None], 0.0), axis=2).transpose(2, 0, 1)[..., None]
-        inputs = ctx.constrain(jnp.broadcast_to(x[None], (num_experts, *x.shape)), "experts batch length embed")
+    def _dense(self, x: Array, indices: Array, gates: Array, ctx: ForwardContext) -> OutputAndDropped:
+        """Run every expert on every token; experts that a token did not select have gate 0."""
+        is_selected, expert_gates = self._gates_by_expert(indices, gates)
+        is_selected, expert_gates = (y.transpose(2, 0, 1)[..., None] for y in (is_selected, expert_gates))
+        inputs = jnp.broadcast_to(x[None], (self.config.num_experts, *x.shape))
+        inputs = ctx.constrain(inputs, "experts batch length embed")
         if self.config.router.input_scaling:
-            inputs = inputs * gates.astype(x.dtype)
-            gates = jnp.any(is_selected, axis=2).transpose(2, 0, 1)[..., None].astype(weights.dtype)
-        out = ctx.constrain(self._batched_mlp(inputs, ctx), "experts batch length embed").astype(weights.dtype) * gates
-        return jnp.sum(out, axis=0).astype(x.dtype), jnp.zeros((), jnp.float32)
+            inputs = inputs * expert_gates.astype(x.dtype)
+            expert_gates = is_selected.astype(gates.dtype)
+        out = ctx.constrain(self._batched_mlp(inputs, ctx), "experts batch length embed").astype(gates.dtype)
+        return OutputAndDropped(jnp.sum(out * expert_gates, axis=0).astype(x.dtype), jnp.zeros((), jnp.float32))
 
-    def _all_experts(self, x: Array, indices: Array, weights: Array, ctx: ForwardContext) -> OutputAndDropped:
+    def _gates_by_expert(
+        self, indices: Int32[Array, "batch length slots"], gates: Float[Array, "batch length slots"]
+    ) -> tuple[Bool[Array, "batch length experts"], Float[Array, "batch length experts"]]:
+        """Return whether each token selected each expert, and the gate of the expert; 0 if it is not selected."""
+        experts = jnp.arange(self.config.num_experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
+        is_expert = indices[..., None] == experts
+        return jnp.any(is_expert, axis=2), jnp.sum(jnp.where(is_expert, gates[..., None], 0.0), axis=2)
+
+    def _all_experts(self, x: Array, indices: Array, gates: Array, ctx: ForwardContext) -> OutputAndDropped:
         """Compute `_dense` for few tokens, without a copy of the tokens or the outputs for each expert."""
-        num_experts = self.config.num_experts
-        is_selected = indices[..., None] == jnp.arange(num_experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
-        gates = jnp.sum(jnp.where(is_selected, weights[..., None], 0.0), axis=2).astype(x.dtype)
+        is_selected, expert_gates = self._gates_by_expert(indices, gates)
+        expert_gates = expert_gates.astype(x.dtype)
         up_pattern = "batch length embed, experts embed mlp -> batch length experts mlp"
-        input_scales = gates[..., None] if self.config.router.input_scaling else None
+        input_scales = expert_gates[..., None] if self.config.router.input_scaling else None
 
         def project(weight: Array, bias: Array | None) -> Array:
             y = ctx.constrain(ctx.einsum(up_pattern, x, weight), "batch length experts mlp")
@@ -329,12 +362,12 @@ class Experts(eqx.Module):
         gate = None if self.gate is None else project(self.gate, self.gate_bias)
         hidden = self._hidden(gate, project(self.up, self.up_bias))
         if input_scales is not None:
-            gates = jnp.any(is_selected, axis=2).astype(x.dtype)
+            expert_gates = is_selected.astype(x.dtype)
         down_pattern = "batch length experts mlp, experts mlp embed -> batch length embed"
-        out = ctx.einsum(down_pattern, hidden * gates[..., None], self.down)
+        out = ctx.einsum(down_pattern, hidden * expert_gates[..., None], self.down)
         if self.down_bias is not None:
-            out += jnp.einsum("ble,ed->bld", gates, self.down_bias.astype(x.dtype))
-        return ctx.constrain(out, "batch length embed"), jnp.zeros((), jnp.float32)
+            out += jnp.einsum("ble,ed->bld", expert_gates, self.down_bias.astype(x.dtype))
+        return OutputAndDropped(ctx.constrain(out, "batch length embed"), jnp.zeros((), jnp.float32))
 
     def _batched_mlp(
         self, x: Float[Array, "experts batch places embed"], ctx: ForwardContext
@@ -349,43 +382,54 @@ class Experts(eqx.Module):
         gate = None if self.gate is None else add_expert_bias(ctx.einsum(up_pattern, x, self.gate), self.gate_bias)
         up = add_expert_bias(ctx.einsum(up_pattern, x, self.up), self.up_bias)
         out = add_expert_bias(ctx.einsum(down_pattern, self._hidden(gate, up), self.down), self.down_bias)
-        return save(save(out, "mlpwo"), "moe_mlpwo")
+        return _save(out, "mlpwo")
 
     # --- tokens sorted by expert ---
 
-    def _dropless(self, parts: list[Routed], ctx: ForwardContext) -> list[OutputAndDropped]:
+    def _dropless(self, parts: list[RoutedTokens], ctx: ForwardContext) -> list[OutputAndDropped]:
         """Sort tokens by expert, run a grouped matmul and return the outputs to the tokens, on each device."""
         no_drops = jnp.zeros((), jnp.float32)
         layer = settled(self)  # column norms of DoRA need complete columns, which a shard does not have
         if ctx.execution.layout.single:
             flat = [[array.reshape(-1, array.shape[-1]) for array in part] for part in parts]
-            outputs = [layer._local_experts(x, indices, weights, ctx) for x, indices, weights in flat]
-            return [(out.reshape(part[0].shape), no_drops) for out, part in zip(outputs, parts, strict=True)]
-        unused = ("router", "shared", "shared_gate", "norms", "latent_in", "latent_out", "out_bias")
-        expert_weights = eqx.tree_at(
-            lambda experts: [getattr(experts, name) for name in unused],
-            layer,
-            [None] * len(unused),
-            is_leaf=lambda leaf: leaf is None,
-        )
-        run_local = partial(Experts._local_experts, ctx=ctx)
-        scale_inputs = self.config.router.input_scaling
-        outputs = run_on_mesh(run_local, expert_weights, parts, ctx.execution, scale_inputs=scale_inputs)
-        return [(out, no_drops) for out in outputs]
+            outputs = [layer._local_experts(x, indices, gates, ctx) for x, indices, gates in flat]
+            outputs = [out.reshape(part.x.shape) for out, part in zip(outputs, parts, strict=True)]
+        else:
+            outputs = run_on_mesh(
+                partial(Experts._local_experts, ctx=ctx),
+                layer._only(EXPERT_WEIGHTS),
+                parts,
+                ctx.execution,
+                num_experts=self.config.num_experts,
+                scale_inputs=self.config.router.input_scaling,
+            )
+        return [OutputAndDropped(out, no_drops) for out in outputs]
+
+    def _only(self, names: Sequence[str]) -> "Experts":
+        """Return a copy in which all other fields with arrays are None."""
+        others = [field.name for field in dataclasses.fields(self) if field.name not in (*names, "config")]
+        get_others = lambda layer: [getattr(layer, name) for name in others]  # noqa: E731
+        return eqx.tree_at(get_others, self, [None] * len(others), is_leaf=lambda leaf: leaf is None)
+
+    @property
+    def _num_local_experts(self) -> int:
+        """Number of experts whose weights this layer has: on a mesh, inside of `shard_map`, the experts of a device."""
+        return as_weight(self.down).shape[0]
 
     def _local_experts(
         self,
         x: Float[Array, "tokens embed"],
         indices: Int32[Array, "tokens slots"],
-        weights: Float[Array, "tokens slots"] | None,
+        gates: Float[Array, "tokens slots"] | None,
         ctx: ForwardContext,
     ) -> Float[Array, "tokens embed"]:
-        """Return the weighted sum over the selected experts of this device; without weights a token has one expert.
+        """Return the weighted sum over the selected experts of this device; without gates a token has one expert.
 
-        In the worst case all assignments are to experts of this device, but usually only its share is. So the sorted
-        tokens are processed in chunks of 1.25x the expected share, until all are done.
+        In the worst case all assignments are to experts of this device, but usually only its share is. If that share is
+        small, the sorted tokens are processed in chunks of CHUNK_FACTOR times the share, until all are done.
         """
-        num_experts, *features = as_weight(self.down).shape
+        num_experts = self._num_local_experts
+        _, *features = as_weight(self.down).shape
         layout = ctx.execution.layout
         max_rows = len(indices) * min(indices.shape[1], num_experts)
         largest = max(max_rows * max(features), num_experts * math.prod(features))
@@ -398,10 +442,12 @@ class Experts(eqx.Module):
             largest=largest,
         )
         padding = form.block
-        chunk_rows = -(-5 * indices.size * num_experts // (4 * self.config.num_experts * 8)) * 8
-        if weights is None or 2 * chunk_rows > max_rows:
+        chunk_rows = 8 * math.ceil(CHUNK_FACTOR * indices.size * num_experts / (8 * self.config.num_experts))
+        # Without gates (after an all-to-all) each row of the buffer has a separate output. The sum over chunks would
+        # read and write all of these outputs once per chunk.
+        if gates is None or 2 * chunk_rows > max_rows:
             destinations, sources = sort_by_expert(indices, num_experts, padding)
-            return self._sorted_experts(x, indices, weights, destinations, sources, form, ctx)
+            return self._sorted_experts(x, indices, gates, destinations, sources, form, ctx)
         destinations, sources = sort_by_expert(indices, num_experts)
         num_rows = jnp.sum(sources < indices.size, dtype=jnp.int32)
         sources = jnp.pad(sources, (0, -len(sources) % chunk_rows), constant_values=indices.size)
@@ -409,7 +455,7 @@ class Experts(eqx.Module):
 
         # all traced arrays are arguments: a function with a custom gradient must not close over them
         def run_chunk(chunk: Array, differentiable: Any, constant: Any) -> Array:
-            trained, x, weights = differentiable
+            trained, x, gates = differentiable
             frozen, indices, destinations, sources, num_rows = constant
             row = destinations - chunk * chunk_rows
             is_in_chunk = (row >= 0) & (row < chunk_rows) & (destinations < num_rows)
@@ -417,35 +463,35 @@ class Experts(eqx.Module):
             sources = jax.lax.dynamic_slice_in_dim(sources, chunk * chunk_rows, chunk_rows)
             sources = jnp.pad(sources, (0, padding), constant_values=indices.size)
             experts = eqx.combine(trained, frozen, static)
-            return experts._sorted_experts(x, indices, weights, destinations, sources, form, ctx)
+            return experts._sorted_experts(x, indices, gates, destinations, sources, form, ctx)
 
         num_chunks = -(-num_rows // chunk_rows)
         return sum_chunks(
-            run_chunk, num_chunks, (trained, x, weights), (frozen, indices, destinations, sources, num_rows)
+            run_chunk, num_chunks, (trained, x, gates), (frozen, indices, destinations, sources, num_rows)
         )
 
     def _sorted_experts(
         self,
         x: Float[Array, "tokens embed"],
         indices: Int32[Array, "tokens slots"],
-        weights: Float[Array, "tokens slots"] | None,
+        gates: Float[Array, "tokens slots"] | None,
         destinations: Int32[Array, "tokens slots"],
         sources: Int32[Array, "places"],
         form: GroupedForm,
         ctx: ForwardContext,
     ) -> Float[Array, "tokens embed"]:
         """Run `_local_experts` for the assignments that have a row in the sorted buffer."""
-        num_experts = len(jax.tree.leaves(self.down)[0])
+        num_experts = self._num_local_experts
         rows = dispatch(x, destinations, sources)
-        if self.config.router.input_scaling and weights is not None:
-            rows, weights = scale_rows(rows, weights, destinations, sources)
+        if self.config.router.input_scaling and gates is not None:
+            rows, gates = scale_rows(rows, gates, destinations, sources)
         # an empty row has the index num_experts, which no expert has
         row_experts = indices.reshape(-1).at[sources].get(mode="fill", fill_value=num_experts)
         is_expert = row_experts[:, None] == jnp.arange(num_experts, dtype=row_experts.dtype)[None]
         out = self._grouped_mlp(save(rows, "moe_x_sorted"), is_expert, form, ctx)
-        if weights is None:
-            return dispatch(out, sources[:, None], destinations[:, 0])
-        return combine(out, weights, destinations, sources).astype(x.dtype)
+        if gates is None:
+            return undo_dispatch(out, destinations, sources)
+        return combine(out, gates, destinations, sources).astype(x.dtype)
 
     def _grouped_mlp(
         self,
@@ -470,11 +516,11 @@ class Experts(eqx.Module):
             gate = add_expert_bias(gate, self.gate_bias)
         hidden = self._hidden(gate, add_expert_bias(up, self.up_bias))
         out = add_expert_bias(product(hidden, (self.down,))[0], self.down_bias)
-        return save(save(out, "mlpwo"), "moe_mlpwo")
+        return _save(out, "mlpwo")
 
     # --- limited capacity ---
 
-    def _capacity(self, x: Array, indices: Array, weights: Array, ctx: ForwardContext) -> OutputAndDropped:
+    def _capacity(self, x: Array, indices: Array, gates: Array, ctx: ForwardContext) -> OutputAndDropped:
         """Run each expert on at most `capacity` tokens of a sequence; drop its other assignments.
 
         Earlier tokens take precedence, and for the same token experts with a higher rank.
@@ -487,15 +533,16 @@ class Experts(eqx.Module):
         destinations, sources = (save(index, "moe_routing_maps") for index in (destinations, sources))
         rows = jax.vmap(dispatch)(x, destinations, sources)
         if self.config.router.input_scaling:
-            rows, weights = jax.vmap(scale_rows)(rows, weights, destinations, sources)
+            rows, gates = jax.vmap(scale_rows)(rows, gates, destinations, sources)
         # rows are gathered and combined on the devices of their tokens; changing the sharding in between is all-to-all
         rows = ctx.constrain(save(rows, "moe_x_sorted"), "batch places embed")
         rows = rows.reshape(len(x), num_experts, capacity, -1).transpose(1, 0, 2, 3)
         out = self._batched_mlp(ctx.constrain(rows, "experts batch places embed"), ctx)
         out = ctx.constrain(out, "experts batch places embed").transpose(1, 0, 2, 3)
         out = ctx.constrain(out.reshape(len(x), num_experts * capacity, -1), "batch places embed")
-        out = jax.vmap(combine)(out, weights, destinations, sources).astype(x.dtype)
-        return out, num_assignments - jnp.sum(destinations < num_experts * capacity, dtype=jnp.float32)
+        out = jax.vmap(combine)(out, gates, destinations, sources).astype(x.dtype)
+        num_accepted = jnp.sum(destinations < num_experts * capacity, dtype=jnp.float32)
+        return OutputAndDropped(out, num_assignments - num_accepted)
 
 
 class LatentExperts(Experts):
@@ -505,3 +552,16 @@ class LatentExperts(Experts):
     up: Float[Array, "experts latent mlp"]
     down: Float[Array, "experts mlp latent"]
     down_bias: Float[Array, "experts latent"] | None
+
+
+def _split_key(key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, PRNGKeyArray | None]:
+    """Return the keys of the router and of the shared MLP."""
+    if key is None:
+        return None, None
+    router_key, dropout_key = jax.random.split(key)
+    return router_key, dropout_key
+
+
+def _save(x: Array, name: str) -> Array:
+    """Name `x` like the same value of an MLP, and with the prefix `moe_` (see `remat.save`)."""
+    return save(save(x, name), f"moe_{name}")

@@ -82,6 +82,16 @@ def _dispatch_backward(destinations, gradient):
 dispatch.defvjp(lambda x, destinations, sources: (dispatch(x, destinations, sources), destinations), _dispatch_backward)
 
 
+def undo_dispatch(
+    y: Float[Array, "places embed"], destinations: Int32[Array, "tokens 1"], sources: Int32[Array, "places"]
+) -> Float[Array, "tokens embed"]:
+    """Return the buffer row of each token that has only one expert; zeros for a token without a row.
+
+    The two index arrays are inverse to each other, so this is `dispatch` with their roles exchanged.
+    """
+    return dispatch(y, sources[:, None], destinations[:, 0])
+
+
 @jax.custom_vjp
 def combine(
     y: Float[Array, "places embed"],
