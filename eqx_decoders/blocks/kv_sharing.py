@@ -63,4 +63,4 @@ def _sharing_properties(block: BlockConfig) -> tuple:
     if isinstance(mixer, AttentionConfig):
         return mixer.num_kv_heads, mixer.head_dim, mixer.value_dim, mixer.mask
     indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
-    return () if indexer is None else (indexer.alone, mixer.mask)
+    return () if indexer is None else (indexer.without_sharing, mixer.mask)

@@ -58,8 +58,8 @@ class TimeMixConfig(MixerConfig):
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the cache shapes by name: the log of the sum of weights, the mean, and the last token."""
-        state = ConvShape(taps=1, channels=self.channels, dtype="float32")
-        return {"level": state, "mean": state, "stream": ConvShape(taps=1, channels=self.embed_dim)}
+        state = ConvShape(num_inputs=1, channels=self.channels, dtype="float32")
+        return {"level": state, "mean": state, "stream": ConvShape(num_inputs=1, channels=self.embed_dim)}
 
     def token_products(self, length: int) -> int:
         """Return the multiplications per token: one update and one read of the weighted mean for each channel."""
@@ -159,7 +159,7 @@ class ChannelMixConfig(ChannelConfig):
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the cache shapes by name: only the last token."""
-        return {"stream": ConvShape(taps=1, channels=self.embed_dim)}
+        return {"stream": ConvShape(num_inputs=1, channels=self.embed_dim)}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "ChannelMix":
         _check_embed_dim(self, embed_dim)

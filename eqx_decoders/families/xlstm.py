@@ -76,7 +76,7 @@ class MLSTMConfig(MixerConfig):
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the cache shapes by name: the state S, and m as `level`; they do not depend on `max_length`."""
-        return {"state": self.state, "level": ConvShape(taps=1, channels=self.num_heads, dtype="float32")}
+        return {"state": self.state, "level": ConvShape(num_inputs=1, channels=self.num_heads, dtype="float32")}
 
     def token_products(self, length: int) -> int:
         """Return the multiplications per token of the recurrence, which reads and writes its state once."""

@@ -19,7 +19,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig, with_scores
 from eqx_decoders.model.mtp import MTP
 from eqx_decoders.model.mtp_config import MTPConfig, depends_on_model
-from eqx_decoders.numerics.initializers import shapes_alone
+from eqx_decoders.numerics.initializers import shapes_only
 from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.sharding.axes import computed, named_leaves, stored_leaves
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
@@ -37,7 +37,7 @@ def abstract(
 ) -> Decoder:
     """Return the model as a tree of `jax.ShapeDtypeStruct` with shardings, which takes no memory."""
     run = Execution(layout=layout, precision=precision, **execution)
-    with shapes_alone():
+    with shapes_only():
         tree = eqx.filter_eval_shape(lambda key: Decoder.build(config, key=key, execution=run), jax.random.key(0))
     arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 

@@ -18,7 +18,7 @@ _ONLY_SHAPES = contextvars.ContextVar("only_shapes", default=False)
 
 
 @contextlib.contextmanager
-def shapes_alone() -> Iterator[None]:
+def shapes_only() -> Iterator[None]:
     """Initialize weights with zeros inside this context manager.
 
     For `jax.eval_shape` and similar: most of its time would be spent on tracing random number generation.

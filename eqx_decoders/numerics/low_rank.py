@@ -121,11 +121,11 @@ class LowRank(AbstractWeight):
         """Return the factor of each column of the sum, in float32 (at least); None without magnitudes."""
         if self.lora_magnitude is None:
             return self.factor
-        initial_norm, norm = self.lengths()
+        initial_norm, norm = self.column_norms()
         magnitude = initial_norm + self.lora_magnitude.astype(initial_norm.dtype)
         return magnitude / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)
 
-    def lengths(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    def column_norms(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         """Return the norms of columns before training and now, in float32 (at least), without gradients."""
         letters = self._letters
         base = as_weight(self.base).array(*range(letters.stack, len(letters.rows)))

@@ -82,7 +82,7 @@ def matmul(
     if contract[0] == 0 and (is_half or is_narrow_float32):
         a = row_major_transpose(a)
         contract = (1, contract[1])
-    if contract[1] == 1 and reads_weights_by_row(b.dtype):
+    if contract[1] == 1 and prefers_row_major_weights(b.dtype):
         b = row_major_transpose(b)
         contract = (contract[0], 0)
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=np.dtype(dtype))
@@ -100,8 +100,8 @@ def _row_product(row: Float[Array, "1 inner"], b: Float[Array, "inner outer"]) -
     return jnp.sum(sums, axis=0, keepdims=True)
 
 
-def reads_weights_by_row(dtype: np.dtype) -> bool:
-    """Return whether products of this dtype are several times faster with a second operand that is not transposed."""
+def prefers_row_major_weights(dtype: np.dtype) -> bool:
+    """Return whether products of this dtype are several times faster with a weight that is not transposed."""
     return _HALF_WIDTH and dtype.itemsize == 2 and _has_amx()
 
 

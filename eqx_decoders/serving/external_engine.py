@@ -73,7 +73,7 @@ def run_with_caches(
                     metadata=metadata,
                     attention=attention,
                     first=layers[0],
-                    step=step,
+                    layer_stride=step,
                 )
                 order.append(layers)
                 offset += 1

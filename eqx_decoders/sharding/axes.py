@@ -81,6 +81,7 @@ AXES: dict[str, str] = {
     "streams": "parallel residual streams",
     "stream_pairs": "pairs of residual streams",
     "taps": "taps of a convolution: the number of tokens that it reads",
+    "conv_inputs": "inputs before the next token that the convolution reads, in a convolution state",
     "signal": "features of a sinusoidal embedding of a distance",
     "patch": "values of an image patch",
     "frames": "consecutive video frames of a patch",

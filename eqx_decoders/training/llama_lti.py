@@ -23,7 +23,7 @@ from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.stack import ScannedLayers
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
-from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig, kernels_of
+from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig, projection_weights
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.numerics.low_rank import low_rank_weights
@@ -134,7 +134,9 @@ def _computed(mixer: LearnedInit, layout: Layout) -> Attention:
 
     compute = layout.automatically(eqx.filter_vmap(lambda layer: layer.materialized(layout)), specs)
     attention = compute(mixer)
-    return eqx.tree_at(kernels_of, attention, tuple(kernel.astype(dtype) for kernel in kernels_of(attention)))
+    return eqx.tree_at(
+        projection_weights, attention, tuple(kernel.astype(dtype) for kernel in projection_weights(attention))
+    )
 
 
 def _with_teacher_kernels(block: Block, source: Block) -> Block:
@@ -156,6 +158,6 @@ def _with_teacher_kernels(block: Block, source: Block) -> Block:
         )
 
     # copies: a training step gives the student's buffers away, and the teacher may be needed again
-    pairs = zip(kernels_of(teacher), kernels_of(mixer.teacher), strict=True)
+    pairs = zip(projection_weights(teacher), projection_weights(mixer.teacher), strict=True)
     copies = tuple(jnp.array(new, old.dtype, copy=True) for new, old in pairs)
-    return dataclasses.replace(block, mixer=eqx.tree_at(lambda m: kernels_of(m.teacher), mixer, copies))
+    return dataclasses.replace(block, mixer=eqx.tree_at(lambda m: projection_weights(m.teacher), mixer, copies))

@@ -15,7 +15,7 @@ from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.numerics.initializers import fan_in, normal, shapes_alone
+from eqx_decoders.numerics.initializers import fan_in, normal, shapes_only
 from eqx_decoders.sharding.axes import named_leaves
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import refused
@@ -299,12 +299,12 @@ def test_init_is_build_placed_and_cast():
 @pytest.mark.slow
 def test_weights_are_zeros_only_where_shapes_are_read():
     key = jax.random.key(0)
-    with pytest.raises(ed.ConfigError), shapes_alone():
+    with pytest.raises(ed.ConfigError), shapes_only():
         assert not np.any(normal(key, (3, 2), jnp.bfloat16, 1.0)) and not np.any(fan_in(key, (3,), jnp.float32, 4))
         fan_in(key, (3,), jnp.float32, 0)
     for drawn in (normal(key, (3, 2), jnp.bfloat16, 1.0), fan_in(key, (3,), jnp.float32, 4)):
         assert np.all(drawn)
-    with shapes_alone():
+    with shapes_only():
         like = normal(key, (3, 2), jnp.bfloat16, 1.0), fan_in(key, (3,), jnp.float32, 4, "normal")
     assert [(each.shape, each.dtype) for each in like] == [((3, 2), jnp.bfloat16), ((3,), jnp.float32)]
 

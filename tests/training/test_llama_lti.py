@@ -11,7 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.attention.learned_init import kernels_of
+from eqx_decoders.layers.attention.learned_init import projection_weights
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import axes, named_leaves, path_name
@@ -77,7 +77,7 @@ def test_only_the_mixers_of_the_configuration_change():
 
 def test_the_teachers_kernels_are_copied(model, teacher):
     for learned, given in zip(mixers(model), mixers(teacher), strict=True):
-        for one, other in zip(kernels_of(learned.teacher), kernels_of(given), strict=True):
+        for one, other in zip(projection_weights(learned.teacher), projection_weights(given), strict=True):
             assert_array_equal(one, other)
             assert one.unsafe_buffer_pointer() != other.unsafe_buffer_pointer()
 

@@ -54,7 +54,7 @@ class CompressionConfig(CheckedFields):
 
     def state_shape(self, head_dim: int) -> ConvShape:
         """Return the shape of the cached projections of the last tokens, which are needed for the next windows."""
-        return ConvShape(taps=self.tokens_per_key - 1, channels=2 * (2 if self.overlaps else 1) * head_dim)
+        return ConvShape(num_inputs=self.tokens_per_key - 1, channels=2 * (2 if self.overlaps else 1) * head_dim)
 
     def build(self, embed_dim: int, head_dim: int, *, key: PRNGKeyArray) -> "Compressor":
         shape = (embed_dim, 2 if self.overlaps else 1, head_dim)

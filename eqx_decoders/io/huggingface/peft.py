@@ -268,7 +268,7 @@ def _relative_to_base(layout: Layout, node: LowRank, settings: AdapterSettings, 
         return node
     mask = has_pair.reshape(*has_pair.shape, *[1] * (magnitude.ndim - has_pair.ndim))
     run = layout.automatically(
-        lambda node, magnitude: jnp.where(mask, magnitude - node.lengths()[0], 0), lambda _: partitions(magnitude)
+        lambda node, magnitude: jnp.where(mask, magnitude - node.column_norms()[0], 0), lambda _: partitions(magnitude)
     )
     return dataclasses.replace(
         node, lora_magnitude=jax.jit(run, out_shardings=out_shardings(magnitude))(node, magnitude)
@@ -411,7 +411,7 @@ def on_originals(layout: Layout, node: LowRank) -> dict[str, jax.Array]:
             found["lora_a"] = jnp.concatenate([node.lora_a, node.start_a], axis=-1)
             found["lora_b"] = jnp.concatenate([node.lora_b, -node.start_b], axis=node.rank_axis)
         if node.lora_magnitude is not None:
-            found["lora_magnitude"] = node.lengths()[0] + node.lora_magnitude
+            found["lora_magnitude"] = node.column_norms()[0] + node.lora_magnitude
         return found
 
     places = {name: part.sharding for name, part in parts.items()}

@@ -102,7 +102,7 @@ class BlockIndexer(eqx.Module):
         )
         return SelectionInputs(
             query=ctx.constrain(query, "batch length kv_heads head_dim"),
-            key=ctx.constrain(key, "batch length slots head_dim"),
+            key=ctx.constrain(key, "batch length one head_dim"),
         )
 
     def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array, Array]:
@@ -226,7 +226,7 @@ class PooledIndexer(BlockIndexer):
             return jax.lax.stop_gradient(rotate_first(normed, first_positions, rope, rope_dim))
 
         query = ctx.constrain(query, "batch length kv_heads head_dim")
-        return SelectionInputs(query, ctx.constrain(key, "batch length slots head_dim"), make_block_keys)
+        return SelectionInputs(query, ctx.constrain(key, "batch length one head_dim"), make_block_keys)
 
 
 def _cached_means(

@@ -70,7 +70,7 @@ class IndexerConfig(CheckedFields):
         )
 
     @property
-    def alone(self) -> "IndexerConfig":
+    def without_sharing(self) -> "IndexerConfig":
         """This configuration without `shares_as` and `shared_from`; equal for all layers that share a selection."""
         return dataclasses.replace(self, shares_as=None, shared_from=None)
 
@@ -155,7 +155,7 @@ class Indexer(eqx.Module):
         return IndexerOutput(
             query=ctx.constrain(query, "batch length heads head_dim"),
             weight=weight.astype(jnp.float32) * scale,
-            key=ctx.constrain(rotate_first(key[:, :, None]), "batch length slots head_dim"),
+            key=ctx.constrain(rotate_first(key[:, :, None]), "batch length one head_dim"),
         )
 
     def select(

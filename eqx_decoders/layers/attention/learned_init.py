@@ -67,7 +67,7 @@ class LearnedInitConfig(AttentionVariant, MixerConfig):
         return LearnedInit(
             teacher=_new_teacher(self, embed_dim, teacher_key),
             maps=_new_general_maps(self, map_key) if self.general else _new_factored_maps(self, map_key),
-            attention=eqx.tree_at(kernels_of, self.attention.build(embed_dim, key=attention_key), (None,) * 4),
+            attention=eqx.tree_at(projection_weights, self.attention.build(embed_dim, key=attention_key), (None,) * 4),
             config=self,
         )
 
@@ -150,10 +150,10 @@ class LearnedInit(eqx.Module):
         sharded = tuple(
             layout.constrain_weight(kernel, axis_names) for kernel, axis_names in zip(kernels, axes, strict=True)
         )
-        return eqx.tree_at(kernels_of, self.attention, sharded, is_leaf=lambda leaf: leaf is None)
+        return eqx.tree_at(projection_weights, self.attention, sharded, is_leaf=lambda leaf: leaf is None)
 
 
-def kernels_of(layer: Any) -> tuple[Any, ...]:
+def projection_weights(layer: Any) -> tuple[Any, ...]:
     """Return query, key, value and output kernels of an attention or of a teacher, for `eqx.tree_at`."""
     return layer.query, layer.key, layer.value, layer.out
 

@@ -21,7 +21,6 @@ from eqx_decoders.layers.attention.attend import run_attention
 from eqx_decoders.layers.attention.indexer import Indexer, IndexerConfig, IndexerOutput, TeacherAttention
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
-from eqx_decoders.layers.attention.kernels.page_layout import LANE
 from eqx_decoders.layers.attention.kernels.registry import run_max_scores
 from eqx_decoders.layers.attention.kernels.selection import Selected
 from eqx_decoders.layers.attention.topk import SelectedKeys
@@ -33,6 +32,7 @@ from eqx_decoders.layers.rope import Rope, rotate
 from eqx_decoders.numerics.einsum import AbstractWeight, LowRankPair, add_bias, as_weight
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
+from eqx_decoders.sharding.chips import LANES
 
 
 LatentPast = Past | dict[str, Past]
@@ -117,12 +117,12 @@ class LatentAttentionConfig(MixerConfig):
 
     @property
     def cached_dim(self) -> int:
-        """Features per token in the cache: `latent_dim`, padded to a multiple of LANE if it is at least LANE.
+        """Features per token in the cache: `latent_dim`, padded to a multiple of LANES if it is at least LANES.
 
-        A TPU can write tokens in place into a cache with a multiple of LANE features. With 576 features XLA chooses
+        A TPU can write tokens in place into a cache with a multiple of LANES features. With 576 features XLA chooses
         another layout, and each write would copy the complete cache.
         """
-        return self.latent_dim if self.latent_dim < LANE else -(-self.latent_dim // LANE) * LANE
+        return self.latent_dim if self.latent_dim < LANES else -(-self.latent_dim // LANES) * LANES
 
     @property
     def chooses(self) -> bool:

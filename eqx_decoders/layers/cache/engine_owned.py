@@ -64,15 +64,15 @@ class ExternalKVCache(LayerCache, Past):
     - `caches`: the engine's cache of each layer, an array or a pytree.
     - `metadata`: the engine's metadata of this call.
     - `attention`: the engine's attention function.
-    - `first`, `step`: index of the first of these layers in the engine's list of caches, and the distance of the
-        indices.
+    - `first`: index of the first of these layers in the engine's list of caches.
+    - `layer_stride`: distance of the indices of these layers.
     """
 
     caches: tuple[Any, ...]
     metadata: Any
     attention: ExternalAttention = eqx.field(static=True)
     first: int = eqx.field(static=True)
-    step: int = eqx.field(static=True)
+    layer_stride: int = eqx.field(static=True)
 
     def slices(self) -> Any:
         return np.arange(len(self.caches))
@@ -81,11 +81,12 @@ class ExternalKVCache(LayerCache, Past):
         if not isinstance(slices, np.integer):
             raise ConfigError("External caches cannot be scanned over layers: use model.replace(scan=False).")
         index = int(slices)
-        return dataclasses.replace(self, caches=(self.caches[index],), first=self.first + index * self.step)
+        return dataclasses.replace(self, caches=(self.caches[index],), first=self.first + index * self.layer_stride)
 
     def whole(self) -> CachedKV:
         raise ConfigError(
-            f"layer {self.first} selects key blocks, which external caches do not support: use the library's caches."
+            f"layer {self.first} selects keys by reading all cached keys, which external caches do not support. Use the "
+            "library's caches: init_cache."
         )
 
     def attend_with(

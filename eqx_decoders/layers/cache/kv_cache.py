@@ -225,7 +225,7 @@ class KVCache(LayerCache):
         key, value, *scales = slices
         return CachedKV(key, value, self.positions, *scales)
 
-    def stored(self, entries: NewKV) -> NewKV:
+    def to_format(self, entries: NewKV) -> NewKV:
         """Convert new keys and values to the format of the cache."""
         return in_format(entries, self.key.dtype, self.key_scale)
 
@@ -241,7 +241,7 @@ class KVCache(LayerCache):
             accepted &= positions > jnp.max(positions, axis=1, keepdims=True) - slots
         slot = jnp.where(accepted, positions % slots if self.rolling else positions, slots)
 
-        entries = self.stored(entries)
+        entries = self.to_format(entries)
 
         def write(old: Any, new: Any) -> Any:
             if old is None:

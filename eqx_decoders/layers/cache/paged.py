@@ -23,13 +23,14 @@ from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
 from eqx_decoders.layers.attention.kernels.call import AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
-from eqx_decoders.layers.attention.kernels.page_layout import LANE, LaneLayout, Pages, StoredKV
+from eqx_decoders.layers.attention.kernels.page_layout import LaneLayout, Pages, StoredKV
 from eqx_decoders.layers.attention.kernels.quantized_kv import SCALE, dequantize
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV, Past, Queries, in_format
 from eqx_decoders.layers.mask import interval
 from eqx_decoders.sharding.axes import names_of
+from eqx_decoders.sharding.chips import LANES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,11 +331,11 @@ def build_pages(
     else:
         count = num_pages
         table = jnp.full((batch_size, row_pages), -1, jnp.int32)
-    joined = shape.values and shape.head_dim + (shape.value_dim or shape.head_dim) <= LANE
+    joined = shape.values and shape.head_dim + (shape.value_dim or shape.head_dim) <= LANES
     lanes = LaneLayout(shape.head_dim, joined, shape.value_dim)
     key = jnp.zeros((layers, count, shape.kv_heads, size, lanes.width), cache_format.dtype)
     # pad scales to full tiles: a TPU stores smaller arrays in another layout
-    scale_slots = -(-size // LANE) * LANE if lanes.width >= LANE else size
+    scale_slots = -(-size // LANES) * LANES if lanes.width >= LANES else size
     scale = None
     if cache_format.bound:
         scale_heads = cache_format.scale_heads(shape.kv_heads, shape.head_dim)

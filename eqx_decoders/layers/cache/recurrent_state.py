@@ -150,16 +150,16 @@ class ConvInputs(eqx.Module):
 class NewConvInputs(eqx.Module):
     """Convolution state after all tokens of a call, if no token will be rejected."""
 
-    tail: Shaped[Array, "batch taps channels"]
+    tail: Shaped[Array, "batch conv_inputs channels"]
 
 
 class ConvState(LayerCache):
-    """Convolution states of equal layers: the last `taps` inputs, oldest first.
+    """Convolution states of equal layers: the last inputs, oldest first.
 
     Layers with n-grams use it for token ids. Before the first token inputs are 0, and token ids are -1.
     """
 
-    tail: Shaped[Array, "layers batch taps channels"]
+    tail: Shaped[Array, "layers batch conv_inputs channels"]
 
     def slices(self) -> Any:
         return self.tail
@@ -171,29 +171,36 @@ class ConvState(LayerCache):
 
 
 def last_inputs(
-    tail: Shaped[Array, "batch taps channels"],
+    tail: Shaped[Array, "batch conv_inputs channels"],
     inputs: Shaped[Array, "batch length channels"],
     positions: Int[Array, "batch length"],
-) -> Shaped[Array, "batch taps channels"]:
+) -> Shaped[Array, "batch conv_inputs channels"]:
     """Append inputs to the convolution state `tail`, and drop the oldest. Inputs at positions below 0 are ignored."""
-    taps = tail.shape[1]
-    real = jnp.pad(positions >= 0, ((0, 0), (taps, 0)), constant_values=True)
-    order = jnp.argsort(real, axis=1, stable=True)[:, -taps:]  # ignored inputs are sorted to the front
+    num_inputs = tail.shape[1]
+    real = jnp.pad(positions >= 0, ((0, 0), (num_inputs, 0)), constant_values=True)
+    order = jnp.argsort(real, axis=1, stable=True)[:, -num_inputs:]  # ignored inputs are sorted to the front
     joined = jnp.concatenate([tail, inputs.astype(tail.dtype)], axis=1)
     return jnp.take_along_axis(joined, order[:, :, None], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvShape:
-    """Shape of a convolution state: `taps` inputs of `channels` features; `dtype=None` uses the dtype of the cache."""
+    """Shape of a convolution state, for one layer.
+
+    **Arguments:**
+
+    - `num_inputs`: number of inputs before the next token that the convolution reads: its kernel size - 1.
+    - `channels`: features of an input.
+    - `dtype`: dtype of the state; None for the dtype of the cache.
+    """
 
     by_token: ClassVar[bool] = False
-    taps: int
+    num_inputs: int
     channels: int
     dtype: str | None = None
 
     def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> ConvState:
         """Return empty convolution states for `layers` equal layers."""
         state_dtype = jnp.dtype(self.dtype or CacheFormat.of(dtype).unscaled_dtype)
-        shape = (layers, batch_size, self.taps, self.channels)
+        shape = (layers, batch_size, self.num_inputs, self.channels)
         return ConvState(tail=jnp.full(shape, empty_value(state_dtype), state_dtype))

@@ -199,8 +199,8 @@ class EngramConfig(ExtraConfig):
 
     def cache_shape(self, max_length: int) -> dict[str, ConvShape]:
         """Return the shapes of the caches of the last tokens, and of the last inputs of the convolution."""
-        tokens = ConvShape(taps=self.max_ngram - 1, channels=1, dtype="int32")
-        values = ConvShape(taps=(self.taps - 1) * self.max_ngram, channels=self.streams * self.embed_dim)
+        tokens = ConvShape(num_inputs=self.max_ngram - 1, channels=1, dtype="int32")
+        values = ConvShape(num_inputs=(self.taps - 1) * self.max_ngram, channels=self.streams * self.embed_dim)
         return {"tokens": tokens, "values": values}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Engram":
@@ -295,7 +295,7 @@ class Engram(eqx.Module):
     def _normed(self, x: Array, scale: Array) -> Float[Array, "batch length streams embed"]:
         return normalize_streams(x, scale, RMSNormConfig(eps=self.config.eps, offset=self.config.norm_offset))
 
-    def _conv_state(self, inputs: Array, cached: Array | None) -> Float[Array, "batch taps channels"]:
+    def _conv_state(self, inputs: Array, cached: Array | None) -> Float[Array, "batch conv_inputs channels"]:
         """Return the inputs of the convolution before this call; zeros without a cache."""
         taps = (self.config.taps - 1) * self.config.max_ngram
         shape = len(inputs), taps, inputs.shape[-1]
@@ -320,7 +320,7 @@ class EngramInParts(Engram):
 def ngram_rows(
     config: EngramConfig,
     tokens: Int[Array, "batch length"],
-    tail: Int[Array, "batch taps"],
+    tail: Int[Array, "batch conv_inputs"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
 ) -> Int32[Array, "batch length hashes"]:
@@ -342,7 +342,7 @@ def ngram_rows(
 
 def earlier_tokens(
     tokens: Int[Array, "batch length"],
-    tail: Int[Array, "batch taps"],
+    tail: Int[Array, "batch conv_inputs"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None,
     count: int,

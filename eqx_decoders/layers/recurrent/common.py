@@ -44,7 +44,7 @@ def cache_shapes(state: StateShape, taps: int, **channels: int) -> dict[str, Any
 
     `channels` maps the name of each convolution to its number of channels. No shape depends on the sequence length.
     """
-    conv_states = {name: ConvShape(taps=taps - 1, channels=count) for name, count in channels.items()}
+    conv_states = {name: ConvShape(num_inputs=taps - 1, channels=count) for name, count in channels.items()}
     return {"state": state} | conv_states
 
 
@@ -89,7 +89,7 @@ def convolve_heads(
     x: Float[Array, "batch length heads dims"],
     kernel: Float[Array, "heads dims taps"],
     bias: Float[Array, "heads dims"] | None,
-    conv_state: Float[Array, "batch back channels"] | None,
+    conv_state: Float[Array, "batch conv_inputs channels"] | None,
     ctx: ForwardContext,
 ) -> tuple[Float[Array, "batch length heads dims"], ConvInputs | NewConvInputs]:
     """Call `convolve_channels` on arrays whose channels are split into heads."""
@@ -105,7 +105,7 @@ def convolve_channels(
     x: Float[Array, "batch length channels"],
     kernel: Float[Array, "channels taps"],
     bias: Float[Array, "channels"] | None,
-    conv_state: Float[Array, "batch back channels"] | None,
+    conv_state: Float[Array, "batch conv_inputs channels"] | None,
     ctx: ForwardContext,
 ) -> tuple[Float[Array, "batch length channels"], ConvInputs | NewConvInputs]:
     """Compute the depthwise causal `convolution(x) + bias`, and the proposed update of its `ConvState`.

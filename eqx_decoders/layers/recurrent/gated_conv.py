@@ -39,7 +39,7 @@ class GatedConvolutionConfig(MixerConfig):
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the cache shapes by name; they do not depend on `max_length`."""
-        return {"stream": ConvShape(taps=self.taps - 1, channels=self.channels)}
+        return {"stream": ConvShape(num_inputs=self.taps - 1, channels=self.channels)}
 
     def token_products(self, length: int) -> int:
         """Return the multiplications per token of the convolution."""

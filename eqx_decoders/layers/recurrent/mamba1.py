@@ -56,7 +56,7 @@ class Mamba1Config(MixerConfig):
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the cache shapes by name; they do not depend on `max_length`."""
-        conv_state = ConvShape(taps=self.taps - 1, channels=self.channels)
+        conv_state = ConvShape(num_inputs=self.taps - 1, channels=self.channels)
         return {"state": ChannelShape(key_dim=self.key_dim, channels=self.channels), "stream": conv_state}
 
     def token_products(self, length: int) -> int:

@@ -16,7 +16,7 @@ def convolve_on_mesh(
     x: Float[Array, "batch length channels"],
     kernel: Float[Array, "channels taps"],
     bias: Float[Array, "channels"] | None,
-    conv_state: Float[Array, "batch tail channels"] | None,
+    conv_state: Float[Array, "batch conv_inputs channels"] | None,
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None,
     dilation: int = 1,

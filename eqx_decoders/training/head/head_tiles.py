@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from eqx_decoders.errors import CheckedFields, PositiveFloat, check, check_integer
 from eqx_decoders.numerics.einsum import add_bias
-from eqx_decoders.numerics.matmul import matmul, reads_weights_by_row, row_major_transpose
+from eqx_decoders.numerics.matmul import matmul, prefers_row_major_weights, row_major_transpose
 from eqx_decoders.sharding.backend import Backend
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
@@ -108,7 +108,7 @@ class HeadForm(CheckedFields):
     def kernels(self, kernel):
         """Return the kernel for the logits and for the gradient of hidden, and the dimensions to contract."""
         inside = 1 if self.tied else 0
-        if self.flatten and reads_weights_by_row(kernel.dtype):
+        if self.flatten and prefers_row_major_weights(kernel.dtype):
             pair = (row_major_transpose(kernel), kernel)
             return (pair if self.tied else pair[::-1]), (0, 0)
         return (kernel, kernel), (inside, 1 - inside)

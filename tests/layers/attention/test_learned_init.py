@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, QKNorm
-from eqx_decoders.layers.attention.learned_init import LearnedInitConfig, kernels_of
+from eqx_decoders.layers.attention.learned_init import LearnedInitConfig, projection_weights
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.sharding.axes import FROZEN, axes, frozen, named_leaves
@@ -63,7 +63,7 @@ def general_by_hand(kernel, whole):
 
 
 def kernels_by_hand(layer):
-    query, key, value, out = (wide(kernel) for kernel in kernels_of(layer.teacher))
+    query, key, value, out = (wide(kernel) for kernel in projection_weights(layer.teacher))
     m = jax.tree.map(wide, layer.maps)
     if layer.config.general:
         backwards = general_by_hand(out.transpose(2, 0, 1), m.out).transpose(1, 2, 0)
@@ -82,7 +82,7 @@ def layer(request):
 
 
 def test_kernels_are_the_sums(layer):
-    for got, want in zip(kernels_of(layer.materialized(ed.Layout())), kernels_by_hand(layer), strict=True):
+    for got, want in zip(projection_weights(layer.materialized(ed.Layout())), kernels_by_hand(layer), strict=True):
         assert got.dtype == jnp.float32
         assert_close(got, want, units=32)
 
@@ -103,7 +103,7 @@ def test_the_layer_is_attention_with_these_kernels(layer):
 @pytest.mark.slow(fast=("general",))
 def test_kernels_are_float32_in_bfloat16_models(layer):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer)
-    for got, want in zip(kernels_of(half.materialized(ed.Layout())), kernels_by_hand(half), strict=True):
+    for got, want in zip(projection_weights(half.materialized(ed.Layout())), kernels_by_hand(half), strict=True):
         assert_close(got, want, units=32)
 
 
@@ -149,7 +149,9 @@ def test_new_kernels_have_their_teachers_variance(general):
     sizes = dict(teacher_heads=16, teacher_kv_heads=16, teacher_head_dim=16)
     layer = LearnedInitConfig(attention=attention, general=general, **sizes).build(64, key=jax.random.key(0))
     fans = (64, 64, 64, 16 * 16)
-    for old, new, fan in zip(kernels_of(layer.teacher), kernels_of(layer.materialized(ed.Layout())), fans, strict=True):
+    for old, new, fan in zip(
+        projection_weights(layer.teacher), projection_weights(layer.materialized(ed.Layout())), fans, strict=True
+    ):
         assert float(jnp.var(old)) == pytest.approx(1 / fan, rel=0.05)
         assert float(jnp.var(new)) == pytest.approx(1 / fan, rel=0.3)
 

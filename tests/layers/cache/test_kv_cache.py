@@ -86,7 +86,7 @@ def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
 @pytest.mark.slow(fast=("int32",))
 @pytest.mark.parametrize("dtype", [None, "int32"])
 def test_a_tail_is_the_last_kept_inputs(dtype):
-    memory = ConvShape(taps=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
+    memory = ConvShape(num_inputs=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
     kept = [np.asarray(row) for row in memory.tail.swapaxes(0, 1)]
     for seed, length in enumerate((1, 2, 5, 1)):
         inputs = np.round(10 * normal(LAYERS, BATCH, length, 2, seed=seed)).astype(memory.tail.dtype)
@@ -107,7 +107,7 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
         KVShape(slots=4, kv_heads=1, head_dim=2, rolling=False, values=False, by_slot=True),
         StateShape(heads=1, key_dim=2, value_dim=2),
         ChannelShape(key_dim=3, channels=2),
-        ConvShape(taps=2, channels=2, dtype="int32"),
+        ConvShape(num_inputs=2, channels=2, dtype="int32"),
     ],
 )
 def test_rows_are_reset_and_copied_alone(shape):

@@ -8,8 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-
-LANE = 128  # width of a TPU tile (vector lanes)
+from eqx_decoders.sharding.chips import LANES
 
 
 class StoredKV(NamedTuple):
@@ -27,7 +26,7 @@ class StoredKV(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LaneLayout:
-    """Layout of a token's key and value, padded to TPU tiles of LANE features.
+    """Layout of a token's key and value, padded to TPU tiles of LANES features.
 
     **Arguments:**
 
@@ -43,7 +42,7 @@ class LaneLayout:
 
     @property
     def width(self) -> int:
-        """Number of stored features of a key (and a joined value); a multiple of LANE from LANE / 2 features on."""
+        """Number of stored features of a key (and a joined value); a multiple of LANES from LANES / 2 features on."""
         return _padded_width(self.head_dim + self.joined * (self.value_dim or self.head_dim))
 
     @property
@@ -74,7 +73,7 @@ class LaneLayout:
 
 
 def _padded_width(width: int) -> int:
-    return width if width < LANE // 2 else -(-width // LANE) * LANE
+    return width if width < LANES // 2 else -(-width // LANES) * LANES
 
 
 class Pages(eqx.Module):

@@ -16,8 +16,8 @@ from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionI
 from eqx_decoders.layers.attention.kernels.common import Cotangents, Gradients, Result, make_cotangents
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, pad_to_tile, padded_length
 from eqx_decoders.layers.attention.kernels.selection import KEYS_PER_ROW, Selection, pack_lanes
+from eqx_decoders.layers.attention.kernels.tile_sizes import TileSizes
 from eqx_decoders.layers.mask import AttentionPositions, interval
-from eqx_decoders.layers.tpu import TileSizes
 from eqx_decoders.sharding.chips import LANES
 
 

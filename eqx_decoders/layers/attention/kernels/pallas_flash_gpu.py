@@ -23,7 +23,7 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashPlan,
     OnlineSoftmax,
 )
-from eqx_decoders.layers.tpu import TileSizes
+from eqx_decoders.layers.attention.kernels.tile_sizes import TileSizes
 from eqx_decoders.sharding.chips import KERNEL_GENERATIONS, has_kernels
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_gradient, cap_scores, tile_product
+from eqx_decoders.layers.attention.kernels.tile_sizes import TileSizes
 from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.tpu import TileSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

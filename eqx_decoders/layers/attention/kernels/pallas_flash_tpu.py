@@ -29,8 +29,8 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     OnlineSoftmax,
     padded_length,
 )
+from eqx_decoders.layers.attention.kernels.tile_sizes import MIB, tile_sizes
 from eqx_decoders.layers.mask import Bidirectional, seen_keys
-from eqx_decoders.layers.tpu import MIB, block_sizes
 
 
 pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
@@ -299,7 +299,7 @@ def unsupported(call: AttentionCall) -> str | None:
 
 
 def _plan(call: AttentionCall) -> FlashPlan:
-    sizes = block_sizes()
+    sizes = tile_sizes()
     by_lanes = call.selected_heads > 0 and call.group_words == 0
     return FlashPlan(
         mask=call.mask,

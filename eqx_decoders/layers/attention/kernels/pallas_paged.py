@@ -29,9 +29,10 @@ from eqx_decoders.layers.attention.kernels.common import (
     tile_product,
     ungroup_kv_heads,
 )
-from eqx_decoders.layers.attention.kernels.page_layout import LANE, Pages
-from eqx_decoders.layers.tpu import block_sizes
+from eqx_decoders.layers.attention.kernels.page_layout import Pages
+from eqx_decoders.layers.attention.kernels.tile_sizes import tile_sizes
 from eqx_decoders.sharding.backend import backend_of
+from eqx_decoders.sharding.chips import LANES
 
 
 pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
@@ -114,7 +115,7 @@ class _PagedPlan:
 def fits(pages: Pages, dtype: Any, heads: int, device: Any) -> bool:
     """Return whether TPUs can read these pages in place: full lanes and tiles, and a supported dtype."""
     tile_rows = 8 * 4 // pages.key.dtype.itemsize
-    fills_tiles = pages.key.shape[4] % LANE == 0 and pages.page_size % tile_rows == 0
+    fills_tiles = pages.key.shape[4] % LANES == 0 and pages.page_size % tile_rows == 0
     return pages.supports_kernels(heads) and fills_tiles and jnp.dtype(dtype) != jnp.float16
 
 
@@ -275,12 +276,12 @@ def _max_query_rows(query: Array, pages: Pages, kv_heads: int, keys: int) -> int
     Inputs and outputs are double-buffered, accumulators exist once, and the scores of one head take about three float32
     arrays. Features are rounded up to full lanes; an array with one column takes a full lane.
     """
-    width, item = -(-pages.key.shape[4] // LANE) * LANE, query.dtype.itemsize
+    width, item = -(-pages.key.shape[4] // LANES) * LANES, query.dtype.itemsize
     stored_bytes = pages.key.dtype.itemsize * (1 if pages.value is None else 2)
     scale_bytes = 0 if pages.key_scale is None else 2 * 8 * 4 * pages.key_scale.shape[2]
     fixed_bytes = keys * (2 * kv_heads * width * stored_bytes + 2 * width * 4 + 2 * scale_bytes)
-    row_bytes = kv_heads * (4 * width * item + 4 * width + 4 * 4 * LANE) + 2 * 4 * LANE + 3 * 4 * keys
-    return max(0, (block_sizes().vmem_bytes or _VMEM_BYTES) * 9 // 10 - fixed_bytes) // row_bytes
+    row_bytes = kv_heads * (4 * width * item + 4 * width + 4 * 4 * LANES) + 2 * 4 * LANES + 3 * 4 * keys
+    return max(0, (tile_sizes().vmem_bytes or _VMEM_BYTES) * 9 // 10 - fixed_bytes) // row_bytes
 
 
 def _padded_table(plan: _PagedPlan, pages: Pages) -> Int[Array, "batch row_pages"]:
@@ -401,7 +402,7 @@ def _call(
             jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=block_sizes().vmem_bytes
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=tile_sizes().vmem_bytes
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * visible_keys * plan.kv_heads * plan.rows * plan.query_tiles * plan.width,

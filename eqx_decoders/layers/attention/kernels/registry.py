@@ -172,15 +172,15 @@ def run_kernel(inputs: AttentionInputs, options: AttentionOptions, kernel: str =
     )
     call = _describe_call(inputs, options)
     inputs = inputs.with_slopes(options)
-    selected = _find(kernel, call)
-    with jax.named_scope(selected.scope):
-        if inputs.scales is None or selected.scales:
-            return selected.function(inputs, call)
+    implementation = _find(kernel, call)
+    with jax.named_scope(implementation.scope):
+        if inputs.scales is None or implementation.scales:
+            return implementation.function(inputs, call)
         key, value = (
             dequantize(x, scale, inputs.query.dtype)
             for x, scale in zip((inputs.key, inputs.value), inputs.scales, strict=True)
         )
-        return selected.function(inputs._replace(key=key, value=value, scales=None), call)
+        return implementation.function(inputs._replace(key=key, value=value, scales=None), call)
 
 
 def attend_gradients(
@@ -192,12 +192,12 @@ def attend_gradients(
     ConfigError for kernels without log-sum-exp.
     """
     call = _describe_call(inputs, options)
-    selected = _find(kernel, call)
-    if selected.gradients is None:
+    implementation = _find(kernel, call)
+    if implementation.gradients is None:
         raise ConfigError(
-            f"kernel={selected.name!r} cannot compute gradients from a given log-sum-exp. Use 'chunked' or 'dot'."
+            f"kernel={implementation.name!r} cannot compute gradients from a given log-sum-exp. Use 'chunked' or 'dot'."
         )
-    return selected.gradients(inputs.with_slopes(options), call, cotangents)
+    return implementation.gradients(inputs.with_slopes(options), call, cotangents)
 
 
 def max_scores(

@@ -20,8 +20,8 @@ from eqx_decoders.layers.attention.kernels import (
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend
 from eqx_decoders.layers.attention.kernels.selection import Selection, as_mask, pack_groups
+from eqx_decoders.layers.attention.kernels.tile_sizes import SAFE, TILE_SIZES, TileSizes, tile_sizes
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
-from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, TileSizes, block_sizes
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from eqx_decoders.sharding.chips import compute_capability
 from tests.compare import assert_array_equal
@@ -47,7 +47,7 @@ def interpret(patch):
             name,
             dataclasses.replace(KERNELS[name], platforms=("cpu", "gpu", "tpu"), unsupported=lambda call: None),
         )
-    patch.setattr(pallas_flash_tpu, "block_sizes", lambda: TileSizes(held=256, streamed=128))
+    patch.setattr(pallas_flash_tpu, "tile_sizes", lambda: TileSizes(held=256, streamed=128))
     patch.setattr(pallas_flash_gpu, "_PADDED_TILE", TileSizes(held=64, streamed=64))
     small = {"forward": (64, 16), "queries": (32, 16), "keys": (32, 32)}
     patch.setattr(pallas_flash_gpu, "tile_of", lambda part, *_: pallas_flash_gpu.Tile(*small[part]))
@@ -430,7 +430,7 @@ def test_auto_selects_flash_kernels_that_support_the_call(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, 1, 128, 129, 511, 640, 1024, 1025, 8192, 8320, 100_000])
-@pytest.mark.parametrize("sizes", [SAFE, *BLOCK_SIZES.values()])
+@pytest.mark.parametrize("sizes", [SAFE, *TILE_SIZES.values()])
 def test_blocks_fit_the_length(sizes, length):
     fit = sizes.fit(length)
     assert fit.streamed % 128 == 0 and fit.held % fit.streamed == 0 and fit.vmem_bytes == sizes.vmem_bytes
@@ -442,7 +442,7 @@ def test_blocks_fit_the_length(sizes, length):
 
 
 def test_block_sizes_of_what_is_not_known():
-    assert block_sizes() == SAFE
+    assert tile_sizes() == SAFE
 
 
 def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, dtype="bfloat16", **options):
@@ -498,10 +498,10 @@ def check_compiled(program, call, name, kept):
 def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads, kind):
     """Values and gradients of packed rows, in blocks of this generation, which its vector memory holds."""
     devices, asked = tpu_devices(topology), []
-    monkeypatch.setattr(pallas_flash_tpu, "block_sizes", lambda: asked.append(block_sizes()) or asked[-1])
+    monkeypatch.setattr(pallas_flash_tpu, "tile_sizes", lambda: asked.append(tile_sizes()) or asked[-1])
     traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, kind, platform="tpu")
     check_compiled(traced.lower().compile(), "tpu_custom_call", f"{topology} {dim}/{value_dim} {kind}", kept)
-    assert asked == [BLOCK_SIZES[devices[0].device_kind]]
+    assert asked == [TILE_SIZES[devices[0].device_kind]]
 
 
 @slow

@@ -37,7 +37,7 @@ MIB = 2**20
 SAFE = TileSizes(held=512, streamed=512)  # within XLA's default VMEM limit on every TPU
 # By `device_kind`: devices with more FLOPs per byte of bandwidth (v6e, v7x) have larger resident tiles. MaxText and
 # Tokamax use 1024 to 2048 queries and 256 to 512 keys. These sizes compile; they have not been timed.
-BLOCK_SIZES: dict[str, TileSizes] = {
+TILE_SIZES: dict[str, TileSizes] = {
     "TPU v5 lite": TileSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
     "TPU v5": TileSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
     "TPU v6 lite": TileSizes(held=2048, streamed=512, vmem_bytes=64 * MIB),
@@ -45,6 +45,6 @@ BLOCK_SIZES: dict[str, TileSizes] = {
 }
 
 
-def block_sizes() -> TileSizes:
-    """Return the tile sizes for the current devices; SAFE for a device that is not in BLOCK_SIZES."""
-    return BLOCK_SIZES.get(device_kind(), SAFE)
+def tile_sizes() -> TileSizes:
+    """Return the tile sizes for the current devices; SAFE for a device that is not in TILE_SIZES."""
+    return TILE_SIZES.get(device_kind(), SAFE)
