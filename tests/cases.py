@@ -481,8 +481,7 @@ def _channel(case: Case):
         return dataclasses.replace(channel, dropout=case["dropout"])
     if isinstance(channel, ExpertsConfig) and case["dropout"] > 0:  # a key is at hand
         shared = channel.shared and dataclasses.replace(channel.shared, dropout=case["dropout"])
-        router = dataclasses.replace(channel.router, random=case["channel"] == "dropless")
-        return dataclasses.replace(channel, shared=shared, router=router)
+        return dataclasses.replace(channel, shared=shared)
     return channel
 
 

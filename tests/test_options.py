@@ -385,7 +385,7 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mlp=dataclasses.replace(EXPERTS, router=c)),
         dict(score="sigmoid", order="score_first", renormalize=True, bias=True, selection_bias=True, num_groups=4)
         | dict(hashed_tokens=16, groups_per_token=2, group_score="top2_sum", scaling_factor=2.0, per_expert_scale=True)
-        | dict(input_scaling=True, random=True, balance_loss=0.5, balance_form="megatron", z_loss=0.5)
+        | dict(input_scaling=True, balance_loss=0.5, balance_form="megatron", z_loss=0.5)
         | dict(bias_update_rate=0.1, input_norm=RMS, sparse_mixer=0.3),
     ),
     EngramConfig: (
@@ -865,9 +865,9 @@ BAD = [
     (AttentionConfig, ATTENTION, dict(num_kv_heads=-2), "at least 1"),
     (AttentionConfig, ATTENTION, dict(num_heads=30, num_kv_heads=8), "multiple of num_kv_heads=8"),
     (AttentionConfig, ATTENTION, dict(head_dim=0), "at least 1"),
-    (AttentionConfig, ATTENTION, dict(head_dim=7), "must be even"),
-    (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.4)), dict(head_dim=8), "= 3 must be even"),
-    (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.1)), dict(head_dim=8), "= 0 must be even"),
+    (AttentionConfig, ATTENTION, dict(head_dim=7), "positive even number"),
+    (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.4)), dict(head_dim=8), "= 3 features are rotated"),
+    (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.1)), dict(head_dim=8), "= 0 features are rotated"),
     (AttentionConfig, ATTENTION | dict(rope=ProportionalRope()), dict(head_dim=7), "head_dim=7 must be even"),
     (AttentionConfig, ATTENTION, dict(query_scale=0.0), "above 0"),
     (AttentionConfig, ATTENTION, dict(soft_cap=-30.0), "above 0"),

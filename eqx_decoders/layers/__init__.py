@@ -1,37 +1,38 @@
 """Layers of decoder blocks. `SomethingConfig.build(embed_dim, key=key)` returns the Equinox module `Something`.
 
 Attention mixers
-    `AttentionConfig` (with `QKNorm`, `BlockSelection`), `LatentAttentionConfig` (with `IndexerConfig`),
-    `CompressedAttentionConfig`, `HeadMixtureConfig`, `DifferentialAttentionConfig`, `DynamicMaskConfig`;
-    `LearnedInitConfig`, attention initialized from a teacher.
+    `AttentionConfig` (with `QKNorm`, `QueryTemperature`, `Alibi`, and `BlockSelection`, `BlockIndexerConfig` or
+    `PooledIndexerConfig`), `LatentAttentionConfig` (with `IndexerConfig`), `CompressedAttentionConfig`,
+    `HeadMixtureConfig`, `DifferentialAttentionConfig`, `DynamicMaskConfig`; `LearnedInitConfig`, attention initialized
+    from a teacher.
 
 Recurrent mixers
     `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`,
     `RGLRUConfig`, `TimeMixConfig`, `MLSTMConfig`, `LightningAttentionConfig`.
 
 Several mixers in parallel
-    `ParallelMixersConfig` of `NamedMixer`s.
+    `ParallelMixersConfig` of `NamedMixer`s; `AidedMixerConfig`, a mixer with a `SharedTransformerConfig`.
 
 Mixers of audio encoders
     `LocalAttentionConfig`, `RelativeAttentionConfig`, `LightConvolutionConfig`.
 
 Feed-forward layers and experts
     `MLPConfig`, `LinearConfig`, `ChannelMixConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`,
-    `load_balance_loss`, `router_z_loss`).
+    `load_balance_loss`, `router_z_loss`); `AddedFeaturesConfig`, which adds features of an encoder.
 
 Norms
-    `RMSNormConfig`, `LayerNormConfig`.
+    `RMSNormConfig`, `LayerNormConfig`; `LayerScaleConfig`, only a scale.
 
 Embeddings
     `LearnedPositions`, `SinusoidalPositions`, `EngramConfig` (with `TokenClasses`), `PerLayerEmbeddingConfig`,
     `PerLayerInputConfig`; `HeadTransformConfig` before the output head.
 
 Masks and rotary embeddings
-    `Causal`, `SlidingWindow`, `Chunked`, `Bidirectional`, `Spans` and `spans_of`; `Rope`, `LinearRope`, `Llama3Rope`,
-    `YarnRope`, `DynamicRope`, `ProportionalRope`.
+    `Causal`, `SlidingWindow`, `Chunked`, `Bidirectional`, `Spans` and `spans_of`; `Rope`, `LinearRope`, `NTKRope`,
+    `Llama3Rope`, `YarnRope`, `LongRope`, `DynamicRope`, `ProportionalRope`, `AxialRope`.
 
 Functions without weights
-    `attend` with one of the `KERNELS`, `max_scores`; `delta_rule`, `linear_recurrence`.
+    `attend` with one of the `KERNELS`; `delta_rule`, `linear_recurrence`.
 """
 
 from typing import TYPE_CHECKING
@@ -69,17 +70,24 @@ if TYPE_CHECKING:
         TimeMixConfig as TimeMixConfig,
     )
     from eqx_decoders.families.xlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
+    from eqx_decoders.layers.attention.alibi import Alibi as Alibi
     from eqx_decoders.layers.attention.attention import (
         Attention as Attention,
         AttentionConfig as AttentionConfig,
         QKNorm as QKNorm,
+        QueryTemperature as QueryTemperature,
+    )
+    from eqx_decoders.layers.attention.block_indexer import (
+        BlockIndexer as BlockIndexer,
+        BlockIndexerConfig as BlockIndexerConfig,
+        PooledIndexer as PooledIndexer,
+        PooledIndexerConfig as PooledIndexerConfig,
     )
     from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
     from eqx_decoders.layers.attention.kernels.registry import (
         KERNELS as KERNELS,
         Kernel as Kernel,
         attend as attend,
-        max_scores as max_scores,
     )
     from eqx_decoders.layers.attention.learned_init import (
         LearnedInit as LearnedInit,
@@ -101,6 +109,10 @@ if TYPE_CHECKING:
     from eqx_decoders.layers.conformer_conv import (
         LightConvolution as LightConvolution,
         LightConvolutionConfig as LightConvolutionConfig,
+    )
+    from eqx_decoders.layers.deepstack import (
+        AddedFeatures as AddedFeatures,
+        AddedFeaturesConfig as AddedFeaturesConfig,
     )
     from eqx_decoders.layers.embedding.embedding import (
         LearnedPositions as LearnedPositions,
@@ -144,6 +156,8 @@ if TYPE_CHECKING:
     from eqx_decoders.layers.norm import (
         LayerNorm as LayerNorm,
         LayerNormConfig as LayerNormConfig,
+        LayerScale as LayerScale,
+        LayerScaleConfig as LayerScaleConfig,
         RMSNorm as RMSNorm,
         RMSNormConfig as RMSNormConfig,
     )
@@ -171,22 +185,32 @@ if TYPE_CHECKING:
         linear_recurrence as linear_recurrence,
     )
     from eqx_decoders.layers.rope import (
+        AxialRope as AxialRope,
         DynamicRope as DynamicRope,
         LinearRope as LinearRope,
         Llama3Rope as Llama3Rope,
+        LongRope as LongRope,
+        NTKRope as NTKRope,
         ProportionalRope as ProportionalRope,
         Rope as Rope,
         YarnRope as YarnRope,
+    )
+    from eqx_decoders.layers.shared_transformer import (
+        AidedMixer as AidedMixer,
+        AidedMixerConfig as AidedMixerConfig,
+        SharedTransformerConfig as SharedTransformerConfig,
     )
 
 __getattr__, __all__, __dir__ = lazy(
     __name__,
     {
-        "layers.attention.attention": "Attention AttentionConfig QKNorm",
+        "layers.attention.alibi": "Alibi",
+        "layers.attention.attention": "Attention AttentionConfig QKNorm QueryTemperature",
         "families.deepseek.compressed_attention": "CompressedAttention CompressedAttentionConfig",
         "layers.attention.local_attention": "LocalAttention LocalAttentionConfig",
+        "layers.attention.block_indexer": "BlockIndexer BlockIndexerConfig PooledIndexer PooledIndexerConfig",
         "layers.attention.indexer": "Indexer IndexerConfig",
-        "layers.attention.kernels.registry": "KERNELS Kernel attend max_scores",
+        "layers.attention.kernels.registry": "KERNELS Kernel attend",
         "layers.attention.mla": "LatentAttention LatentAttentionConfig",
         "layers.attention.moba": "BlockSelection",
         "layers.attention.relative_attention": "RelativeAttention RelativeAttentionConfig",
@@ -195,6 +219,7 @@ __getattr__, __all__, __dir__ = lazy(
         "families.jetmoe": "HeadMixture HeadMixtureConfig",
         "layers.attention.learned_init": "LearnedInit LearnedInitConfig",
         "layers.conformer_conv": "LightConvolution LightConvolutionConfig",
+        "layers.deepstack": "AddedFeatures AddedFeaturesConfig",
         "layers.embedding.embedding": "LearnedPositions SinusoidalPositions",
         "layers.embedding.engram": "Engram EngramConfig TokenClasses",
         "layers.embedding.head_transform": "HeadTransform HeadTransformConfig",
@@ -203,7 +228,7 @@ __getattr__, __all__, __dir__ = lazy(
         "layers.mlp": "MLP Linear LinearConfig MLPConfig",
         "layers.moe.experts": "Experts ExpertsConfig",
         "layers.moe.router": "Router RouterConfig RoutingStats load_balance_loss router_z_loss",
-        "layers.norm": "LayerNorm LayerNormConfig RMSNorm RMSNormConfig",
+        "layers.norm": "LayerNorm LayerNormConfig LayerScale LayerScaleConfig RMSNorm RMSNormConfig",
         "layers.parallel_mixers": "NamedMixer ParallelMixers ParallelMixersConfig",
         "layers.recurrent.gated_conv": "GatedConvolution GatedConvolutionConfig",
         "layers.recurrent.gated_delta_net": "GatedDeltaNet GatedDeltaNetConfig",
@@ -215,6 +240,7 @@ __getattr__, __all__, __dir__ = lazy(
         "families.gemma.rg_lru": "RGLRU RGLRUConfig",
         "families.rwkv": "ChannelMix ChannelMixConfig TimeMix TimeMixConfig",
         "layers.recurrent.scans.recurrence": "delta_rule linear_recurrence",
-        "layers.rope": "DynamicRope LinearRope Llama3Rope ProportionalRope Rope YarnRope",
+        "layers.rope": ("AxialRope DynamicRope LinearRope Llama3Rope LongRope NTKRope ProportionalRope Rope YarnRope"),
+        "layers.shared_transformer": "AidedMixer AidedMixerConfig SharedTransformerConfig",
     },
 )

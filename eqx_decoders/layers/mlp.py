@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from statistics import NormalDist
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -37,34 +37,30 @@ ActivationName = Annotated[str, OneOf(tuple(ACTIVATIONS))]
 MLPActivationName = Annotated[str, OneOf((*ACTIVATIONS, "xielu"))]
 
 
-@runtime_checkable
-class Gating(Protocol):
-    """Fields of `MLPConfig` and `ExpertsConfig` that `join_gate` reads."""
-
-    @property
-    def activation_scale(self) -> float: ...
-    @property
-    def up_offset(self) -> float: ...
-    @property
-    def limit(self) -> float | None: ...
-
-
-def join_gate(gating: Gating, act: Callable[[Array], Array], gate: Array | None, up: Array) -> Array:
+def join_gate(
+    act: Callable[[Array], Array],
+    gate: Array | None,
+    up: Array,
+    *,
+    activation_scale: float,
+    up_offset: float,
+    limit: float | None,
+) -> Array:
     """Compute `act(beta * gate) / beta * (up + up_offset)`; without a gate `act(beta * up) / beta`.
 
     beta is `activation_scale`. Gate and up projections are first clipped to `limit` as described in `MLPConfig`.
     """
-    beta, limit = gating.activation_scale, gating.limit
+    beta = activation_scale
     if gate is not None and limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     activated = up if gate is None else gate
     activated = act(activated) if beta == 1.0 else act(activated * beta) / beta
-    return activated if gate is None else activated * (up + gating.up_offset if gating.up_offset else up)
+    return activated if gate is None else activated * (up + up_offset if up_offset else up)
 
 
-def check_gating(config: Gating, name: str, gated: bool) -> None:
+def check_gating(name: str, *, gated: bool, up_offset: float, limit: float | None) -> None:
     """Raise ConfigError if fields are set that need a gate, but there is none. `name`: name of the configuration."""
-    gate_fields = [field for field in ("up_offset", "limit") if getattr(config, field)]
+    gate_fields = [field for field, value in (("up_offset", up_offset), ("limit", limit)) if value]
     check(
         gated or not gate_fields,
         f"{name}.gated=False excludes {' and '.join(gate_fields)}: without a gate they have no effect. Leave them out.",
@@ -115,7 +111,7 @@ class MLPConfig(ChannelConfig, ExtraConfig):
             self.gated or self.gate_scale == 1.0,
             f"MLPConfig.gate_scale={self.gate_scale} needs gated=True: without a gate there is nothing to scale.",
         )
-        check_gating(self, "MLPConfig", self.gated)
+        check_gating("MLPConfig", gated=self.gated, up_offset=self.up_offset, limit=self.limit)
         check(
             self.gated or not self.gate_sparsity,
             f"MLPConfig.gate_sparsity={self.gate_sparsity} needs gated=True: it applies to the gate.",
@@ -164,7 +160,14 @@ class MLP(eqx.Module):
         act = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
         gate, up = self._project(x, ctx)
         gate = None if gate is None else cut_gate(scale(gate, self.config.gate_scale), self.config.gate_sparsity)
-        hidden = join_gate(self.config, act, gate, up)
+        hidden = join_gate(
+            act,
+            gate,
+            up,
+            activation_scale=self.config.activation_scale,
+            up_offset=self.config.up_offset,
+            limit=self.config.limit,
+        )
         hidden = hidden if self.inner_norm is None else self.inner_norm(hidden)
         hidden = dropout(ctx.constrain(hidden, "batch length mlp"), self.config.dropout, key)
         out = ctx.einsum("batch length mlp, mlp embed -> batch length embed", hidden, self.down)
@@ -172,7 +175,7 @@ class MLP(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(self(x, ctx, key=key))
 
     def _project(self, x: Array, ctx: ForwardContext) -> tuple[Array | None, Array]:
@@ -221,5 +224,5 @@ class Linear(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(self(x, ctx, key=key))

@@ -56,7 +56,8 @@ class Rope(CheckedFields):
         count = int(head_dim * self.fraction)
         check(
             count % 2 == 0 and count > 0,
-            f"{type(self).__name__}: head_dim={head_dim} x fraction={self.fraction} = {count} must be even, above 0.",
+            f"{type(self).__name__}.fraction={self.fraction} with head_dim={head_dim}: head_dim * fraction = {count} "
+            "features are rotated, which must be a positive even number.",
         )
         return count
 
@@ -169,7 +170,11 @@ class AxialRope(Rope):
 
     def rotated(self, head_dim: int) -> int:
         count = super().rotated(head_dim)
-        check(count % 4 == 0, f"AxialRope: head_dim={head_dim} x fraction={self.fraction} must be a multiple of 4.")
+        check(
+            count % 4 == 0,
+            f"AxialRope.fraction={self.fraction} with head_dim={head_dim}: head_dim * fraction = {count} features are "
+            "rotated, which must be a multiple of 4.",
+        )
         return count
 
     def frequencies(self, dim: int) -> np.ndarray:

@@ -12,15 +12,11 @@ from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_option
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attend import run_attention
-from eqx_decoders.layers.attention.block_indexer import (
-    AnyBlockSelection,
-    BlockIndexer,
-    BlockIndexerConfig,
-    SelectionInputs,
-)
+from eqx_decoders.layers.attention.block_indexer import BlockIndexer, BlockIndexerConfig, SelectionInputs
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import with_sink
+from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.attention.topk import SelectedKeys
 from eqx_decoders.layers.base import BranchResult, MixerConfig
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
@@ -155,7 +151,7 @@ class AttentionConfig(MixerConfig):
     value_norm: NormConfig | None = None
     value_dim: PositiveInt | None = None
     value_scale: PositiveFloat = 1.0
-    selection: AnyBlockSelection | None = None
+    selection: BlockSelection | None = None
     kv_shared_from: str | None = None
 
     def __post_init__(self):
@@ -187,13 +183,13 @@ class AttentionConfig(MixerConfig):
             f"AttentionConfig.selection needs mask=Causal() and spans=False, not mask={self.mask} and "
             f"spans={self.spans}: key blocks are selected among earlier tokens only.",
         )
-        self._check_indexer()
+        if self.rope is not None:
+            self.rope.rotated(self.head_dim)  # raises ConfigError if it cannot rotate heads of this size
+        if self.block_indexer is not None:
+            self._check_indexer(self.block_indexer)
 
-    def _check_indexer(self) -> None:
+    def _check_indexer(self, indexer: BlockIndexerConfig) -> None:
         rotated_dim = 0 if self.rope is None else self.rope.rotated(self.head_dim)
-        indexer = self.block_indexer
-        if indexer is None:
-            return
         check(
             self.num_heads % indexer.num_selections(indexer.num_heads) == 0,
             f"AttentionConfig.selection.num_heads={indexer.num_heads} must be a divisor of num_heads={self.num_heads}: "
@@ -346,7 +342,7 @@ class Attention(eqx.Module):
     def branch(
         self, x: Array, ctx: ForwardContext, past: AttentionPast | None, key: PRNGKeyArray | None
     ) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
     def _attend_heads(self, x: Array, ctx: ForwardContext, past: AttentionPast | None) -> tuple[Array, Any]:

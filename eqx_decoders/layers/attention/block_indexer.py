@@ -244,6 +244,3 @@ def _cached_means(
         return sums / jnp.maximum(num_keys, 1.0)[:, None, None], num_keys > 0
 
     return jax.vmap(sequence_means)(keys, blocks)
-
-
-AnyBlockSelection = BlockSelection | BlockIndexerConfig | PooledIndexerConfig

@@ -136,7 +136,7 @@ class ExpertsConfig(ChannelConfig):
             f"num_experts={self.num_experts} plus num_zero_experts={self.num_zero_experts}.",
         )
         self.router.check_experts(self.num_choices, self.num_experts_per_token)
-        check_gating(self, "ExpertsConfig", self.gated)
+        check_gating("ExpertsConfig", gated=self.gated, up_offset=self.up_offset, limit=self.limit)
         for field in ("shared_gate", "norms", "shortcut"):
             value = getattr(self, field)
             check(
@@ -151,8 +151,8 @@ class ExpertsConfig(ChannelConfig):
 
     @property
     def draws(self) -> bool:
-        """Whether routing or dropout uses random numbers."""
-        return self.router.random or (self.shared is not None and self.shared.dropout > 0)
+        """Whether dropout uses random numbers."""
+        return self.shared is not None and self.shared.dropout > 0
 
     def capacity(self, length: int) -> int:
         """Return the maximum number of tokens of a sequence that an expert accepts; at least 1."""
@@ -215,21 +215,20 @@ class Experts(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: ForwardContext, *, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "batch length embed"], RoutingStats]:
-        """Return the layer's output and its routing statistics. Random routing and dropout need `key`."""
+        """Return the layer's output and its routing statistics. Dropout needs `key`."""
         result = self.branch(x, ctx, None, key)
         return result.out, result.stats["routing"]
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a block (see `BranchLayer`); it has no cache."""
+        """Run the layer in a block; see `BranchLayer`. It has no cache."""
         inputs = BranchInputs(x, ctx, past, key)
         (result,) = self.run_routed([inputs], [self.route(inputs)])
         return result
 
     def route(self, inputs: BranchInputs) -> Routed:
         """Route the tokens of one part of the batch (see `StaggeredLayer`)."""
-        x, ctx, _, key = inputs
-        router_key, _ = _split_key(key)
-        indices, gates, stats = self.router(x, ctx, key=router_key, replayed=ctx.layer_inputs.get(CHOICES))
+        x, ctx, _, _ = inputs
+        indices, gates, stats = self.router(x, ctx, replayed=ctx.layer_inputs.get(CHOICES))
         return Routed(RoutedTokens(self._from_stream(x, ctx), indices, gates), stats)
 
     def run_routed(self, parts: Sequence[BranchInputs], routed: Sequence[Routed]) -> list[BranchResult]:
@@ -250,8 +249,7 @@ class Experts(eqx.Module):
             x = self.norms.pre_shared(x)
         shortcut = None
         if self.shared is not None:
-            _, dropout_key = _split_key(key)
-            shared = self._shared(self.shared, x, ctx, dropout_key)
+            shared = self._shared(self.shared, x, ctx, key)
             shared = shared if self.norms is None else self.norms.post_shared(shared)
             if self.config.shortcut is None:
                 out = out + shared
@@ -320,10 +318,16 @@ class Experts(eqx.Module):
 
     def _hidden(self, gate: Array | None, up: Array) -> Array:
         """Compute the input of the down projection."""
-        act = ACTIVATIONS[self.config.activation]
-        if gate is None:
-            return join_gate(self.config, act, None, _save(up, "mlpwi_0"))
-        return join_gate(self.config, act, _save(gate, "mlpwi_0"), _save(up, "mlpwi_1"))
+        saved_gate = None if gate is None else _save(gate, "mlpwi_0")
+        saved_up = _save(up, "mlpwi_0" if gate is None else "mlpwi_1")
+        return join_gate(
+            ACTIVATIONS[self.config.activation],
+            saved_gate,
+            saved_up,
+            activation_scale=self.config.activation_scale,
+            up_offset=self.config.up_offset,
+            limit=self.config.limit,
+        )
 
     # --- all experts on all tokens ---
 
@@ -552,14 +556,6 @@ class LatentExperts(Experts):
     up: Float[Array, "experts latent mlp"]
     down: Float[Array, "experts mlp latent"]
     down_bias: Float[Array, "experts latent"] | None
-
-
-def _split_key(key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, PRNGKeyArray | None]:
-    """Return the keys of the router and of the shared MLP."""
-    if key is None:
-        return None, None
-    router_key, dropout_key = jax.random.split(key)
-    return router_key, dropout_key
 
 
 def _save(x: Array, name: str) -> Array:

@@ -57,7 +57,6 @@ class RouterConfig(CheckedFields):
     - `per_expert_scale`: multiplies the weight of each expert by a learned scalar.
     - `input_norm`: the router reads `norm(x) / sqrt(embed)`; None: x.
     - `input_scaling`: weights multiply the inputs of the experts, and outputs are summed without weights.
-    - `random`: with a key, selects k different experts at random; for benchmarks with balanced load.
     - `balance_loss`, `balance_form`: coefficient of `load_balance_loss` in the training loss, and its form.
     - `z_loss`: coefficient of `router_z_loss` in the training loss.
     - `bias_update_rate`: change of each selection bias per training step.
@@ -77,7 +76,6 @@ class RouterConfig(CheckedFields):
     per_expert_scale: bool = False
     input_norm: NormConfig | None = None
     input_scaling: bool = False
-    random: bool = False
     balance_loss: NonNegativeFloat = 0.0
     balance_form: BalanceForm = "switch"
     z_loss: NonNegativeFloat = 0.0
@@ -105,13 +103,11 @@ class RouterConfig(CheckedFields):
             f"RouterConfig.renormalize={self.renormalize} has no effect with order='select_first' and score='softmax': "
             "a softmax over the selected experts sums to 1. Leave it out.",
         )
-        has_selection_option = (
-            self.selection_bias or self.random or self.num_groups > 1 or self.sparse_mixer is not None
-        )
+        has_selection_option = self.selection_bias or self.num_groups > 1 or self.sparse_mixer is not None
         check(
             self.hashed_tokens is None or not has_selection_option,
-            f"RouterConfig.hashed_tokens={self.hashed_tokens} excludes selection_bias, random, sparse_mixer and "
-            "num_groups: a table selects the experts. Leave these out.",
+            f"RouterConfig.hashed_tokens={self.hashed_tokens} excludes selection_bias, sparse_mixer and num_groups: "
+            "a table selects the experts. Leave these out.",
         )
         check(
             self.sparse_mixer is None or (not scores_all and self.score == "softmax"),
@@ -221,7 +217,6 @@ class Router(eqx.Module):
         x: Float[Array, "batch length embed"],
         ctx: ForwardContext,
         *,
-        key: PRNGKeyArray | None = None,
         replayed: Integer[Array, "batch length choices"] | None = None,
     ) -> tuple[Int32[Array, "batch length slots"], Float[Array, "batch length slots"], RoutingStats]:
         """Return the indices of the k experts of each token, their weights, and statistics.
@@ -231,13 +226,12 @@ class Router(eqx.Module):
 
         **Arguments:**
 
-        - `key`: randomness for `RouterConfig.random`.
         - `replayed`: experts recorded by another program for these tokens, which replace the selection; -1 for tokens
             without a record. Their weights and gradients are computed from this router's own scores.
         """
         logits = self._logits(x, ctx)
         scores = _score(logits, self.config.score)
-        indices, allowed = self._select(logits, scores, key) if self.table is None else self._look_up(scores, ctx)
+        indices, allowed = self._select(logits, scores) if self.table is None else self._look_up(scores, ctx)
         if replayed is not None:
             indices, allowed = self._replay(replayed, indices, allowed)
         weights = self._combine_weights(logits, jnp.where(allowed, scores, 0.0), indices)
@@ -262,15 +256,13 @@ class Router(eqx.Module):
         return add_bias(logits, self.bias)
 
     def _select(
-        self, logits: Array, scores: Array, key: PRNGKeyArray | None
+        self, logits: Array, scores: Array
     ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
         """Return the selected experts, and which experts could be selected (those of the best expert groups)."""
         config = self.config
         ranking = logits if config.order == "select_first" else scores
         if self.selection_bias is not None:
             ranking = add_bias(ranking, self.selection_bias)
-        if config.random and key is not None:
-            ranking = jax.random.uniform(key, ranking.shape)
         ranking = jax.lax.stop_gradient(ranking)
         allowed = self._in_best_groups(ranking)
         ranking = jnp.where(allowed, ranking, 0.0 if config.group_score == "max" else -jnp.inf)
@@ -365,12 +357,7 @@ class Router(eqx.Module):
     def _selects_top_scores(self) -> bool:
         """Whether the router always selects the experts with the top k scores."""
         config = self.config
-        return not (
-            config.hashed_tokens
-            or config.selection_bias
-            or config.random
-            or config.groups_per_token < config.num_groups
-        )
+        return not (config.hashed_tokens or config.selection_bias or config.groups_per_token < config.num_groups)
 
 
 def _hash_table(vocab_size: int, num_experts: int, experts_per_token: int) -> Int32[Array, "vocab slots"]:

@@ -54,8 +54,8 @@ def tokens_of(seed: int = 1) -> np.ndarray:
 
 
 @eqx.filter_jit
-def run(router, x, positions, key):
-    return router(x, ed.ForwardContext(positions=positions), key=key)
+def run(router, x, positions):
+    return router(x, ed.ForwardContext(positions=positions))
 
 
 @eqx.filter_jit
@@ -66,8 +66,8 @@ def replay(router, x, replayed):
     return jnp.sum(found[1] * jnp.asarray(FACTORS, jnp.float32)), found
 
 
-def route(router, x, positions=POSITIONS, key=None):
-    return run(router, jnp.asarray(x), jnp.asarray(positions), key)
+def route(router, x, positions=POSITIONS):
+    return run(router, jnp.asarray(x), jnp.asarray(positions))
 
 
 @pytest.mark.slow
@@ -294,18 +294,6 @@ def test_routes_half_precision_tokens_in_single_precision():
     router, x = router_of(**VARIANTS["deepseek_v3"]), jnp.asarray(tokens_of(), jnp.bfloat16)
     for got, want in zip(route(router, x)[:2], route(router, x.astype(jnp.float32))[:2], strict=True):
         assert_array_equal(got, want)
-
-
-@pytest.mark.slow
-def test_random_routing_needs_a_key():
-    plain, router, x = router_of(), router_of(random=True), np.tile(tokens_of()[:1, :1], (1, 400, 1))
-    places = np.arange(400)[None]
-    assert_array_equal(route(router, x, places)[0], route(plain, x, places)[0])
-    indices, weights, stats = route(router, x, places, key=jax.random.key(0))
-    assert all(len(set(row)) == CHOSEN for row in indices[0].tolist())
-    assert_allclose(stats.counts / 150, 1.0, atol=0.3)  # one expert of eight for all without a key
-    assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
-    assert not np.array_equal(indices, route(router, x, places, key=jax.random.key(1))[0])
 
 
 @pytest.mark.parametrize("form", ["switch", "megatron"])

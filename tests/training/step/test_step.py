@@ -486,20 +486,19 @@ def test_a_trainable_pattern_without_a_weight_is_refused():
 
 HIDDEN = dataclasses.replace(NOTHING, mlp=MLPConfig(mlp_dim=8, dropout=0.3))
 ROUTED = ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8)
-RANDOM = dataclasses.replace(ROUTED, router=RouterConfig(random=True, balance_loss=0.1, z_loss=0.01))
+SHARED = dataclasses.replace(ROUTED, shared=HIDDEN.mlp, router=RouterConfig(balance_loss=0.1, z_loss=0.01))
 DRAWS = {
     "before and after the blocks": dict(dropout=0.1),
     "a block": dict(blocks=(dataclasses.replace(NOTHING, dropout=0.1),)),
     "an MLP": dict(blocks=(NOTHING, HIDDEN)),
-    "a router": dict(blocks=(dataclasses.replace(NOTHING, mlp=RANDOM),)),
-    "shared experts": dict(blocks=(dataclasses.replace(NOTHING, mlp=dataclasses.replace(ROUTED, shared=HIDDEN.mlp)),)),
+    "shared experts": dict(blocks=(dataclasses.replace(NOTHING, mlp=SHARED),)),
     "multi-token prediction": dict(mtp=MTPConfig(num_depths=1, block=HIDDEN, norm=RMSNormConfig())),
 }
 
 
 @pytest.mark.slow
 def test_only_random_layers_get_a_key():
-    """Each kind of dropout, and random routing: only then does the program have random bits."""
+    """Each kind of dropout: only then does the program have random bits."""
 
     def draws(config) -> bool:
         model = ed.abstract(config)
@@ -524,8 +523,8 @@ def test_microbatches_have_different_dropout():
 
 @pytest.mark.slow
 def test_dropout_differs_between_steps_and_microbatches():
-    """Every kind of dropout, random routing and its losses: the fused step is the plain loss with the step's key."""
-    blocks = (dataclasses.replace(HIDDEN, dropout=0.2), dataclasses.replace(NOTHING, mlp=RANDOM))
+    """Every kind of dropout, and the losses of a router: the fused step is the plain loss with the step's key."""
+    blocks = (dataclasses.replace(HIDDEN, dropout=0.2), dataclasses.replace(NOTHING, mlp=SHARED))
     model = filled(dataclasses.replace(BARE, blocks=blocks, dropout=0.5))
     trainer = trainer_of(model, gradient_accumulation_steps=2)
     tokens = some_tokens(2, LENGTH)

@@ -24,8 +24,8 @@ class AttentionInputs(NamedTuple):
     - `positions`: positions, segments and spans of queries and keys.
     - `selected`: which of the keys that the mask allows are attended to, per head or for all heads; None: all keys.
     - `scales`: scales of quantized keys and values; None: keys and values are not quantized.
-    - `slopes`: ALiBi slopes of these heads. None: no ALiBi, or the heads are all heads of the layer, whose slopes
-        follow from `AttentionOptions.alibi`.
+    - `slopes`: ALiBi slope of each head of `query`. None: `with_slopes` computes them from `AttentionOptions.alibi`, if
+        there is ALiBi. A device that has only some heads of the layer must pass them.
     """
 
     query: Float[Array, "batch length heads head_dim"]
@@ -58,7 +58,7 @@ class AttentionOptions:
         padding.
     - `needs_lse`: whether the caller reads the log-sum-exp; otherwise it may be NaN.
     - `local`: whether the arrays are local to one device: inside `shard_map`, or without a mesh.
-    - `platform`: platform of the devices; `attend` and `max_scores` default to JAX's default devices.
+    - `platform`: platform of the devices; `attend` defaults to JAX's default devices.
     - `compute_capability`: compute capability of NVIDIA GPUs; None for other devices.
     """
 

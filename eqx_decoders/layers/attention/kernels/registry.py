@@ -158,6 +158,8 @@ def attend(
     Queries are already scaled. Negative positions are padding. A query that sees no key has out = 0 and lse = EMPTY.
     With `query_spans`, tokens also see later tokens of their span. `kernel` is a name in KERNELS, or "auto", see
     `select_kernel`. Raises ConfigError if the kernel does not support the call.
+
+    This function is for direct calls. Layers call `run_attention`, which calls `run_kernel` on the mesh of the model.
     """
     positions = dict(query_positions=query_positions, key_positions=key_positions)
     inputs, options = group_arguments(query, key, value, mask=mask, **positions, **keywords)
@@ -165,7 +167,7 @@ def attend(
 
 
 def run_kernel(inputs: AttentionInputs, options: AttentionOptions, kernel: str = "auto") -> Result:
-    """Compute `attend`, from arguments that are already split into arrays and options."""
+    """Compute attention as `attend` does, for arrays and static options in two separate arguments."""
     check(
         options.aligned or not options.dense_positions,
         "dense_positions=True needs aligned=True: it describes calls whose queries and keys are the same tokens.",
@@ -200,25 +202,12 @@ def attend_gradients(
     return implementation.gradients(inputs.with_slopes(options), call, cotangents)
 
 
-def max_scores(
-    query: Float[Array, "batch length heads head_dim"],
-    key: Num[Array, "batch kv_length kv_heads head_dim"],
-    *,
-    mask: Mask,
-    query_positions: Int[Array, "batch length"],
-    key_positions: Int[Array, "batch kv_length"],
-    **keywords: Unpack[AttendKeywords],
-) -> Float32[Array, "batch heads"]:
-    """Return the largest score of each sequence and head among the scores that `attend` uses; EMPTY if there are none.
-
-    The result has no gradient. Scores are computed tile by tile, so that only one tile is in memory at a time.
-    """
-    positions = dict(query_positions=query_positions, key_positions=key_positions)
-    return run_max_scores(*group_arguments(query, key, key, mask=mask, **positions, **keywords))
-
-
 def run_max_scores(inputs: AttentionInputs, options: AttentionOptions) -> Float32[Array, "batch heads"]:
-    """Compute `max_scores`, from arguments that are already split into arrays and options; values are ignored."""
+    """Return the largest score of each sequence and head, over all keys that its queries see; EMPTY if they see none.
+
+    The result has no gradient, and values are ignored. Scores are computed tile by tile, so that only one tile is in
+    memory at a time.
+    """
     call = _describe_call(inputs, options)
     query, key = jax.lax.stop_gradient((inputs.query, inputs.key))
     key = key if inputs.scales is None else dequantize(key, inputs.scales.key, query.dtype)

@@ -13,9 +13,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.alibi import Alibi
+from eqx_decoders.layers.attention.kernels.call import group_arguments
 from eqx_decoders.layers.attention.kernels.common import Scales
 from eqx_decoders.layers.attention.kernels.quantized_kv import dequantize, quantize
-from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
+from eqx_decoders.layers.attention.kernels.registry import (
+    EMPTY,
+    KERNELS,
+    Kernel,
+    attend,
+    merge,
+    run_max_scores,
+    with_sink,
+)
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
 from tests.compare import assert_allclose, assert_array_equal, assert_close
@@ -382,6 +391,10 @@ def test_platform_defaults_to_default_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu", compute_capability="8.0")])
     with refused(ConfigError, "compute capability (8, 0)"):
         attend(*make(3), **places, mask=Causal(), kernel="triton")
+
+
+def max_scores(query, key, **keywords):
+    return run_max_scores(*group_arguments(query, key, key, **keywords))
 
 
 def test_largest_scores_of_quantized_keys():
