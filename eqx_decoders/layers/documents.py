@@ -5,6 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
+def previous_tokens(real: Bool[Array, "batch length"]) -> Int[Array, "batch length"]:
+    """Return the index of the last token before each token, without padding; -1 if there is none.
+
+    `real`: False for padding.
+    """
+    index = jnp.where(real, jnp.arange(real.shape[1], dtype=jnp.int32)[None], -1)
+    return jnp.pad(jax.lax.cummax(index, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+
+
 def document_starts(
     positions: Int[Array, "batch length"], segment_ids: Int[Array, "batch length"] | None
 ) -> Bool[Array, "batch length"] | None:
@@ -15,8 +24,7 @@ def document_starts(
     if segment_ids is None:
         return None
     real = positions >= 0
-    index = jnp.where(real, jnp.arange(real.shape[1])[None], -1)
-    previous = jnp.pad(jax.lax.cummax(index, axis=1), ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    previous = previous_tokens(real)
     previous_segment = jnp.take_along_axis(segment_ids, jnp.maximum(previous, 0), axis=1)
     return real & (previous >= 0) & (previous_segment != segment_ids)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
+from eqx_decoders.layers.documents import previous_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +72,7 @@ def spans_of(span_ids: Int[Array, "batch length"], positions: Int[Array, "batch 
 def _run_ends(ids: Array, positions: Array) -> Int[Array, "batch length"]:
     """Return the last position of each token's run of equal ids; `ids` and `positions` are in reversed order."""
     index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
-    previous = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]  # index of the previous token; -1: none
+    previous = previous_tokens(positions >= 0)
     previous_id, previous_position = (
         jnp.take_along_axis(x, jnp.maximum(previous, 0), axis=1) for x in (ids, positions)
     )

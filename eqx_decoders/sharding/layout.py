@@ -451,6 +451,13 @@ class Layout:
             check_vma=False,
         )
 
+    def with_unit_axes(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return mesh axes, followed by all mesh axes of size 1, for a `PartitionSpec` of `shard_map`.
+
+        Without the axes of size 1, `shard_map` would sum gradients over them: it sums over all axes that no spec names.
+        """
+        return (*mesh_axes, *(name for name, size in self.sizes.items() if size == 1))
+
     @property
     def sizes(self) -> dict[str, int]:
         """Number of devices along each mesh axis; empty without a mesh."""

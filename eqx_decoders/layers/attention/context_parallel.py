@@ -275,8 +275,7 @@ def _make_plan(
         exchange_size = 1
     zigzag_order = execution.context_order == "zigzag" and bool(key_axes) and not merges
     return _ContextPlan(
-        # include mesh axes of size 1: shard_map sums gradients over all axes that no spec mentions
-        batch_axes=(*batch_axes, *(name for name, size in layout.mesh.shape.items() if size == 1)),
+        batch_axes=layout.with_unit_axes(batch_axes),
         length_axes=length_axes,
         head_axes=head_axes,
         kv_head_axes=kv_head_axes,

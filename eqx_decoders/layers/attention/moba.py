@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.kernels.selection import WORD, Selection, pack_groups
 from eqx_decoders.layers.attention.topk import SelectedKeys, map_queries, top_k_mask
+from eqx_decoders.layers.documents import previous_tokens
 
 
 # (mean keys of blocks, first positions of blocks) -> keys by which blocks are scored
@@ -216,9 +217,7 @@ def _number_blocks(
     Returns the block index of each token, and whether the token is the first of its document. Padding gets the index of
     the preceding block.
     """
-    index = jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape)
-    latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
-    previous = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]  # index of the previous token; -1: none
+    previous = previous_tokens(positions >= 0)
     previous_position, previous_segment = (
         jnp.take_along_axis(x, jnp.maximum(previous, 0), axis=1) for x in (positions, segments)
     )

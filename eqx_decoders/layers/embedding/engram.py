@@ -30,6 +30,7 @@ from eqx_decoders.errors import (
 )
 from eqx_decoders.layers.base import BranchResult, ExtraConfig
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, last_inputs
+from eqx_decoders.layers.documents import previous_tokens
 from eqx_decoders.layers.embedding.ngram_hash import HashBits, hash_rows, multipliers, table_sizes, up_to_last
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.norm import RMSNormConfig, normalize_streams
@@ -265,7 +266,7 @@ class Engram(eqx.Module):
         return out.reshape(x.shape), self._cache_entries(inputs, conv_state, ctx)
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
     def _ngram_embeddings(
@@ -356,8 +357,7 @@ def earlier_tokens(
     real = jnp.concatenate([tail >= 0, positions >= 0], axis=1)
     segments = jnp.zeros_like(joined) if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (taps, 0)))
     index = jnp.broadcast_to(jnp.arange(joined.shape[1], dtype=jnp.int32)[None], joined.shape)
-    latest = jax.lax.cummax(jnp.where(real, index, -1), axis=1)
-    before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    before = previous_tokens(real)
     earlier = []
     current = index
 

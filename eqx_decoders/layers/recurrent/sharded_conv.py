@@ -35,8 +35,7 @@ def convolve_on_mesh(
         before = _inputs_before_shard(before, x, positions, documents, length_axes)
         return causal_convolution(x, kernel, bias, before, positions, documents, dilation)
 
-    # mesh axes of size 1 are listed too, because shard_map sums gradients over every axis that no spec names
-    batch_axes = (*batch_axes, *(name for name, count in layout.mesh.shape.items() if count == 1))
+    batch_axes = layout.with_unit_axes(batch_axes)
     tokens = PartitionSpec(batch_axes, length_axes, channel_axes)
     weights = PartitionSpec(channel_axes)
     state = PartitionSpec(batch_axes, None, channel_axes)

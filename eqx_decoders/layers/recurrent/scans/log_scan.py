@@ -114,7 +114,6 @@ def log_scan_on_mesh(
         shard_start, end = states_of_shards(start, (tokens[0].sum(1), *end), reduction.advance, length_axes)
         return scan_states(reduction, tokens, shard_start)[0], end
 
-    # mesh axes of size 1 are listed too, because shard_map sums gradients over every axis that no spec names
-    batch_axes = (*batch_axes, *(name for name, size in layout.mesh.shape.items() if size == 1))
+    batch_axes = layout.with_unit_axes(batch_axes)
     specs = PartitionSpec(batch_axes, length_axes, channel_axes), PartitionSpec(batch_axes, channel_axes)
     return layout.shard_map(run, specs, specs)(tokens, start)

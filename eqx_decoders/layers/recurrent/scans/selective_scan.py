@@ -154,8 +154,7 @@ def selective_scan_on_mesh(
         out, _ = selective_scan(*inputs, start, resets)
         return out, end
 
-    # mesh axes of size 1 are listed too, because shard_map sums gradients over every axis that no spec names
-    batch_axes = (*batch_axes, *(name for name, size in layout.mesh.shape.items() if size == 1))
+    batch_axes = layout.with_unit_axes(batch_axes)
     tokens = PartitionSpec(batch_axes, length_axes, channel_axes)
     keys = PartitionSpec(batch_axes, length_axes)
     states = PartitionSpec(batch_axes, None, channel_axes)

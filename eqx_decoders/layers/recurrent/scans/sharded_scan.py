@@ -74,8 +74,7 @@ def recur_on_mesh(
         out, written = (_add_state(x, start) for x in (shard.out, shard.written))
         return out.astype(value.dtype), written, end
 
-    # mesh axes of size 1 are listed too, because shard_map sums gradients over every axis that no spec names
-    batch_axes = (*batch_axes, *(name for name, size in layout.mesh.shape.items() if size == 1))
+    batch_axes = layout.with_unit_axes(batch_axes)
     tokens = PartitionSpec(batch_axes, length_axes, head_axes)
     keys = PartitionSpec(batch_axes, length_axes, key_head_axes)
     states = PartitionSpec(batch_axes, head_axes)
