@@ -95,12 +95,12 @@ class MixerConfig(LayerConfig):
 
     @property
     def shares_as(self) -> str | None:
-        """Name by which later layers use `BranchResult.shared` of this layer; None: it shares nothing."""
+        """Name under which this layer shares `BranchResult.shared` with later layers; None: it shares no value."""
         return None
 
     @property
     def shared_from(self) -> str | None:
-        """Name of the value of an earlier layer that this layer uses; None: it uses none."""
+        """Name under which an earlier layer shares the value that this layer uses; None: no shared value is used."""
         return None
 
 
@@ -109,7 +109,7 @@ class ChannelConfig(LayerConfig):
 
     @property
     def shares_as(self) -> str | None:
-        """Name by which later layers use `BranchResult.shared` of this layer; None: it shares nothing."""
+        """Name under which this layer shares `BranchResult.shared` with later layers; None: it shares no value."""
         return None
 
 

@@ -97,5 +97,5 @@ class LightConvolution(eqx.Module):
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(self(x, ctx))

@@ -37,5 +37,5 @@ class AddedFeatures(eqx.Module):
         return jnp.zeros_like(x) if features is None else features.astype(x.dtype)
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(self(x, ctx))

@@ -122,5 +122,5 @@ class ParallelMixers(eqx.Module):
         return total, entries
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))

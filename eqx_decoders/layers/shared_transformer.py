@@ -234,7 +234,7 @@ class AidedMixer(eqx.Module):
         return out, {"attention": attention_entries, "mixer": mixer_entries}
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
 

@@ -41,7 +41,11 @@ class ProductOptions(NamedTuple):
         return self.layout is not None and self.layout.backend.flat_products
 
     def gathers(self, plan: ProductPlan, weight_size: int, x: Array) -> bool:
-        """Return whether to all-gather a weight for its product: on a mesh, if it is not larger than the activation."""
+        """Return whether to all-gather the weight of a product before multiplying.
+
+        It is gathered if there is a layout, if the weight has only logical axes, and if it has at most as many elements
+        as the activation `x`.
+        """
         return self.layout is not None and all(axis in AXES for axis in plan.right) and weight_size <= x.size
 
 

@@ -130,9 +130,10 @@ class LowPrecision(LowPrecisionConfig):
             fitting = [path for path in weight_axes if path in matched and fits(path, weight_axes[path])]
             check(
                 bool(fitting),
-                f"LowPrecision.weights={pattern!r} matches {min(matched)}, which is not a matrix of a block that can "
-                "be quantized: tables, heads, routers, norms, biases, low-rank pairs, and projections to decays or to "
-                "one value per head cannot. Use another pattern.",
+                f"LowPrecision.weights={pattern!r} matches no weight that can be quantized, only weights such as "
+                f"{min(matched)}. Embedding tables, heads, routers, norms, biases, low-rank pairs, and projections to "
+                "decays or to one value per head are not quantized. Use a pattern that matches other matrices of "
+                "blocks.",
             )
             selected |= dict.fromkeys(fitting)
         return list(selected)

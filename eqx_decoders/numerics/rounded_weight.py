@@ -132,16 +132,16 @@ class WeightShardings(NamedTuple):
 
 
 class ProductSharding(NamedTuple):
-    """Placement of a product on a mesh.
+    """Sharding of a low-precision product over a mesh.
 
     **Arguments:**
 
     - `native`: whether the devices multiply 8-bit integers. Otherwise quantized values are multiplied in float32, with
         the same results as long as float32 sums them exactly.
-    - `parts`: pairs of axis name and number of shards into which the mesh splits this axis. If such an axis is
-        contracted, each device scales its partial sum and casts it to the dtype of the result before the all-reduce,
-        which then costs as much as for a product that is not quantized.
-    - `weight`: shardings of the weight; None leaves them to XLA.
+    - `parts`: name and number of shards of each axis that the mesh splits. If such an axis is contracted, each device
+        scales its partial sum and casts it to the dtype of activations before the all-reduce. The all-reduce then sends
+        as many bytes as for a product that is not quantized.
+    - `weight`: shardings of the weight; None: XLA selects them.
     """
 
     native: bool

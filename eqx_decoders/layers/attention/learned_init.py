@@ -140,7 +140,7 @@ class LearnedInit(eqx.Module):
         return self.materialized(ctx.execution.layout)(x, ctx, past)
 
     def branch(self, x: Array, ctx: ForwardContext, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
     def materialized(self, layout: Layout) -> Attention:

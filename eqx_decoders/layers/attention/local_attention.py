@@ -129,7 +129,7 @@ class LocalAttention(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "out_proj")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(self(x, ctx))
 
     def _relative_keys(self, dtype: jnp.dtype, ctx: ForwardContext) -> Float32[Array, "places heads head_dim"]:

@@ -233,7 +233,7 @@ class LatentAttention(eqx.Module):
         return result.out, result.entries
 
     def branch(self, x: Array, ctx: ForwardContext, past: LatentPast | None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a decoder block, see `BranchLayer`.
+        """Run the layer in a block; see `BranchLayer`.
 
         Without a cache attention runs in the expanded form, with a cache in the absorbed form.
         """

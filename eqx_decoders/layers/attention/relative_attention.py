@@ -104,7 +104,7 @@ class RelativeAttention(eqx.Module):
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
 
     def branch(self, x: Array, ctx: ForwardContext, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """Run the layer in a block, see `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(self(x, ctx))
 
     def _attend(self, query: Array, key: Array, value: Array, ctx: ForwardContext) -> Array:

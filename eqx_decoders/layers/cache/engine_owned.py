@@ -85,8 +85,8 @@ class ExternalKVCache(LayerCache, Past):
 
     def whole(self) -> CachedKV:
         raise ConfigError(
-            f"layer {self.first} selects keys by reading all cached keys, which external caches do not support. Use the "
-            "library's caches: init_cache."
+            f"layer {self.first} selects keys by reading all cached keys, which external caches do not support: use "
+            "the library's caches."
         )
 
     def attend_with(

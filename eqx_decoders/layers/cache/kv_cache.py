@@ -30,10 +30,13 @@ CLEARED_SLOTS = 128  # slots per row that one loop iteration of `KVCache.empty_r
 
 
 class NewKV(eqx.Module):
-    """New keys and values of one attention layer, for the tokens of a call.
+    """Keys and values of the tokens of a call, which an attention layer adds to its cache.
 
-    `value` is None if the keys are also the values (latent attention computes both from one vector). With scales, keys
-    and values are quantized: they are copied from a quantized cache, and a cache of the same format stores them as is.
+    **Arguments:**
+
+    - `key`, `value`: new keys and values; `value` is None if the keys are also the values, as in latent attention.
+    - `key_scale`, `value_scale`: scales of keys and values that are copied from a quantized cache. None: they are not
+        quantized yet.
     """
 
     key: Num[Array, "*layers batch length kv_heads head_dim"]

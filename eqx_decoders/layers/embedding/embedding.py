@@ -32,7 +32,11 @@ class EmbeddingProjection(eqx.Module):
 class TokenEmbedding(eqx.Module):
     """Token embedding `scale * projection(table[token])`. Ids outside of the vocabulary are clipped.
 
-    The projection is None if the table has the features of the residual stream.
+    **Arguments:**
+
+    - `table`: embedding of each token. Without a projection it has as many features as the residual stream.
+    - `projection`: linear map to the features of the residual stream (factorized embedding); None: no projection.
+    - `scale`: multiplies the embeddings.
     """
 
     table: Float[Array, "vocab embed"]

@@ -119,5 +119,5 @@ class PerLayerInput(eqx.Module):
         return ctx.constrain(out, "batch length embed")
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Call the layer for a block."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(self(x, ctx))

@@ -35,7 +35,7 @@ class RecurrentLayer(eqx.Module):
         """Return the layer's output, and the proposed updates of its cache by name."""
 
     def branch(self, x: Array, ctx: ForwardContext, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Implement `BranchLayer`."""
+        """Run the layer in a block; see `BranchLayer`."""
         return BranchResult(*self(x, ctx, past))
 
 

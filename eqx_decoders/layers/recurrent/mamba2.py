@@ -148,8 +148,9 @@ class Mamba2Config(MixerConfig):
 class Mamba2(RecurrentLayer):
     """Mamba-2 layer `out(norm(o * silu(gate x)))`, where o is the recurrence's output.
 
-    `dt = softplus(in_scales[4] * (W_dt x + dt_in_bias) + dt_bias)`: `dt_in_bias` is added before the scale, `dt_bias`
-    after it.
+    `gate_bias`, `value_bias`, `key_bias`, `query_bias` and `dt_in_bias` are biases of the input projections, and
+    `value_taps_bias`, `key_taps_bias` and `query_taps_bias` biases of the convolutions after them. The step size is
+    `dt = softplus(in_scales[4] * (W_dt x + dt_in_bias) + dt_bias)`.
     """
 
     gate: Float[Array, "embed heads value_dim"]

@@ -125,7 +125,7 @@ def find_ring(
         return None
     of_tokens = {name: of_x[name] for name in left if name not in right and of_x[name] == of_out[name]}
     token_axes = tuple(name for mesh_axes in of_tokens.values() for name in mesh_axes)
-    # `data` may connect slices by a slow network, for which a ring would wait in each step
+    # the mesh axis `data` may span slices that a slow network connects: each step of a ring would wait for this network
     if "data" in axes or not set(axes) <= set(token_axes) <= layout.unmapped_axes:
         return None
 

@@ -171,10 +171,20 @@ def _bitwise_or(words: Int32[Array, "..."], axes: tuple[int, ...]) -> Array:
 def list_tiles(
     schedule: Schedule, selected: Bool[Array, "batch heads queries keys"], keys_resident: bool
 ) -> list[Array]:
-    """List, for each selected head and resident tile, the streamed tiles that are visible and selected.
+    """Return, for each head and resident tile, the list of streamed tiles that the kernel reads, and its length.
 
-    Return the lists and their lengths, [batch, heads, resident tiles, words] and [batch, heads, resident tiles]. A word
-    contains two 16-bit tile indices. Lists are padded with zeros, so that an empty list reads the first tile.
+    A kernel reads a streamed tile if the mask and the selection allow any pair of a query and a key in the two tiles.
+
+    **Arguments:**
+
+    - `selected`: whether any key of a key tile is selected by any query of a query tile.
+    - `keys_resident`: whether the resident tiles are keys and the streamed tiles queries; otherwise the reverse.
+
+    **Returns:**
+
+    - The lists, `[batch, heads, resident tiles, words]`. A uint32 word contains two 16-bit tile indices. Lists are
+        padded with zeros, so that an empty list reads the first tile.
+    - Their lengths, `[batch, heads, resident tiles]`.
     """
     selected = selected.swapaxes(2, 3) if keys_resident else selected
     selected &= _compare_tiles(may_see, schedule.queries, schedule.keys, keys_resident)[:, None]
