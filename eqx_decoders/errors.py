@@ -19,6 +19,7 @@ Rules that involve several fields are checked in `__post_init__`, after `super()
 import dataclasses
 import difflib
 import functools
+import numbers
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -74,8 +75,11 @@ def check(condition: bool, message: str, error: type[EqxDecodersError] = ConfigE
 
 
 def check_integer(field: str, value: Any, minimum: int = 1, maximum: int | None = None) -> None:
-    """Raise ConfigError unless `value` is an integer between `minimum` and `maximum`. Booleans are not integers."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    """Raise ConfigError unless `value` is an integer between `minimum` and `maximum`.
+
+    NumPy integers are integers; booleans are not.
+    """
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or value < minimum or (maximum is not None and value > maximum):
         upper_bound = "" if maximum is None else f" and at most {maximum}"
         raise ConfigError(f"{field}={value!r} must be an integer of at least {minimum}{upper_bound}.")
@@ -92,12 +96,14 @@ def check_number(
 ) -> None:
     """Raise ConfigError unless `value` is a finite number within the bounds.
 
+    NumPy scalars are numbers; booleans are not.
+
     **Arguments:**
 
     - `above`, `below`: exclusive lower and upper bound; None: unbounded.
     - `minimum`, `maximum`: inclusive lower and upper bound; None: unbounded.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     is_valid = is_number and value - value == 0  # neither NaN nor infinite
     is_valid = is_valid and (above is None or value > above) and (minimum is None or value >= minimum)
     if not (is_valid and (below is None or value < below) and (maximum is None or value <= maximum)):
@@ -197,8 +203,8 @@ class CheckedFields:
     """Base class of dataclasses that validates each field against the rules in its annotation.
 
     None is accepted where the type includes None. Lists and other iterables are converted to tuples in fields of type
-    `tuple[T, ...]`. Error messages name a field `Class.field`. A class variable `checked_name` replaces the prefix
-    `Class.`.
+    `tuple[T, ...]`, and NumPy scalars to Python numbers. Error messages name a field `Class.field`. A class variable
+    `checked_name` replaces the prefix `Class.`.
     """
 
     checked_name: ClassVar[str | None] = None
@@ -210,9 +216,9 @@ class CheckedFields:
                 continue
             if field.is_tuple and not isinstance(value, tuple):
                 value = _as_tuple(field.shown_name, value)
-                object.__setattr__(self, field.name, value)
             for rule in field.rules:
                 rule.check(field.shown_name, value)
+            object.__setattr__(self, field.name, _as_python_numbers(value))
 
 
 def check_unused(config: Any, selector: str, used: Iterable[str]) -> None:
@@ -230,6 +236,17 @@ def check_unused(config: Any, selector: str, used: Iterable[str]) -> None:
                 f"{type(config).__name__}.{field.name}={value!r} is not used with "
                 f"{selector}={getattr(config, selector)!r}: leave it out."
             )
+
+
+def _as_python_numbers(value: Any) -> Any:
+    """Convert NumPy scalars, also in tuples, so that a configuration can be written as JSON and printed."""
+    if type(value) is tuple:
+        return tuple(_as_python_numbers(element) for element in value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, int):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        return float(value)
+    return value
 
 
 def _as_tuple(field: str, value: Any) -> tuple[Any, ...]:

@@ -1,9 +1,11 @@
 """Validation of configuration fields: every rule, its error message, and the values that it accepts."""
 
 import dataclasses
+import json
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import pytest
 
 from eqx_decoders.errors import (
@@ -84,6 +86,11 @@ REFUSED = [
     ({"positive": 0}, f"positive=0 {INTEGER} 1."),
     ({"positive": 1.0}, f"positive=1.0 {INTEGER} 1."),
     ({"positive": True}, f"positive=True {INTEGER} 1."),
+    ({"positive": np.int64(0)}, f"positive=np.int64(0) {INTEGER} 1."),
+    ({"positive": np.float32(2)}, f"positive=np.float32(2.0) {INTEGER} 1."),
+    ({"positive": np.True_}, f"positive=np.True_ {INTEGER} 1."),
+    ({"above": np.float32("nan")}, f"above=np.float32(nan) {NUMBER} above 0."),
+    ({"above": np.True_}, f"above=np.True_ {NUMBER} above 0."),
     ({"positive": None}, f"positive=None {INTEGER} 1."),
     ({"natural": -1}, f"natural=-1 {INTEGER} 0."),
     ({"pair": 1}, f"pair=1 {INTEGER} 2."),
@@ -126,6 +133,14 @@ def test_refuses_other_values(fields, message):
     with pytest.raises(ConfigError) as error:
         Declared(**fields)
     assert str(error.value) == f"Declared.{message}"
+
+
+def test_numpy_scalars_become_python_numbers():
+    pairs: Any = [(np.int32(1), np.float32(0.5))]
+    declared = Declared(positive=np.int64(2), above=np.float32(0.75), sizes=np.asarray([3, 4]), pairs=pairs)  # pyright: ignore[reportArgumentType]
+    assert json.dumps(dataclasses.asdict(declared)) == json.dumps(
+        dataclasses.asdict(Declared(positive=2, above=0.75, sizes=(3, 4), pairs=((1, 0.5),)))
+    )
 
 
 def test_sequences_become_tuples():

@@ -79,10 +79,10 @@ class Fields:
         expected = f"an integer of at least {least}, at most {_MAX_INT32}"
         return self._checked(key, default, null, lambda x: _is_integer(x) and least <= x <= _MAX_INT32, expected)
 
-    def layers(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED) -> int:
+    def layers(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED) -> Any:
         """Read the number of layers, at most 1024."""
         count = self.integer(key, default, null=null)
-        if count > _MAX_LAYERS:
+        if count is not None and count > _MAX_LAYERS:
             raise self.error(f"{key}={count} must be at most {_MAX_LAYERS}.")
         return count
 
@@ -99,7 +99,7 @@ class Fields:
         """Read true or false."""
         return self._checked(key, default, null, lambda x: isinstance(x, bool), "true or false")
 
-    def numbers(self, key: str, default: Sequence[int] = (), *, null: Any = REQUIRED) -> Sequence[int]:
+    def integers(self, key: str, default: Sequence[int] = (), *, null: Any = REQUIRED) -> Sequence[int]:
         """Read a list of integers."""
 
         def is_valid(x: Any) -> bool:

@@ -279,7 +279,7 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
 
 def read_layer_indices(fields: Fields, key: str, num_layers: int) -> tuple[int, ...]:
     """Read a list of indices of layers, by default an empty list. Raises ConversionError if a layer does not exist."""
-    indices = fields.numbers(key)
+    indices = fields.integers(key)
     if not all(0 <= index < num_layers for index in indices):
         raise fields.error(
             f"{key}={abbreviate(list(indices))} must be indices of layers from 0 to {num_layers - 1}: correct the list "

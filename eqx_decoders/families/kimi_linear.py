@@ -79,8 +79,8 @@ def _read_delta(fields: Fields, values: Values) -> KimiDeltaAttentionConfig:
         taps=size("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
         norm=RMSNormConfig(eps=shape.eps),
     )
-    full_layers = table.numbers("full_attn_layers")  # counted from 1
-    delta_layers = table.numbers("kda_layers")
+    full_layers = table.integers("full_attn_layers")  # counted from 1
+    delta_layers = table.integers("kda_layers")
     table.finish()
     layers = range(1, shape.num_layers + 1)
     if full_layers or delta_layers:
@@ -100,9 +100,9 @@ def _read_delta(fields: Fields, values: Values) -> KimiDeltaAttentionConfig:
 def _check_full_layers(fields: Fields, values: Values) -> None:
     """Raise ConversionError if `layer_types` and `linear_attn_config` have different layers of latent attention."""
     table = fields.table("linear_attn_config")
-    if table is None or not (table.numbers("full_attn_layers") or table.numbers("kda_layers")):
+    if table is None or not (table.integers("full_attn_layers") or table.integers("kda_layers")):
         return
-    listed_layers = sorted(table.numbers("full_attn_layers"))
+    listed_layers = sorted(table.integers("full_attn_layers"))
     full_layers = [layer for layer, is_full in enumerate(values["full"], start=1) if is_full]
     if listed_layers != full_layers:
         raise fields.error(

@@ -234,7 +234,7 @@ def sparse_steps() -> Rule:
 
     def read(fields: Fields, values: Values) -> frozenset[int]:
         step = fields.integer("decoder_sparse_step", 1)
-        dense = fields.numbers("mlp_only_layers")
+        dense = fields.integers("mlp_only_layers")
         return frozenset(layer for layer in range(values["shape"].num_layers) if layer in dense or (layer + 1) % step)
 
     def write(config: DecoderConfig) -> dict[str, Any]:

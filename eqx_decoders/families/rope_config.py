@@ -182,7 +182,7 @@ def rotated_layers() -> Rule:
     def read(fields: Fields, values: Values) -> frozenset[int]:
         num_layers = values["shape"].num_layers
         interval = fields.integer("no_rope_layer_interval", 4)
-        flags = fields.numbers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+        flags = fields.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
         if len(flags) != num_layers:
             raise fields.error(
                 f"no_rope_layers has {len(flags)} entries, but there are {num_layers} layers: add an entry per layer."
@@ -424,7 +424,7 @@ def _read_table(table: Fields, outer: _OuterSettings) -> Rope:
     if outer.sections:
         for key in ("mrope_interleaved", "interleaved"):
             table.allow_only(key, outer.interleaved_sections)
-        sections = tuple(table.numbers("mrope_section", outer.sections))
+        sections = tuple(table.integers("mrope_section", outer.sections))
         if len(sections) != len(outer.sections):
             raise table.error(
                 f"mrope_section={list(sections)} must have {len(outer.sections)} numbers: time, height and width."

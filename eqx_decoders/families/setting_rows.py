@@ -244,7 +244,7 @@ class Layers(Key):
 class Numbers(Key):
     """Row of a list of integers."""
 
-    reader = "numbers"
+    reader = "integers"
 
     def value(self, fields: Fields, default: Any, null: Any) -> Any:
         return tuple(super().value(fields, default, null))

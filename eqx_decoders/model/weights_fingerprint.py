@@ -27,7 +27,13 @@ def weights_fingerprint(model: Decoder) -> UInt32[Array, ""]:
 
 
 def _bits(x: Array) -> UInt32[Array, "*shape"]:
-    """Return the bits of an array as uint32. Floats of less than 8 bits are upcast to float32 first."""
+    """Return the bits of an array as uint32: a hash for 64-bit dtypes.
+
+    Floats of less than 8 bits are upcast to float32 first.
+    """
+    if x.dtype.itemsize == 8:
+        halves = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return halves[..., 0] ^ (halves[..., 1] * jnp.uint32(2246822519))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(jnp.int32).astype(jnp.uint32)
     x = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 8 else x

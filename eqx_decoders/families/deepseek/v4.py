@@ -119,7 +119,7 @@ def deepseek_v4(
 
 def _read_compress_ratios(fields: Fields, num_layers: int) -> list[str] | None:
     """Return the attention type of each layer from `compress_ratios`; None if this key is missing."""
-    ratios = fields.numbers("compress_ratios")
+    ratios = fields.integers("compress_ratios")
     if fields.content.get("compress_ratios") is None:
         return None
     if len(ratios) < num_layers:

@@ -144,7 +144,7 @@ def _check_invalid_logits(fields: Fields, values: Values) -> None:
 
 
 def _read_filters(fields: Fields, values: Values) -> tuple[int, int]:
-    filters = fields.numbers("subsampling_conv_channels", [128, 32])
+    filters = fields.integers("subsampling_conv_channels", [128, 32])
     if len(filters) != 2 or not 4 <= filters[0] < 2**31 or not 1 <= filters[1] < 2**31:
         raise fields.error(
             f"subsampling_conv_channels={abbreviate(list(filters))} must be a list of two numbers: the first at least "

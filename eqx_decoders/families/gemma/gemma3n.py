@@ -129,7 +129,7 @@ def _read_mlp_dims(fields: Fields, values: Values) -> Any:
     """
     if not isinstance(fields.content.get("intermediate_size"), list):
         return None
-    mlp_dims = fields.numbers("intermediate_size")
+    mlp_dims = fields.integers("intermediate_size")
     if not mlp_dims or min(mlp_dims) < 1:
         raise fields.error(
             f"intermediate_size={abbreviate(list(mlp_dims))} must be a number above 0, or a list with a number above 0 "

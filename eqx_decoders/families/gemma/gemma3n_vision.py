@@ -139,7 +139,7 @@ def _only_square(key: str, size: int) -> Rule:
 
 
 def _read_filters(fields: Fields, values: Values) -> tuple[int, int]:
-    filters = fields.numbers("sscp_conv_channel_size", [128, 32])
+    filters = fields.integers("sscp_conv_channel_size", [128, 32])
     if len(filters) != 2 or not all(0 < count < 2**31 for count in filters):
         raise fields.error(f"sscp_conv_channel_size={abbreviate(list(filters))} must be a list of two numbers above 0.")
     return filters[0], filters[1]

@@ -127,7 +127,7 @@ def read_network(fields: Fields, values: Values) -> MobileNetConfig:
 
 def _read_fused(args: Fields, num_stages: int) -> tuple[int, ...]:
     """Return the indices of the fused stages. In timm, 0 is the stem and negative numbers count from the last stage."""
-    indices = args.numbers("msfa_indices", [-2, -1])
+    indices = args.integers("msfa_indices", [-2, -1])
     if not indices or any(not -num_stages <= index <= num_stages or index == 0 for index in indices):
         raise args.error(
             f"msfa_indices={abbreviate(list(indices))} must be stage numbers from 1 to {num_stages} or from "

@@ -77,7 +77,7 @@ def llama4(
 def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
     step = fields.integer("interleave_moe_layer_step", 1)
     default = range(step - 1, values["shape"].num_layers, step)
-    return frozenset(fields.numbers("moe_layers", default))
+    return frozenset(fields.integers("moe_layers", default))
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:

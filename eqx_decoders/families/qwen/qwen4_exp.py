@@ -134,7 +134,7 @@ _NGRAMS = (
 def _read_ngrams(fields: Fields, values: Values) -> dict[str, Any] | None:
     shape = values["shape"]
     options = read_all(_NGRAMS, fields)
-    layer_numbers = sorted(set(fields.numbers("ple_layer_ids")))  # counted from 1
+    layer_numbers = sorted(set(fields.integers("ple_layer_ids")))  # counted from 1
     max_ngram = fields.integer("ngram_size", 3)
     features = fields.integer("ple_embed_dim", shape.embed_dim)
     vocab_base = fields.integer("ngram_vocab_size_base", 20_000_000)

@@ -70,7 +70,7 @@ def _read_state(tensor: StoredTensor) -> Fields:
 
 def _matrix(name: str, packed: StoredTensor, tensors: Tensors, state: Fields) -> StoredTensor:
     """Return a matrix of four bits, and remove its other tensors."""
-    block, shape = state.integer("blocksize"), tuple(state.numbers("shape"))
+    block, shape = state.integer("blocksize"), tuple(state.integers("shape"))
     state.word("quant_type", {"nf4": True, "fp4": True})
     valid = len(shape) == 2 and min(shape) > 0 and math.prod(shape) < 2**40 and block % 2 == 0
     if not valid:
