@@ -53,13 +53,25 @@ class BlockStats(eqx.Module):
 
 
 def add_stats(first: BlockStats | None, second: BlockStats | None) -> BlockStats | None:
-    """Add the statistics of two parts of a batch; `max_scores` are the maximum of both."""
+    """Join the statistics of two parts of a batch that are sums or maxima; the other fields become None.
+
+    Use `join_activations` for `activations`. `streams` and `choices` have values for each token.
+    """
     if first is None or second is None:
         return None
     maxima = None
     if first.max_scores is not None and second.max_scores is not None:
         maxima = jnp.maximum(first.max_scores, second.max_scores)
-    return dataclasses.replace(jax.tree.map(jnp.add, first, second), max_scores=maxima)
+    sums = [BlockStats(routing=stats.routing, indexer=stats.indexer) for stats in (first, second)]
+    return dataclasses.replace(jax.tree.map(jnp.add, *sums), max_scores=maxima)
+
+
+def join_activations(parts: ActivationStats, axis: int) -> ActivationStats:
+    """Join the statistics of equally large parts of a batch; the parts are on the axis `axis` of each array."""
+    means = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=axis), parts)
+    # total variance: mean of the parts' variances plus variance of the parts' means
+    std = jnp.sqrt(jnp.mean(parts.std**2, axis=axis) + jnp.var(parts.mean, axis=axis))
+    return dataclasses.replace(means, std=std)
 
 
 def join_parts(stats: BlockStats) -> BlockStats:
@@ -73,11 +85,7 @@ def join_parts(stats: BlockStats) -> BlockStats:
         joined = dataclasses.replace(joined, max_scores=jnp.max(stats.max_scores, axis=1))
     if stats.activations is None:
         return joined
-    parts = stats.activations
-    means = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), parts)
-    # total variance: mean of the parts' variances plus variance of the parts' means
-    std = jnp.sqrt(jnp.mean(parts.std**2, axis=1) + jnp.var(parts.mean, axis=1))
-    return dataclasses.replace(joined, activations=dataclasses.replace(means, std=std))
+    return dataclasses.replace(joined, activations=join_activations(stats.activations, axis=1))
 
 
 def join_layer_stats(scanned_stats: Sequence[tuple[BlockStats, ...]]) -> BlockStats:

@@ -142,7 +142,7 @@ def token_loss_sum(
         loss = loss + _routing_loss_sum(model, stats.routing, full_batch)
     if stats.indexer is not None:
         loss = loss + _indexer_loss_sum(model, stats.indexer, full_batch)
-    stats = dataclasses.replace(stats, streams=None)  # no statistic of a step: they are as large as its activations
+    stats = dataclasses.replace(stats, streams=None, choices=None)  # values of tokens, not statistics of a step
     stats = stats if jax.tree.leaves(stats) else None
     metrics = LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=stats, mtp=mtp, sums=sums)
     return loss, metrics

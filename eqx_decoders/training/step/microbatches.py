@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from eqx_decoders.blocks.stats import BlockStats
+from eqx_decoders.blocks.stats import ActivationStats, join_activations
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
@@ -44,11 +44,21 @@ def _is_media(path: Any) -> bool:
     return path_name(path).startswith("media.")
 
 
-def mean_activations(stats: BlockStats | None, count: int) -> BlockStats | None:
-    """Divide the sums of activation statistics over microbatches by their number; others stay sums or maxima."""
-    if stats is None:
-        return None
-    return dataclasses.replace(stats, activations=jax.tree.map(lambda leaf: leaf / count, stats.activations))
+def without_activations(metrics: LossMetrics) -> tuple[LossMetrics, ActivationStats | None]:
+    """Return the metrics without the statistics of activations, which are not sums, and these statistics."""
+    if metrics.stats is None:
+        return metrics, None
+    activations = metrics.stats.activations
+    return dataclasses.replace(metrics, stats=dataclasses.replace(metrics.stats, activations=None)), activations
+
+
+def with_activations(metrics: LossMetrics, parts: ActivationStats | None) -> LossMetrics:
+    """Add the statistics of activations of all microbatches, which `parts` has along its first axis."""
+    if metrics.stats is None or parts is None:
+        return metrics
+    return dataclasses.replace(
+        metrics, stats=dataclasses.replace(metrics.stats, activations=join_activations(parts, axis=0))
+    )
 
 
 def zeros_to_add(zeros: LossMetrics) -> LossMetrics:

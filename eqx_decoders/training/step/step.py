@@ -36,7 +36,13 @@ from eqx_decoders.training.step.loss_weights import (
     new_loss_weights,
     with_loss_weights,
 )
-from eqx_decoders.training.step.microbatches import cut_batch, join_microbatch, mean_activations, zeros_to_add
+from eqx_decoders.training.step.microbatches import (
+    cut_batch,
+    join_microbatch,
+    with_activations,
+    without_activations,
+    zeros_to_add,
+)
 from eqx_decoders.training.step.offloaded_step import by_layer, check_offload, square_sum
 from eqx_decoders.training.step.qk_clip import clipped_weights, latent_attentions, qk_clip
 from eqx_decoders.training.step.router_bias import update_router_bias
@@ -315,19 +321,20 @@ class Trainer(eqx.Module):
         pieces = cut_batch(batch, count)
 
         def one(rows, key):
-            return part(join_microbatch(rows, layout), key)
+            gradient, metrics = part(join_microbatch(rows, layout), key)
+            return gradient, *without_activations(metrics)
 
         def add(total, microbatch):
-            gradient, metrics = one(*microbatch)
+            gradient, metrics, activations = one(*microbatch)
             gradient = jax.tree.map(lambda sum, leaf: sum + _as_float32(leaf), total[0], gradient)
-            return (gradient, total[1].add(metrics)), None
+            return (gradient, total[1].add(metrics)), activations
 
-        shapes = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
+        shapes = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))[:2]
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
         zeros = (state_layout.in_parts(zeros[0]), zeros_to_add(zeros[1]))
-        total, _ = jax.lax.scan(add, zeros, (pieces, keys))
+        total, activations = jax.lax.scan(add, zeros, (pieces, keys))
         gradient, metrics = total
-        return gradient, dataclasses.replace(metrics, stats=mean_activations(metrics.stats, count))
+        return gradient, with_activations(metrics, activations)
 
     def _clipped(self, model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
         """Apply QK-clip, if the settings have it and the step changed anything."""

@@ -588,3 +588,17 @@ def test_every_setting_of_a_step_reaches_it(monkeypatch):
     trace(fused=False)
     with pytest.raises(AssertionError, match="fused"):
         trace(fused=True)
+
+
+def test_activations_of_microbatches_have_the_statistics_of_the_batch():
+    """Also if the microbatches have different means."""
+    model = filled(BARE, layer_stats=True)
+    batch = batch_of(rows=4)
+    tokens = np.where(np.arange(4)[:, None] % 2 == 0, 1, batch.tokens)
+    batch = dataclasses.replace(batch, tokens=tokens, segment_ids=None)
+    found = []
+    for count in (1, 2):
+        trainer = trainer_of(model, gradient_accumulation_steps=count)
+        metrics = jax.jit(lambda batch, trainer=trainer: trainer._gradient(model, batch, None)[1])(batch)
+        found.append(metrics.stats.activations)
+    assert_close(found[1], found[0])
