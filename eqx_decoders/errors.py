@@ -79,8 +79,9 @@ def check_integer(field: str, value: Any, minimum: int = 1, maximum: int | None 
 
     NumPy integers are integers; booleans are not.
     """
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+    is_valid = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    is_valid = is_valid and int(value) >= minimum and (maximum is None or int(value) <= maximum)
+    if not is_valid:
         upper_bound = "" if maximum is None else f" and at most {maximum}"
         raise ConfigError(f"{field}={value!r} must be an integer of at least {minimum}{upper_bound}.")
 
@@ -103,10 +104,11 @@ def check_number(
     - `above`, `below`: exclusive lower and upper bound; None: unbounded.
     - `minimum`, `maximum`: inclusive lower and upper bound; None: unbounded.
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    is_valid = is_number and value - value == 0  # neither NaN nor infinite
-    is_valid = is_valid and (above is None or value > above) and (minimum is None or value >= minimum)
-    if not (is_valid and (below is None or value < below) and (maximum is None or value <= maximum)):
+    number: Any = value
+    is_valid = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_valid = is_valid and number - number == 0  # neither NaN nor infinite
+    is_valid = is_valid and (above is None or number > above) and (minimum is None or number >= minimum)
+    if not (is_valid and (below is None or number < below) and (maximum is None or number <= maximum)):
         bounds = {"above": above, "of at least": minimum, "below": below, "of at most": maximum}
         range_text = " and".join(f" {relation} {bound}" for relation, bound in bounds.items() if bound is not None)
         raise ConfigError(f"{field}={value!r} must be a finite number{range_text}.")

@@ -127,10 +127,13 @@ else:
 
 @runtime_checkable
 class CompositeWeight(Protocol):
-    """Module that represents a weight by several arrays, where an annotation says `Array`."""
+    """Module whose arrays together represent one weight, such as a quantized weight with its values and scales.
+
+    A field that is annotated as an array, such as `Float[Array, "embed mlp"]`, may contain such a module.
+    """
 
     def part_axes(self, axis_names: Axes) -> dict[str, Axes]:
-        """Return the axis names of each field, in order. `axis_names`: the axis names of the full weight."""
+        """Return the axis names of each array field, in order. `axis_names`: axis names of the weight."""
         ...
 
 
@@ -143,7 +146,7 @@ def check_axes(field: str, axis_names: str | Axes) -> Axes:
     return names
 
 
-def checked_table(field: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
+def as_sharding_rules(field: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
     """Return sharding rules in their hashable form. Raises ConfigError for unknown logical axes or mesh axes."""
     table = []
     for axis, mesh_axes in rows.items() if isinstance(rows, Mapping) else rows:

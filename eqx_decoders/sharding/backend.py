@@ -1,7 +1,7 @@
 """Implementation choices per platform (CPU, GPU, TPU), which a layout has as `layout.backend`.
 
-Layers read a choice by its name and never check the platform. Choices affect speed and memory, not results. To support
-another platform, add an entry to `BACKENDS`.
+Layers read a choice by its name and never check the platform. Choices affect speed, memory and rounding; `auto` options
+use `compute_dtype`. To support another platform, add an entry to `BACKENDS`.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ class Backend:
         otherwise.
     - `slots_per_call`: number of engine slots that one call of a program empties, or fills with the same prompt. Fewer
         calls save time on the host.
-    - `branches_block_host`: at a branch, the host waits for the condition before it launches further work. Programs
-        that run for every token therefore avoid branches.
+    - `branches_block_host`: at a branch, the host waits for the condition before it launches further work. The engine
+        then compiles separate sampling programs without branches for the usual batches.
     """
 
     platform: str
@@ -163,7 +163,10 @@ _SINGLE_DEVICE_CHOICES = ("flat_products", "separate_layers", "active_rows_only"
 
 @functools.cache
 def backend_of(platform: str, *, single: bool = True) -> Backend:
-    """Return the choices for a platform. `single`: for a single device; False: for a mesh of several devices."""
+    """Return the choices for a platform, with the defaults of `Backend` for a platform that is not in `BACKENDS`.
+
+    `single`: whether there is only one device. Otherwise, choices that sharded arrays do not support are disabled.
+    """
     backend = BACKENDS.get(platform, Backend(platform=platform))
     if single:
         return backend

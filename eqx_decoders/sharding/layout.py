@@ -24,10 +24,10 @@ from jax.sharding import (
 from jaxtyping import Array, PyTree
 
 from eqx_decoders.errors import ConfigError, check, check_option
-from eqx_decoders.sharding.axes import Axes, axes, check_axes, checked_table, names_of, output_axes, path_name
+from eqx_decoders.sharding.axes import Axes, as_sharding_rules, axes, check_axes, names_of, output_axes, path_name
 from eqx_decoders.sharding.backend import Backend, backend_of
 from eqx_decoders.sharding.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
-from eqx_decoders.sharding.mesh import device_grid, resolve_sizes
+from eqx_decoders.sharding.mesh import check_sizes, device_grid, resolve_sizes
 from eqx_decoders.sharding.offload import HOST, Offload
 from eqx_decoders.sharding.rules import (
     ACTIVATIONS as ACTIVATIONS,
@@ -76,8 +76,8 @@ class Layout:
     offload: Offload = Offload()
 
     def __post_init__(self):
-        object.__setattr__(self, "weights", checked_table("weights", self.weights))
-        object.__setattr__(self, "activations", checked_table("activations", self.activations))
+        object.__setattr__(self, "weights", as_sharding_rules("weights", self.weights))
+        object.__setattr__(self, "activations", as_sharding_rules("activations", self.activations))
         if self.mesh is not None:
             for name in self.mesh.axis_names:
                 check_option("Layout.mesh axis", str(name), MESH_AXES)
@@ -97,9 +97,9 @@ class Layout:
         shown: dict[str, Any] = {}
         if self.mesh is not None:
             shown["mesh"] = self.mesh
-        if self.weights != checked_table("weights", WEIGHTS):
+        if self.weights != as_sharding_rules("weights", WEIGHTS):
             shown["weights"] = dict(self.weights)
-        if self.activations != checked_table("activations", ACTIVATIONS):
+        if self.activations != as_sharding_rules("activations", ACTIVATIONS):
             shown["activations"] = dict(self.activations)
         if self.gradients_over_data:
             shown["gradients_over_data"] = True
@@ -124,8 +124,9 @@ class Layout:
         **Arguments:**
 
         - `devices`: devices of the mesh. None: all devices.
-        - `abstract`: create an `AbstractMesh`, which provides shapes and shardings without the devices. If no size is
-            -1, its number of devices is the product of the sizes.
+        - `abstract`: create an `AbstractMesh`, which provides shapes and shardings without the devices. Its number of
+            devices is the product of the sizes. A size of -1 becomes 1 if the other sizes do not divide the number of
+            `devices`.
         - `explicit`: create mesh axes of type Explicit, so that the types of arrays include their shardings
             (`jax.typeof(x).sharding`) and JAX checks the shardings in operations. The library runs the same programs as
             on a mesh with Auto axes (see `automatically`).
@@ -133,12 +134,13 @@ class Layout:
         - `sizes`: number of devices along each mesh axis (`data`, `fsdp`, `tensor`, …), by default 1. One size may be
             -1: all remaining devices.
 
-        Raises ConfigError if the sizes do not fit the number of devices.
+        Raises ConfigError if the sizes do not fit the number of devices, or are not positive.
         """
         for name in sizes:
             check_option("Layout.create size", name, MESH_AXES)
-        mesh_sizes = dict.fromkeys(MESH_AXES, 1) | cast(dict[str, int], sizes)
+        mesh_sizes = check_sizes(dict.fromkeys(MESH_AXES, 1) | cast(dict[str, int], sizes))
         devices = list(jax.devices() if devices is None else devices)
+        check(len(devices) > 0, "Layout.create: devices=[] must have a device. Leave it out to use all devices.")
         required = math.prod(size for size in mesh_sizes.values() if size != -1)
         count = len(devices)
         if abstract and (count % required != 0 or -1 not in mesh_sizes.values()):
@@ -296,12 +298,10 @@ class Layout:
     def without_stage(self) -> "Layout":
         """Return the layout of a single stage, for code inside a `jax.shard_map` over `stage`."""
 
-        def without_stage(table: Table) -> Table:
+        def remove_stage(table: Table) -> Table:
             return tuple((axis, tuple(name for name in mesh_axes if name != "stage")) for axis, mesh_axes in table)
 
-        return dataclasses.replace(
-            self, weights=without_stage(self.weights), activations=without_stage(self.activations)
-        )
+        return dataclasses.replace(self, weights=remove_stage(self.weights), activations=remove_stage(self.activations))
 
     def constrain(self, x: Array, axis_names: str) -> Array:
         """Constrain the sharding of an activation: `layout.constrain(x, "batch length embed")`."""

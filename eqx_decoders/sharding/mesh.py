@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,20 +15,28 @@ from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.sharding.chips import chip_of, slice_of
 
 
-def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
-    """Replace a size of -1 by the number of remaining devices.
-
-    Raises ConfigError if several sizes are -1, or if the sizes do not multiply to the number of devices.
-    """
+def check_sizes(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the sizes as Python integers. Raises ConfigError unless they are positive, except for a single -1."""
     free_axes = [name for name, size in sizes.items() if size == -1]
     check(
         len(free_axes) <= 1,
         f"Layout: only one mesh axis can be -1, but {', '.join(free_axes)} are. Set the others to a number.",
     )
     for name, size in sizes.items():
-        if name not in free_axes:
-            is_valid = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-            check(is_valid, f"Layout.{name}={size!r} must be an integer of at least 1, or -1 for all other devices.")
+        is_integer = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+        check(
+            is_integer and (size >= 1 or size == -1),
+            f"Layout.{name}={size!r} must be an integer of at least 1, or -1 for all other devices.",
+        )
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
+    """Replace a size of -1 by the number of remaining devices.
+
+    Raises ConfigError if the sizes do not multiply to the number of devices.
+    """
+    free_axes = [name for name, size in sizes.items() if size == -1]
     required = math.prod(size for size in sizes.values() if size != -1)
     product = _product_text(sizes) or "Layout.data=1"
     hint = ""
@@ -95,7 +104,7 @@ def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
 
 
 def _order_for_rings(grid: np.ndarray, sizes: dict[str, int]) -> np.ndarray:
-    """Reorder the devices of each slice by `_ring_order` if `fsdp` or `fsdp_transpose` contains all of them."""
+    """Reorder the devices of each slice by `_ring_order` if the axis `fsdp` or `fsdp_transpose` spans the slice."""
     order = grid.flatten()
     slices = np.array([slice_of(device) for device in order])
     if np.sum(slices == slices[0]) not in (sizes["fsdp"], sizes["fsdp_transpose"]):

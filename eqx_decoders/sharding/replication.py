@@ -9,9 +9,8 @@ from eqx_decoders.sharding.axes import axes, named_leaves, names_of
 from eqx_decoders.sharding.layout import Layout
 
 
-MIN_WEIGHTS = (
-    10**7
-)  # smaller models fit on any device, and may consist of norms and position embeddings to a large part
+# Smaller models fit on any device, and may consist of norms and position embeddings to a large part.
+MIN_WEIGHTS = 10**7
 
 
 def splitting_axes(layout: Layout) -> tuple[str, ...]:
@@ -37,7 +36,8 @@ def replicated_weights(model: PyTree, layout: Layout) -> dict[str, int]:
 def replicated_fraction(model: PyTree, layout: Layout) -> float:
     """Return the fraction of a model's weights that is not split along all mesh axes that split weights.
 
-    Norms and biases are never split and always count. Returns 0 if the mesh splits no weights.
+    Norms are never split, so they count if the mesh splits weights. Biases are split by the rules of their axes, such
+    as `mlp`. Returns 0 if the mesh splits no weights.
     """
     return sum(replicated_weights(model, layout).values()) / sum(leaf.size for leaf in named_leaves(model).values())
 

@@ -144,6 +144,8 @@ def test_minus_one_takes_the_rest():
         (lambda: ed.Layout.create(data=-1, fsdp=-1), ["-1", "data, fsdp"]),
         (lambda: ed.Layout.create(data=-1, fsdp=3), ["8", "3"]),
         (lambda: ed.Layout.create(data=0), ["Layout.data=0", "or -1"]),
+        (lambda: ed.Layout.create(fsdp=0, abstract=True), ["Layout.fsdp=0", "or -1"]),
+        (lambda: ed.Layout.create(devices=[]), ["devices=[]"]),
         (lambda: ed.Layout(weights={"hed": "fsdp"}), ["'hed'", "'heads'"]),
         (lambda: ed.Layout(weights={"heads": "tensr"}), ["'tensr'", "'tensor'"]),
         (lambda: ed.Layout().constrain(jnp.zeros((2, 3)), "batch lenght"), ["'lenght'", "'length'"]),
@@ -158,7 +160,18 @@ def test_minus_one_takes_the_rest():
         ),
     ],
     ids=[
-        *("few devices", "two rests", "rest", "zero", "weight axis", "mesh axis", "activation axis", "rank"),
+        *(
+            "few devices",
+            "two rests",
+            "rest",
+            "zero",
+            "abstract zero",
+            "no devices",
+            "weight axis",
+            "mesh axis",
+            "activation axis",
+            "rank",
+        ),
         *("axis types", "heads"),
     ],
 )
@@ -182,6 +195,7 @@ def test_an_abstract_mesh_has_the_shapes_of_a_real_one_and_any_size():
     texts = [describe(ed.abstract(rich_decoder(), layout=layout)) for layout in (real, mesh)]
     assert texts[0] == texts[1]
     assert ed.Layout.create(fsdp=4, abstract=True).mesh.size == 4  # of eight
+    assert ed.Layout.create(data=-1, fsdp=np.int64(2)).sizes == ed.Layout.create(data=4, fsdp=2).sizes
     for sizes in (dict(fsdp=16, data=-1), dict(fsdp=16)):
         large = ed.Layout.create(**sizes, abstract=True)
         assert large.sizes["fsdp"] == 16 and large.mesh.size == 16
