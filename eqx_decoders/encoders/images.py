@@ -188,7 +188,9 @@ def from_patches(stem: PatchStemConfig, patches: Any, grids: Any, name: str, gri
     ]
 
 
-def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: str, position_name: str) -> list[Image]:
+def from_padded_patches(
+    stem: PatchStemConfig, patches: Any, positions: Any, name: str, position_name: str
+) -> list[Image]:
     """Return images from padded patches with positions, in any order (Gemma 4, SigLIP 2).
 
     Raises DataError for shapes that do not fit the stem or each other.

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
@@ -101,11 +100,6 @@ class Media(eqx.Module):
             grid_positions=_grid_positions(media, kinds, segments, items, arrays),
         )
 
-    @property
-    def rope_positions(self) -> Num[AnyArray, "dimensions batch length"] | None:
-        """M-RoPE positions (time, row, column) of each token, in the layout of transformers."""
-        return None if self.grid_positions is None else np.moveaxis(np.asarray(self.grid_positions), -1, 0)
-
     def cut(self, length: int) -> "Media":
         """Return the same media for the first `length` tokens of each sequence."""
         names = ("index", "spans", "real", "grid_positions")
@@ -138,8 +132,9 @@ class Encoded(eqx.Module):
 
     - `by_group`: features that replace placeholders, for each group of sequences.
     - `deepstack`: features that are added to the outputs of the first decoder layers; () without DeepStack.
-    - `encoder_features`: features before `EncoderConfig.into`; None if no encoder has `into`, or if the features of the
-        encoders have different sizes.
+    - `encoder_features`: outputs of the projectors, in the order of `by_group`, before `EncoderConfig.into`. None if no
+        encoder has `into`, so that they equal `by_group`, or if the projectors of images and audio have different
+        output sizes.
     """
 
     by_group: Float[Array, "groups features embed"]
@@ -154,30 +149,6 @@ class Encoded(eqx.Module):
         """
         features = self.by_group if self.encoder_features is None else self.encoder_features
         return features.reshape(-1, features.shape[-1])
-
-
-def gather_features(
-    features: Float[Array, "groups features embed"], index: Int[Array, "batch length"]
-) -> Float[Array, "batch length embed"]:
-    """Return `features[index]` within the group of each sequence; zeros where the index is -1."""
-    groups = features.shape[0]
-    batch, length = index.shape
-    index = index.reshape(groups, -1)
-    gathered = jnp.take_along_axis(features, jnp.maximum(index, 0)[:, :, None], axis=1)
-    gathered = jnp.where((index >= 0)[:, :, None], gathered, jnp.zeros((), gathered.dtype))
-    return gathered.reshape(batch, length, features.shape[-1])
-
-
-def merge_features(
-    embeds: Float[Array, "batch length embed"],
-    features: Float[Array, "groups features embed"],
-    index: Int[Array, "batch length"],
-    *,
-    scale: float = 1.0,
-) -> Float[Array, "batch length embed"]:
-    """Replace the embeddings of placeholders by `scale * features[index]`. `index` is -1 for all other tokens."""
-    gathered = gather_features(features, index).astype(embeds.dtype)
-    return jnp.where((index >= 0)[:, :, None], gathered if scale == 1.0 else gathered * scale, embeds)
 
 
 def _grid_positions(
@@ -223,8 +194,9 @@ def _pack(
     if any(clips_by_group) and (audio_stem := media.audio_stem) is not None:
         packed_audio, audio_indices = pack_audio(audio_stem, clips_by_group)
         num_audio_features = packed_audio.positions.size // packed_audio.group // num_groups
-    # The width of `order` is the number of packed features, so that it does not add to the number of compiled programs;
-    # unless this is much more than the number of placeholders, or less (because features of padded clips repeat).
+    # The shapes of the packed arrays already determine the number of features. With this number as the width of
+    # `order`, no further shapes need to be compiled. It is not used if it is more than twice the number of
+    # placeholders, or smaller than it (because features of padded clips repeat).
     max_placeholders = int((kinds != TEXT).sum(axis=1).max(initial=0))
     num_features = num_image_features + num_audio_features
     is_close = max_placeholders <= num_features <= 2 * max_placeholders

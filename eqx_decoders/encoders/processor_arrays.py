@@ -9,9 +9,9 @@ from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.audio.audio import AudioClip, from_spectra
 from eqx_decoders.encoders.images import (
     Image,
+    from_padded_patches,
     from_patches,
     from_pixels,
-    from_positions,
     positions_within,
     separate_frames,
 )
@@ -211,7 +211,9 @@ def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] 
         tile_mask = arrays.get("image_attention_mask")
         return [] if pixels is None else tiled_images(media.patch_stem, media.tiles, pixels, sizes, tile_mask)
     if pixels is not None and shapes is not None:
+        _check_left_out({"image_position_ids": positions}, "spatial_shapes has the sizes of the images")
         positions = positions_within(shapes, np.shape(pixels), mask)
+        mask = None
     images = _split_into_patches(
         media, pixels, arrays.get("image_grid_thw"), positions, "pixel_values", "image", sizes=sizes, mask=mask
     )
@@ -227,12 +229,13 @@ def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] 
 
 def _check_tiled(arrays: "ProcessorArrays") -> None:
     names = ("image_grid_thw", "image_position_ids", "spatial_shapes", "pixel_attention_mask", "pixel_values_videos")
-    unused = [name for name in names if arrays.get(name) is not None]
-    check(
-        not unused,
-        f"Media.create: {', '.join(unused)} must be left out, since this model reads images as tiles.",
-        DataError,
-    )
+    _check_left_out({name: arrays.get(name) for name in names}, "this model reads images as tiles")
+
+
+def _check_left_out(arrays: dict[str, Any], reason: str) -> None:
+    """Raise DataError if one of the arrays is not None; `reason` says why they have no effect."""
+    unused = [name for name, array in arrays.items() if array is not None]
+    check(not unused, f"Media.create: {', '.join(unused)} must be left out, since {reason}.", DataError)
 
 
 def read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:
@@ -263,25 +266,36 @@ def _split_into_patches(
     stem = media.patch_stem
     if stem is None:
         raise DataError(f"Media.create: {name} needs a vision encoder, but this model has none. Leave it out.")
+    grid_name = f"{kind}_grid_thw"
+    position_name = f"{kind}_position_ids"
+    size_arrays = {"image_sizes": sizes, "pixel_attention_mask": mask}
     if isinstance(stem, WholeImageStem):
-        check(
-            grids is None and positions is None,
-            f"Media.create: the encoder of this model reads complete images. Leave out {kind}_grid_thw, "
-            f"{kind}_position_ids and spatial_shapes.",
-            DataError,
-        )
+        unused = {grid_name: grids, f"{position_name} or spatial_shapes": positions, **size_arrays}
+        _check_left_out(unused, "the encoder of this model reads complete images")
         return from_pixels(stem, pixels, name)
     if grids is not None:
-        return from_patches(stem, pixels, grids, name, f"{kind}_grid_thw")
+        unused = {f"{position_name} or spatial_shapes": positions, **size_arrays}
+        _check_left_out(unused, f"{grid_name} has the sizes of the images")
+        return from_patches(stem, pixels, grids, name, grid_name)
     if positions is not None:
-        return from_positions(stem, pixels, positions, name, f"{kind}_position_ids")
+        _check_left_out(size_arrays, "the positions of the patches determine the sizes of the images")
+        return from_padded_patches(stem, pixels, positions, name, position_name)
     return from_pixels(stem, pixels, name, sizes=sizes, mask=mask)
 
 
 def read_seconds(arrays: VideoArrays, num_videos: int) -> np.ndarray | None:
-    """Return the seconds between the frames of each video, `[videos]`; None if they are not passed."""
+    """Return the seconds between the frames of each video, `[videos]`; None if they are not passed.
+
+    Raises DataError if they are passed under both names.
+    """
     seconds = arrays.get("video_second_per_grid")
-    seconds = arrays.get("second_per_grid_ts") if seconds is None else seconds
+    alias = arrays.get("second_per_grid_ts")
+    check(
+        seconds is None or alias is None,
+        "Media.create: second_per_grid_ts is an alias of video_second_per_grid. Pass only one of them.",
+        DataError,
+    )
+    seconds = alias if seconds is None else seconds
     if seconds is None:
         return None
     seconds = np.asarray(seconds, np.float32).reshape(-1)

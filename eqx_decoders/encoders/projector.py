@@ -186,7 +186,10 @@ class ProjectorConfig(CheckedFields):
 
 
 class Projector(eqx.Module):
-    """Projector: `layers(norm(combine(patches)))`, or with `norm_of="patches"` `layers(combine(norm(patches)))`."""
+    """Projector, which computes `layers(norm(combine(patches)))`.
+
+    With `ProjectorConfig.norm_of="patches"` the norm comes first: `layers(combine(norm(patches)))`.
+    """
 
     convolution: GroupConvolution | None
     norm: Norm | None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.encoders.media import merge_features
+from eqx_decoders.encoders.merge import merge_features
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.model.init import with_mtp
 from tests.compare import assert_allclose, assert_array_equal
@@ -237,6 +237,12 @@ BAD = {
     "few grids": (IMAGES | dict(image_grid_thw=np.asarray(GRIDS[:2])), ["pixel_values", "(36, 24)", "[28, 24]"]),
     "odd grid": (dict(pixel_values=patches([(1, 3, 4)]), image_grid_thw=np.asarray([[1, 3, 4]])), ["3", "4", "2"]),
     "no images": (dict(), ["9 image placeholders", "0 images"]),
+    "unused sizes": (IMAGES | dict(image_sizes=[[4, 4]]), ["image_sizes", "image_grid_thw"]),
+    "unused mask": (IMAGES | dict(pixel_attention_mask=[[1]]), ["pixel_attention_mask", "image_grid_thw"]),
+    "both seconds": (
+        IMAGES | dict(video_second_per_grid=[1.0], second_per_grid_ts=[1.0]),
+        ["second_per_grid_ts", "video_second_per_grid"],
+    ),
     "odd pixels": (dict(pixel_values=np.zeros((1, 3, 6, 4))), ["3 rows", "2 columns", "2 x 2 pixels"]),
     "audio": (IMAGES | audio([5]), ["0 audio placeholders", "1 audio clip", "2 features"]),
     "types": (dict(mm_token_type_ids=np.zeros((2, 11))), ["mm_token_type_ids", "input_ids"]),
@@ -257,6 +263,12 @@ def test_unknown_arrays_are_refused_with_the_nearest_name(model):
         ed.Media.create(model.config, TOKENS, pixel_value=patches(GRIDS))
     with refused(TypeError, "'zzz'"):
         ed.Media.create(model.config, TOKENS, zzz=None)
+
+
+def test_media_needs_tokens(model, media):
+    embeds = jnp.zeros((*media.index.shape, model.config.embed_dim))
+    with refused(ed.ConfigError, "media needs tokens", "embeds"):
+        model(embeds=embeds, media=media)
 
 
 def test_models_without_encoders_refuse(model, media):

@@ -40,7 +40,7 @@ def test_features_logits_and_positions_are_those_of_transformers(name):
     features = model.encode(media).features[: len(wanted["features"])]
     assert_allclose(features, wanted["features"], atol=1e-4)
     assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
-    assert np.array_equal(media.rope_positions, wanted["rope_positions"])
+    assert np.array_equal(np.moveaxis(media.grid_positions, -1, 0), wanted["rope_positions"])
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_frames_of_videos_are_images():
     frames = [(1, 2, 4)] * 3 + [(1, 2, 2)] * 2
     alone = ed.Media.create(config, ids, pixel_values=numbers, image_grid_thw=frames)
     video = ed.Media.create(config, ids, pixel_values_videos=numbers, video_grid_thw=[(3, 2, 4), (2, 2, 2)])
-    assert_array_equal(alone.rope_positions, video.rope_positions)
+    assert_array_equal(alone.grid_positions, video.grid_positions)
     assert alone.images is not None and video.images is not None
     for name in ("patches", "positions", "coordinates", "position_index", "position_weights"):
         assert_array_equal(getattr(alone.images, name), getattr(video.images, name))

@@ -123,7 +123,7 @@ def _split_frames(stem: FrameStemConfig, features: np.ndarray, is_frame: np.ndar
             f"FrameStemConfig.rows_per_clip={max_features}. Pass a shorter clip.",
             DataError,
         )
-        # With "behind", convolutions of the last tokens also read padding frames after the clip.
+        # With frames="behind", the last tokens depend on frames after the end of the clip, so these are included.
         end = stem.stride * (num_tokens + 1) if stem.frames == "behind" else count
         clips.append(AudioClip(spectrum[:end], stem.filled(num_tokens), max_features or num_features))
     return clips

@@ -37,7 +37,7 @@ class AudioStemConfig(StemConfig):
     activation: ActivationName = "gelu"
 
     def output_size(self, size: int) -> int:
-        """Return the number of frames or bands after the convolutions, from the number before them."""
+        """Return the number of frames (or bands) after the convolutions; `size` is the number of input frames."""
         for _ in range(self.convolutions):
             size = (size + 1) // 2
         return size
