@@ -16,6 +16,8 @@ from eqx_decoders import context
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.kernels.registry import KERNELS
+from eqx_decoders.model.quantizations import QUANTIZATIONS
+from eqx_decoders.model.quantize import QuantizationMode
 from eqx_decoders.remat import POLICIES, RematName
 from tests.commands import ROOT
 from tests.test_readme import EXAMPLES
@@ -54,6 +56,7 @@ def test_batches_hold_arrays_of_any_kind_but_one_shape():
 
 def test_the_words_that_are_typed_are_those_that_are_known():
     assert set(typing.get_args(RematName)) == set(POLICIES)
+    assert set(typing.get_args(QuantizationMode)) == set(QUANTIZATIONS)
     assert set(typing.get_args(context.AttentionName)) == {"auto", *KERNELS}
     fields = typing.get_type_hints(Execution)
     del fields["checked_name"]  # of the class

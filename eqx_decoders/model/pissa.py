@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from eqx_decoders.errors import check
-from eqx_decoders.model.quantizations import check_rounds, rounded_like
+from eqx_decoders.model.quantizations import check_requantizable, rounded_like
 from eqx_decoders.numerics.einsum import as_weight
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import AbstractQuantizedWeight
@@ -32,7 +32,7 @@ def check_split(path: str, axis_names: Axes, weight: Any, rank: int) -> None:
         f"LoRAConfig.rank={rank} exceeds the {max_rank} singular values of {path}. Choose a smaller rank for it.",
     )
     if isinstance(weight, AbstractQuantizedWeight):
-        check_rounds(weight, f"LoRAConfig.init='pissa': {path}")
+        check_requantizable(weight, f"LoRAConfig.init='pissa': {path}")
 
 
 def init_pissa(layout: Layout, node: LowRank, rank: int) -> LowRank:

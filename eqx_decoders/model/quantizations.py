@@ -33,7 +33,7 @@ QUANTIZATIONS: dict[str, Quantization] = {
 }
 
 
-def check_rounds(weight: AbstractQuantizedWeight, what: str) -> None:
+def check_requantizable(weight: AbstractQuantizedWeight, what: str) -> None:
     """Raise ConfigError for a quantized weight whose format `quantize` cannot produce; `what` names the weight.
 
     `rounded_like` can quantize other arrays only to formats of `quantize`.
@@ -47,7 +47,7 @@ def check_rounds(weight: AbstractQuantizedWeight, what: str) -> None:
 
 
 def rounded_like(weight: Float[Array, "..."], like: AbstractQuantizedWeight) -> AbstractQuantizedWeight:
-    """Quantize `weight` to the format of `like`, a quantized weight of the same shape that passes `check_rounds`."""
+    """Quantize `weight` to the format of `like`, a weight of the same shape that passes `check_requantizable`."""
     mode = _mode_of(like)
     assert mode is not None
     node = quantized(weight, QUANTIZATIONS[mode], like.block, like.inner, like.outer)

@@ -10,7 +10,7 @@ weights is computed from the weight with the largest magnitude (absmax).
 import collections
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -30,9 +30,7 @@ from eqx_decoders.sharding.axes import Axes, axes, matching, named_leaves, path_
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
 
-QuantizationMode = Literal["int8", "int4", "fp8", "fp8_block", "nf4"]
-
-
+QuantizationMode = Literal["int8", "int4", "fp8", "fp8_block", "nf4"]  # the keys of `QUANTIZATIONS`
 GROUPED = tuple(name for name, quantization in QUANTIZATIONS.items() if quantization.groups)
 
 
@@ -59,7 +57,7 @@ def quantize(
     head. The output head and the encoders are quantized only if a pattern starts with their name: `"head.kernel"`.
 
     Raises ConfigError for an unknown mode, a pattern that matches no weight that can be quantized, a group size that
-    does not divide the rows of a weight, and a model that is already quantized.
+    does not divide the rows of a weight or has no effect, and a model that is already quantized.
     """
     if group_size is not None:
         check_integer("quantize: group_size", group_size)
@@ -71,6 +69,11 @@ def quantize(
     axis_names = axes(model)
     leaves = named_leaves(model)
     mode_of = _modes_by_path({"*": modes} if isinstance(modes, str) else modes, axis_names)
+    check(
+        group_size is None or any(mode in GROUPED for mode in mode_of.values()),
+        f"quantize: group_size={group_size} is used only with the modes {' and '.join(GROUPED)}, but modes="
+        f"{modes!r} has none of them. Leave group_size out, or choose another mode.",
+    )
     nodes: dict[str, Any] = {}
     for path, mode in mode_of.items():
         nodes[path] = _quantized(model.execution.layout, path, axis_names[path], leaves[path], mode, group_size)
@@ -112,7 +115,7 @@ def _modes_by_path(modes: Mapping[str, str | None], axis_names: Mapping[str, Axe
     mode_of: dict[str, str | None] = {}
     for pattern, mode in modes.items():
         if mode is not None:
-            check_option(f"quantize: modes[{pattern!r}]", mode, get_args(QuantizationMode))
+            check_option(f"quantize: modes[{pattern!r}]", mode, QUANTIZATIONS)
         matched = matching(axis_names, (pattern,), "quantize: modes")
         supported = [path for path in axis_names if path in matched and _is_supported(path, axis_names[path], pattern)]
         check(
@@ -154,14 +157,14 @@ def _quantized(
         )
         block = (divisors[0], 1)
 
-    def make(weight: Array) -> AbstractQuantizedWeight:
+    def quantize_leaf(weight: Array) -> AbstractQuantizedWeight:
         return quantized(weight, quantization, block, inner, outer)
 
-    target = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    target = jax.eval_shape(quantize_leaf, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     target = _with_shardings(layout, path, axis_names, target)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return target
-    run = layout.automatically(make, lambda _: partitions(target))
+    run = layout.automatically(quantize_leaf, lambda _: partitions(target))
     return jax.jit(run, out_shardings=out_shardings(target))(leaf)
 
 

@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.model.quantize import QUANTIZATIONS, group_sizes, quantized
+from eqx_decoders.model.quantize import GROUPED, QUANTIZATIONS, group_sizes, quantized
 from eqx_decoders.numerics import quantized_weight
 from eqx_decoders.numerics.affine_weight import QuantizedWeight, _decoded
 from eqx_decoders.numerics.einsum import einsum, grouped_products
@@ -242,12 +242,17 @@ def test_grouped_products_are_those_of_the_arrays(mode):
 # --- models ---
 
 
+def quantize_groups(model: ed.Decoder, mode: str, group_size: int) -> ed.Decoder:
+    """Quantize all matrices, with `group_size` if the mode has groups."""
+    return ed.quantize(model, mode, group_size=group_size if mode in GROUPED else None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_that_of_its_arrays(name, models):
     """One pass, and one token after the other with a cache (latent attention then uses weights in another way)."""
     mode = {"llama_rope": "int4", "mixtral_window": "int8", "deepseek3_groups": "fp8"}[name]
-    model = ed.quantize(models[name], mode, group_size=4)
+    model = quantize_groups(models[name], mode, 4)
     plain, ids = ed.dequantize(model), tokens(model)
     assert_close(logits(model, ids), logits(plain, ids), units=512)
     assert not quantized_weights(plain) and len(quantized_weights(model)) > 6
@@ -269,7 +274,7 @@ def test_a_model_is_that_of_its_arrays(name, models):
 @pytest.mark.parametrize("mode", ["int8", "int4", "fp8_block"])
 def test_loops_and_meshes_change_nothing(name, mode, models):
     """Weights that are quantized on a mesh are the same bits; sums differ by rounding."""
-    model = ed.quantize(models[name], mode, group_size=2)
+    model = quantize_groups(models[name], mode, 2)
     ids = tokens(model, rows=4, length=8)
     want = logits(model, ids)
     assert_close(logits(model.replace(scan=False), ids), want, units=512)
@@ -283,7 +288,7 @@ def test_loops_and_meshes_change_nothing(name, mode, models):
         layout = ed.Layout.create(**size)
         placed = model.place(layout)
         assert_close(logits(placed, ids), want, units=1024)
-        made = ed.quantize(models[name].place(layout), mode, group_size=2)
+        made = quantize_groups(models[name].place(layout), mode, 2)
         assert same(made, model)
         assert all(x.sharding == y.sharding for x, y in zip(*map(jax.tree.leaves, (made, placed)), strict=True))
 
@@ -346,8 +351,20 @@ def test_which_weights_are_quantized(models):
         ("int4", {}, ["group_size=128", "64", "32", "24 rows", "scanned_layers.0.unit.0.mixer.query"]),
         ("int4", dict(group_size=7), ["group_size=7", "24 rows", "scanned_layers.0.unit.0.mixer.query"]),
         ("int4", dict(group_size=0), ["group_size=0"]),
+        ("int8", dict(group_size=4), ["group_size=4", "int4", "nf4", "'int8'"]),
     ],
-    ids=["int3", "w8a8", "no modes", "no match", "table", "norms", "large groups", "odd groups", "empty groups"],
+    ids=[
+        "int3",
+        "w8a8",
+        "no modes",
+        "no match",
+        "table",
+        "norms",
+        "large groups",
+        "odd groups",
+        "empty groups",
+        "unused groups",
+    ],
 )
 def test_wrong_modes_and_groups_are_refused(modes, options, names, models):
     with refused(ConfigError, *names):
@@ -416,7 +433,7 @@ def test_pairs_are_trained_and_bases_are_not(models):
 @pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
 def test_pairs_of_experts_on_a_mesh(mode, models):
     """Few experts on each device, whose rows come in pieces: gradients are those of one device, and of the arrays."""
-    base = ed.quantize(models["deepseek3_groups"], mode, group_size=2)
+    base = quantize_groups(models["deepseek3_groups"], mode, 2)
     lora = LoRAConfig(rank=2, targets=("*.mlp.gate", "*.mlp.down", "*.kv_up"), dora=True)
     model = add_lora(base, lora, key=jax.random.key(0))
     batch = ed.Batch(tokens=tokens(model, 4, 32))

@@ -17,6 +17,7 @@ from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
 from eqx_decoders.io.huggingface.peft import load_peft, save_peft
 from eqx_decoders.io.huggingface.quantized import checkpoint_tensors
 from eqx_decoders.io.huggingface.quantized.write import pack
+from eqx_decoders.model.quantize import GROUPED
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.lora import add_lora
@@ -433,7 +434,8 @@ def few_bits(name: str) -> ed.Decoder:
     fixture, modes = (WRITTEN | SLOW)[name]
     if modes is None:
         return ed.load_hf(FIXTURES / fixture, quantized="keep")
-    return ed.quantize(ed.load_hf(FIXTURES / fixture), modes, group_size=4)
+    has_groups = any(mode in GROUPED for mode in (modes.values() if isinstance(modes, dict) else [modes]))
+    return ed.quantize(ed.load_hf(FIXTURES / fixture), modes, group_size=4 if has_groups else None)
 
 
 @pytest.mark.slow
