@@ -14,6 +14,7 @@ from jaxtyping import Array, PRNGKeyArray
 from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.errors import check
 from eqx_decoders.layers.embedding.embedding import build_head
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig, with_scores
@@ -111,7 +112,8 @@ def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1
 
     The depths use the final norm's configuration, and that of the last block that can run without other layers (it
     must not reuse the keys and values of an earlier layer), without the block's extra layers. If that block has no MLP,
-    they use the MLP of the last block that has one. Depths that `config` already has are replaced.
+    they use the MLP of the last block that has one. Experts with a shortcut return their sum in a depth. Depths that
+    `config` already has are replaced.
     """
     return dataclasses.replace(config, mtp=_mtp_like(config, num_depths, loss_weight))
 
@@ -127,6 +129,8 @@ def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTP
         block = dataclasses.replace(
             block, mlp=mlp_block.mlp, pre_mlp_norm=mlp_block.pre_mlp_norm, post_mlp_norm=mlp_block.post_mlp_norm
         )
+    if isinstance(block.mlp, ExpertsConfig):
+        block = dataclasses.replace(block, mlp=dataclasses.replace(block.mlp, shortcut=None))
     return MTPConfig(
         num_depths=num_depths,
         block=block,
@@ -164,4 +168,6 @@ def add_score_head(model: Decoder, *, scores: int = 1, key: PRNGKeyArray) -> Dec
     if not isinstance(model.embedding.table, jax.ShapeDtypeStruct):
         build = functools.partial(build_head, config.head_features, *config.head_sizes)
         head = _materialize(head, lambda key: build(key=key), key, model.execution.layout)
-    return dataclasses.replace(model, head=head, head_bias=None, mtp=None, config=config)
+    scored = dataclasses.replace(model, head=head, head_bias=None, mtp=None, config=config)
+    paths = named_leaves(scored)
+    return dataclasses.replace(scored, saved_modules=tuple(path for path in model.saved_modules if path in paths))

@@ -479,3 +479,18 @@ def test_depths_do_not_find_experts_by_token_ids():
         small(1, block=hashed)
     config = dataclasses.replace(small(1), mtp=None, blocks=(BLOCK, hashed))
     assert with_mtp(config, 1).mtp.block == BLOCK
+
+
+def test_experts_of_depths_have_no_shortcut():
+    experts = dataclasses.replace(EXPERTS, shared=MLPConfig(mlp_dim=8), shortcut="experts")
+    blocks = (
+        dataclasses.replace(BLOCK, mlp=experts),
+        dataclasses.replace(MIXERLESS, shortcut_from="experts"),
+    )
+    config = dataclasses.replace(small(1), mtp=None, blocks=blocks)
+    assert with_mtp(config, 1).mtp.block == dataclasses.replace(BLOCK, mlp=dataclasses.replace(experts, shortcut=None))
+
+
+def test_a_score_head_removes_saved_weights_of_the_depths():
+    model = dataclasses.replace(ed.abstract(small(1)), saved_modules=("embedding.table", "mtp.depth.embed_kernel"))
+    assert ed.add_score_head(model, key=jax.random.key(0)).saved_modules == ("embedding.table",)
