@@ -30,7 +30,11 @@ MISTAKES = {
     "ed.generate(model, np.ones((2, 3)), max_new_tokens=2)": ["generate", "prompt", "float64"],
     "ed.generate(model, np.arange(3), max_new_tokens=2)": ["prompt", "(3,)", "[batch, length]"],
     "ed.BlockConfig(mixer=None, mlp=None, residual=3)": ["BlockConfig.residual", "3", "sequential"],
-    "list(ed.stream(model, [[64]], max_new_tokens=2))": ["generate", "prompt", "64", "63"],
+    "list(ed.stream(model, [[64]], max_new_tokens=2))": ["stream: prompt", "64", "63"],
+    "ed.stream(model, [[1]], max_new_tokens=0)": ["stream: max_new_tokens=0"],
+    "ed.generate(model, [[1]], max_new_tokens=2, key=0)": ["generate: key=0", "jax.random.key(0)"],
+    "ed.generate(model, [[1]], max_new_tokens=2, sampler='greedy')": ["generate: sampler='greedy'", "Greedy()"],
+    "ed.generate(model, [[1]], max_new_tokens=2, pad_id=None)": ["generate: pad_id=None"],
 }
 CALLER = """
 import json, sys

@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.core.auto_jit import bounded_jit, concrete
-from eqx_decoders.core.input_checks import as_int32, check_inputs, check_shapes
-from eqx_decoders.core.sampling import Greedy, Sampler, SamplingTensors, choose_tokens, is_stop, threefry_key
+from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs, check_shapes
+from eqx_decoders.core.sampling import Greedy, Sample, Sampler, SamplingTensors, choose_tokens, is_stop, threefry_key
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.merge import check_tokens, without_placeholders
 from eqx_decoders.errors import ConfigError, check, check_integer
@@ -32,17 +32,6 @@ from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import run_with_auto_axes
 
 
-class GenerationOptions(TypedDict, total=False):
-    """Optional arguments of `generate` and `stream`."""
-
-    prompt_lengths: Integer[AnyArray, "batch"] | None
-    stop_ids: tuple[int, ...] | None
-    drafts: Drafter | None
-    num_draft_tokens: int
-    media: Media | None
-    cache_dtype: DTypeLike | CacheFormat | None
-
-
 def generate(
     model: Decoder,
     prompt: Integer[AnyArray, "batch length"] | Sequence[Sequence[int]],
@@ -51,7 +40,12 @@ def generate(
     sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
     pad_id: int = 0,
-    **options: Unpack[GenerationOptions],
+    prompt_lengths: Integer[AnyArray, "batch"] | Sequence[int] | None = None,
+    stop_ids: Sequence[int] | None = None,
+    drafts: Drafter | None = None,
+    num_draft_tokens: int = 0,
+    media: Media | None = None,
+    cache_dtype: DTypeLike | CacheFormat | None = None,
 ) -> Int[Array, "batch new"]:
     """Generate up to `max_new_tokens` tokens for each prompt.
 
@@ -80,19 +74,34 @@ def generate(
 
     **Returns:**
 
-    The new tokens, `max_new_tokens` per prompt, with `pad_id` after a stop id.
+    The new tokens, `max_new_tokens` per prompt, with `pad_id` after a stop id. On a mesh they are replicated.
 
     Raises ConfigError if the arguments do not fit the model.
     """
-    request = _Request.create("generate", model, prompt, max_new_tokens, sampler, key, options)
-    tokens, _ = _generate(unstack_layers(model), request, np.asarray(pad_id, np.int32))
+    request = _Request.create(
+        "generate",
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        key=key,
+        pad_id=pad_id,
+        prompt_lengths=prompt_lengths,
+        stop_ids=stop_ids,
+        drafts=drafts,
+        num_draft_tokens=num_draft_tokens,
+        media=media,
+        cache_dtype=cache_dtype,
+    )
+    tokens = _generate(unstack_layers(model), request)
     if tokens.shape[1] == max_new_tokens:
         return tokens
     # Slice on the host: on the device, each length would compile a separate program.
     host_tokens = concrete(tokens)
     if host_tokens is None:
         return tokens[:, :max_new_tokens]
-    return jax.device_put(host_tokens[:, :max_new_tokens].copy())
+    new_tokens = host_tokens[:, :max_new_tokens].copy()
+    return jax.make_array_from_callback(new_tokens.shape, tokens.sharding, lambda index: new_tokens[index])
 
 
 def stream(
@@ -103,14 +112,36 @@ def stream(
     sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
     pad_id: int = 0,
-    **options: Unpack[GenerationOptions],
+    prompt_lengths: Integer[AnyArray, "batch"] | Sequence[int] | None = None,
+    stop_ids: Sequence[int] | None = None,
+    drafts: Drafter | None = None,
+    num_draft_tokens: int = 0,
+    media: Media | None = None,
+    cache_dtype: DTypeLike | CacheFormat | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of `generate` as soon as they are computed: one array per step, with one id per sequence.
+    """Yield the new tokens one by one: arrays with one id per sequence, as soon as all running sequences have it.
+
+    The tokens are those of `generate`, up to the last token of the longest sequence. With drafts, one step may yield
+    several arrays.
 
     Takes the arguments of `generate`. Errors are raised by the call, not at the first token.
     """
-    request = _Request.create("stream", model, prompt, max_new_tokens, sampler, key, options)
-    return _stream(unstack_layers(model), request, np.asarray(pad_id, np.int32))
+    request = _Request.create(
+        "stream",
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        key=key,
+        pad_id=pad_id,
+        prompt_lengths=prompt_lengths,
+        stop_ids=stop_ids,
+        drafts=drafts,
+        num_draft_tokens=num_draft_tokens,
+        media=media,
+        cache_dtype=cache_dtype,
+    )
+    return _stream(unstack_layers(model), request)
 
 
 def bucket(length: int) -> int:
@@ -166,12 +197,14 @@ class _Request(eqx.Module):
     - `media`: images, videos and audio of the prompts.
     - `cache_length`: number of slots per sequence in the cache: a bucket for the padded prompt and the new tokens.
     - `cache_format`: format of cached keys and values.
+    - `pad_id`: id after the last token of a sequence.
     """
 
     prompt: Int[AnyArray, "batch length"]
     lengths: Int[AnyArray, "batch"]
     rules: _DecodingRules
     media: Media | None
+    pad_id: Int[AnyArray, ""]
     cache_length: int = eqx.field(static=True)
     cache_format: CacheFormat = eqx.field(static=True)
 
@@ -181,41 +214,43 @@ class _Request(eqx.Module):
         function: str,
         model: Decoder,
         prompt: Any,
+        *,
         max_new_tokens: int,
-        sampler: Sampler | None,
-        key: PRNGKeyArray | None,
-        options: GenerationOptions,
+        sampler: Sampler | None = None,
+        key: PRNGKeyArray | None = None,
+        pad_id: int = 0,
+        prompt_lengths: Any = None,
+        stop_ids: Sequence[int] | None = None,
+        drafts: Drafter | None = None,
+        num_draft_tokens: int = 0,
+        media: Media | None = None,
+        cache_dtype: DTypeLike | CacheFormat | None = None,
     ) -> "_Request":
         """Validate and pad the arguments of `function`, "generate" or "stream", before anything is compiled."""
         model.config.check_logits(f"{function}()")
-        for name in options.keys() - GenerationOptions.__annotations__.keys():
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        cache_dtype = options.get("cache_dtype")
-        media = options.get("media")
-        drafts = options.get("drafts")
-        num_draft_tokens = options.get("num_draft_tokens", 0)
-        lengths = options.get("prompt_lengths")
-        stop_ids = options.get("stop_ids")
+        lengths = prompt_lengths
         cache_format = default_cache_format(model.execution) if cache_dtype is None else CacheFormat.of(cache_dtype)
-        check_integer("generate: max_new_tokens", max_new_tokens)
-        sampling = _sampling(model, sampler, key)
+        check_integer(f"{function}: max_new_tokens", max_new_tokens)
+        check_integer(f"{function}: pad_id", pad_id, minimum=-(2**31), maximum=2**31 - 1)
+        key = as_key(key, f"{function}: key")
+        sampling = _sampling(function, model, sampler, key)
         if not hasattr(prompt, "shape"):
             check(
                 media is None,
-                "generate: media needs prompt as an array, the array that Media.create was called with. Pad the lists "
-                "on the right and pass prompt_lengths.",
+                f"{function}: media needs prompt as an array, the array that Media.create was called with. Pad the "
+                "lists on the right and pass prompt_lengths.",
             )
-            prompt, lengths = _pad_lists(prompt, lengths)
+            prompt, lengths = _pad_lists(function, prompt, lengths)
         elif media is not None:
             check_tokens(prompt, media)
             check(
                 num_draft_tokens == 0 and drafts is None,
-                "generate: speculative decoding does not support media. Remove num_draft_tokens and drafts.",
+                f"{function}: speculative decoding does not support media. Remove num_draft_tokens and drafts.",
             )
-        prompt = as_int32("generate: prompt", prompt)
-        lengths = as_int32("generate: prompt_lengths", lengths)
-        rows, width = check_shapes(model.config, prompt, name="generate: prompt")
-        check(width > 0, "generate: prompt has length 0. Pass at least one token, such as the tokenizer's bos_id.")
+        prompt = as_int32(f"{function}: prompt", prompt)
+        lengths = as_int32(f"{function}: prompt_lengths", lengths)
+        rows, width = check_shapes(model.config, prompt, name=f"{function}: prompt")
+        check(width > 0, f"{function}: prompt has length 0. Pass at least one token, such as the tokenizer's bos_id.")
         # None for traced arrays, and for arrays with shards in other processes: their values cannot be checked.
         concrete_prompt = concrete(prompt)
         if lengths is None:
@@ -225,13 +260,13 @@ class _Request(eqx.Module):
             check(
                 concrete_lengths.shape == (rows,)
                 and bool(np.all((concrete_lengths >= 1) & (concrete_lengths <= width))),
-                f"generate: prompt_lengths={concrete_lengths.tolist()} must be {rows} integers from 1 to {width}.",
+                f"{function}: prompt_lengths={concrete_lengths.tolist()} must be {rows} integers from 1 to {width}.",
             )
-        _check_ids(model, concrete_prompt, concrete_lengths, media)
+        _check_ids(function, model, concrete_prompt, concrete_lengths, media)
         max_length = width if concrete_lengths is None else int(concrete_lengths.max())
-        _check_positions(model, max_length, max_new_tokens)
+        _check_positions(function, model, max_length, max_new_tokens)
         stops = tuple(model.generation_config.stop_ids if stop_ids is None else stop_ids)
-        stops = as_int32("generate: stop_ids", stops) if stops else np.zeros(0, np.int32)
+        stops = as_int32(f"{function}: stop_ids", stops) if stops else np.zeros(0, np.int32)
         if concrete_prompt is None:
             cache_length = width + max_new_tokens
         else:
@@ -247,53 +282,47 @@ class _Request(eqx.Module):
             sampling=sampling,
             key=None if sampling is None else key,
             stop_ids=stops,
-            drafter=_drafter(model, drafts, num_draft_tokens),
+            drafter=_drafter(function, model, drafts, num_draft_tokens),
         )
-        return cls(prompt, lengths, rules, media, cache_length, cache_format)
+        return cls(
+            prompt=prompt,
+            lengths=lengths,
+            rules=rules,
+            media=media,
+            pad_id=np.asarray(pad_id, np.int32),
+            cache_length=cache_length,
+            cache_format=cache_format,
+        )
 
 
-def _sampling(model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | None) -> SamplingTensors | None:
+def _sampling(
+    function: str, model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | None
+) -> SamplingTensors | None:
     """Return the sampling parameters; None for greedy decoding. Default: those of `model.generation_config`."""
     config = model.generation_config
     if sampler is None:
         sampler = config.sampler() if config.do_sample else Greedy()
     check(
+        isinstance(sampler, Greedy | Sample),
+        f"{function}: sampler={sampler!r} must be a Greedy or a Sample, such as Greedy() or Sample(temperature=0.7).",
+    )
+    check(
         isinstance(sampler, Greedy) or key is not None,
-        f"generate: sampler={sampler} needs a random key. Pass key=jax.random.key(seed), or sampler=Greedy().",
+        f"{function}: sampler={sampler} needs a random key. Pass key=jax.random.key(seed), or sampler=Greedy().",
     )
     return SamplingTensors.of(sampler)
 
 
-def _drafter(model: Decoder, drafts: Drafter | None, num_draft_tokens: int) -> Drafter | None:
-    check_integer("generate: num_draft_tokens", num_draft_tokens, minimum=0)
-    if num_draft_tokens > 0:
-        check(
-            drafts is None,
-            f"generate: num_draft_tokens={num_draft_tokens} and drafts exclude each other. Pass only one of them.",
-        )
-        drafter = MTPDrafter(num_tokens=num_draft_tokens)
-        drafter.check_model(model, "generate: num_draft_tokens")
-        return drafter
-    if drafts is None:
-        return None
-    check(
-        isinstance(drafts, Drafter) and drafts.find([0]) is None,
-        f"generate: drafts={drafts} must be a drafter that runs on the device: DraftModel or MTPDrafter.",
-    )
-    drafts.check_model(model)
-    return with_models(unstack_layers, drafts)
-
-
-def _pad_lists(prompt: Sequence[Sequence[int]], lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+def _pad_lists(function: str, prompt: Sequence[Sequence[int]], lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return lists of ids as an array, padded on the right, and the lengths of the lists."""
     check(
         lengths is None,
-        "generate: prompt_lengths is used only if prompt is an array, but prompt is a list. Remove prompt_lengths.",
+        f"{function}: prompt_lengths is used only if prompt is an array, but prompt is a list. Remove prompt_lengths.",
     )
     rows = [np.asarray(row) for row in prompt]
     check(
         len(rows) > 0 and all(row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iu" for row in rows),
-        f"generate: prompt={str(prompt)[:60]} must be a non-empty list of non-empty lists of token ids.",
+        f"{function}: prompt={str(prompt)[:60]} must be a non-empty list of non-empty lists of token ids.",
     )
     padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for padded_row, row in zip(padded, rows, strict=True):
@@ -301,31 +330,53 @@ def _pad_lists(prompt: Sequence[Sequence[int]], lengths: Any) -> tuple[np.ndarra
     return padded, np.asarray([len(row) for row in rows], np.int32)
 
 
-def _check_ids(model: Decoder, prompt: Any, lengths: Any, media: Media | None) -> None:
+def _check_ids(function: str, model: Decoder, prompt: Any, lengths: Any, media: Media | None) -> None:
     """Raise ConfigError for ids outside of the vocabulary, unless the prompt or its lengths are unknown (None)."""
     if prompt is not None and lengths is not None:
         index = np.arange(prompt.shape[1])[None]
         positions = np.where(index < lengths[:, None], index, -1)
         ids = prompt if media is None else without_placeholders(prompt, media)
-        check_inputs(model.config, ids, positions, name="generate: prompt")
+        check_inputs(model.config, ids, positions, name=f"{function}: prompt")
 
 
-def _check_positions(model: Decoder, prompt_length: int, max_new_tokens: int) -> None:
+def _check_positions(function: str, model: Decoder, prompt_length: int, max_new_tokens: int) -> None:
     """Raise ConfigError beyond the last learned position; warn beyond the length that the model was trained on."""
     length = prompt_length + max_new_tokens
     positions = model.config.positions
     if isinstance(positions, LearnedPositions) and length > positions.max_positions:
+        num_new = positions.max_positions - prompt_length
+        remedy = f"Reduce max_new_tokens to {num_new}." if num_new > 0 else "Shorten the prompt."
         raise ConfigError(
-            f"generate: a prompt of {prompt_length} tokens with max_new_tokens={max_new_tokens} needs {length} "
-            f"positions, but the model has {positions.max_positions} learned positions. Reduce max_new_tokens."
+            f"{function}: a prompt of {prompt_length} tokens with max_new_tokens={max_new_tokens} needs {length} "
+            f"positions, but the model has {positions.max_positions} learned positions. {remedy}"
         )
     trained = model.trained_positions
     if trained is not None and length > trained:
         warnings.warn(
-            f"generate: a prompt of {prompt_length} tokens with max_new_tokens={max_new_tokens} needs {length} "
+            f"{function}: a prompt of {prompt_length} tokens with max_new_tokens={max_new_tokens} needs {length} "
             f"positions, but the model was trained on {trained} positions.",
             stacklevel=4,
         )
+
+
+def _drafter(function: str, model: Decoder, drafts: Drafter | None, num_draft_tokens: int) -> Drafter | None:
+    check_integer(f"{function}: num_draft_tokens", num_draft_tokens, minimum=0)
+    if num_draft_tokens > 0:
+        check(
+            drafts is None,
+            f"{function}: num_draft_tokens={num_draft_tokens} and drafts exclude each other. Pass only one of them.",
+        )
+        drafter = MTPDrafter(num_tokens=num_draft_tokens)
+        drafter.check_model(model, f"{function}: num_draft_tokens")
+        return drafter
+    if drafts is None:
+        return None
+    check(
+        isinstance(drafts, Drafter) and drafts.find([0]) is None,
+        f"{function}: drafts={drafts} must be a drafter that runs on the device: DraftModel or MTPDrafter.",
+    )
+    drafts.check_model(model)
+    return with_models(unstack_layers, drafts)
 
 
 class _GenerationState(eqx.Module):
@@ -336,7 +387,6 @@ class _GenerationState(eqx.Module):
     - `tokens`: new tokens of each sequence, followed by `pad_id`.
     - `count`: number of new tokens of each sequence.
     - `done`: whether a sequence has ended.
-    - `steps`: number of decoding steps of each sequence: one per token, or fewer with drafts.
     - `cache`: a `Cache`.
     - `drafts`: state of the drafter; None without one.
     """
@@ -344,7 +394,6 @@ class _GenerationState(eqx.Module):
     tokens: Int[Array, "batch new"]
     count: Int[Array, "batch"]
     done: Bool[Array, "batch"]
-    steps: Int[Array, "batch"]
     cache: Any
     drafts: DraftState | None
 
@@ -368,30 +417,23 @@ class _GenerationState(eqx.Module):
         return dataclasses.replace(self, tokens=all_tokens, count=count, done=done)
 
 
-def _stream(model: Decoder, request: _Request, pad_id: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield each column of new tokens as soon as all sequences have it.
-
-    Each step transfers only a window of columns, as many as a step can add. With drafts, some sequences may be ahead of
-    this window.
-    """
-    state, window = _first_step(model, request, pad_id)
-    num_yielded = 0
-    while True:
-        tokens, count, done = jax.device_get(window)
-        num_ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
-        start = min(num_yielded, state.tokens.shape[1] - tokens.shape[1])  # `dynamic_slice` clamps its start like this
-        if num_ready > start + tokens.shape[1]:  # the slowest sequence has ended, and the others are beyond the window
-            tokens = jax.device_get(_all_tokens(model, state))
-            start = 0
-        yield from tokens.T[num_yielded - start : num_ready - start].copy()
-        if np.all(done):
-            return
-        num_yielded = max(num_yielded, num_ready)
-        state, window = _next_step((model, request.rules, np.asarray(num_yielded, np.int32)), state)
+@bounded_jit
+def _generate(model: Decoder, request: _Request) -> Int[Array, "batch new"]:
+    return model.execution.layout.replicate(_final_state(model, request).tokens)
 
 
 @run_with_auto_axes
-def _prefill(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
+def _final_state(model: Decoder, request: _Request) -> _GenerationState:
+    """Run the prompts, then decode until all sequences have ended."""
+    return jax.lax.while_loop(
+        lambda state: ~jnp.all(state.done),
+        lambda state: _decode(model, request.rules, state),
+        _prefill(model, request),
+    )
+
+
+@run_with_auto_axes
+def _prefill(model: Decoder, request: _Request) -> _GenerationState:
     """Run the prompts, choose the first new token of each sequence, and draft the tokens after it."""
     rules = request.rules
     lengths = jnp.asarray(request.lengths)
@@ -411,8 +453,8 @@ def _prefill(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _G
         drafts = rules.drafter.empty(model, *cache_size)
         assert drafts is not None
         drafts = rules.drafter.step(model, drafts, verified, cache_is_empty=True)
-    tokens = jnp.full((batch, request.cache_length - width), pad_id, jnp.int32)
-    state = _GenerationState(tokens, zeros, jnp.zeros((batch,), bool), zeros, cache, drafts)
+    tokens = jnp.full((batch, request.cache_length - width), request.pad_id, jnp.int32)
+    state = _GenerationState(tokens=tokens, count=zeros, done=jnp.zeros((batch,), bool), cache=cache, drafts=drafts)
     return state.append(rules, token, jnp.ones_like(zeros))
 
 
@@ -432,26 +474,35 @@ def _decode(model: Decoder, rules: _DecodingRules, state: _GenerationState) -> _
     drafts = state.drafts
     if rules.drafter is not None and drafts is not None:
         drafts = rules.drafter.step(model, drafts, verified)
-    steps = state.steps + (~state.done).astype(jnp.int32)
-    state = dataclasses.replace(state, cache=cache, drafts=drafts, steps=steps)
+    state = dataclasses.replace(state, cache=cache, drafts=drafts)
     return state.append(rules, verified.following, verified.num_accepted)
 
 
-def _window(model: Decoder, state: _GenerationState, start: Int[AnyArray, ""]) -> tuple[Array, Array, Array]:
-    """Return the new tokens from column `start` on, as many as one step can add, with `count` and `done`."""
-    width = min(1 if state.drafts is None else 1 + state.drafts.tokens.shape[1], state.tokens.shape[1])
-    tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
-    return jax.tree.map(model.execution.layout.replicate, (tokens, state.count, state.done))
+def _stream(model: Decoder, request: _Request) -> Iterator[np.ndarray]:
+    """Yield each column of new tokens as soon as all sequences have it.
+
+    Each step transfers only a window of columns, as many as a step can add. With drafts, some sequences may be ahead of
+    this window.
+    """
+    state, window = _first_step(model, request)
+    num_yielded = 0
+    while True:
+        tokens, count, done = jax.device_get(window)
+        num_ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
+        start = min(num_yielded, state.tokens.shape[1] - tokens.shape[1])  # `dynamic_slice` clamps its start like this
+        if num_ready > start + tokens.shape[1]:  # the slowest sequence has ended, and the others are beyond the window
+            tokens = jax.device_get(_all_tokens(model, state))
+            start = 0
+        yield from tokens.T[num_yielded - start : num_ready - start].copy()
+        if np.all(done):
+            return
+        num_yielded = max(num_yielded, num_ready)
+        state, window = _next_step((model, request.rules, np.asarray(num_yielded, np.int32)), state)
 
 
 @bounded_jit
-def _all_tokens(model: Decoder, state: _GenerationState) -> Int[Array, "batch new"]:
-    return model.execution.layout.replicate(state.tokens)
-
-
-@bounded_jit
-def _first_step(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> tuple[_GenerationState, Any]:
-    state = _prefill(model, request, pad_id)
+def _first_step(model: Decoder, request: _Request) -> tuple[_GenerationState, Any]:
+    state = _prefill(model, request)
     return state, _window(model, state, jnp.zeros((), jnp.int32))
 
 
@@ -464,20 +515,13 @@ def _next_step(
     return state, _window(model, state, start)
 
 
+def _window(model: Decoder, state: _GenerationState, start: Int[AnyArray, ""]) -> tuple[Array, Array, Array]:
+    """Return the new tokens from column `start` on, as many as one step can add, with `count` and `done`."""
+    width = min(1 if state.drafts is None else 1 + state.drafts.tokens.shape[1], state.tokens.shape[1])
+    tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
+    return jax.tree.map(model.execution.layout.replicate, (tokens, state.count, state.done))
+
+
 @bounded_jit
-def _generate(
-    model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]
-) -> tuple[Int[Array, "batch new"], Int[Array, "batch"]]:
-    """Return the new tokens, and the number of decoding steps of each sequence."""
-    state = _final_state(model, request, pad_id)
-    return jax.tree.map(model.execution.layout.replicate, (state.tokens, state.steps))
-
-
-@run_with_auto_axes
-def _final_state(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
-    """Run the prompts, then decode until all sequences have ended."""
-    return jax.lax.while_loop(
-        lambda state: ~jnp.all(state.done),
-        lambda state: _decode(model, request.rules, state),
-        _prefill(model, request, pad_id),
-    )
+def _all_tokens(model: Decoder, state: _GenerationState) -> Int[Array, "batch new"]:
+    return model.execution.layout.replicate(state.tokens)

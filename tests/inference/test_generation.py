@@ -67,8 +67,8 @@ def test_stream_gives_the_tokens_of_generate(model, sampler):
 
 
 def test_stream_names_itself_in_errors(model):
-    with pytest.raises(TypeError, match=r"^stream\(\) got an unexpected keyword argument 'foo'"):
-        ed.stream(model, [[1, 2]], max_new_tokens=2, foo=1)
+    with refused(ed.ConfigError, "stream: max_new_tokens=0"):
+        ed.stream(model, some_tokens(1, 2), max_new_tokens=0)
 
 
 def test_stop_ids_end_a_row_and_padding_follows(model):
@@ -186,10 +186,9 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
 def test_what_the_host_reads_is_on_every_device(model):
     """With several processes, each process must be able to read the tokens, `count` and `done`."""
     placed = model.place(ed.Layout.create(data=4, tensor=2))
-    request = generate_module._Request.create("generate", placed, some_tokens(4, 5), 6, None, None, {})
-    pad = np.asarray(0, np.int32)
-    assert all(x.sharding.is_fully_replicated for x in generate_module._generate(placed, request, pad))
-    state, first = generate_module._first_step(placed, request, pad)
+    request = generate_module._Request.create("generate", placed, some_tokens(4, 5), max_new_tokens=6)
+    assert generate_module._generate(placed, request).sharding.is_fully_replicated
+    state, first = generate_module._first_step(placed, request)
     state, second = generate_module._next_step((placed, request.rules, np.asarray(1, np.int32)), state)
     results = (*first, *second, generate_module._all_tokens(placed, state))
     assert all(x.sharding.is_fully_replicated for x in results)
@@ -239,8 +238,18 @@ def test_wrong_arguments_are_refused(model, prompt, options, names):
 
 def test_learned_positions_bound_the_length():
     config = dataclasses.replace(WINDOWED, positions=LearnedPositions(max_positions=8))
-    with refused(ed.ConfigError, "8 learned positions"):
+    with refused(ed.ConfigError, "8 learned positions", "Reduce max_new_tokens to 4."):
         ed.generate(filled(config), some_tokens(1, 4), max_new_tokens=5)
+    with refused(ed.ConfigError, "8 learned positions", "Shorten the prompt."):
+        ed.generate(filled(config), some_tokens(1, 8), max_new_tokens=1)
+
+
+def test_the_sharding_of_tokens_does_not_depend_on_their_number():
+    config = dataclasses.replace(WINDOWED, blocks=(ed.BlockConfig(mixer=None, mlp=None),))
+    placed = filled(config).place(ed.Layout.create(data=2, devices=jax.devices()[:2]))
+    tokens = [ed.generate(placed, some_tokens(2, 3), max_new_tokens=count) for count in (7, 8)]
+    assert [array.shape for array in tokens] == [(2, 7), (2, 8)]
+    assert tokens[0].sharding == tokens[1].sharding and tokens[0].sharding.is_fully_replicated
 
 
 @pytest.mark.slow

@@ -145,11 +145,9 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     """In the loop over tokens no array of a cache's size is copied, cast or turned around."""
     half = ed.Precision(params=dtype, compute=dtype)
     model = unstack_layers(ed.init(model.without_mtp().config, key=jax.random.key(0), precision=half))
-    request = generate_module._Request.create("generate", model, np.ones((rows, 40), np.int32), 8, None, None, {})
+    request = generate_module._Request.create("generate", model, np.ones((rows, 40), np.int32), max_new_tokens=8)
     arrays, static = eqx.partition((model, request), eqx.is_array_like)
-    run = jax.jit(
-        lambda arrays: generate_module._final_state(*eqx.combine(arrays, static), np.zeros((), np.int32)).tokens
-    )
+    run = jax.jit(lambda arrays: generate_module._final_state(*eqx.combine(arrays, static)).tokens)
     text = run.lower(arrays).compile().as_text()
     loops = re.findall(r"body=%?([\w.]+)", text)
     bodies = [re.search(rf"^%?{re.escape(name)} .*?^}}", text, re.M | re.S) for name in loops]

@@ -332,11 +332,24 @@ def prompts(vocab: int) -> jax.Array:
 
 def speculated(model, prompt, lengths, new, depths, stops=(), pad=0):
     """The tokens of `generate`, and the steps of each row; more room than is asked for stays padding."""
-    options: Any = dict(prompt_lengths=lengths, stop_ids=stops, num_draft_tokens=depths)
-    request = generation._Request.create("generate", model, prompt, new, None, None, options)
-    tokens, steps = generation._generate(model, request, np.asarray(pad, np.int32))
+    options: Any = dict(prompt_lengths=lengths, stop_ids=stops, num_draft_tokens=depths, pad_id=pad)
+    request = generation._Request.create("generate", model, prompt, max_new_tokens=new, **options)
+    tokens, steps = final_state(model, request)
     assert tokens.shape[1] > new and (np.asarray(tokens)[:, new:] == pad).all()
     return tokens[:, :new], steps
+
+
+@eqx.filter_jit
+def final_state(model, request):
+    """The loop of `generate`, with the number of steps of each row."""
+
+    def step(carry):
+        state, steps = carry
+        return generation._decode(model, request.rules, state), steps + (~state.done).astype(jnp.int32)
+
+    start = generation._prefill(model, request)
+    state, steps = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), step, (start, jnp.zeros_like(start.count)))
+    return jax.tree.map(model.execution.layout.replicate, (state.tokens, steps))
 
 
 @pytest.mark.slow(fast=("no mixer",))
