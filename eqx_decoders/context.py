@@ -53,7 +53,7 @@ class PrecisionOptions(RunOptions, total=False):
 
 
 class ExecutionOptions(PrecisionOptions, total=False):
-    """Keyword arguments of functions: all fields of `Execution`."""
+    """Keyword arguments of functions: all fields of `Execution`, with `layout` and `precision`."""
 
     layout: Layout
 
@@ -193,7 +193,7 @@ class Promises(NamedTuple):
 
     cache_is_empty: bool = False
     accept_all: bool = False
-    contiguous: bool = False
+    documents_are_contiguous: bool = False
 
 
 class ForwardContext(eqx.Module):
@@ -208,9 +208,9 @@ class ForwardContext(eqx.Module):
     - `accept_all`: guarantees that no token will be rejected, so that a recurrent layer may return its final state
         instead of the updates of each token.
     - `dense_positions`: guarantees that each sequence is one document with positions 0, 1, 2, …, without padding.
-    - `contiguous`: guarantees that each document is contiguous: adjacent tokens have adjacent positions, and there is
-        no padding inside a document. Ring attention with a sliding window then needs only the devices that the window
-        reaches, and key blocks are numbered within each document.
+    - `documents_are_contiguous`: guarantees that adjacent tokens of a document have adjacent positions, without padding
+        between them. Ring attention with a sliding window then needs only the devices that the window reaches, and key
+        blocks are numbered within each document.
     - `tokens`: token ids; None if the model was called with embeddings.
     - `span_ends`: last position of each token's span as `layers.mask.Spans`; -1 for tokens outside of spans. None: no
         spans.
@@ -227,7 +227,7 @@ class ForwardContext(eqx.Module):
     cache_is_empty: bool = eqx.field(static=True, default=False)
     accept_all: bool = eqx.field(static=True, default=False)
     dense_positions: bool = eqx.field(static=True, default=False)
-    contiguous: bool = eqx.field(static=True, default=False)
+    documents_are_contiguous: bool = eqx.field(static=True, default=False)
     tokens: Int[Array, "batch length"] | None = None
     span_ends: Any = None
     rotary_positions: Num[Array, "batch length dimensions"] | None = None

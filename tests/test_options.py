@@ -447,7 +447,7 @@ OPTIONS: dict[type, tuple] = {
     Weighted: (
         Weighted(),
         lambda c: block(residual=c),
-        dict(keeps_normed=True, keep=(0.5, 2.0), add=(2.0, 0.5), gains=True),
+        dict(keeps_normed=True, stream_scales=(0.5, 2.0), layer_scales=(2.0, 0.5), gains=True),
     ),
     PostNorm: (PostNorm(), lambda c: block(residual=c), dict(norm=RMS)),
     **{kind: (kind(), lambda c: block(residual=c), {}) for kind in (Parallel, NoResidual, Chained)},

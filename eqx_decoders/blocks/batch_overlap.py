@@ -87,9 +87,10 @@ class _PartRun:
         self.coefficients = None
 
     def advance(self, value: Array) -> Any:
-        """Run layers up to the next `StaggeredLayer` or the end of the block: return `_AtLayer`, or the block's output.
+        """Run layers until the part reaches a `StaggeredLayer` or the end of the block.
 
-        `value` is the block's input in the first call, and then the output of the layer at which the part stopped.
+        Returns an `_AtLayer` at a `StaggeredLayer`, and the block's output at the end. `value` is the block's input in
+        the first call. In later calls it is the output of the `StaggeredLayer` that the previous call has reached.
         """
         if self.state is None:
             self.state = self.residual.begin(self.run.enter(value))

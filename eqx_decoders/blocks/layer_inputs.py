@@ -9,8 +9,8 @@ from eqx_decoders.errors import check
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 
 
-class LayerInputs:
-    """Inputs of individual layers, consumed by one `ScannedLayers` after another.
+class LayerInputQueue:
+    """Queue of the arrays in `Inputs.by_layer`, which the runs of scanned layers take in the order of the layers.
 
     `by_layer` has for each input name the arrays of all layers that read it, stacked in the order of the layers:
     `[layers with this input, batch, length, ...]`.
@@ -20,7 +20,7 @@ class LayerInputs:
         self.by_layer = by_layer
         self.used = dict.fromkeys(by_layer, 0)
 
-    def cut(self, unit: tuple[BlockConfig, ...], repeats: int) -> tuple[dict[str, Array], ...]:
+    def next_inputs(self, unit: tuple[BlockConfig, ...], repeats: int) -> tuple[dict[str, Array], ...]:
         """Return the inputs of the next `repeats` copies of `unit`: for each of its blocks, stacked over the copies."""
         inputs: list[dict[str, Array]] = [{} for _ in unit]
         for name, array in self.by_layer.items():
@@ -34,7 +34,7 @@ class LayerInputs:
                 inputs[index][name] = arrays[:, position]
         return tuple(inputs)
 
-    def finish(self) -> None:
+    def check_empty(self) -> None:
         """Raise ConfigError unless all arrays have been used."""
         for name, array in self.by_layer.items():
             self._check(name, self.used[name] == array.shape[0])

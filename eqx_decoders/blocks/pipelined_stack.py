@@ -30,7 +30,7 @@ def run_in_pipeline(
     caches: None = None,
     *,
     keys: Key[Array, "layers"] | None = None,
-    inputs: tuple[dict[str, Array], ...] = (),
+    inputs: tuple[dict[str, Array], ...] | None = None,
 ) -> ScanOutput:
     """Run scanned layers in the pipeline `Execution.pipeline`; the arguments are those of `ScannedLayers.__call__`.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from eqx_decoders.blocks.batch_overlap import cut_batch, join_batch, run_staggered
 from eqx_decoders.blocks.block import Block, BlockConfig
-from eqx_decoders.blocks.layer_inputs import LayerInputs
+from eqx_decoders.blocks.layer_inputs import LayerInputQueue
 from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.cache.base import pasts, slices, stacked
@@ -45,12 +45,12 @@ def run_stack(
 
     - `caches`: the caches of each `ScannedLayers`, or None for a pass without a cache.
     - `keys`: one key per layer, for dropout.
-    - `by_layer`: inputs of individual layers; see `LayerInputs`.
+    - `by_layer`: inputs of individual layers; see `Inputs.by_layer`.
     - `run_layers`: `ScannedLayers.__call__`, or a function with the same arguments (`run_in_pipeline`).
     """
     entries, stats = [], []
     start = 0
-    layer_inputs = LayerInputs(by_layer)
+    input_queue = LayerInputQueue(by_layer)
     for index, layers in enumerate(stack):
         unit = tuple(block.config for block in layers.unit)
         end = start + layers.repeats * len(unit)
@@ -60,14 +60,14 @@ def run_stack(
             ctx,
             None if caches is None else caches[index],
             keys=None if keys is None else keys[start:end],
-            inputs=layer_inputs.cut(unit, layers.repeats),
+            inputs=input_queue.next_inputs(unit, layers.repeats),
         )
         x = output.x
         ctx = dataclasses.replace(ctx, shared=output.shared)
         start = end
         entries.append(output.entries)
         stats.append(output.stats)
-    layer_inputs.finish()
+    input_queue.check_empty()
     return StackOutput(x, tuple(entries), stats)
 
 
@@ -97,8 +97,8 @@ class ScannedLayers(eqx.Module):
         to compile, because the compile time of a loop grows faster than its number of random-number operations
         (jax 0.12).
         """
-        layers = first_layer + jnp.arange(len(keys)).reshape(-1, len(unit))
-        keys = keys.reshape(layers.shape)
+        layer_indices = first_layer + jnp.arange(len(keys)).reshape(-1, len(unit))
+        keys = keys.reshape(layer_indices.shape)
         blocks: dict[int, Block] = {}
         for config in dict.fromkeys(unit):
             indices = [index for index, other in enumerate(unit) if other == config]
@@ -106,17 +106,17 @@ class ScannedLayers(eqx.Module):
 
             def build_copies(
                 keys: Key[Array, "copies"],
-                layers: Int[Array, "copies"],
+                layer_indices: Int[Array, "copies"],
                 build: Callable[..., Block] = build,
                 count: int = len(indices),
             ) -> tuple[Block, ...]:
-                copies = map_layers(build, keys, layers)
+                copies = map_layers(build, keys, layer_indices)
                 return tuple(at_layer(copies, copy) for copy in range(count))
 
             columns = jnp.array(indices)
-            built = map_layers(build_copies, keys[:, columns], layers[:, columns])
+            built = map_layers(build_copies, keys[:, columns], layer_indices[:, columns])
             blocks.update(zip(indices, built, strict=True))
-        return cls(unit=tuple(blocks[index] for index in range(len(unit))), repeats=len(layers))
+        return cls(unit=tuple(blocks[index] for index in range(len(unit))), repeats=len(layer_indices))
 
     def unstacked(self) -> tuple[Block, ...]:
         """Return a tuple of the blocks in the order of the layers, with unstacked weights."""
@@ -153,9 +153,12 @@ class ScannedLayers(eqx.Module):
         # only shared values that are replaced here are carried, because a scan saves its carry for the gradient
         replaced = {name for block in self.unit for name in block.config.shared_names if name in ctx.shared}
 
-        def step(carry, layers):
+        no_slices = (None,) * len(self.unit)
+        stacked_arrays = tuple(zip(weights, no_slices if cache_slices is None else cache_slices, strict=True))
+
+        def step(carry, repeat):
             x, carried_values = carry
-            index_or_arrays, keys, inputs = layers
+            index_or_arrays, keys, inputs = repeat
             shared = ctx.shared | carried_values
             entries, stats = [], []
             for position, block in enumerate(static):
@@ -175,12 +178,12 @@ class ScannedLayers(eqx.Module):
             added = {name: shared[name] for name in shared if name not in ctx.shared}
             return (x, carried_values), (tuple(entries), tuple(stats), added)
 
-        no_slices = (None,) * len(self.unit)
-        stacked_arrays = tuple(zip(weights, no_slices if cache_slices is None else cache_slices, strict=True))
         stream: Any = cut_batch(x, ctx.execution) if overlap else x
         carry = stream, {name: ctx.shared[name] for name in replaced}
-        layers = jnp.arange(self.repeats) if slice_in_step else stacked_arrays, keys, inputs
-        (stream, carried), entries, stats, added = _over_layers(step, carry, layers, unit_caches, self.repeats, scanned)
+        repeats = jnp.arange(self.repeats) if slice_in_step else stacked_arrays, keys, inputs
+        (stream, carried), entries, stats, added = _over_repeats(
+            step, carry, repeats, unit_caches, self.repeats, scanned
+        )
         if overlap:
             stream = join_batch(stream)
             stats = tuple(join_parts(block_stats) for block_stats in stats)
@@ -210,19 +213,21 @@ class ScanOutput(NamedTuple):
     shared: dict[str, Any]
 
 
-def _over_layers(
-    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, caches: Any, repeats: int, scanned: bool
+def _over_repeats(
+    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, repeats: Any, caches: Any, count: int, scanned: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Run `step` for all repeats, with `jax.lax.scan` or with a Python loop.
+    """Run `step` for all `count` repeats, with `jax.lax.scan` or with a Python loop.
+
+    `repeats` has the inputs of `step` for each repeat, stacked on a leading axis.
 
     Returns the last carry, the stacked cache entries and statistics, and the shared values added by the last repeat.
     """
     if scanned:
-        carry, (entries, stats, added) = jax.lax.scan(step, carry, layers, length=repeats)
+        carry, (entries, stats, added) = jax.lax.scan(step, carry, repeats, length=count)
         return carry, entries, stats, at_layer(added, -1)
     results = []
-    for index in range(repeats):
-        carry, result = step(carry, at_layer(layers, index))
+    for index in range(count):
+        carry, result = step(carry, at_layer(repeats, index))
         results.append(result)
     entries, stats, (*_, added) = zip(*results, strict=True)
     return carry, stacked(caches, entries), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats), added

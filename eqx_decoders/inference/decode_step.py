@@ -44,7 +44,7 @@ def prefill_prompts(
     lengths = jnp.asarray(lengths)
     index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    promises = Promises(cache_is_empty=True, contiguous=True)
+    promises = Promises(cache_is_empty=True, documents_are_contiguous=True)
     hidden, new_cache, _ = model.run(prompt, positions, cache=cache, media=media, encoded=encoded, promises=promises)
     last_hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     return hidden, new_cache, model.logits(last_hidden)[:, 0]

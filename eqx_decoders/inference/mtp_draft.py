@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from eqx_decoders.blocks.stack import at_layer
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.inference.draft_state import DraftState, VerifiedStep
@@ -16,6 +15,7 @@ from eqx_decoders.layers.cache import base as cache_base
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.model.caches import block_cache
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.explicit import at_layer
 
 
 @jax.tree_util.register_static

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eqx_decoders.io.text.tokenizer import Ids, Tokenizer, prompt_ids as prompt_ids
+from eqx_decoders.io.text.tokenizer import Ids, Tokenizer
 
 
 class StreamDecoder:

@@ -16,7 +16,7 @@ from eqx_decoders.core.sampling import Sampler
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.inference.generation import stream
-from eqx_decoders.inference.stream_decoder import StreamDecoder, prompt_ids
+from eqx_decoders.inference.stream_decoder import StreamDecoder
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
 from eqx_decoders.io.huggingface.hub import resolve
@@ -29,7 +29,13 @@ from eqx_decoders.io.text.chat_template import (
     up_to_end_mark,
     with_end_mark,
 )
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_special_tokens_as_text
+from eqx_decoders.io.text.tokenizer import (
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    prompt_ids,
+    with_special_tokens_as_text,
+)
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.backend import backend_of

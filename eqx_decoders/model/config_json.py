@@ -76,7 +76,10 @@ def decoder_to_json(config: Any) -> str:
 
 
 def decoder_from_json(text: str, kind: type[T]) -> T:
-    """Convert the result of `decoder_to_json` to `kind` (`DecoderConfig`). Raises ConfigError for other texts."""
+    """Parse a text of `decoder_to_json`, and return a configuration of the class `kind`, `DecoderConfig`.
+
+    Raises ConfigError for texts that `decoder_to_json` does not return.
+    """
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -140,7 +143,7 @@ def with_fields(config: T, pairs: Sequence[str]) -> T:
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """Return the types that an annotation allows, including the subclasses of configuration classes."""
+    """Return the types that an annotation allows. A configuration class also allows its subclasses."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
     if isinstance(hint, type) and issubclass(hint, RegisteredConfig):

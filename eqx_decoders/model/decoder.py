@@ -14,6 +14,7 @@ from eqx_decoders.blocks.layer_inputs import per_layer_input_configs
 from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_in_pipeline
 from eqx_decoders.blocks.repeats import find_repeats
 from eqx_decoders.blocks.residual.base import StreamMapping
+from eqx_decoders.blocks.residual.streams import flat_streams, reduce_streams
 from eqx_decoders.blocks.stack import ScannedLayers, run_stack
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
 from eqx_decoders.context import Execution, ExecutionOptions, ForwardContext, Inputs, Promises
@@ -48,10 +49,10 @@ from eqx_decoders.model.forward_inputs import (
     as_arrays,
     as_int32_inputs,
     layer_positions,
-    positions_after,
     prepare_inputs,
+    write_positions,
 )
-from eqx_decoders.model.mtp import MTP, MTPOutput, flat_streams, reduce_streams, run_depths, shift_left
+from eqx_decoders.model.mtp import MTP, MTPOutput, run_depths, shift_left
 from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.einsum import AbstractWeight
 from eqx_decoders.numerics.rounded_weight import round_weights
@@ -194,7 +195,10 @@ class Decoder(eqx.Module):
             outside of the vocabulary. With a cache, only the media of this call's tokens.
         """
         arguments = as_int32_inputs(ForwardInputs(tokens, positions, segment_ids, embeds, inputs, media))
-        checked_tokens = arguments.tokens if media is None else merge.without_placeholders(arguments.tokens, media)
+        checked_tokens = arguments.tokens
+        if media is not None:
+            merge.check_tokens(checked_tokens, media)
+            checked_tokens = merge.without_placeholders(checked_tokens, media)
         check_inputs(
             self.config,
             checked_tokens,
@@ -295,7 +299,7 @@ class Decoder(eqx.Module):
             hidden = flat_streams(x)
         else:
             hidden = reduce_streams(self.config.residual, self.streams, x, ctx)
-        positions = ctx.positions if cache is None else positions_after(x, ctx)
+        positions = ctx.positions if cache is None else write_positions(x, ctx)
         proposal = Proposal(entries=entries, positions=positions, rope_offset=rope_offset)
         return hidden, proposal, join_layer_stats(stats)
 
@@ -305,10 +309,10 @@ class Decoder(eqx.Module):
         if media is None:
             return inputs
         merge.check_tokens(inputs.tokens, media)
-        layer_inputs = Inputs() if inputs.layer_inputs is None else inputs.layer_inputs
-        layer_inputs, segment_ids = merge.merge_media_inputs(media, layer_inputs, inputs.segment_ids)
+        extra_inputs = Inputs() if inputs.extra_inputs is None else inputs.extra_inputs
+        extra_inputs, segment_ids = merge.merge_media_inputs(media, extra_inputs, inputs.segment_ids)
         encoded = self._encode(media) if inputs.encoded is None else inputs.encoded
-        return inputs._replace(segment_ids=segment_ids, layer_inputs=layer_inputs, encoded=encoded)
+        return inputs._replace(segment_ids=segment_ids, extra_inputs=extra_inputs, encoded=encoded)
 
     def _embed_inputs(
         self, inputs: ForwardInputs, ctx: ForwardContext, key: PRNGKeyArray | None
@@ -317,13 +321,13 @@ class Decoder(eqx.Module):
         tokens = inputs.tokens
         media = inputs.media
         encoded = inputs.encoded
-        by_layer = {} if inputs.layer_inputs is None else inputs.layer_inputs.by_layer
+        by_layer = {} if inputs.extra_inputs is None else inputs.extra_inputs.by_layer
         embeds = self._token_embeddings(tokens, ctx) if inputs.embeds is None else inputs.embeds
         if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
             embeds = ctx.constrain(merge.with_encoded(self.config.media, embeds, encoded, index), "batch length embed")
             by_layer = by_layer | merge.stacked_deepstack(encoded, index)
-            tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
+            tokens = jnp.where(index >= 0, self.config.media.lookup_token, tokens)
         x = self._first_input(embeds, ctx, key)
         x = self.config.residual.expand(x) if self.streams is None else self.streams.expand(x, ctx)
         if self.per_layer_embedding is not None:
@@ -372,7 +376,7 @@ class Decoder(eqx.Module):
         media: Media | None = None,
         encoded: Encoded | None = None,
         order: np.ndarray | None = None,
-        contiguous: bool = False,
+        documents_are_contiguous: bool = False,
     ) -> MTPOutput:
         """Run the depths of multi-token prediction on complete sequences; `logits` computes logits of their streams.
 
@@ -385,7 +389,7 @@ class Decoder(eqx.Module):
         - `inputs`: spans and rotary positions. `by_layer` is not used, because it has the inputs of the model's layers.
         - `encoded`: `encode(media)`, if the caller has computed it.
         - `order`: for each column the index of its token in the text, if tokens are reordered; see `mtp.shift_left`.
-        - `contiguous`: see `ForwardContext`.
+        - `documents_are_contiguous`: see `ForwardContext`.
         """
         if self.mtp is None:
             raise ConfigError(
@@ -396,14 +400,14 @@ class Decoder(eqx.Module):
         arguments = ForwardInputs(tokens, positions, segment_ids, None, inputs, media, encoded)
         arguments = as_arrays(self._with_media(arguments))
         token_ids = arguments.tokens
-        layer_inputs = Inputs() if arguments.layer_inputs is None else arguments.layer_inputs
+        extra_inputs = Inputs() if arguments.extra_inputs is None else arguments.extra_inputs
         positions, segment_ids = document_positions(arguments.positions, arguments.segment_ids, token_ids.shape)
         ctx = ForwardContext(
             positions=positions,
             segment_ids=segment_ids,
             execution=self.execution,
-            contiguous=contiguous,
-            **layer_positions(layer_inputs, positions),
+            documents_are_contiguous=documents_are_contiguous,
+            **layer_positions(extra_inputs, positions),
         )
 
         def embed(count: int, later_ctx: ForwardContext, key: PRNGKeyArray | None) -> Array:
@@ -528,7 +532,7 @@ def _compiled_call(model: Decoder, inputs: ForwardInputs, cache, key) -> Output:
         cache,
         key,
         embeds=inputs.embeds,
-        inputs=inputs.layer_inputs,
+        inputs=inputs.extra_inputs,
         media=inputs.media,
     )
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Annotated
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.kv_sharing import check_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer, per_layer_input_configs
 from eqx_decoders.blocks.residual.base import Residual
+from eqx_decoders.blocks.shared_values import check_shared_values
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
 from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.embedding.embedding import PositionsConfig
@@ -88,9 +88,9 @@ class DecoderConfig(CheckedFields):
         )
         if self.scores is not None:
             self._check_scores()
-        check_sharing(self.blocks)
+        check_shared_values(self.blocks)
         _check_mtp_block(None if self.mtp is None else self.mtp.block)
-        _ = self.shared_transformer
+        self._check_shared_transformer()
         check_per_layer(self.blocks, self.per_layer_embedding)
         check_media(self.media, self.blocks, self.embed_dim)
 
@@ -105,7 +105,7 @@ class DecoderConfig(CheckedFields):
         )
 
     def check_logits(self, what: str) -> None:
-        """Raise ConfigError if the model returns scores; `what` names the feature that needs logits."""
+        """Raise ConfigError unless the model returns logits. `what` names the function that needs them."""
         check(
             self.scores is None,
             f"DecoderConfig.scores={self.scores}: {what} needs a model with logits, but this model returns scores.",
@@ -144,14 +144,19 @@ class DecoderConfig(CheckedFields):
     @property
     def shared_transformer(self) -> SharedTransformerConfig | None:
         """Transformer block whose weights several layers share (Zamba 2); None for a model without it."""
+        return next(iter(self._transformers()), None)
+
+    def _transformers(self) -> set[SharedTransformerConfig]:
         mixers = (block.mixer for block in self.blocks)
-        configs = {mixer.transformer for mixer in mixers if isinstance(mixer, AidedMixerConfig)}
+        return {mixer.transformer for mixer in mixers if isinstance(mixer, AidedMixerConfig)}
+
+    def _check_shared_transformer(self) -> None:
+        num_configs = len(self._transformers())
         check(
-            len(configs) <= 1,
+            num_configs <= 1,
             "AidedMixerConfig.transformer must be equal in all layers, because they share its weights, "
-            f"but there are {len(configs)} different configurations.",
+            f"but there are {num_configs} different configurations.",
         )
-        return next(iter(configs), None)
 
     @property
     def has_grid_positions(self) -> bool:

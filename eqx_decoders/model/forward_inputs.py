@@ -1,24 +1,4 @@
-"""Inputs of a decoder's forward pass: checked arrays, and the `ForwardContext` that every layer receives.
-
-Arguments of MaxText's `Transformer`, and their equivalents in this library:
-
-| MaxText | here |
-|---|---|
-| `decoder_input_tokens`, `decoder_positions`, `decoder_segment_ids` | `tokens`, `positions`, `segment_ids` |
-| `encoder_images`, `encoder_image_masks`, `encoder_audios` | `media`, from `Media.create`; tiles are not padded |
-| bidirectional masks of images | `media.spans`, in layers with `AttentionConfig.spans` |
-| deepstack embeddings | computed by `encode`, added by `AddedFeaturesConfig`, with and without scan |
-| `enable_dropout`, rngs | `key`; None disables dropout |
-| `model_mode="train"` | no `cache` |
-| `model_mode="prefill"`, `"autoregressive"` | a `cache`, empty or not; any number of tokens at a time |
-| `previous_chunk` | the `cache`: each chunk of a prompt is one call with the cache of the previous chunks |
-| `true_length` | positions of -1, or segment 0, for padding; `prompt_lengths` of `generate` |
-| `slot` | a batch row of the cache: `cache.with_row`, `cache.reset` |
-| `page_state` | page tables of a paged cache (`pages=`), set by `cache.with_tables`; other caches are contiguous |
-| `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_mtp` has no loss |
-| `kv_caches`, `attention_metadata` | `forward_uncommitted`, which does not write to the cache, and `cache.commit` |
-| `nnx_method`, intermediates | methods (`run`, `logits`, `head_input`), and `Output.stats` |
-"""
+"""Inputs of a decoder's forward pass: checked arrays, and the `ForwardContext` that every layer receives."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -39,14 +19,14 @@ from eqx_decoders.layers.mask import spans_of
 class ForwardInputs(NamedTuple):
     """Inputs of a forward pass, as in `Decoder.__call__`. Either `tokens` or `embeds` is None.
 
-    `encoded` has the features of `media`; None: they are not computed yet.
+    `extra_inputs` is the argument `inputs`. `encoded` has the features of `media`; None: they are not computed yet.
     """
 
     tokens: Any
     positions: Any = None
     segment_ids: Any = None
     embeds: Any = None
-    layer_inputs: Inputs | None = None
+    extra_inputs: Inputs | None = None
     media: Media | None = None
     encoded: Encoded | None = None
 
@@ -84,7 +64,7 @@ def prepare_inputs(
     (None if the cache has no such offset). Raises ConfigError for wrong shapes or dtypes, and for a cache of another
     batch size.
     """
-    layer_inputs = Inputs() if inputs.layer_inputs is None else inputs.layer_inputs
+    extra_inputs = Inputs() if inputs.extra_inputs is None else inputs.extra_inputs
     inputs = as_int32_inputs(inputs)
     batch_size, length = check_shapes(
         config,
@@ -92,7 +72,7 @@ def prepare_inputs(
         inputs.positions,
         inputs.segment_ids,
         embeds=inputs.embeds,
-        spans=layer_inputs.spans,
+        spans=extra_inputs.spans,
     )
     inputs = as_arrays(inputs)
     positions, segment_ids = inputs.positions, inputs.segment_ids
@@ -105,7 +85,7 @@ def prepare_inputs(
     start = None if cache is None else cache.length
     dense_positions = all(x is None for x in (positions, segment_ids, cache))
     positions, segment_ids = document_positions(positions, segment_ids, (batch_size, length), start)
-    layer_inputs, rope_offset = _with_offsets(layer_inputs, positions, cache)
+    extra_inputs, rope_offset = _with_offsets(extra_inputs, positions, cache)
     ctx = ForwardContext(
         positions=positions,
         segment_ids=segment_ids if cache is None else None,
@@ -113,9 +93,9 @@ def prepare_inputs(
         cache_is_empty=promises.cache_is_empty,
         accept_all=promises.accept_all,
         dense_positions=dense_positions,
-        contiguous=promises.contiguous or dense_positions,
+        documents_are_contiguous=promises.documents_are_contiguous or dense_positions,
         tokens=inputs.tokens,
-        **layer_positions(layer_inputs, positions),
+        **layer_positions(extra_inputs, positions),
     )
     return inputs, ctx, rope_offset
 
@@ -144,10 +124,12 @@ def _with_offsets(
     return dataclasses.replace(inputs, rotary_positions=rotary), jnp.where(real.any(axis=1), new_offset, offset)
 
 
-def positions_after(x: Array, ctx: ForwardContext) -> Int[Array, "batch length"]:
-    """Return `ctx.positions` with a data dependency on `x`, so that XLA reads a cache before it writes to it.
+def write_positions(x: Array, ctx: ForwardContext) -> Int[Array, "batch length"]:
+    """Return the positions at which a cache stores the tokens of this call.
 
-    Without the dependency, XLA's CPU and GPU backends copy the cache instead of updating it in place.
+    They are `ctx.positions` with a data dependency on `x`, the output of the last layer, so that XLA reads the cache
+    before it writes to it. Without the dependency, XLA's CPU and GPU backends copy the cache instead of updating it in
+    place.
     """
     layout = ctx.execution.layout
     if x.size == 0 or not layout.backend.reads_before_writes:

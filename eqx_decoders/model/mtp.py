@@ -14,13 +14,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.block import SHARED_SUFFIX, Block
-from eqx_decoders.blocks.residual.base import Residual, StreamMapping
-from eqx_decoders.blocks.stack import at_layer, checkpointed
+from eqx_decoders.blocks.residual.base import StreamMapping
+from eqx_decoders.blocks.residual.streams import flat_streams, split_streams
+from eqx_decoders.blocks.stack import checkpointed
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import ForwardContext
 from eqx_decoders.layers.norm import Norm
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.numerics.initializers import fan_in
+from eqx_decoders.sharding.explicit import at_layer
 
 
 class MTPDepth(eqx.Module):
@@ -72,33 +74,12 @@ class MTPDepth(eqx.Module):
         if not self.config.all_streams:
             return self.stream_norm(stream)
         if self.config.joint_norm:
-            return _split_streams(self.stream_norm(stream), embed_dim)
-        return self.stream_norm(_split_streams(stream, embed_dim))
+            return split_streams(self.stream_norm(stream), embed_dim)
+        return self.stream_norm(split_streams(stream, embed_dim))
 
     def next_input(self, x: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length stream_embed"]:
         """Return the input of the next depth for the stream `x` of this depth."""
         return self.final_norm(x) if self.config.normed_depths and self.final_norm is not None else x
-
-
-def flat_streams(x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length stream_embed"]:
-    """Concatenate the residual streams along the last axis."""
-    return x.reshape(*x.shape[:2], -1)
-
-
-def _split_streams(
-    x: Float[Array, "batch length stream_embed"], embed_dim: int
-) -> Float[Array, "batch length streams embed"]:
-    return x.reshape(*x.shape[:2], -1, embed_dim)
-
-
-def reduce_streams(residual: Residual, streams: StreamMapping | None, x: Array, ctx: ForwardContext) -> Array:
-    """Reduce the residual streams to one stream, with the weights of `streams` unless these are None.
-
-    The streams of `x` are on a separate axis, or concatenated as in `flat_streams`.
-    """
-    if residual.streams > 1 and x.ndim == 3:
-        x = _split_streams(x, x.shape[2] // residual.streams)
-    return residual.reduce(x) if streams is None else streams.reduce(x, ctx)
 
 
 class MTP(eqx.Module):

@@ -43,12 +43,13 @@ if TYPE_CHECKING:
     from eqx_decoders.data.dataset import make_dataset as make_dataset, make_held_out_sets as make_held_out_sets
     from eqx_decoders.data.host_rows import host_rows as host_rows, place as place
     from eqx_decoders.data.signals import Signals as Signals
-    from eqx_decoders.inference.stream_decoder import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
+    from eqx_decoders.inference.stream_decoder import StreamDecoder as StreamDecoder
     from eqx_decoders.io.heartbeat import connected as connected
     from eqx_decoders.io.text.tokenizer import (
         ByteTokenizer as ByteTokenizer,
         Tokenizer as Tokenizer,
         load_tokenizer as load_tokenizer,
+        prompt_ids as prompt_ids,
     )
     from eqx_decoders.training.config import TrainConfig as TrainConfig
     from eqx_decoders.training.evaluation import (
@@ -106,9 +107,9 @@ if TYPE_CHECKING:
 __getattr__, __all__, __dir__ = lazy(
     __name__,
     {
-        "inference.stream_decoder": "StreamDecoder prompt_ids",
+        "inference.stream_decoder": "StreamDecoder",
         "io.heartbeat": "connected",
-        "io.text.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
+        "io.text.tokenizer": "ByteTokenizer Tokenizer load_tokenizer prompt_ids",
         "data.batch": "Batch",
         "data.batches": "Batches",
         "data.config": "DataConfig",

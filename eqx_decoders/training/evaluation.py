@@ -12,9 +12,8 @@ from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.inference.generation import generate
-from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.coordination import AHEAD
-from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.io.text.tokenizer import Tokenizer, prompt_ids
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.held_out import HeldOut
 from eqx_decoders.training.step.loss import evaluation_sums

@@ -159,6 +159,15 @@ def test_a_small_model_equals_itself_without_a_pipeline():
     check_equal(filled(decoder(*(block,) * 5)), layout, ed.Pipeline(microbatches=2, repeats=2))
 
 
+def test_inputs_of_layers_are_optional():
+    layout = ed.Layout.create(stage=2, devices=jax.devices()[:2])
+    model = ed.abstract(decoder(*(DENSE,) * 2), layout=layout, pipeline=ed.Pipeline(microbatches=2))
+    ctx = ed.ForwardContext(positions=jnp.zeros((4, 3), jnp.int32), execution=model.execution)
+    x = jax.ShapeDtypeStruct((4, 3, model.config.embed_dim), jnp.float32)
+    out = eqx.filter_eval_shape(run_in_pipeline, model.scanned_layers[0], x, ctx)
+    assert out.x.shape == x.shape
+
+
 @pytest.mark.slow
 def test_a_model_equals_itself_without_a_pipeline():
     """Ten repeats of two layers, of which eight fill the pieces; a mesh that also splits batch and weights."""

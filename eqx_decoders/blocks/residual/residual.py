@@ -88,23 +88,23 @@ class PostNormResidual(ReadWriteResidual):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weighted(Residual):
-    """Configuration of the weighted connection `x = keep * gain * s + add * layer(s)`, for each layer in order.
+    """Configuration of the weighted connection: `x = stream_scale * gain * s + layer_scale * layer(s)` for each layer.
 
     **Arguments:**
 
     - `keeps_normed`: whether s = norm(x), with the norm before the layer (BLOOM, MiniMax-Text). Otherwise s = x, and
         the norm applies only to the layer's input.
-    - `keep`, `add`: one factor for each layer, in order; () for factors of 1.
+    - `stream_scales`, `layer_scales`: one factor for each layer, in order; () for factors of 1.
     - `gains`: whether each layer has a learned vector `gain` (Doge); otherwise it is 1.
     """
 
     keeps_normed: bool = False  # pyright: ignore[reportIncompatibleVariableOverride] - a ClassVar in Residual
-    keep: tuple[PositiveFloat, ...] = ()
-    add: tuple[PositiveFloat, ...] = ()
+    stream_scales: tuple[PositiveFloat, ...] = ()
+    layer_scales: tuple[PositiveFloat, ...] = ()
     gains: bool = False
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "WeightedResidual":
-        for field in ("keep", "add"):
+        for field in ("stream_scales", "layer_scales"):
             factors = getattr(self, field)
             check(
                 len(factors) in (0, branches),
@@ -121,7 +121,7 @@ class Gain(eqx.Module):
 
 
 class WeightedResidual(ReadWriteResidual):
-    """Residual connection `x = keep * gain * s + add * layer(s)` for each layer in order."""
+    """Residual connection `x = stream_scale * gain * s + layer_scale * layer(s)` for each layer in order."""
 
     gains: tuple[Gain, ...] | None
     config: Weighted = eqx.field(static=True)
@@ -140,9 +140,9 @@ class WeightedResidual(ReadWriteResidual):
         x, index = coefficients
         if self.gains is not None:
             x = x * self.gains[index].scale.astype(x.dtype)[None, None]
-        keep = self.config.keep[index] if self.config.keep else 1.0
-        add = self.config.add[index] if self.config.add else 1.0
-        return scale(x, keep) + scale(out, add)
+        stream_scale = self.config.stream_scales[index] if self.config.stream_scales else 1.0
+        layer_scale = self.config.layer_scales[index] if self.config.layer_scales else 1.0
+        return scale(x, stream_scale) + scale(out, layer_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

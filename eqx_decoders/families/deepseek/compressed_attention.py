@@ -351,7 +351,7 @@ class CompressedAttention(eqx.Module):
         )
         positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids)
         inputs = AttentionInputs(query, key, key, positions)
-        return run_attention(inputs, options, ctx.execution, contiguous=ctx.contiguous)
+        return run_attention(inputs, options, ctx.execution, contiguous=ctx.documents_are_contiguous)
 
     def _attend_compressed(self, query: Array, keys: CompressedKeySet, ctx: ForwardContext) -> list[Result]:
         """Return the results of attention to new compressed keys and to cached compressed keys, if there are any."""

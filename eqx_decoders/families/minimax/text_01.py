@@ -64,7 +64,7 @@ def minimax(
     def block(has_softmax: bool) -> BlockConfig:
         mixer = softmax_attention if has_softmax else lightning_attention
         weights = softmax if has_softmax else lightning
-        residual = Weighted(keeps_normed=True, keep=(weights[0], mlp[0]), add=(weights[1], mlp[1]))
+        residual = Weighted(keeps_normed=True, stream_scales=(weights[0], mlp[0]), layer_scales=(weights[1], mlp[1]))
         return shape.block(mixer, experts, residual=residual)
 
     return shape.decoder(map(block, full))

@@ -28,8 +28,8 @@ def run_attention(
     - `execution`: mesh, kernel, and form of context parallelism.
     - `key_axis`: `"length"` if keys are sharded like the tokens of a call; `"slots"` if they are sharded like the slots
         of a cache, which are not gathered.
-    - `contiguous`: see `ForwardContext.contiguous`. Without it, keys travel around the complete ring however small the
-        window of the mask is.
+    - `contiguous`: see `ForwardContext.documents_are_contiguous`. Without it, keys travel around the complete ring
+        however small the window of the mask is.
     """
     layout = execution.layout
     options = dataclasses.replace(

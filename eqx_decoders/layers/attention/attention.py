@@ -464,7 +464,7 @@ class Attention(eqx.Module):
         )
 
         def attend_to_call() -> Result:
-            return run_attention(inputs, call_options, execution, contiguous=ctx.contiguous)
+            return run_attention(inputs, call_options, execution, contiguous=ctx.documents_are_contiguous)
 
         if past is not None:
             queries = Queries(query, ctx.positions, spans, selected.cached)
@@ -487,7 +487,9 @@ class Attention(eqx.Module):
             selected = selection.select_cached(query, key, ctx.positions, cached_key, cache.positions, make_block_keys)
         else:
             selected = SelectedKeys(
-                selection.select(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous, make_block_keys)
+                selection.select(
+                    query, key, ctx.positions, ctx.segment_ids, ctx.documents_are_contiguous, make_block_keys
+                )
             )
         return selected.repeated(self.config.num_heads // selection.num_selections(query.shape[2]))
 

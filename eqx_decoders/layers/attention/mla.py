@@ -385,7 +385,7 @@ class LatentAttention(eqx.Module):
         dense = ctx.dense_positions and aligned
         options = AttentionOptions(mask=self.config.mask, aligned=aligned, dense_positions=dense, needs_lse=needs_lse)
         inputs = _call_inputs(query, key, value, ctx, selected)
-        return run_attention(inputs, options, ctx.execution, contiguous=ctx.contiguous)
+        return run_attention(inputs, options, ctx.execution, contiguous=ctx.documents_are_contiguous)
 
 
 def _is_aligned(ctx: ForwardContext) -> bool:

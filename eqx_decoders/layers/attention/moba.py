@@ -73,7 +73,7 @@ class BlockSelection(CheckedFields):
 
         - `query`, `key`: queries and keys by which blocks are scored.
         - `positions`, `segments`: position of each token in its document (-1: padding), and document of each token.
-        - `contiguous`: see `ForwardContext.contiguous`.
+        - `contiguous`: see `ForwardContext.documents_are_contiguous`.
         - `make_block_keys`: computes block keys from mean keys, for selections that need it.
         """
         length = positions.shape[1]

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.answers.parser import PROMPT_END
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages, object_arguments
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, prompt_ids
 from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.media_files.base import ProcessedFile
 from eqx_decoders.model.decoder_config import DecoderConfig

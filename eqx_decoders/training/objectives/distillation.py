@@ -129,7 +129,7 @@ def read_by(teacher: Decoder, batch: Batch) -> tuple[Array, Array | None]:
 def _stream_of(model: Decoder, batch: Batch) -> tuple[Array, BlockStats]:
     """Run a model without dropout on a batch of text, in the order in which it is read."""
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    promises = Promises(contiguous=batch.contiguous)
+    promises = Promises(documents_are_contiguous=batch.contiguous)
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs, promises=promises)
     return hidden, stats
 

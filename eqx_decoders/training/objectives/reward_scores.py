@@ -41,7 +41,7 @@ def _reward_scores(model: Decoder, batch: Batch) -> Float32[Array, "batch answer
     count = batch.signals.most_answers
     batch, last = in_context_order(model.config, model.execution, batch, _last_tokens(answers, count))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    inputs, promises = model_inputs(model, batch), Promises(documents_are_contiguous=batch.contiguous)
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)
     return answer_sums(model.logits(hidden)[..., 0], last, count)
 

@@ -65,7 +65,7 @@ def target_hidden(model: Decoder, batch: Batch) -> TargetHidden:
     ordered = in_context_order(model.config, model.execution, batch, targets, weights != 0, signals, experts)
     batch, targets, real, signals, experts = ordered
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    inputs, promises = model_inputs(model, batch), Promises(documents_are_contiguous=batch.contiguous)
     if experts is not None:
         inputs["inputs"] = with_choices(inputs["inputs"], experts)
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)

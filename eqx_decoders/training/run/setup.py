@@ -16,12 +16,11 @@ from eqx_decoders.data.host_rows import host_rows
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.errors import check
-from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
 from eqx_decoders.io.huggingface.load import abstract_hf
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.io.text.tokenizer import Tokenizer, decode
+from eqx_decoders.io.text.tokenizer import Tokenizer, decode, prompt_ids
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig

@@ -126,14 +126,14 @@ def token_loss_sum(
     ordered = in_context_order(model.config, model.execution, batch, *next_tokens(batch), signals)
     batch, targets, weights, signals = ordered
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    inputs, promises = model_inputs(model, batch), Promises(documents_are_contiguous=batch.contiguous)
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **inputs, promises=promises)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if more is not None:
         added, sums = more(Forward(hidden, batch, weights, signals, stats.streams))
         loss = nll_weight * loss + added
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
-        inputs |= dict(order=order, contiguous=batch.contiguous)
+        inputs |= dict(order=order, documents_are_contiguous=batch.contiguous)
         streams = model.predict_mtp(hidden, batch.tokens, positions, segments, key, **inputs)
         stats = join_layer_stats([(stats,), (streams.stats,)])
         ahead, mtp = _mtp_loss_sum(model, streams.hidden, in_order, full_batch, fused=fused, key=key)
@@ -345,7 +345,7 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    inputs, promises = model_inputs(model, batch), Promises(documents_are_contiguous=batch.contiguous)
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)
     _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)
     sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
@@ -353,7 +353,7 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
         return sums
     predicted = _argmax_tokens(model, hidden, 0)
     accepted, proposed = [], []
-    inputs |= dict(order=order, contiguous=batch.contiguous)
+    inputs |= dict(order=order, documents_are_contiguous=batch.contiguous)
     streams = model.predict_mtp(hidden, batch.tokens, positions, segments, **inputs)
     for depth, x in enumerate(streams.hidden, 1):
         weights = mtp_targets(in_order, depth, order)[1]

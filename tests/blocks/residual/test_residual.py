@@ -23,7 +23,7 @@ NORM = LayerNormConfig(bias=False)
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_each_branch_is_added_to_what_is_kept(normed):
-    config = Weighted(keeps_normed=normed, keep=(0.5, 1.5), add=(2.0, 3.0), gains=True)
+    config = Weighted(keeps_normed=normed, stream_scales=(0.5, 1.5), layer_scales=(2.0, 3.0), gains=True)
     layers = dict(post_layers=(ed.ExtraLayerConfig(layer=LinearConfig(), pre_norm=NORM),))
     block = ed.BlockConfig(mixer=None, mlp=LinearConfig(), pre_mlp_norm=NORM, residual=config, **layers)
     block = drawn(lambda key, config=block: config.build(6, key=key))
@@ -31,7 +31,7 @@ def test_each_branch_is_added_to_what_is_kept(normed):
     want = wide(x)
     gains = block.residual.gains
     parts = ((block.pre_mlp_norm, block.mlp), (block.post_layers[0].pre_norm, block.post_layers[0].layer))
-    for (norm, layer), gain, keep, add in zip(parts, gains, config.keep, config.add, strict=True):
+    for (norm, layer), gain, keep, add in zip(parts, gains, config.stream_scales, config.layer_scales, strict=True):
         read = np.apply_along_axis(lambda vector, norm=norm: norm_by_hand(norm, vector), -1, want)
         want = keep * wide(gain.scale) * (read if normed else want) + add * (read @ wide(layer.kernel))
     got, _, _ = eqx.filter_jit(block)(jnp.asarray(x), context(np.zeros((2, 3))))
@@ -39,8 +39,8 @@ def test_each_branch_is_added_to_what_is_kept(normed):
 
 
 def test_a_number_for_each_branch():
-    with refused(ed.ConfigError, "Weighted.keep=(0.5,)"):
-        Weighted(keep=(0.5,)).build(4, branches=2, inner_dim=4, key=jax.random.key(0))
+    with refused(ed.ConfigError, "Weighted.stream_scales=(0.5,)"):
+        Weighted(stream_scales=(0.5,)).build(4, branches=2, inner_dim=4, key=jax.random.key(0))
 
 
 def test_each_sum_has_a_norm_but_those_of_branches_that_write_themselves():

@@ -115,7 +115,7 @@ def test_blocks_selected_by_mean_keys_match_the_loop(local):
     positions[1, 2:] -= 5  # documents from their beginning
     want = pooled_by_hand(layer, wide(X), positions, local)
     for contiguous in (False, True):
-        ctx = dataclasses.replace(context(positions, SEGMENTS), contiguous=contiguous)
+        ctx = dataclasses.replace(context(positions, SEGMENTS), documents_are_contiguous=contiguous)
         mask = eqx.filter_jit(lambda x, ctx=ctx: layer._select_keys(layer._run_indexer(x, ctx), None, ctx).new.mask(21))
         seen = np.asarray(mask(jnp.asarray(X))) & (positions[:, :, None] >= positions[:, None])[:, None]
         real = (positions >= 0)[:, None] & (positions >= 0)[..., None]

@@ -8,7 +8,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 
 
-def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
+def check_shared_values(blocks: tuple[BlockConfig, ...]) -> None:
     """Raise ConfigError unless every shared value that a layer uses is computed by a compatible earlier layer."""
     properties_by_name: dict[str, tuple] = {}
     for index, block in enumerate(blocks):
