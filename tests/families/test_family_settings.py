@@ -371,8 +371,8 @@ SETTINGS = [
         {"blocks.1.mixer.mask.size": 8}),
     # transformers' default is softmax in every other layer from the first on; published files have a list
     row("minimax", drop("layer_types") | dict(num_hidden_layers=5), {
-        softmax: [0, 2, 4], "blocks.0.residual.keep": (1.3, 1.1), "blocks.0.residual.add": (0.8, 0.7),
-        "blocks.1.residual.keep": (1.2, 1.1), "blocks.1.residual.add": (0.9, 0.7)}),
+        softmax: [0, 2, 4], "blocks.0.residual.stream_scales": (1.3, 1.1), "blocks.0.residual.layer_scales": (0.8, 0.7),
+        "blocks.1.residual.stream_scales": (1.2, 1.1), "blocks.1.residual.layer_scales": (0.9, 0.7)}),
     row("minimax_m3_vl_text", {},
         {"mixer.block_indexer.type": ["NoneType", "BlockIndexerConfig"], sparse_layer_indices: [1],
          "blocks.0.mlp.mlp_dim": 20}),

@@ -93,8 +93,8 @@ def _residual_weights(name: str, key: str, mixers: tuple[type, ...], branch: int
         return weight
 
     settings = (
-        Number(f"{key}_alpha_factor", first_weight("keep"), 1.0, name="keep"),
-        Number(f"{key}_beta_factor", first_weight("add"), 1.0, name="add"),
+        Number(f"{key}_alpha_factor", first_weight("stream_scales"), 1.0, name="keep"),
+        Number(f"{key}_beta_factor", first_weight("layer_scales"), 1.0, name="add"),
     )
     return Group(name, lambda keep, add: (float(keep), float(add)), settings)
 
