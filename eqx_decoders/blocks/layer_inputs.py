@@ -10,7 +10,7 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingC
 
 
 class LayerInputQueue:
-    """Queue of the arrays in `Inputs.by_layer`, which the runs of scanned layers take in the order of the layers.
+    """Queue of the per-layer arrays in `Inputs.by_layer`. Each `ScannedLayers` takes the arrays of its layers.
 
     `by_layer` has for each input name the arrays of all layers that read it, stacked in the order of the layers:
     `[layers with this input, batch, length, ...]`.

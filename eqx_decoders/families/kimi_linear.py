@@ -43,7 +43,7 @@ def kimi_linear(
     - `delta`, `latent`: delta attention and latent attention.
     - `full`: for each layer, whether it has latent attention; the other layers have delta attention.
     - `experts`: the experts.
-    - `dense_layers`: the layers with an MLP instead of experts, from 0.
+    - `dense_layers`: indices of the layers that have an MLP instead of experts.
     """
     mixers = (latent if is_full else delta for is_full in full)
     return moe.sparse_decoder(shape, mixers, experts, dense_layers)

@@ -48,7 +48,7 @@ def mimo_v2_flash(
 
     - `shape`: sizes of the decoder; `shape.num_kv_heads` is the number of key heads in full layers.
     - `masks`: the attention mask of each layer.
-    - `dense_layers`: the layers with an MLP instead of experts, from 0.
+    - `dense_layers`: indices of the layers that have an MLP instead of experts.
     - `router`, `expert_dim`, `counts`: the router, the width of an expert, and the numbers of experts.
     - `values`: `value_dim` and `value_scale` of attention.
     - `rope`, `local_rope`: rotary embeddings of full layers and of layers with windows.

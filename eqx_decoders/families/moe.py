@@ -6,7 +6,7 @@ from typing import Any
 from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.common import DecoderSizes, NormPlaces
-from eqx_decoders.families.setting_rows import Integer, Rule, Setting, Values, value_at
+from eqx_decoders.families.setting_rows import Integer, Rule, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, sharing
 from eqx_decoders.layers.base import MixerConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -153,7 +153,7 @@ def fused_experts(
 
 def expert_counts(
     count: str, per_token: str = "num_experts_per_tok", *, num: int, chosen: int, width: int | None = None
-) -> tuple[Setting, ...]:
+) -> tuple[Integer, ...]:
     """Return the rows of the number of experts, and of the number of experts per token.
 
     **Arguments:**

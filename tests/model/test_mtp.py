@@ -507,3 +507,13 @@ def test_experts_of_depths_have_no_shortcut():
 def test_a_score_head_removes_saved_weights_of_the_depths():
     model = dataclasses.replace(ed.abstract(small(1)), saved_modules=("embedding.table", "mtp.depth.embed_kernel"))
     assert ed.add_score_head(model, key=jax.random.key(0)).saved_modules == ("embedding.table",)
+
+
+def test_depths_read_all_streams_only_of_residuals_that_allow_it():
+    config = ed.get_config("tiny")
+    mtp = ed.MTPConfig(num_depths=1, block=config.blocks[0], norm=RMSNormConfig(), all_streams=True)
+    with refused(ed.ConfigError, "DecoderConfig.mtp.all_streams=True"):
+        dataclasses.replace(config, mtp=mtp)
+    block = dataclasses.replace(config.blocks[0], residual=HyperConnections())
+    assert HyperConnections.mtp_streams
+    dataclasses.replace(config, blocks=(block,), mtp=dataclasses.replace(mtp, block=block))

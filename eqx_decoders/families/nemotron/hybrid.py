@@ -189,7 +189,7 @@ _MAMBA = (
     Flag("use_bias", "mamba.in_bias", False, name="bias"),
     Number("time_step_min", "mamba.dt_min", 0.001),  # lower bound of step sizes in transformers; vLLM has no bound
 )
-_EXPERTS = (
+_EXPERTS: tuple[Key | Only, ...] = (
     *moe.expert_counts("n_routed_experts", num=8, chosen=2),
     Integer("moe_intermediate_size", "experts.mlp_dim", 7688),
     Integer("moe_shared_expert_intermediate_size", "experts.shared.mlp_dim", 7688, name="shared_dim"),
@@ -208,7 +208,6 @@ def _skip_expert_keys(fields: Fields, values: Values) -> None:
     if "E" in values["pattern"]:
         return
     for setting in _EXPERTS:
-        assert isinstance(setting, Key | Only)
         if setting.key != "mlp_hidden_act":  # also the activation of MLPs
             fields.take(setting.key, None)
 

@@ -11,6 +11,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.families.doge import DynamicMaskConfig
+from eqx_decoders.families.jetmoe import HeadMixtureConfig
 from eqx_decoders.layers.attention import context_parallel
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import zigzag
@@ -21,6 +23,7 @@ from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.model.init import with_mtp
 from eqx_decoders.model.mtp import shift_left
@@ -192,6 +195,31 @@ def test_layers_that_depend_on_the_order_of_tokens_are_refused(config, named):
     model = ed.abstract(config(), context_order="zigzag")
     with refused(ConfigError, "Execution.context_order='zigzag'", f"DecoderConfig.{named}"):
         in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "depends"),
+    [
+        pytest.param(AttentionConfig(**ATTENTION), False, id="attention"),
+        pytest.param(
+            HeadMixtureConfig(attention=AttentionConfig(**ATTENTION), num_experts=4), False, id="head mixture"
+        ),
+        pytest.param(DynamicMaskConfig(attention=AttentionConfig(**ATTENTION), top_k=2), True, id="dynamic mask"),
+        pytest.param(DELTA, True, id="recurrence"),
+        pytest.param(
+            ParallelMixersConfig(
+                mixers=(
+                    NamedMixer(name="attention", mixer=AttentionConfig(**ATTENTION)),
+                    NamedMixer(name="delta", mixer=DELTA),
+                )
+            ),
+            True,
+            id="parallel",
+        ),
+    ],
+)
+def test_mixers_declare_whether_they_depend_on_the_order_of_tokens(mixer, depends):
+    assert mixer.depends_on_token_order is depends
 
 
 def test_capacities_and_spans_are_refused():
