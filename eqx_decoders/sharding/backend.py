@@ -49,6 +49,8 @@ class Backend:
     - `attention_kernels`: names of the platform's attention kernels for longer sequences, in order of preference.
     - `min_blockwise_attention`: if there are fewer queries or keys than this, attention computes all scores at once.
     - `attention_tiles`: query and key tile sizes of the `chunked` attention kernel.
+    - `max_unrolled_attention`: maximum float32 sequence length for which the `chunked` kernel unrolls the loop over
+        query tiles, each with all its keys.
     - `materializes_masks`: an attention mask is computed once for all heads. The compiler would compute it for each
         head.
     - `cached_values_by_head`: attention reads cached values in the memory order of the cache, heads before tokens.
@@ -95,6 +97,7 @@ class Backend:
     attention_kernels: tuple[str, ...] = ()
     min_blockwise_attention: int = 512
     attention_tiles: tuple[int, int] = (512, 512)
+    max_unrolled_attention: int = 0
     materializes_masks: bool = False
     cached_values_by_head: bool = False
     paged_kernel: str | None = None
@@ -129,6 +132,7 @@ BACKENDS = {
         loss_tile_bytes=64 * 2**20,
         min_blockwise_attention=32,
         attention_tiles=(128, 256),  # measured: the tile of all heads must fit into the CPU's cache
+        max_unrolled_attention=512,  # measured: a training step of 512 tokens is 12 % faster on AVX-512
         materializes_masks=True,
         cached_values_by_head=True,
     ),

@@ -1,7 +1,8 @@
 """Tiled attention in XLA with an online softmax (Rabe & Staats, 2021; Dao et al., 2022).
 
 Tiles of queries are processed against tiles of keys. Forward and backward pass store one tile of scores, and arrays of
-the size of the arguments. Loops over tiles are compiled as loops, so the program does not grow with the length.
+the size of the arguments. Loops over tiles are compiled as loops, so the program does not grow with the length; only
+short float32 inputs (`Backend.max_unrolled_attention`) use an unrolled loop over query tiles, each with all its keys.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ from eqx_decoders.layers.attention.kernels.common import (
     make_cotangents,
 )
 from eqx_decoders.layers.attention.kernels.selection import Selection, unpack_bits
-from eqx_decoders.layers.mask import AttentionPositions, Mask, interval
+from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval
+from eqx_decoders.sharding.backend import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,30 +42,45 @@ class _TilePlan:
     mask: Mask
     soft_cap: float | None
     alibi: Alibi | None
+    aligned: bool
+    spans: bool
     materializes_masks: bool  # whether to keep XLA from recomputing masks for each head
     query_tile: int
-    key_tile: int
+    key_tile: int | None  # None: query tiles are unrolled, and each takes all its keys at once
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a query may see keys with a higher index, as far as is known at compile time."""
+        return not self.aligned or self.spans or isinstance(self.mask, Bidirectional)
 
     def pad_queries(self, x: Array, axis: int = 1, value: int = 0) -> Array:
-        """Pad an axis of queries to a multiple of the query tile."""
-        return _pad(x, axis, self.query_tile, value)
+        """Pad an axis of queries to a multiple of the query tile, unless the loop is unrolled."""
+        return x if self.key_tile is None else _pad(x, axis, self.query_tile, value)
 
     def pad_keys(self, x: Array, axis: int = 1, value: int = 0) -> Array:
-        """Pad an axis of keys to a multiple of the key tile."""
-        return _pad(x, axis, self.key_tile, value)
+        """Pad an axis of keys to a multiple of the key tile, unless the loop is unrolled."""
+        return x if self.key_tile is None else _pad(x, axis, self.key_tile, value)
 
     def fold_keys(self, step: Callable, carry: Any, query_start: Any, query_tile: int, visible: "_VisibleKeys") -> Any:
         """Fold `step(carry, key_start, key_tile)` over the key tiles that the queries of a tile may see."""
-        assert visible.key_tiles is not None
+        if self.key_tile is None or visible.key_tiles is None:
+            kv_length = visible.key_positions.shape[1]
+            return step(carry, 0, kv_length if self.looks_ahead else min(query_start + query_tile, kv_length))
         size = self.key_tile
         start, end = (bound[query_start // self.query_tile] for bound in visible.key_tiles)
         return jax.lax.fori_loop(start, end, lambda i, carry: step(carry, i * size, size), carry)
 
     def fold_queries(self, step: Callable, carry: Any, length: int) -> tuple[Any, Any]:
         """Fold `step(carry, query_start, query_tile) -> (carry, results)` over query tiles; join results on axis 3."""
-        starts = jnp.arange(0, length, self.query_tile)
-        carry, results = jax.lax.scan(lambda carry, start: step(carry, start, self.query_tile), carry, starts)
-        return carry, jax.tree.map(_join_tiles, results)
+        if self.key_tile is not None:
+            starts = jnp.arange(0, length, self.query_tile)
+            carry, results = jax.lax.scan(lambda carry, start: step(carry, start, self.query_tile), carry, starts)
+            return carry, jax.tree.map(_join_tiles, results)
+        tiles = []
+        for start in range(0, length, self.query_tile):
+            carry, results = step(carry, start, min(self.query_tile, length - start))
+            tiles.append(results)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, 3), *tiles)
 
     def compute_once(self, mask: Array) -> Array:
         """Keep XLA from recomputing a mask, which is equal for all heads, for each head."""
@@ -273,6 +290,13 @@ def _attend_bwd(plan: _TilePlan, residuals: tuple, bars: tuple):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
+def _tile_sizes(backend: Backend, dtype: Any, length: int, kv_length: int) -> tuple[int, int | None]:
+    """Return the query tile and the key tile; a key tile of None unrolls the loop over query tiles."""
+    max_query_tile, max_key_tile = backend.attention_tiles
+    unrolled = dtype == jnp.float32 and max(length, kv_length) <= backend.max_unrolled_attention
+    return _even_tile(length, max_query_tile), None if unrolled else _even_tile(kv_length, max_key_tile)
+
+
 def _even_tile(length: int, max_tile: int) -> int:
     """Return the size of equal tiles, as few as `max_tile` allows, rounded up to a multiple of 16."""
     size = -(-length // max(1, -(-length // max_tile)))
@@ -342,14 +366,16 @@ def blockwise_max(inputs: AttentionInputs, call: AttentionCall) -> Float32[Array
 
 
 def _plan(call: AttentionCall) -> _TilePlan:
-    max_query_tile, max_key_tile = call.backend.attention_tiles
+    query_tile, key_tile = _tile_sizes(call.backend, call.dtypes[0], call.length, call.kv_length)
     return _TilePlan(
         mask=call.mask,
         soft_cap=call.soft_cap,
         alibi=call.alibi,
+        aligned=call.aligned,
+        spans=call.spans,
         materializes_masks=call.backend.materializes_masks,
-        query_tile=_even_tile(call.length, max_query_tile),
-        key_tile=_even_tile(call.kv_length, max_key_tile),
+        query_tile=query_tile,
+        key_tile=key_tile,
     )
 
 
@@ -378,6 +404,8 @@ def _visible_keys(plan: _TilePlan, inputs: AttentionInputs) -> _VisibleKeys:
         slopes=None if slopes is None else slopes.reshape(inputs.key.shape[2], -1),
         query_positions=None if slopes is None else plan.pad_queries(positions.query_positions),
     )
+    if plan.key_tile is None:
+        return visible
     return visible._replace(key_tiles=_key_tile_ranges(visible, plan.query_tile, plan.key_tile))
 
 
