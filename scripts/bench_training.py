@@ -82,22 +82,23 @@ def step(dtype: str, remat: str, repeats: int) -> dict[str, float]:
 
 def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
     """Measure a step in a run, and the same compiled step alone, a batch after the other, in turn."""
+    from eqx_decoders.training import train
     from eqx_decoders.training.config import TrainConfig
-    from eqx_decoders.training.run.hooks.checkpoint_hook import CheckpointHook
-    from eqx_decoders.training.run.loop import TrainingLoop
+    from eqx_decoders.training.run import loop as module
 
     runs: dict[str, list[float]] = {"run": [], "alone": []}
     steps = 20
 
-    class Timed(TrainingLoop):
-        def _steps(self, state, step):
+    class Timed(module.TrainingLoop):
+        def take_steps(self, state, step):
             for _ in range(7):
                 settings = dataclasses.replace(self.run.config, steps=step + steps)
-                self.run.directory = dataclasses.replace(self.run.directory, settings=settings)
+                directory = dataclasses.replace(self.run.directory, settings=settings)
+                self.run = self.saver.run = dataclasses.replace(self.run, directory=directory)
                 begin = time.perf_counter()
-                state, step, _ = super()._steps(state, step)
+                state, step, _ = super().take_steps(state, step)
                 runs["run"].append((time.perf_counter() - begin) / steps)
-                batch = self._next_batch(state)
+                batch = self.next_batch(state)
                 begin = time.perf_counter()
                 for _ in range(steps):
                     state, _ = self.run.trainer.step(state, batch)
@@ -111,8 +112,9 @@ def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
         config = dataclasses.replace(
             config, checkpoint_every=10**9, dataset=dataclasses.replace(data, held_out_fraction=0)
         )
-        with mock.patch.object(CheckpointHook, "save"):
-            Timed(config).train()
+        saves = mock.patch.object(module.CheckpointSaver, "save")
+        with saves, mock.patch.object(module, "TrainingLoop", Timed):
+            train(config)
     best = {name: min(seconds[1:]) for name, seconds in runs.items()}  # the first turn compiles
     ratios = [run / alone for run, alone in zip(runs["run"][1:], runs["alone"][1:], strict=True)]
     return {**best, "ratio": statistics.median(ratios)}
@@ -130,8 +132,8 @@ ROUNDINGS = {
 
 def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[float]]:
     """Train tiny; return means of the last 20 losses before every `every` steps, and held-out losses at the end."""
+    from eqx_decoders.training import train
     from eqx_decoders.training.config import TrainConfig
-    from eqx_decoders.training.run.loop import TrainingLoop
 
     run, tokenizer = Path(folder) / name.replace(" ", "_"), Path(folder) / "bfloat16/tokenizer"
     config = TrainConfig(
@@ -147,7 +149,7 @@ def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[flo
         sample_tokens=0,
         trackers=(),
     )
-    TrainingLoop(config).train()
+    train(config)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     taken = [row["loss"] for row in rows if "step_seconds" in row]
     held_out = [row["eval_loss"] for row in rows if "eval_loss" in row]

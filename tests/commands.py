@@ -14,7 +14,7 @@ from unittest import mock
 import jax
 
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.run.metrics import read_metrics
+from eqx_decoders.training.run.log import read_metrics
 
 
 ROOT = Path(__file__).parents[1]

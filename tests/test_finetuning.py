@@ -15,9 +15,9 @@ from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.lora import merge_lora
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.run_loading import load_run
-from eqx_decoders.training.run.run_model import abstract_run
+from eqx_decoders.training.run.directory import RunDirectory
+from eqx_decoders.training.run.load_export import load_run
+from eqx_decoders.training.run.model import abstract_run
 from tests.commands import call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names

@@ -61,6 +61,8 @@ def test_imports_go_one_way(package):
                 assert module != "eqx_decoders", f"{file.name}: import from the module that defines the name"
                 if file.name == "__init__.py" and package in ("layers", "blocks", "encoders"):
                     continue  # exports of layers, on first use; a layer that one family has is defined there
+                if file == LIBRARY / "training" / "__init__.py" and module == "eqx_decoders.rl.methods":
+                    continue  # export of `train`, on first use; the table of all methods is defined there
                 assert ORDER.index(package_of(module)) <= ORDER.index(package), f"{file} must not import {module}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eqx_decoders.training.run.metrics import read_metrics
+from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, flags, run, start, steps_of, write_corpus
 from tests.errors import assert_names
 

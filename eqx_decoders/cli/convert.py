@@ -48,10 +48,8 @@ from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.model.init import count_parameters
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.run_export import export_run
-from eqx_decoders.training.run.run_loading import load_run
-from eqx_decoders.training.run.run_model import write_source
+from eqx_decoders.training.run.directory import RunDirectory, write_source
+from eqx_decoders.training.run.load_export import export_run, load_run
 from eqx_decoders.training.settings_file import settings_json
 
 
@@ -76,14 +74,14 @@ class Import(Devices):
         given, writes = Path(self.source), jax.process_index() == 0
         init_from = str(given.resolve()) if given.exists() else self.source
         run = RunDirectory(TrainConfig(run_dir=self.run_dir, init_from=init_from))
-        parts = run.has_settings, run.source.exists(), Path(run.checkpoint_directory).exists()
+        parts = run.has_settings, run.source_dir.exists(), Path(run.checkpoint_directory).exists()
         used = from_first("used", any(parts))
         check(not used, f"{run.path} is a run directory already: choose another one.", CheckpointError)
         check_run_dir(run.path) if writes else None
         model = load_hf(resolve(self.source).path, layout=self.layout())
         with RunLock(run.path) if writes else contextlib.nullcontext():
             if writes:
-                write_source(model, run.source)
+                write_source(model, run.source_dir)
                 run.save_settings()  # a run there goes on with this model in any case
             with Checkpoints(run.checkpoint_directory) as checkpoints:
                 checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(run.settings))

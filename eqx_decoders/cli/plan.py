@@ -41,7 +41,7 @@ from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig, describe_devices
-from eqx_decoders.training.run.run_model import model_config
+from eqx_decoders.training.run.directory import model_config
 from eqx_decoders.training.step.balance import expert_configs
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings

@@ -26,7 +26,7 @@ from eqx_decoders.io.heartbeat import connected
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
-from eqx_decoders.training import train
+from eqx_decoders.rl.methods import METHODS
 from eqx_decoders.training.config import (
     DataSettings,
     MethodSettings,
@@ -37,9 +37,10 @@ from eqx_decoders.training.config import (
 )
 from eqx_decoders.training.config_file import with_settings
 from eqx_decoders.training.flags import flag
-from eqx_decoders.training.run.data_preview import describe_data
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.run_model import abstract_run
+from eqx_decoders.training.run.directory import RunDirectory
+from eqx_decoders.training.run.loop import train
+from eqx_decoders.training.run.model import abstract_run
+from eqx_decoders.training.run.preview import describe_data
 from eqx_decoders.training.run.trackers import check_installed
 from eqx_decoders.training.settings_file import is_of_a_run, of_a_new_start, with_file
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
@@ -99,7 +100,7 @@ def _train(config: TrainConfig) -> int:
         print(describe(abstract_run(RunDirectory(config), config.execution())))
         return 0
     keep_programs(config.dataset.cache_dir)
-    return train(config)
+    return train(config, METHODS)
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainConfig:

@@ -34,8 +34,8 @@ from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.methods.teacher import check_same_tokens
 from eqx_decoders.training.objectives.values import ValueObjective
-from eqx_decoders.training.run.messages import print_status
-from eqx_decoders.training.run.run_model import abstract_base, new_base
+from eqx_decoders.training.run.log import print_status
+from eqx_decoders.training.run.model import abstract_base, new_base
 from eqx_decoders.training.sampler_config import split_devices
 from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.step import Trainer
@@ -153,7 +153,7 @@ def _check_room(config: Any, limit: int) -> None:
 
 def open_critic(start: MethodStart) -> Critic:
     """Make what a run needs to train its critic. Raises ConfigError for `init_from` with another vocabulary."""
-    from eqx_decoders.training.run.run_loading import OtherModel  # late: of its imports this needs few
+    from eqx_decoders.training.run.load_export import OtherModel  # late: of its imports this needs few
 
     config, source = start.config, start.config.rl.critic.init_from
     other = None if source is None else OtherModel(source)

@@ -77,7 +77,7 @@ def load_reward_model(source: str, tokenizer: Tokenizer, execution: Execution) -
 
     Raises ConfigError for one without a score, or with another vocabulary.
     """
-    from eqx_decoders.training.run.run_loading import OtherModel  # late: of its imports this needs few
+    from eqx_decoders.training.run.load_export import OtherModel  # late: of its imports this needs few
 
     name, other = f"rl.reward_model={source!r}", OtherModel(source)
     with StatusLine(f"loading the reward model {source}", remains="what was downloaded is kept"):

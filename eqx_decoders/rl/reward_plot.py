@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from eqx_decoders.training.run.metrics import read_metrics
-from eqx_decoders.training.run.plots import new_figure, series_of
+from eqx_decoders.training.run.log import new_figure, read_metrics, series_of
 
 
 PANELS = {  # title: its figures by their names in metrics.jsonl

@@ -30,8 +30,8 @@ from eqx_decoders.training.methods.teacher import load_teacher
 from eqx_decoders.training.objectives.objectives import PolicyObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.objectives.values import values_behind
-from eqx_decoders.training.run.metrics import MetricsRow
-from eqx_decoders.training.run.run_model import new_base
+from eqx_decoders.training.run.log import MetricsRow
+from eqx_decoders.training.run.model import new_base
 from eqx_decoders.training.step.loss import Loss
 from eqx_decoders.training.step.train_state import TrainState
 
@@ -152,7 +152,7 @@ class RLRun:
 
     def draw(self) -> None:
         """Draw `rewards.png` in the run directory."""
-        plot_rewards(self._run.metrics, self._run.path / "rewards.png")
+        plot_rewards(self._run.metrics_file, self._run.path / "rewards.png")
 
     def settle(self, state: TrainState) -> None:
         """Wait for the answers that the next step of a state learns from, where they are under way, and keep them."""

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         load_tokenizer as load_tokenizer,
         prompt_ids as prompt_ids,
     )
+    from eqx_decoders.rl.methods import train as train
     from eqx_decoders.training.config import TrainConfig as TrainConfig
     from eqx_decoders.training.evaluation import (
         evaluate as evaluate,
@@ -96,8 +97,7 @@ if TYPE_CHECKING:
         make_optimizer as make_optimizer,
         make_schedule as make_schedule,
     )
-    from eqx_decoders.training.run.loop import train as train
-    from eqx_decoders.training.run.run_loading import load_run as load_run, load_text_run as load_text_run
+    from eqx_decoders.training.run.load_export import load_run as load_run, load_text_run as load_text_run
     from eqx_decoders.training.step.loss import next_token_loss as next_token_loss, token_loss_sum as token_loss_sum
     from eqx_decoders.training.step.loss_metrics import LossMetrics as LossMetrics
     from eqx_decoders.training.step.step import Trainer as Trainer
@@ -137,8 +137,8 @@ __getattr__, __all__, __dir__ = lazy(
         "training.step.loss_metrics": "LossMetrics",
         "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
         "data.host_rows": "host_rows place",
-        "training.run.loop": "train",
-        "training.run.run_loading": "load_run load_text_run",
+        "rl.methods": "train",  # with the methods of all packages
+        "training.run.load_export": "load_run load_text_run",
         "training.step.step": "Trainer",
         "training.step.step_config": "StepConfig",
         "training.step.train_state": "StepMetrics TrainState",

@@ -16,8 +16,7 @@ from eqx_decoders.io.huggingface import verify
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run.resume_run import resume
-from eqx_decoders.training.run.run_directory import RunDirectory
+from eqx_decoders.training.run.directory import RunDirectory, resume
 from eqx_decoders.training.settings_file import load_settings, save_settings
 from tests.commands import ROOT, call
 from tests.compare import assert_array_equal

@@ -9,9 +9,9 @@ import eqx_decoders as ed
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.run_export import export_adapter
-from eqx_decoders.training.run.run_model import abstract_run
+from eqx_decoders.training.run.directory import RunDirectory
+from eqx_decoders.training.run.load_export import export_adapter
+from eqx_decoders.training.run.model import abstract_run
 from tests.commands import call, write_corpus
 from tests.data.test_host_rows import finish, launch
 from tests.errors import assert_names

@@ -21,7 +21,7 @@ from eqx_decoders.io.checkpoint.steps import COMMITTED
 from eqx_decoders.io.rendezvous import VARIABLES, find_cluster, meet
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import host_rows
-from eqx_decoders.training.run.metrics import read_metrics
+from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
 from tests.compare import assert_allclose
 from tests.encoders.directories import save_image, vision_directory
@@ -46,7 +46,7 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import Batch, flops, host_rows, place
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.io.interrupt import Interrupt
-from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
+from eqx_decoders.training.run.loop import MetricsReporter
 from tests.compare import assert_array_equal
 from tests.programs import no_renames
 heartbeat.GRACE = 1.0  # seconds to come to the error of the other one

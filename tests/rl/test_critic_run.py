@@ -20,7 +20,7 @@ from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.rl.rl_run import RLRun
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.load_export import load_run
 from tests.commands import call, steps_of
 from tests.compare import assert_allclose, assert_close
 from tests.errors import assert_names

@@ -14,7 +14,7 @@ from eqx_decoders.data.sources.data_files import zstd_module
 from eqx_decoders.model.weights_fingerprint import weights_fingerprint
 from eqx_decoders.rl.drawn_answers import AnswerFiles
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.load_export import load_run
 from tests.commands import ROOT, call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names

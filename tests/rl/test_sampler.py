@@ -30,7 +30,7 @@ from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods.distill_config import DistillConfig
-from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.load_export import load_run
 from eqx_decoders.training.sampler_config import SamplerConfig, split_devices
 from tests.commands import ENVIRONMENT, ROOT, call, steps_of
 from tests.compare import assert_allclose

@@ -19,14 +19,14 @@ from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.export_directory import exported_directory
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.remat import Remat
+from eqx_decoders.rl.methods import METHODS
 from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
 from eqx_decoders.training.config_file import field_types, with_settings
 from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.setup import METHODS
+from eqx_decoders.training.run.directory import RunDirectory
 from eqx_decoders.training.settings_file import (
     changed_settings,
     is_of_a_run,

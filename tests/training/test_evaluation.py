@@ -10,7 +10,7 @@ import eqx_decoders as ed
 from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.training.evaluation import _held_out
 from eqx_decoders.training.held_out import HeldOut, describe_held_out
-from eqx_decoders.training.run.hooks.evaluation_hook import EvaluationHook
+from eqx_decoders.training.run.evaluate import HeldOutEvaluation
 from eqx_decoders.training.step.train_state import TrainState
 from tests.errors import assert_names
 
@@ -28,22 +28,22 @@ def test_a_failed_evaluation_is_treated_as_a_loss_that_is_not_finite():
         "error": MemoryError("a copy of the weights"),
     }
     warnings: list[str] = []
-    hook: Any = object.__new__(EvaluationHook)  # without a run
-    hook.run, hook.show, hook.results, hook.failed = SimpleNamespace(method=None), warnings.append, {}, False
+    evaluation: Any = object.__new__(HeldOutEvaluation)  # without a run
+    evaluation.run, evaluation.show = SimpleNamespace(method=None), warnings.append
     counts: Any = dict(step=np.asarray(4, np.int32), skipped=np.asarray(0, np.int32))
     model = ed.abstract(ed.get_config("tiny"))
     state = TrainState(model=model, optimizer=None, key=jax.random.key(0), **counts)
     found = {}
     for name, outcome in outcomes.items():
 
-        def evaluate(model, step, outcome=outcome):
+        def losses(step, state, outcome=outcome):
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
 
-        hook.evaluate = evaluate
-        hook.finish(4, state)
-        found[name] = hook.is_finite
+        evaluation._losses = losses
+        evaluation.evaluate(4, state)
+        found[name] = evaluation.is_finite
     assert found == {"none": True, "good": True, "nan": False, "error": False} and len(warnings) == 1
 
 

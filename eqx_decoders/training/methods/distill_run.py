@@ -1,6 +1,5 @@
 """What a run that learns from a teacher needs beside one on texts: the teacher, and its loss."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,7 @@ def teacher_of(start: MethodStart) -> Decoder:
 
 
 def open_distillation(start: MethodStart) -> OpenedMethod:
-    """Open the texts of a run, and its teacher; or its prompts, where the student draws what is compared."""
-    if start.config.distill.on_policy:
-        return importlib.import_module("eqx_decoders.rl.open_run").open_on_policy(start)
+    """Open the texts of a run, and its teacher."""
     start.check_text_alone()
     run = DistillRun(start)  # a wrong teacher is known before tokens are made
     saved = None if start.config.distill.top is None else saved_teacher(start)

@@ -18,8 +18,8 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods.held_out_figures import held_out_figures
-from eqx_decoders.training.run.metrics import MetricsRow
-from eqx_decoders.training.run.run_directory import RunDirectory
+from eqx_decoders.training.run.directory import RunDirectory
+from eqx_decoders.training.run.log import MetricsRow
 from eqx_decoders.training.step.loss import Loss
 from eqx_decoders.training.step.train_state import TrainState
 

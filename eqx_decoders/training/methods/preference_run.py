@@ -19,9 +19,9 @@ from eqx_decoders.training.methods.preference_data import preference_data
 from eqx_decoders.training.methods.saved_reference import save_reference
 from eqx_decoders.training.objectives.objectives import KTOObjective, PairObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
-from eqx_decoders.training.run.metrics import MetricsRow
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.run_model import new_base
+from eqx_decoders.training.run.directory import RunDirectory
+from eqx_decoders.training.run.log import MetricsRow
+from eqx_decoders.training.run.model import new_base
 from eqx_decoders.training.step.train_state import TrainState
 
 

@@ -21,7 +21,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.methods.method import MethodStart
 from eqx_decoders.training.methods.saved_signals import RowSegment, SavedSignals, rows_of_process
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
-from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.run.log import print_status
 
 
 def save_reference(

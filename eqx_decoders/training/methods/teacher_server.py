@@ -16,7 +16,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import EqxDecodersError, check
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.training.methods.saved_signals import RowSegment
-from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.run.log import print_status
 
 
 KEY = "OPENAI_API_KEY"

@@ -1,9 +1,9 @@
-"""Trackers of a run's metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, or any other.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, and the protocol for others.
 
-They get their rows from a thread, so that a slow service doesn't slow the training. A run that is resumed goes on in
-the same run of its trackers, whose ids are in `trackers.json`. Rows that a killed process had written behind its
-last checkpoint are computed again and are not logged twice; the last few may be missing there, never in
-`metrics.jsonl`.
+A thread sends the rows to the trackers, so that a slow service does not slow down the training. A resumed run continues
+the same run of each tracker. The ids of these runs are in `trackers.json`. Steps after the last checkpoint of a killed
+process are computed again, but not logged twice. A tracker may miss the last rows of a killed process, `metrics.jsonl`
+does not.
 """
 
 import json
@@ -21,19 +21,19 @@ import numpy as np
 
 from eqx_decoders.errors import ConfigError, missing_package
 from eqx_decoders.io.atomic_files import write_json
-from eqx_decoders.training.run.metrics import MetricsFile, MetricsRow, read_metrics
+from eqx_decoders.training.run.log import MetricsFile, MetricsRow, read_metrics
 
 
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # each in the extra of that name
-IDS = "trackers.json"
-CLOSE_SECONDS = 60.0  # max wait at the end of a run for services that do not respond
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # by tracker, which is also the extra
+IDS_FILE = "trackers.json"
+CLOSE_SECONDS = 60.0  # maximum wait for services at the end of a run
 
 _log = logging.getLogger("eqx_decoders")
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Anything that takes the row of a step: `{"step": 7, "loss": 2.5, …}`."""
+    """An experiment tracker, which gets the row of each step: `{"step": 7, "loss": 2.5, …}`."""
 
     def write(self, row: MetricsRow) -> None: ...
 
@@ -41,11 +41,14 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writer of event files into `directory`. Events of step `start` and later, of a killed process, are not shown."""
+    """Writes event files to `directory`.
+
+    `start`: the first step that will be written. TensorBoard hides existing events of this step and later ones.
+    """
 
     def __init__(self, directory: str | Path, *, start: int = 0):
         try:
-            from tensorboardX import SummaryWriter  # imported here: it takes two seconds
+            from tensorboardX import SummaryWriter  # its import takes two seconds
         except ImportError as error:
             raise missing_package("tensorboardX", "tensorboard") from error
         self._writer = SummaryWriter(str(directory), purge_step=start)
@@ -59,9 +62,9 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, with the settings as its config; its files are in `<directory>/wandb`.
+    """A run of Weights & Biases, with the settings as its config. Its files are in `<directory>/wandb`.
 
-    The variables of its environment choose the project: WANDB_PROJECT, WANDB_MODE=offline and so on.
+    The environment variables of Weights & Biases apply, such as WANDB_PROJECT and WANDB_MODE=offline.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], run_id: str | None):
@@ -81,9 +84,9 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, with the settings as its parameters, which stay those of its start.
+    """A run of MLflow, with the settings of its first start as its parameters.
 
-    It goes to MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME; without the former to `<directory>/mlflow.db`.
+    It is stored in MLFLOW_TRACKING_URI, by default `<directory>/mlflow.db`, in the experiment MLFLOW_EXPERIMENT_NAME.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], run_id: str | None):
@@ -102,8 +105,8 @@ class MLflow:
             experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
             run_id = self._client.create_run(experiment, run_name=directory.name).info.run_id
             params = [Param(name, str(value)[:500]) for name, value in settings.items()]
-            for begin in range(0, len(params), 100):  # as many as it takes at once
-                self._client.log_batch(run_id, params=params[begin : begin + 100])
+            for start in range(0, len(params), 100):  # MLflow's limit for one call
+                self._client.log_batch(run_id, params=params[start : start + 100])
         self.id = run_id
 
     def write(self, row: MetricsRow) -> None:
@@ -116,14 +119,14 @@ class MLflow:
 
 
 class Trackers:
-    """Several trackers as one: the metrics file gets a row at once, the services get it from a separate thread.
+    """The metrics file and the trackers of a run. The file is written at once, the trackers from a thread.
 
-    A service that fails is reported and left out; the metrics file is tried again instead.
+    A tracker that fails is reported and gets no more rows. The metrics file gets the next row nevertheless.
 
     **Arguments:**
 
-    - `warn`: called with a sentence about each failure.
-    - `patience`: max seconds that `close` waits for services.
+    - `warn`: called with a message about each failure.
+    - `patience`: maximum number of seconds that `close` waits for the trackers.
     """
 
     def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning, patience: float = CLOSE_SECONDS):
@@ -135,7 +138,7 @@ class Trackers:
         self._thread = threading.Thread(target=self._log_rows, daemon=True)
 
     def write(self, row: MetricsRow) -> None:
-        """Log a row, whose values must not change afterwards."""
+        """Log a row. Its values must not change afterwards."""
         for file in self._files:
             self._try(file, lambda file=file: file.write(row))
         if self._services:
@@ -144,11 +147,11 @@ class Trackers:
             self._rows.put(row)
 
     def flush(self) -> None:
-        """Wait until all have the rows that were written."""
+        """Wait until all trackers have the rows that were written."""
         self._rows.join()
 
     def close(self) -> None:
-        """Close all trackers. Services that do not respond within `patience` seconds are reported and left open."""
+        """Close all trackers. Trackers that do not respond within `patience` seconds are reported and left open."""
         for file in self._files:
             self._try(file, file.close)
         if not self._services:
@@ -166,7 +169,7 @@ class Trackers:
             )
 
     def _log_rows(self) -> None:
-        """Write the rows of the queue to the services until a row is None, then close the services."""
+        """Write the rows of the queue to the trackers until a row is None, then close the trackers."""
         while (row := self._rows.get()) is not None:
             for tracker in tuple(self._services):
                 self._try(tracker, lambda tracker=tracker, row=row: tracker.write(row))
@@ -178,17 +181,17 @@ class Trackers:
         try:
             action()
         except Exception as error:
-            lasting = tracker in self._files
-            if not lasting:
+            is_file = tracker in self._files
+            if not is_file:
                 self._services.remove(tracker)
             if id(tracker) not in self._failed:
                 self._failed.add(id(tracker))
-                fate = "may miss rows" if lasting else "is left out from here"
-                self._warn(f"{_name(tracker)} failed and {fate}, training goes on: {type(error).__name__}: {error}")
+                effect = "may miss rows" if is_file else "gets no more rows"
+                self._warn(f"{_name(tracker)} failed and {effect}; training continues: {type(error).__name__}: {error}")
 
 
-class _Unlogged:
-    """A tracker that gets no row twice: rows of these steps and names are left out."""
+class _WithoutLogged:
+    """A tracker that skips rows which it has already logged, identified by their step and their names."""
 
     def __init__(self, tracker: Tracker, logged: set[tuple[int, frozenset[str]]]):
         self.tracker, self._logged = tracker, logged
@@ -202,7 +205,7 @@ class _Unlogged:
 
 
 def check_installed(names: Sequence[str] | None) -> None:
-    """Raise MissingPackage for a tracker whose package is missing: before a run begins."""
+    """Raise MissingPackage if the package of a tracker is not installed."""
     for name in names or ():
         if find_spec(PACKAGES[name]) is None:
             raise missing_package(PACKAGES[name], name)
@@ -216,16 +219,22 @@ def open_trackers(
     start: int,
     warn: Callable[[str], None] = _log.warning,
 ) -> Trackers:
-    """Open the metrics file of a run and its trackers, by name, for the rows of step `start` and later.
+    """Open the metrics file and the trackers of a run.
 
-    names: None for TensorBoard where it is installed. settings: by dotted name.
-    Raises ConfigError for a tracker that cannot be opened, MissingPackage for one that is not installed.
+    Raises ConfigError if a tracker cannot be opened, and MissingPackage if its package is not installed.
+
+    **Arguments:**
+
+    - `names`: the trackers; None: TensorBoard if it is installed.
+    - `settings`: the settings of the run, by dotted name.
+    - `start`: the first step that will be written.
+    - `warn`: called with a message if a tracker fails later.
     """
     run, path = Path(run_dir), Path(run_dir) / "metrics.jsonl"
     if names is None:
         names = ("tensorboard",) if find_spec("tensorboardX") else ()
     logged = {_row_key(row) for row in read_metrics(path) if row.get("step", -1) >= start} if path.exists() else set()
-    ids = json.loads((run / IDS).read_text()) if (run / IDS).exists() else {}
+    ids = json.loads((run / IDS_FILE).read_text()) if (run / IDS_FILE).exists() else {}
     trackers: list[Tracker] = []
     for name in dict.fromkeys(names):
         try:
@@ -237,13 +246,15 @@ def open_trackers(
             Trackers(*trackers).close()
             if isinstance(error, ImportError):
                 raise
-            remedy = f", or delete {run / IDS} to begin a new one" if name in ids else ""
-            rule = f"it cannot be opened: {type(error).__name__}: {str(error).strip().rstrip('.')}"
-            raise ConfigError(f"trackers={name!r}, but {rule}. Set it up, or leave it out{remedy}.") from error
-        trackers.append(_Unlogged(service, logged) if name in ids else service)
+            remedy = f", or delete {run / IDS_FILE} to start a new run there" if name in ids else ""
+            raise ConfigError(
+                f"trackers={name!r} cannot be opened: {type(error).__name__}: {str(error).strip().rstrip('.')}. Set it "
+                f"up, or leave it out{remedy}."
+            ) from error
+        trackers.append(_WithoutLogged(service, logged) if name in ids else service)
         if ids.get(name) != service.id:
             ids[name] = service.id
-            write_json(run / IDS, ids)
+            write_json(run / IDS_FILE, ids)
     return Trackers(MetricsFile(path, start=start), *trackers, warn=warn)
 
 
@@ -252,10 +263,10 @@ def _row_key(row: MetricsRow) -> tuple[int, frozenset[str]]:
 
 
 def _name(tracker: Tracker) -> str:
-    return type(tracker.tracker if isinstance(tracker, _Unlogged) else tracker).__name__
+    return type(tracker.tracker if isinstance(tracker, _WithoutLogged) else tracker).__name__
 
 
 def _scalars(row: MetricsRow) -> dict[str, float]:
-    """Return the numbers of a row, without its step."""
+    """Return the scalars of a row, without its step."""
     arrays = {name: np.asarray(value) for name, value in row.items() if name != "step"}
-    return {name: float(each) for name, each in arrays.items() if each.ndim == 0 and each.dtype.kind not in "USO"}
+    return {name: float(array) for name, array in arrays.items() if array.ndim == 0 and array.dtype.kind not in "USO"}

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.training.run.goodput import Goodput
-from eqx_decoders.training.run.metrics import MetricsRow
+from eqx_decoders.training.run.log import Goodput, MetricsRow
 from eqx_decoders.training.step.balance import relative_loads, routing_report
 from eqx_decoders.training.step.train_state import StepMetrics
 

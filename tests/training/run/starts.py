@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.run.resume_run import resume
-from eqx_decoders.training.run.run_directory import RunDirectory
+from eqx_decoders.training.run.directory import RunDirectory, resume
 from eqx_decoders.training.settings_file import Changes
 
 

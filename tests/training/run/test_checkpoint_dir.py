@@ -14,9 +14,9 @@ from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
+from eqx_decoders.training import train as start_run
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
-from eqx_decoders.training.run.loop import TrainingLoop
+from eqx_decoders.training.run.loop import MetricsReporter
 from eqx_decoders.training.settings_file import save_settings
 from tests.buckets import bucket
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
@@ -167,7 +167,7 @@ def test_a_checkpoint_directory_that_is_not_writable_is_refused_at_the_start(tmp
         RunBackup(tmp_path, place).save()
     options = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": place}
     with refused(CheckpointError, f"checkpoint_dir='{place}'"):
-        TrainingLoop(TrainConfig(**options, dataset=DataConfig(path="nowhere"))).train()
+        start_run(TrainConfig(**options, dataset=DataConfig(path="nowhere")))
     assert not (tmp_path / "run").exists()
 
 

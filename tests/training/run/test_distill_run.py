@@ -21,8 +21,8 @@ from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.teacher_server import TeacherServer
-from eqx_decoders.training.run.metrics import read_metrics
-from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.load_export import load_run
+from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names, refused

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from eqx_decoders.training.run import goodput
-from eqx_decoders.training.run.goodput import Goodput, WallTime, process_start
+from eqx_decoders.training.run import log
+from eqx_decoders.training.run.log import Goodput, WallTime, process_start
 
 
 IMPORTED = time.time()
@@ -15,7 +15,7 @@ IMPORTED = time.time()
 def clock(monkeypatch):
     """A time that is set by hand; this process began at 1000."""
     now = [1000.0]
-    monkeypatch.setattr(goodput.time, "time", lambda: now[0])
+    monkeypatch.setattr(log.time, "time", lambda: now[0])
     return now
 
 
@@ -44,9 +44,9 @@ def test_earlier_starts_count_without_lost_steps(clock):
 def test_nested_activities_are_counted_separately(clock):
     time = WallTime("starting", 1000.0)
     clock[0] += 10
-    with time.doing("steps"):
+    with time.measure("steps"):
         clock[0] += 60
-        with time.doing("saving"):
+        with time.measure("saving"):
             clock[0] += 20
         clock[0] += 9.7
     clock[0] += 0.3

@@ -31,16 +31,12 @@ from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.methods import texts
-from eqx_decoders.training.run import loop as run_module, setup
-from eqx_decoders.training.run.goodput import WallTime
-from eqx_decoders.training.run.hooks import evaluation_hook, sample_hook
-from eqx_decoders.training.run.hooks.base import failures_as_warnings
-from eqx_decoders.training.run.hooks.checkpoint_hook import CheckpointHook
-from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
-from eqx_decoders.training.run.metrics import read_metrics
-from eqx_decoders.training.run.prepared_run import PreparedRun
-from eqx_decoders.training.run.progress import Progress
-from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run import evaluate as evaluate_module, loop as run_module, start
+from eqx_decoders.training.run.evaluate import HeldOutEvaluation, SampleEvaluation, errors_as_warnings
+from eqx_decoders.training.run.load_export import load_run
+from eqx_decoders.training.run.log import Progress, WallTime, read_metrics
+from eqx_decoders.training.run.loop import CheckpointSaver, MetricsReporter
+from eqx_decoders.training.run.start import Run
 from eqx_decoders.training.run.trackers import Trackers
 from eqx_decoders.training.settings_file import load_settings, save_settings
 from eqx_decoders.training.step import loss as loss_module, step as step_module
@@ -345,15 +341,15 @@ def test_in_flight_steps_of_a_diverged_run_are_reported(folder):
 
 
 @pytest.mark.slow
-def test_checkpoint_is_saved_before_hooks_that_fail(folder):
+def test_checkpoint_is_saved_before_an_evaluation_that_fails(folder):
     """Evaluation, sample and plot fail. Steps 2 and 5 are not finite: the checkpoint of 2 is saved at 3, and that of 5
     replaces no other. Processes wait long for each other before the first step."""
     seen, limits = [], {}
-    save, report, gather = CheckpointHook.save, MetricsReporter.report, run_module.all_gather_json
+    save, report, gather = CheckpointSaver.save, MetricsReporter.report, run_module.all_gather_json
 
-    def saved(self, step, state):
+    def saved(self, step, *rest):
         seen.append(("save", step))
-        save(self, step, state)
+        save(self, step, *rest)
 
     def reported(self, row):
         report(self, row | {"skipped": row["step"] in (2, 5)})
@@ -369,11 +365,11 @@ def test_checkpoint_is_saved_before_hooks_that_fail(folder):
         limits[name] = seconds
         return gather(name, value)
 
-    names = {"evaluate_sets": evaluation_hook, "sample_text": sample_hook, "plot_losses": run_module}
+    names = {"evaluate_sets": evaluate_module, "sample_text": evaluate_module, "plot_losses": run_module}
     patches = [mock.patch.object(module, name, failing(name)) for name, module in names.items()]
-    patches += [mock.patch.object(module, "all_gather_json", gathered) for module in (run_module, setup, texts)]
+    patches += [mock.patch.object(module, "all_gather_json", gathered) for module in (run_module, start, texts)]
     patches += [
-        mock.patch.object(CheckpointHook, "save", saved),
+        mock.patch.object(CheckpointSaver, "save", saved),
         mock.patch.object(MetricsReporter, "report", reported),
     ]
     options = {"--data": folder / "texts", "--steps": 5, "--eval-every": 4, "--run-dir": folder / "failing"}
@@ -390,16 +386,16 @@ def test_checkpoint_is_saved_before_hooks_that_fail(folder):
     assert any(re.search(r"\b1 step.*step 4\b", line) for line in warnings)  # not finite; the weights' step
     assert_names(out, "checkpoints, metrics.jsonl")
     assert Checkpoints(folder / "failing" / "checkpoints").steps == (3, 4, 5)
-    assert all(limits[name] == LONG for name in ("brought back", "source", "tokens", "started"))
+    assert all(limits[name] == LONG for name in ("backup", "source", "tokens", "started"))
 
 
 def test_failing_evaluation_ends_a_run_of_several_processes(monkeypatch):
     """The other processes may wait for this one, unless the work is local."""
     warnings = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError), failures_as_warnings("the evaluation", 3, warnings.append):
+    with pytest.raises(ValueError), errors_as_warnings("the evaluation", 3, warnings.append):
         raise ValueError
-    with failures_as_warnings("drawing", 3, warnings.append, local=True):
+    with errors_as_warnings("drawing", 3, warnings.append, local=True):
         raise ValueError
     assert len(warnings) == 1
 
@@ -410,12 +406,12 @@ def test_averaged_weights_that_do_not_fit_end_no_run(monkeypatch):
 
     warnings = []
     monkeypatch.setattr(TrainState, "averaged", property(fail))
-    run, stop, time = (mock.MagicMock(spec=kind) for kind in (PreparedRun, Stop, WallTime))
-    run.writes, run.method = True, None
-    evaluation = evaluation_hook.EvaluationHook(run, mock.MagicMock(spec=Trackers), warnings.append, time, stop)
-    sample = sample_hook.SampleHook(run, warnings.append, time, stop)
-    for hook in (evaluation, sample):
-        hook.finish(3, object.__new__(TrainState))
+    run, stop = mock.MagicMock(spec=Run), mock.MagicMock(spec=Stop)
+    run.is_writer, run.method = True, None
+    evaluation = HeldOutEvaluation(run, mock.MagicMock(spec=Trackers), warnings.append, stop)
+    sample = SampleEvaluation(run, warnings.append, stop)
+    for part in (evaluation, sample):
+        part.evaluate(3, object.__new__(TrainState))
     assert (evaluation.results, sample.text) == ({}, "")
     assert [line.count("MemoryError") for line in warnings] == [1, 1]
 
@@ -423,32 +419,32 @@ def test_averaged_weights_that_do_not_fit_end_no_run(monkeypatch):
 def test_a_signal_saves_no_state_after_steps_that_were_not_finite(capsys):
     saved = []
     steps = types.SimpleNamespace(wait=lambda drop: saved.append(drop), latest=7)
-    run = mock.MagicMock(spec=PreparedRun, checkpoints=steps)
+    run = mock.MagicMock(spec=Run, checkpoints=steps)
     reporter = mock.MagicMock(spec=MetricsReporter, skipped_in_a_row=2)
-    hook = CheckpointHook(run, reporter, mock.MagicMock(spec=WallTime))
-    with mock.patch.object(CheckpointHook, "save", lambda self, *step: saved.append(step)):
-        hook.save_and_stop(9, object.__new__(TrainState))
+    saver = CheckpointSaver(run, reporter, mock.MagicMock(spec=WallTime))
+    with mock.patch.object(CheckpointSaver, "save", lambda self, *step: saved.append(step)):
+        saver.save_and_stop(9, object.__new__(TrainState), None)
     assert saved == [False]
     assert_names(capsys.readouterr().err, "step 7", "2 steps")
 
 
 def test_other_processes_wait_while_the_initial_model_is_fetched(tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(setup, "abstract_hf", lambda source: found.append((source, takes_time())))
-    monkeypatch.setattr(setup, "write_source", lambda model, run: None)
+    monkeypatch.setattr(start, "abstract_hf", lambda source: found.append((source, takes_time())))
+    monkeypatch.setattr(start, "write_source", lambda model, run: None)
     config = TrainConfig(init_from="org/name")
-    setup.fetch_source(run_at(config, tmp_path))
+    start.fetch_source(run_at(config, tmp_path))
     assert found == [("org/name", True)]
     (tmp_path / "source").mkdir()
-    setup.fetch_source(run_at(config, tmp_path))
+    start.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2  # the source may be that of another start as long as no run was made from it
     (tmp_path / "tokenizer").mkdir()
     save_settings(config, tmp_path / "settings.json")
-    setup.fetch_source(run_at(config, tmp_path))
+    start.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
     config = TrainConfig()
     with refused(ConfigError, "init_from=None"):
-        setup.fetch_source(run_at(config, tmp_path))
+        start.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
 
 
@@ -456,7 +452,7 @@ def test_other_processes_wait_while_the_initial_model_is_fetched(tmp_path, monke
 def test_steps_are_dispatched_ahead_of_their_metrics(folder):
     """Two steps ahead; all metrics are read before a checkpoint, in order."""
     seen = []
-    step, report, save = Trainer.step, MetricsReporter.report, CheckpointHook.save
+    step, report, save = Trainer.step, MetricsReporter.report, CheckpointSaver.save
 
     def begun(self, state, batch):
         seen.append("step")
@@ -472,7 +468,7 @@ def test_steps_are_dispatched_ahead_of_their_metrics(folder):
         save(self, *args)
 
     options = QUICK | {"--steps": 6, "--checkpoint-every": 4, "--data": folder / "texts"}
-    patches = mock.patch.object(MetricsReporter, "report", read), mock.patch.object(CheckpointHook, "save", saved)
+    patches = mock.patch.object(MetricsReporter, "report", read), mock.patch.object(CheckpointSaver, "save", saved)
     with patches[0], patches[1], mock.patch.object(Trainer, "step", begun):
         call("train", "--run-dir", folder / "ahead", *flags(OPTIONS | options), devices=2)  # one would read NumPy's
     assert seen == [*("step", "step", "step", 1, "step", 2, 3, 4, "save"), *("step", "step", 5, 6, "save")]
@@ -516,13 +512,13 @@ def test_goodput_over_two_starts(folder):
     """Steps that were computed twice count once."""
     options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
     run, words = folder / "time", flags(OPTIONS | options)
-    save = CheckpointHook.save
+    save = CheckpointSaver.save
 
-    def killed(self, step, state):
+    def killed(self, step, *rest):
         assert step < 4
-        save(self, step, state)
+        save(self, step, *rest)
 
-    with mock.patch.object(CheckpointHook, "save", killed), pytest.raises(AssertionError):
+    with mock.patch.object(CheckpointSaver, "save", killed), pytest.raises(AssertionError):
         call("train", "--run-dir", run, *words)
     before = steps_of(run)
     assert [row["step"] for row in before] == [1, 2, 3, 4]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.io import atomic_files
-from eqx_decoders.training.run.metrics import MetricsFile, read_metrics
+from eqx_decoders.training.run.log import MetricsFile, read_metrics
 from tests.errors import refused
 
 

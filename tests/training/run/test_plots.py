@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import DataError, MissingPackage
-from eqx_decoders.training.run.metrics import MetricsFile
-from eqx_decoders.training.run.plots import plot_loads, plot_losses
+from eqx_decoders.training.run.log import MetricsFile, plot_loads, plot_losses
 from tests.errors import refused
 
 

@@ -10,8 +10,8 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.methods.preference_run import FALLING, PreferenceRun
-from eqx_decoders.training.run.metrics import read_metrics
-from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.load_export import load_run
+from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, call, steps_of
 from tests.compare import assert_allclose
 from tests.errors import assert_names

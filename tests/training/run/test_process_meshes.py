@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from eqx_decoders.training.run.metrics import read_metrics
+from eqx_decoders.training.run.log import read_metrics
 from tests.commands import call, flags, steps_of
 from tests.compare import assert_allclose
 from tests.data.test_host_rows import finish, launch, settings

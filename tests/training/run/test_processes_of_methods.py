@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.training.run.metrics import read_metrics
+from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, call, flags, steps_of
 from tests.compare import assert_allclose
 from tests.data.test_host_rows import finish, launch, settings

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.training.run import progress as progress_module
-from eqx_decoders.training.run.progress import Progress
+from eqx_decoders.training.run import log
+from eqx_decoders.training.run.log import Progress
 from tests.errors import assert_names, refused
 
 
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr(progress_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(log.time, "monotonic", lambda: self.now)
 
 
 def test_plain_lines_come_at_times_and_in_columns(monkeypatch):
@@ -72,7 +72,7 @@ def test_the_bar_shows_step_loss_speed_and_messages(monkeypatch):
     terminal = Terminal()
     with Progress(20, start=4, stream=terminal) as progress:
         progress.message("[not markup] resumed")
-        progress.wait("compiling: 3s")
+        progress.status("compiling: 3s")
         progress.update(7, {**row(7), "mfu": 0.5})
     names = ("[not markup] resumed", "7/20", "compiling: 3s", "loss 2.5000", "2,048 tokens/s", "MFU 50.0%")
     assert_names(terminal.getvalue(), *names)
@@ -87,7 +87,7 @@ def test_without_rich_there_are_lines(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     terminal = Terminal()
     with Progress(2, stream=terminal) as progress:
-        progress.wait("compiling: 3s")
+        progress.status("compiling: 3s")
         progress.update(1, row(1))
     assert_names(terminal.getvalue(), "compiling: 3s\n", "1/2")
     assert "\x1b" not in terminal.getvalue()

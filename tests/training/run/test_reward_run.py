@@ -18,8 +18,8 @@ from eqx_decoders.model.init import add_score_head
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.objectives.preference_loss import reward_loss
 from eqx_decoders.training.objectives.reward_scores import RewardObjective, reward_scores
-from eqx_decoders.training.run.metrics import read_metrics
-from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.load_export import load_run
+from eqx_decoders.training.run.log import read_metrics
 from tests.commands import ROOT, call, steps_of
 from tests.compare import assert_allclose, assert_array_equal, assert_close
 from tests.errors import assert_names, refused

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, MissingPackage
-from eqx_decoders.training.run.metrics import MetricsFile, read_metrics
+from eqx_decoders.training.run.log import MetricsFile, read_metrics
 from eqx_decoders.training.run.trackers import PACKAGES, TensorBoard, Trackers, check_installed, open_trackers
 from tests.errors import assert_names, refused
 

@@ -8,8 +8,8 @@ import pytest
 
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.run import data_preview as module
-from eqx_decoders.training.run.data_preview import describe_data
+from eqx_decoders.training.run import preview as module
+from eqx_decoders.training.run.preview import describe_data
 
 
 FIXTURE = str(Path(__file__).parents[2] / "fixtures" / "chat_llama")
@@ -44,8 +44,8 @@ def test_conversations_are_shown_with_their_targets(settings, tmp_path):
 
 
 def test_only_the_first_documents_are_read(settings, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 4)
-    monkeypatch.setattr(module, "TOKENS", 10)
+    monkeypatch.setattr(module, "MAX_DOCUMENTS", 4)
+    monkeypatch.setattr(module, "MAX_TOKENS", 10)
     text = describe_data(settings(init_from=FIXTURE, data={"seq_len": 16}))
     assert counts(text)[:3] == ["4", "4", "76"] and counts(text)[-2:] == ["4", "16"]
     assert re.search(r"… \D*\b9\b", text)  # tokens that are not shown
@@ -77,7 +77,7 @@ def test_each_source_of_a_mixture_is_shown(settings, tmp_path):
 
 
 def test_separate_held_out_data_are_not_counted(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 6)
+    monkeypatch.setattr(module, "MAX_DOCUMENTS", 6)
     for name, count in (("few", 4), ("many", 9)):
         lines = [json.dumps({"text": f"{name} {number}"}) for number in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))

@@ -20,10 +20,8 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.run_export import export_adapter, export_run
-from eqx_decoders.training.run.run_loading import text_model_of
-from eqx_decoders.training.run.run_model import write_source
+from eqx_decoders.training.run.directory import RunDirectory, write_source
+from eqx_decoders.training.run.load_export import export_adapter, export_run, text_model_of
 
 
 BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
@@ -70,12 +68,12 @@ def start(folder: Path, base: Path, *, template: str | None = NEW, tokenizer: st
     data = DataConfig(chat_template=None if template is None else str(file))
     settings = TrainConfig(run_dir=str(folder / "run"), init_from=str(base), dataset=data, tokenizer=tokenizer)
     run = RunDirectory(settings)
-    write_source(ed.abstract_hf(base), run.source)
+    write_source(ed.abstract_hf(base), run.source_dir)
     load_tokenizer(tokenizer or base).save(run.path / "tokenizer")
     run.write_template()
     run.write_stop_ids(load_tokenizer(run.path / "tokenizer"))
-    run.data.mkdir()
-    (run.data / "manifest.json").write_text('{"chat_template": "hash"}')
+    run.data_dir.mkdir()
+    (run.data_dir / "manifest.json").write_text('{"chat_template": "hash"}')
     return run
 
 
@@ -103,14 +101,14 @@ def test_exports_stop_at_the_end_of_turns_and_have_one_template(place, tmp_path)
     export_run(dataclasses.replace(model, origin=ed.abstract_hf(base).origin), run, tmp_path / "out")
     adapted = add_lora(model, LoRAConfig(rank=2), key=jax.random.key(0))
     export_adapter(adapted, run, tmp_path / "adapter")
-    for folder in (tmp_path / "out", tmp_path / "adapter", run.source):
+    for folder in (tmp_path / "out", tmp_path / "adapter", run.source_dir):
         assert templates_in(folder) == [NEW]
         assert eos_ids(folder, "generation_config.json") == {USER, END}
-    assert eos_ids(tmp_path / "out", "config.json") == eos_ids(run.source, "config.json") == {USER, END}
+    assert eos_ids(tmp_path / "out", "config.json") == eos_ids(run.source_dir, "config.json") == {USER, END}
     assert load_tokenizer(tmp_path / "out").eos_id == load_tokenizer(tmp_path / "adapter").eos_id == END
     text = load_text_model(tmp_path / "out")
     assert text.stop_ids == (END, USER) and text.chat is not None and text.chat.source == NEW
-    own = text_model_of(run, model, load_tokenizer(run.tokenizer))
+    own = text_model_of(run, model, load_tokenizer(run.tokenizer_dir))
     assert own.stop_ids == (END, USER) and own.chat is not None and own.chat.source == NEW
     save_gguf(text.model, tmp_path / "out.gguf", tokenizer=tmp_path / "out")
     metadata = read_gguf(tmp_path / "out.gguf").metadata
@@ -122,11 +120,11 @@ def test_exports_stop_at_the_end_of_turns_and_have_one_template(place, tmp_path)
 def test_a_resumed_run_does_not_need_the_template_file(tmp_path):
     run = start(tmp_path, base_model(tmp_path / "base", "all"))
     (tmp_path / "new.jinja").unlink()
-    files = content_of(run.source)
+    files = content_of(run.source_dir)
     run.write_template()
     assert run.write_stop_ids(load_tokenizer(run.path / "tokenizer")) == ()
     template = run.template()
-    assert template is not None and template.source == NEW and content_of(run.source) == files
+    assert template is not None and template.source == NEW and content_of(run.source_dir) == files
 
 
 def test_a_run_with_another_tokenizer_has_its_template_and_stop_ids(tmp_path):
@@ -134,13 +132,13 @@ def test_a_run_with_another_tokenizer_has_its_template_and_stop_ids(tmp_path):
     (other / "chat_template.jinja").write_text(NEW)
     run = start(tmp_path, base, template=None, tokenizer=str(other))
     model = ed.load_hf(base)
-    assert run.tokenizer == run.path / "tokenizer" and templates_in(run.tokenizer) == [NEW]
+    assert run.tokenizer_dir == run.path / "tokenizer" and templates_in(run.tokenizer_dir) == [NEW]
     export_run(model, run, tmp_path / "out")
     assert templates_in(tmp_path / "out") == [NEW] and eos_ids(tmp_path / "out", "generation_config.json") == {
         USER,
         END,
     }
-    assert text_model_of(run, model, load_tokenizer(run.tokenizer)).stop_ids == (END, USER)
+    assert text_model_of(run, model, load_tokenizer(run.tokenizer_dir)).stop_ids == (END, USER)
 
 
 @pytest.mark.slow(fast=("plain text",))
@@ -153,7 +151,7 @@ def test_the_tokenizer_keeps_its_eos_if_eos_has_another_use(change, tmp_path):
         (base / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|begin|>"}))
     run = start(tmp_path, base, template=template)
     if change == "plain text":
-        (run.data / "manifest.json").write_text("{}")
+        (run.data_dir / "manifest.json").write_text("{}")
     export_run(ed.load_hf(base), run, tmp_path / "out")
     assert load_tokenizer(tmp_path / "out").eos_id == (BEGIN if change == "prompts have eos" else USER)
     assert END in load_text_model(tmp_path / "out").stop_ids
@@ -163,8 +161,8 @@ def test_only_the_loaded_template_of_a_model_is_kept(tmp_path):
     base = base_model(tmp_path / "base", "all")
     run = start(tmp_path, base, template=None)
     used = load_chat_template(base)
-    assert used is not None and load_chat_template(run.source) == dataclasses.replace(
-        used, where=str(run.source / "chat_template.jinja")
+    assert used is not None and load_chat_template(run.source_dir) == dataclasses.replace(
+        used, where=str(run.source_dir / "chat_template.jinja")
     )
-    assert sorted(templates_in(run.source)) == sorted([OLD + "j", OLD])  # the default one, and that for tools
-    assert isinstance(load_tokenizer(run.source), JsonTokenizer)
+    assert sorted(templates_in(run.source_dir)) == sorted([OLD + "j", OLD])  # the default one, and that for tools
+    assert isinstance(load_tokenizer(run.source_dir), JsonTokenizer)

@@ -19,9 +19,9 @@ from eqx_decoders.io.huggingface.load import abstract_hf, read_config
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.run import media_eval
-from eqx_decoders.training.run.data_preview import describe_data
-from eqx_decoders.training.run.media_eval import Question, answers, describe_answers, draw_answers
+from eqx_decoders.training.run import evaluate as module
+from eqx_decoders.training.run.evaluate import Question, answer_questions, describe_answers, plot_answers
+from eqx_decoders.training.run.preview import describe_data
 from tests.commands import call
 from tests.encoders.directories import save_image
 from tests.encoders.test_audio_files import IMAGE, VIDEO, directory
@@ -202,27 +202,27 @@ def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
     data = write(tmp_path / "x.jsonl", *records)
     sets, reader = opened(model, tmp_path / "run", data, make=make_held_out_sets, held_out_path=data)
     generate = FakeGenerate("w30 w63", "w31 w5 w63", "w9 w63", "w33 w63", "w34 w63")
-    monkeypatch.setattr(media_eval, "generate", generate)
+    monkeypatch.setattr(module, "generate", generate)
     shapes = abstract_hf(model)
     tokenizer, stores = load_tokenizer(model), [one.store for one in sets.values()]
 
     def ask(**options):
-        sizes = {"most_new": 8, "at_once": 50} | options
-        return answers(shapes, reader, tokenizer, stores, **sizes)
+        sizes = {"max_new_tokens": 8, "max_tokens": 50} | options
+        return answer_questions(shapes, reader, tokenizer, stores, **sizes)
 
     found = ask()
-    assert [one.right for one in found] == [True, False, False, True, True]
-    assert [one.name for one in found] == ["0.png", "0.png, 1.png", "0.png", "0.png, 1.png", "0.png"]
-    assert (found[1].question, found[1].answer, found[1].said) == ("w21", "w31", "w31 w5")
+    assert [one.is_correct for one in found] == [True, False, False, True, True]
+    assert [one.files for one in found] == ["0.png", "0.png, 1.png", "0.png", "0.png, 1.png", "0.png"]
+    assert (found[1].question, found[1].expected, found[1].answer) == ("w21", "w31", "w31 w5")
     assert generate.stops == {(63,)} and len(generate.sizes) > 1 and len(set(generate.sizes)) == 1
     assert all(rows * length <= 50 for rows, length in generate.sizes)
     summary, first, *_ = describe_answers(found).splitlines()
     assert_names(summary, "3", "5", "60.0")
     assert_names(first, "0.png", "w20", "'w30'")
-    draw_answers(reader, found, tmp_path / "answers.png")
+    plot_answers(reader, found, tmp_path / "answers.png")
     assert (tmp_path / "answers.png").stat().st_size > 1000
-    assert len(ask(most=2, at_once=1)) == 2 and generate.sizes[-1][0] == 1
-    assert [one.answer for one in ask(most_new=1)] == [f"w3{one}" for one in range(5)]
+    assert len(ask(max_questions=2, max_tokens=1)) == 2 and generate.sizes[-1][0] == 1
+    assert [one.expected for one in ask(max_new_tokens=1)] == [f"w3{one}" for one in range(5)]
     sets, reader = opened(
         model,
         tmp_path / "plain",

@@ -18,10 +18,10 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.optimizer.resume import trained_weights
-from eqx_decoders.training.run import run_loading, run_model
-from eqx_decoders.training.run.resume_run import restore_state
-from eqx_decoders.training.run.run_directory import RunDirectory
-from eqx_decoders.training.run.run_model import abstract_run, new_model, write_config, write_source
+from eqx_decoders.training.run import directory, load_export
+from eqx_decoders.training.run.directory import RunDirectory, write_config, write_source
+from eqx_decoders.training.run.model import abstract_run, new_model
+from eqx_decoders.training.run.start import restore_state
 from eqx_decoders.training.settings_file import load_settings, save_settings, settings_json
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
@@ -228,15 +228,15 @@ def test_weights_and_averages_are_of_one_step(tmp_path, monkeypatch):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, data_state={}, config="", wait=True)
         other = jax.tree.map(lambda x: x + jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
-        read = run_loading.load_weights
+        read = load_export.load_weights
 
         def saved_meanwhile(*given, **options):
             found = read(*given, **options)
             checkpoints.save(2, other, data_state={}, config="", wait=True)
             return found
 
-        monkeypatch.setattr(run_loading, "load_weights", saved_meanwhile)
-        found = named_leaves(run_loading.load_run(tmp_path))
+        monkeypatch.setattr(load_export, "load_weights", saved_meanwhile)
+        found = named_leaves(load_export.load_run(tmp_path))
         assert checkpoints.latest == 2
         want = named_leaves(state.model) | state.ema
         assert all(np.array_equal(found[name], want[name]) for name in want)
@@ -265,8 +265,8 @@ def test_settings_are_written_before_the_configuration(tmp_path, monkeypatch):
     write_config(RunDirectory(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path))), save=True)
     settings = TrainConfig(model="tiny", run_dir=str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(run_model, "write_atomically", lambda file, content: 1 / 0)
+        patch.setattr(directory, "write_atomically", lambda file, content: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_config(run_at(settings, tmp_path), save=True)
     assert load_settings(tmp_path / "settings.json").model == "tiny"
-    assert run_model.run_config(run_at(settings, tmp_path)) == ed.get_config("tiny")
+    assert directory.run_config(run_at(settings, tmp_path)) == ed.get_config("tiny")

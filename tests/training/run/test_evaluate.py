@@ -14,11 +14,10 @@ from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make
 from eqx_decoders.io.coordination import Stop
 from eqx_decoders.serving.engine.config import EngineLimits
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.run.goodput import WallTime
-from eqx_decoders.training.run.hooks.task_hook import TaskHook
-from eqx_decoders.training.run.metrics import read_metrics
-from eqx_decoders.training.run.prepared_run import PreparedRun
-from eqx_decoders.training.run.run_loading import load_text_run
+from eqx_decoders.training.run.evaluate import TaskEvaluation
+from eqx_decoders.training.run.load_export import load_text_run
+from eqx_decoders.training.run.log import read_metrics
+from eqx_decoders.training.run.start import Run
 from eqx_decoders.training.run.trackers import Trackers
 from eqx_decoders.training.step.train_state import TrainState
 from tests.commands import call, flags, steps_of, write_corpus
@@ -78,14 +77,14 @@ def test_tasks_are_evaluated_without_an_effect_on_training(folder):
 
 
 class Shown:
-    """The lines and rows of a hook after step 7."""
+    """The lines and rows of an evaluation on tasks after step 7."""
 
     def __init__(self, evaluate, stopped: bool = False):
         self.lines, self.rows = [], []
-        run, trackers, state = (mock.Mock(spec=kind) for kind in (PreparedRun, Trackers, TrainState))
+        run, trackers, state = (mock.Mock(spec=kind) for kind in (Run, Trackers, TrainState))
         run.tasks, trackers.write = SimpleNamespace(evaluate=evaluate), self.rows.append
-        self.hook = TaskHook(run, trackers, self.lines.append, WallTime("t", 0.0), Stop(lambda: stopped))
-        self.hook.finish(7, state)
+        self.tasks = TaskEvaluation(run, trackers, self.lines.append, Stop(lambda: stopped))
+        self.tasks.evaluate(7, state, is_last=True)
 
 
 def test_a_failing_evaluation_is_a_warning():
@@ -95,7 +94,7 @@ def test_a_failing_evaluation_is_a_warning():
     shown = Shown(evaluate)
     (line,) = shown.lines
     assert_names(line, "warning: ", "step 7", "ValueError: of the grade")
-    assert shown.rows == shown.hook.lines == []
+    assert shown.rows == shown.tasks.lines == []
 
 
 def test_a_signal_ends_an_evaluation():
