@@ -46,7 +46,7 @@ from eqx_decoders.training.settings_file import is_of_a_run, of_a_new_start, wit
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
-# What a first run needs; all else has defaults that do.
+# Flags that are listed first in the help: a first run needs no others.
 BASIC = (
     "run_dir",
     "model",
@@ -77,8 +77,8 @@ TITLES = {
 
 @program(lambda: flag_names(TrainConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Train as the command line says; return the exit code."""
-    require("tyro", "grain", "tokenizers", "matplotlib")  # now, not after hours of training
+    """Run the training program with the arguments of a command line; return the exit code."""
+    require("tyro", "grain", "tokenizers", "matplotlib")  # some of them are imported only after the last step
     config = parse(args, prog)
     if config.list_models:
         print("\n".join(list_models()))
@@ -89,7 +89,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         print(describe_data(config, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
     check_installed(config.trackers)
-    set_options(config.xla_flags)  # before JAX looks for devices
+    set_options(config.xla_flags)  # before JAX initializes its backends
     keep_memory()
     with connected(config.distributed_timeout) if config.distributed else contextlib.nullcontext():
         return _train(config)
@@ -104,39 +104,41 @@ def _train(config: TrainConfig) -> int:
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainConfig:
-    """Parse the arguments of a command line; exit with 2 for unknown ones.
+    """Parse the arguments of a command line. Exits with code 2 for unknown arguments.
 
-    Other settings are those of the file `--config`, then, in a run directory that was started, the run's.
+    Settings without a flag are read from the file `--config`, otherwise from the run directory if it has a run.
     """
     import tyro
 
-    def table(number: type) -> Any:
+    def pairs_of(number: type) -> Any:
         pair = tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar="PATTERN=NUMBER",
-            instance_from_str=functools.partial(_by_pattern, number),
+            instance_from_str=functools.partial(_parse_pair, number),
             is_instance=lambda value: isinstance(value, tuple),
             str_from_instance=lambda value: [f"{value[0]}={value[1]:g}"],
         )
         return tuple[Annotated[tuple[str, number], pair], ...]
 
-    paths = None | str | tuple[str, ...]  # in this order: a text "None" is taken by the first that can
+    paths = None | str | tuple[str, ...]  # tyro uses the first type that fits: "None" must become None
     types = {
         "dataset.path": paths,
         "dataset.held_out_path": paths,
         "set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction],
-        "optimizer.lr_multipliers": table(float),
-        "lora_rank_pattern": table(int),
-        "lora_alpha_pattern": table(float),
+        "optimizer.lr_multipliers": pairs_of(float),
+        "lora_rank_pattern": pairs_of(int),
+        "lora_alpha_pattern": pairs_of(float),
     }
     default = _defaults(args)
     try:
         return parse_flags(default, titles=TITLES, first=BASIC, types=types, args=args, prog=prog, description=__doc__)
     except ConfigError as error:
-        raise ConfigError(f"{default.config}: {error}" if _fails_alone(default, error) else str(error)) from None
+        is_of_file = _fails_without_flags(default, error)
+        raise ConfigError(f"{default.config}: {error}" if is_of_file else str(error)) from None
 
 
-def _by_pattern(number: type, words: list[str]) -> tuple[str, Any]:
+def _parse_pair(number: type, words: list[str]) -> tuple[str, Any]:
+    """Parse `PATTERN=NUMBER`."""
     pattern, _, value = words[0].rpartition("=")
     if not pattern:
         raise ValueError("it must be a pattern and a number, such as '*.mlp.*=2'")
@@ -144,10 +146,10 @@ def _by_pattern(number: type, words: list[str]) -> tuple[str, Any]:
 
 
 def _defaults(args: Sequence[str] | None) -> TrainConfig:
-    """Return the settings without flags: those of the run directory, of a preset, and over them those of the file.
+    """Return the settings before flags: those of the run directory, replaced by a preset, replaced by the file.
 
-    Settings of a file are not checked yet: flags may change what they need. A preset that is a flag comes first, since
-    other flags, and the file, change what it sets.
+    They are not checked yet, because flags may still change them. The flag of the preset is read here and not with the
+    other flags, because the file and the other flags take precedence over the settings of the preset.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--run-dir", "--run_dir")
@@ -159,25 +161,23 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     preset = {name: None if value == "None" else value for name, value in preset.items()}
     expand_paths(arguments, "run_dir", "checkpoint_dir", "config")
 
-    def over(settings: TrainConfig) -> TrainConfig:
-        plain = with_settings(settings, preset, checked=False)
+    def with_preset_and_file(settings: TrainConfig) -> TrainConfig:
+        with_preset = with_settings(settings, preset, checked=False)
         if arguments.config is None:
-            return plain
-        if is_of_a_run(arguments.config):  # it has all settings, of which a preset may change those of another
+            return with_preset
+        if is_of_a_run(arguments.config):  # this file has all settings: the flag of the preset takes precedence over it
             return with_settings(with_file(settings, arguments.config), preset, checked=False)
-        return with_file(plain, arguments.config, without=[*preset])
+        return with_file(with_preset, arguments.config, without=[*preset])
 
-    new = over(TrainConfig())
+    new = with_preset_and_file(TrainConfig())
     expand_paths(new, "run_dir", "checkpoint_dir")
-    run_dir, elsewhere = arguments.run_dir or new.run_dir, arguments.checkpoint_dir or new.checkpoint_dir
-    started = RunDirectory.find(run_dir, elsewhere)
-    if started is None:
-        return new
-    return over(of_a_new_start(started.settings, run_dir))
+    run_dir = arguments.run_dir or new.run_dir
+    run = RunDirectory.find(run_dir, arguments.checkpoint_dir or new.checkpoint_dir)
+    return new if run is None else with_preset_and_file(of_a_new_start(run.settings, run_dir))
 
 
-def _fails_alone(default: TrainConfig, error: ConfigError) -> bool:
-    """Return whether the settings of a file raise this error, whatever the flags are."""
+def _fails_without_flags(default: TrainConfig, error: ConfigError) -> bool:
+    """Return whether the settings of the file raise the same error without flags."""
     if default.config is None:
         return False
     try:
