@@ -750,7 +750,7 @@ DATA = {
     "Architecture", "BlocksTensor", "Description", "FactorTensor", "Found", "GGUFFile", "HalvesOfHeads", "InTurn",
     "ItemTensor", "LevelsTensor", "MappedTensor", "Metadata", "MinusOne", "OtherBlocks", "WithAxis",
     "SequenceState", "StepResults", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
-    "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
+    "Run", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
     "EvaluationPlan", "HarnessScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",
     "ToolCallFormat",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart", "Critic",

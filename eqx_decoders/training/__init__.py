@@ -25,9 +25,9 @@ Align, reward, distil
     `linear_log_probs`, `linear_divergence` and `top_divergence` (`Divergence`, `HeadForm`, `HeadWeights`) compute what
     they are made of, `token_weights`, `group_advantages`, `generalized_advantages` and `whiten` what signals hold.
 
-Go on with a run
-    `train` trains as a `TrainConfig` says, in its run directory; `load_run` reads the model of one, `load_text_run` its
-    tokenizer, too.
+Run
+    `train` starts or resumes the run of a `TrainConfig` in its run directory. `load_run` loads the model of a run,
+    `load_text_run` also its tokenizer.
 """
 
 from typing import TYPE_CHECKING
