@@ -30,8 +30,8 @@ PACKAGES = ["eqx_decoders", *(f"eqx_decoders.{name}" for name in LAZY)]
 # JAX has no public way to what its processes tell each other, to where it finds them, and to what its cuDNN attention
 # asks of the GPUs that a step is traced for; nor Orbax to its counter.
 PRIVATE = {
-    ("key_value_store.py", "distributed"),
-    ("rendezvous.py", "clusters"),
+    ("processes.py", "distributed"),
+    ("processes.py", "clusters"),
     ("gpus.py", "cudnn"),
     ("checkpoints.py", "futures.synchronization"),
 }

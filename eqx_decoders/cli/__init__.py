@@ -12,7 +12,7 @@ from eqx_decoders.cli.plugins import load_plugins
 from eqx_decoders.errors import EqxDecodersError, missing_package
 from eqx_decoders.io.exit_codes import exit_code
 from eqx_decoders.io.interrupt import Interrupt, Watchdog
-from eqx_decoders.io.shutdown import leave
+from eqx_decoders.io.processes import leave
 from eqx_decoders.io.status import showing
 
 

@@ -38,12 +38,12 @@ from eqx_decoders.errors import (
 )
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.gguf.gguf_export import save_gguf
 from eqx_decoders.io.huggingface import verify
 from eqx_decoders.io.huggingface.export_directory import check_new_directory
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import load_hf, read_config
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.model.init import count_parameters
 from eqx_decoders.training.config import TrainConfig

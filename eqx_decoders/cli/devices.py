@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
-from eqx_decoders.io.coordination import from_first
-from eqx_decoders.io.heartbeat import connected
+from eqx_decoders.io.processes import connected, from_first
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.mesh_config import MeshConfig
 

@@ -28,7 +28,7 @@ from eqx_decoders.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, c
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel
 from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.io.atomic_files import expand_paths
-from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 

@@ -22,7 +22,7 @@ from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families.registry import list_models
 from eqx_decoders.io.atomic_files import expand_paths
-from eqx_decoders.io.heartbeat import connected
+from eqx_decoders.io.processes import connected
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe

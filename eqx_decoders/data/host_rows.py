@@ -11,7 +11,7 @@ import numpy as np
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
 from eqx_decoders.errors import check
-from eqx_decoders.io.coordination import all_gather_json
+from eqx_decoders.io.processes import all_gather_json
 from eqx_decoders.sharding.layout import Layout
 
 

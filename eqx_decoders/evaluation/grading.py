@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.evaluation.task import Example
-from eqx_decoders.io.coordination import LONG, from_first, in_first
 from eqx_decoders.io.function_workers import CallResult, FunctionWorkers, numbers_by_name
+from eqx_decoders.io.processes import LONG, from_first, in_first
 
 
 SCORE = "score"  # name of the column of a grade that is a single number

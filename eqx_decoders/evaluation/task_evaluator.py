@@ -25,7 +25,7 @@ from eqx_decoders.evaluation.task_run import (
     make_engine,
 )
 from eqx_decoders.evaluation.task_scores import TaskScores
-from eqx_decoders.io.coordination import check_same
+from eqx_decoders.io.processes import check_same
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 
 

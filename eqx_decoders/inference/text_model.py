@@ -17,10 +17,10 @@ from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.inference.generation import stream
 from eqx_decoders.inference.stream_decoder import StreamDecoder
-from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.text.chat_template import (
     ChatTemplate,
     Conversation,

@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any, ClassVar
 
-from eqx_decoders.io.shutdown import leave
+from eqx_decoders.io.processes import leave
 from eqx_decoders.io.status import ON_ENTER, delete_partial, stopped_text
 
 

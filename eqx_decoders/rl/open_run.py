@@ -9,7 +9,7 @@ from jaxtyping import PRNGKeyArray
 from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts, read_tasks
 from eqx_decoders.errors import check
-from eqx_decoders.io.coordination import check_same
+from eqx_decoders.io.processes import check_same
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.model.decoder import Decoder

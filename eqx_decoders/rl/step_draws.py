@@ -12,7 +12,7 @@ import numpy as np
 
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.model.weights_fingerprint import weights_fingerprint
 from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.sampler_engine import Drawer

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from eqx_decoders.data.host_rows import host_rows as host_rows, place as place
     from eqx_decoders.data.signals import Signals as Signals
     from eqx_decoders.inference.stream_decoder import StreamDecoder as StreamDecoder
-    from eqx_decoders.io.heartbeat import connected as connected
+    from eqx_decoders.io.processes import connected as connected
     from eqx_decoders.io.text.tokenizer import (
         ByteTokenizer as ByteTokenizer,
         Tokenizer as Tokenizer,
@@ -108,7 +108,7 @@ __getattr__, __all__, __dir__ = lazy(
     __name__,
     {
         "inference.stream_decoder": "StreamDecoder",
-        "io.heartbeat": "connected",
+        "io.processes": "connected",
         "io.text.tokenizer": "ByteTokenizer Tokenizer load_tokenizer prompt_ids",
         "data.batch": "Batch",
         "data.batches": "Batches",

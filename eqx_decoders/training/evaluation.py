@@ -12,7 +12,7 @@ from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.inference.generation import generate
-from eqx_decoders.io.coordination import AHEAD
+from eqx_decoders.io.processes import AHEAD
 from eqx_decoders.io.text.tokenizer import Tokenizer, prompt_ids
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.held_out import HeldOut

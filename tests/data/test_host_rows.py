@@ -16,9 +16,9 @@ import pytest
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import place
 from eqx_decoders.errors import ConfigError, EqxDecodersError
-from eqx_decoders.io import heartbeat
+from eqx_decoders.io import processes
 from eqx_decoders.io.checkpoint.steps import COMMITTED
-from eqx_decoders.io.rendezvous import VARIABLES, find_cluster, meet
+from eqx_decoders.io.processes import VARIABLES, find_cluster, rendezvous
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import host_rows
 from eqx_decoders.training.run.log import read_metrics
@@ -39,9 +39,9 @@ from eqx_decoders.training import connected
 import numpy as np
 from eqx_decoders.cli import train as program
 from eqx_decoders.errors import DataError
-from eqx_decoders.io import heartbeat
+from eqx_decoders.io import processes
 from eqx_decoders.io.checkpoint import reading
-from eqx_decoders.io.coordination import first_then_all, from_first, all_gather_json, processes_here
+from eqx_decoders.io.processes import first_then_all, from_first, all_gather_json, local_process_count
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import Batch, flops, host_rows, place
 from eqx_decoders.data.batches import Batches
@@ -49,16 +49,16 @@ from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.training.run.loop import MetricsReporter
 from tests.compare import assert_array_equal
 from tests.programs import no_renames
-heartbeat.GRACE = 1.0  # seconds to come to the error of the other one
+processes.GRACE = 1.0  # seconds to come to the error of the other one
 flops.measured_flops = lambda dtype: 1e11  # the speed of the CPU is not measured
 
 def check_batches():
     assert jax.process_count() == 2 and len(jax.devices()) == 4
     assert all_gather_json("numbers", number) == [0, 1] and from_first("first", number) == 0
     end = time.monotonic() + 30
-    while processes_here() < 2 and time.monotonic() < end:
+    while local_process_count() < 2 and time.monotonic() < end:
         time.sleep(0.1)
-    assert processes_here() == 2
+    assert local_process_count() == 2
     file = folder / "file"
     made = first_then_all("file", lambda: file.read_text() if file.exists() else file.write_text("x"), file)
     assert made == (1, "x")[number]
@@ -288,7 +288,7 @@ def test_processes_that_do_not_start_are_named(monkeypatch, tmp_path):
 
     def try_to_meet(index):
         try:
-            meet(address, 4, index, 2)
+            rendezvous(address, 4, index, 2)
         except EqxDecodersError as error:
             found[index] = str(error)
 
@@ -307,14 +307,14 @@ def test_processes_that_do_not_start_are_named(monkeypatch, tmp_path):
 
 def test_processes_that_hang_or_do_not_respond_are_named(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(heartbeat, "_lost", threading.Event())
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes, "_suspect", threading.Event())
     seen = {}
 
     def after(seconds, *points, silent=(), busy=0):
         """Return what is found in the heartbeats `seconds` later."""
         now[0] += seconds
-        return heartbeat.find_lost(
+        return processes.find_failure(
             {
                 who: [0 if who in silent else now[0], [point, busy], f"host{who}, pid {who}"]
                 for who, point in enumerate(points)
@@ -322,27 +322,27 @@ def test_processes_that_hang_or_do_not_respond_are_named(monkeypatch):
             seen,
         )
 
-    assert after(0, 4, 4, 4) is None and after(heartbeat.WAIT + 1, 4, 4, 4) is None  # all are at the same point
-    assert after(1, 7, 5, 7) is None and after(heartbeat.WAIT, 7, 5, 7) is None
+    assert after(0, 4, 4, 4) is None and after(processes.WAIT + 1, 4, 4, 4) is None  # all are at the same point
+    assert after(1, 7, 5, 7) is None and after(processes.WAIT, 7, 5, 7) is None
     assert after(1, 8, 5, 8) is None  # others still move
-    assert after(heartbeat.WAIT, 8, 5, 8) is None
+    assert after(processes.WAIT, 8, 5, 8) is None
     found = after(1, 8, 5, 8)
-    assert found["stuck"] == [1]
+    assert found["hanging"] == [1]
     assert_names(found["text"], "process 1 (host1, pid 1)", "30m")
     assert after(1, 8, 5, 8, busy=1) is None  # in a task that takes time
     assert after(1, 8, 6, 8) is None
     after(1, 9, 9, 9, silent=(2,))
-    assert after(heartbeat.SILENT, 9, 9, 9, silent=(2,)) is None
+    assert after(processes.HEARTBEAT_TIMEOUT, 9, 9, 9, silent=(2,)) is None
     found = after(1, 9, 9, 9, silent=(2,))
-    assert found["silent"] == 1
+    assert found["dead"] == 1
     assert_names(found["text"], "process 2 (host2, pid 2)", "30s")
 
 
 IMPATIENT = """
 import json, sys
 from eqx_decoders.cli import train
-from eqx_decoders.io import heartbeat
-heartbeat.GRACE = 1.0  # seconds to come to the error of the other one
+from eqx_decoders.io import processes
+processes.GRACE = 1.0  # seconds to come to the error of the other one
 sys.exit(train.main(["--distributed", *json.loads(sys.argv[2])]))
 """
 

@@ -24,7 +24,7 @@ from eqx_decoders.data.store.shard_lock import ShardLock, delete_unfinished
 from eqx_decoders.data.store.shard_tasks import Recipe, ShardTask, make_shard, shard_path, task_to_json
 from eqx_decoders.data.store.shards import read_info
 from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage
-from eqx_decoders.io.coordination import processes_here
+from eqx_decoders.io.processes import local_process_count
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 
@@ -135,7 +135,7 @@ def _setup(recipe: Recipe) -> Iterator[dict[str, Any] | None]:
 
 def _in_processes(folder: Path, queue: _Queue, setup: dict[str, Any], tasks: int) -> None:
     """Make the queue's shards by one process for each core that this one may use."""
-    cores = max(1, _cores() // processes_here())
+    cores = max(1, _cores() // local_process_count())
     count = min(cores, tasks)
     outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
     threads: list[threading.Thread] = []

@@ -25,7 +25,7 @@ from eqx_decoders.io.checkpoint.manifest import make_manifest
 from eqx_decoders.io.checkpoint.orbax import orbax_context, summary
 from eqx_decoders.io.checkpoint.reading import arrays_of, load_newest, read_manifest
 from eqx_decoders.io.checkpoint.steps import Steps
-from eqx_decoders.io.coordination import all_gather_json, from_first
+from eqx_decoders.io.processes import all_gather_json, from_first
 from eqx_decoders.io.status import StatusLine
 
 

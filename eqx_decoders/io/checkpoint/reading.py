@@ -22,7 +22,7 @@ from eqx_decoders.errors import CheckpointError, check
 from eqx_decoders.io.checkpoint.manifest import FORMAT_VERSION, digest, fingerprints
 from eqx_decoders.io.checkpoint.orbax import causes, orbax_context, summary
 from eqx_decoders.io.checkpoint.steps import Steps
-from eqx_decoders.io.coordination import all_gather_json, from_first
+from eqx_decoders.io.processes import all_gather_json, from_first
 from eqx_decoders.sharding.axes import named_leaves, path_name
 
 

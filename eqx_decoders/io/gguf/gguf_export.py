@@ -16,13 +16,13 @@ from eqx_decoders.families.family import Family, differences, for_inference
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded
-from eqx_decoders.io.coordination import in_first
 from eqx_decoders.io.gguf.gguf_architectures import ARCHITECTURES, find_architecture
 from eqx_decoders.io.gguf.gguf_directory import tensor_names
 from eqx_decoders.io.gguf.gguf_header import exact, gguf_package
 from eqx_decoders.io.gguf.gguf_table import Architecture, Found, Metadata
 from eqx_decoders.io.gguf.gguf_vocabulary import tokenizer_metadata
 from eqx_decoders.io.huggingface.export import export_plan, exported
+from eqx_decoders.io.processes import in_first
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves

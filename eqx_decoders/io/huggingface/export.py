@@ -20,7 +20,6 @@ from eqx_decoders.errors import ConversionError, check, check_integer, check_opt
 from eqx_decoders.families.family import Family, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded, write_json
-from eqx_decoders.io.coordination import all_gather_json, in_first
 from eqx_decoders.io.huggingface.directory import FLOATS, Directory, parse_json, stored_tensors
 from eqx_decoders.io.huggingface.export_config import export_config, merged
 from eqx_decoders.io.huggingface.export_directory import check_tokenizer, copy_tokenizer, exported_directory
@@ -28,6 +27,7 @@ from eqx_decoders.io.huggingface.gather import pieces
 from eqx_decoders.io.huggingface.quantized.write import all_part_mappings, quantization_config, stored_parts
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.io.huggingface.tensor_copy import copy_in_pieces, einops_sizes
+from eqx_decoders.io.processes import all_gather_json, in_first
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract, computed_buffers

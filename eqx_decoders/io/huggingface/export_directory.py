@@ -11,11 +11,11 @@ import jax
 
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.io.atomic_files import expanded
-from eqx_decoders.io.coordination import all_gather_json, from_first
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import write_tokenizer
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.hub import TOKENIZER_FILES
+from eqx_decoders.io.processes import all_gather_json, from_first
 from eqx_decoders.io.text.chat_template import ADDITIONAL, unify_chat_templates
 from eqx_decoders.io.text.tokenizer_formats import find_tokenizer_file
 

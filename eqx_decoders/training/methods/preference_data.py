@@ -6,7 +6,7 @@ from typing import Any
 from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.data.preferences import Preferences, read_labelled_answers, read_pairs
-from eqx_decoders.io.coordination import check_same
+from eqx_decoders.io.processes import check_same
 from eqx_decoders.training.methods.method import MethodStart
 
 

@@ -14,8 +14,8 @@ from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.data.store.segment_numbers import Column, SegmentNumbers
 from eqx_decoders.errors import DataError
-from eqx_decoders.io.coordination import LONG, all_gather_json
 from eqx_decoders.io.huggingface.fingerprint import fingerprint
+from eqx_decoders.io.processes import LONG, all_gather_json
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.methods.method import MethodStart

@@ -12,7 +12,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.data.store.segment_numbers import SegmentNumbers
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.coordination import all_gather_json
+from eqx_decoders.io.processes import all_gather_json
 from eqx_decoders.sharding.layout import Layout
 
 

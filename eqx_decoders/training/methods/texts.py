@@ -7,7 +7,7 @@ import jax
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.dataset import make_dataset, make_held_out_sets
 from eqx_decoders.encoders.media_config import placeholders
-from eqx_decoders.io.coordination import LONG, all_gather_json, check_same
+from eqx_decoders.io.processes import LONG, all_gather_json, check_same
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder

@@ -23,12 +23,12 @@ from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
 from eqx_decoders.io.file_lock import read_owner
 from eqx_decoders.io.gguf.gguf_header import is_gguf
-from eqx_decoders.io.heartbeat import ON_FAILURE
 from eqx_decoders.io.huggingface.directory import Directory, parse_json
 from eqx_decoders.io.huggingface.export_config import export_config, merged
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer
 from eqx_decoders.io.huggingface.generation_config import add_stop_ids, parse_token_ids, read_generation_config
 from eqx_decoders.io.huggingface.load import decode_config
+from eqx_decoders.io.processes import ON_FAILURE
 from eqx_decoders.io.run_lock import OWNER, RunLock, check_run_dir
 from eqx_decoders.io.text.chat_template import (
     JINJA,

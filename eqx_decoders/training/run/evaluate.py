@@ -20,7 +20,7 @@ from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.inference.generation import generate
-from eqx_decoders.io.coordination import Stop
+from eqx_decoders.io.processes import Stop
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig

@@ -16,12 +16,12 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text_model import TextModel, build_text_model
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
-from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.export import export_plan, save_hf
 from eqx_decoders.io.huggingface.export_directory import check_new_directory, copy_tokenizer
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import abstract_hf, load_hf
 from eqx_decoders.io.huggingface.peft import adapter_plan, save_peft
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder

@@ -15,10 +15,9 @@ from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.io.coordination import AHEAD, LONG, Stop, all_gather_json
 from eqx_decoders.io.exit_codes import EXIT_SIGTERM
-from eqx_decoders.io.heartbeat import wait_for_verdict
 from eqx_decoders.io.interrupt import Interrupt
+from eqx_decoders.io.processes import AHEAD, LONG, Stop, all_gather_json, wait_for_failure
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.io.status import StatusLine, showing
 from eqx_decoders.training.config import TrainConfig
@@ -90,7 +89,7 @@ def train(config: TrainConfig, methods: Methods) -> int:
         try:
             exit_code = loop.run_to_end(state, start)
         except jax.errors.JaxRuntimeError:
-            wait_for_verdict()  # the error may be the consequence of an error in another process
+            wait_for_failure()  # the error may be the consequence of an error in another process
             raise
         if is_writer and not exit_code:
             loop.print_summary()

@@ -23,8 +23,8 @@ from eqx_decoders.errors import CheckpointError, ConfigError, check
 from eqx_decoders.io.atomic_files import cache_directory
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, Restored
 from eqx_decoders.io.checkpoint.run_backup import GROWING
-from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
 from eqx_decoders.io.huggingface.load import abstract_hf
+from eqx_decoders.io.processes import LONG, all_gather_json, first_then_all, from_first, wait_for
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode, prompt_ids
 from eqx_decoders.model.decoder import Decoder

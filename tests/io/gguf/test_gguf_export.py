@@ -18,7 +18,7 @@ import eqx_decoders as ed
 from eqx_decoders.cli import convert
 from eqx_decoders.families.registry import FAMILIES
 from eqx_decoders.inference.text_model import load_text_model
-from eqx_decoders.io import coordination
+from eqx_decoders.io import processes
 from eqx_decoders.io.gguf.gguf_architectures import ARCHITECTURES
 from eqx_decoders.io.gguf.gguf_table import FACTORS
 from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, make_tokenizer, stop_ids
@@ -220,7 +220,7 @@ def test_the_second_process_keeps_the_file_and_gets_errors_of_the_first(tmp_path
     partial = tmp_path / ".x.gguf.partial"
     partial.write_text("of the first process")
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(coordination, "all_gather_json", lambda name, value=None, **_: [said.pop(0), value])
+    monkeypatch.setattr(processes, "all_gather_json", lambda name, value=None, **_: [said.pop(0), value])
     with refused(ed.EqxDecodersError, "save_gguf", "OSError: disk full"):
         ed.save_gguf(model, file)
     assert partial.exists() and not said
@@ -228,10 +228,10 @@ def test_the_second_process_keeps_the_file_and_gets_errors_of_the_first(tmp_path
 
 def test_an_error_of_the_first_process_reaches_all(monkeypatch):
     sent = []
-    monkeypatch.setattr(coordination, "all_gather_json", lambda name, value=None, **_: sent.append(value) or [value])
-    assert coordination.in_first("x", lambda: 5) == 5
+    monkeypatch.setattr(processes, "all_gather_json", lambda name, value=None, **_: sent.append(value) or [value])
+    assert processes.in_first("x", lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        coordination.in_first("x", lambda: 1 // 0)
+        processes.in_first("x", lambda: 1 // 0)
     assert sent[0] is None and "ZeroDivisionError" in sent[1]
 
 

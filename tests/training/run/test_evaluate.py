@@ -11,7 +11,7 @@ from eqx_decoders.evaluation import task_evaluator
 from eqx_decoders.evaluation.task import load_task
 from eqx_decoders.evaluation.task_evaluator import TaskResults
 from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make_engine
-from eqx_decoders.io.coordination import Stop
+from eqx_decoders.io.processes import Stop
 from eqx_decoders.serving.engine.config import EngineLimits
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.run.evaluate import TaskEvaluation

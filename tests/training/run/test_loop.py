@@ -22,8 +22,8 @@ from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.errors import ConfigError, DataError, EqxDecodersError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.io.coordination import LONG, Stop
 from eqx_decoders.io.huggingface.load import read_config
+from eqx_decoders.io.processes import LONG, Stop
 from eqx_decoders.io.run_lock import RunLock
 from eqx_decoders.io.status import takes_time
 from eqx_decoders.io.text.tokenizer import load_tokenizer
