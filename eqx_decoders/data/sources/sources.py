@@ -23,7 +23,7 @@ from eqx_decoders.data.sources.data_files import File, RemoteFile, find_remote, 
 from eqx_decoders.data.sources.hub_datasets import HubDataset, hub_dataset, saved_files, saved_split
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import write_atomically
-from eqx_decoders.io.file_lock import FileLock
+from eqx_decoders.io.file_lock import file_lock
 from eqx_decoders.io.status import StatusLine
 
 
@@ -230,7 +230,7 @@ def describe_sources(sources: Mapping[str, Source], known: Mapping[str, Entry], 
         return {name: entry for name, entry in entries.items() if entry is not None}
     names = json.dumps([str(_absolute(source.file)) for source in sources.values()]).encode()
     memory = cache / "sources" / f"{hashlib.blake2b(names, digest_size=16).hexdigest()}.json"
-    with StatusLine("reading the text", remains=KEPT) as status, FileLock(memory.with_suffix(".lock")):
+    with StatusLine("reading the text", remains=KEPT) as status, file_lock(memory.with_suffix(".lock")):
         remembered = _read_json(memory)
         entries = {
             name: entries[name] or _as_known(source, remembered.get(str(_absolute(source.file))))

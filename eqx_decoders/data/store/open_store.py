@@ -31,7 +31,7 @@ from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore
 from eqx_decoders.data.store.tokenization import make_shards
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically, writing_to
-from eqx_decoders.io.file_lock import FileLock
+from eqx_decoders.io.file_lock import file_lock
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def open_store(
     with writing_to(cache):
         make_shards(shards, [task for _, task in tasks], recipe)
     corpus = _Corpus(shards, tasks, recipe, request, entries)
-    with FileLock(folder / "lock"):
+    with file_lock(folder / "lock"):
         current = read_manifest(folder)
         # counted as training data before, if only now all of it is held out
         counted = current is not None and (not all_held_out or current["held_out"]["below"] >= 1)

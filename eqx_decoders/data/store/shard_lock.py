@@ -1,93 +1,92 @@
-"""Locks of shards: each is made by one process, also of several hosts and after a kill.
+"""Locks of shards: a shard is written by one process at a time, of all hosts that share the cache.
 
-A lock saves work, and that is all: a shard is written to a file of one process alone and moved into place when it is
-complete. Where locks do not reach other hosts, a shard is made twice and stays whole.
+A lock only saves work. Each process writes a shard to its own file, and moves it into place when it is complete. Where
+locks do not reach other hosts, a shard is written twice and stays complete.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import time
 from pathlib import Path
 
-from eqx_decoders.io.file_lock import FileLock
+from eqx_decoders.io.file_lock import file_lock, holder_text, read_holder, try_acquire, write_holder
 
 
-UNFINISHED = 600.0  # seconds without a change, after which a file that no lock guards is one of a killed process
-_SUFFIXES = (".lock", ".partial", ".copy", ".claim", ".clock", ".beside")  # the last three are of older versions
+UNFINISHED = 600.0  # seconds without a change after which unlocked files count as files of a killed process
+GONE = (errno.ENOENT, errno.ESTALE)  # errors for a file that another process or host has deleted
+_SUFFIXES = (".lock", ".partial", ".copy")
 
 
 class ShardLock:
-    """Lock by which one process makes a shard: of a file beside it, which is there only as long as the lock is held.
+    """Lock for writing one shard. The lock file exists only while the lock is held.
 
-    `partial` is a file of this lock alone, to be written and moved away when it is complete; `copy_path(partial)` is
-    another one, for the copy of a remote source.
+    **Attributes:**
+
+    - `partial`: file for this lock's holder, to be written and moved into place when it is complete.
+        `copy_path(partial)` is another one, for the copy of a remote source.
     """
 
     def __init__(self, shard: Path):
-        self._lock = FileLock(shard.with_suffix(".lock"))
+        self._path = shard.with_suffix(".lock")
+        self._lock = file_lock(self._path, on_acquired=write_holder)
         self.partial = shard.with_name(f"{shard.stem}.{secrets.token_hex(6)}.partial")
 
     def take(self) -> bool:
-        """Take the lock; return False if another process, or another part of this one, has it.
+        """Take the lock without waiting; return False if it is held.
 
-        A lock that cannot be had, of another user or of a host that is gone, counts as held as long as something of its
-        shard changes: making a shard twice does no harm, waiting for ever does.
+        A lock that cannot be acquired (of another user, or of a host that is gone) counts as held only as long as the
+        files of its shard change: writing a shard twice does no harm, and waiting would not end.
         """
-        folder = self._lock.path.parent
+        folder = self._path.parent
         try:
-            is_free = self._lock.take()
-        except PermissionError:
-            if not os.access(folder, os.W_OK):
+            if try_acquire(self._lock):
+                return True
+        except OSError as error:
+            if error.errno not in GONE and (not isinstance(error, PermissionError) or not os.access(folder, os.W_OK)):
                 raise
-            is_free = False
-        if not is_free:
-            files = _unfinished(folder, self._lock.path.stem)
-            return _are_old(files)
-        with contextlib.suppress(OSError):  # another user's file
-            self._lock.sign()
-        return True
+        return _are_old(_unfinished(folder, self._path.stem))
 
     def holder(self) -> str:
-        """Name the process that has the lock."""
-        return self._lock.holder()
+        """Return the name of the process that holds the lock."""
+        return holder_text(read_holder(self._path))
 
     def release(self) -> None:
         """Release the lock, and delete its files."""
-        try:
-            _delete(self.partial, copy_path(self.partial))
-        finally:
-            self._lock.release(delete=True)
+        _delete(self.partial, copy_path(self.partial))
+        if self._lock.is_locked:
+            _delete(self._path)  # before the release: a process that has opened the file notices that it is deleted
+        self._lock.release()
 
 
 def copy_path(partial: Path) -> Path:
-    """Return the path of the copy of a remote source, of which the shard in `partial` is made."""
+    """Return the path for the copy of a remote source while the shard `partial` is written from it."""
     return partial.with_suffix(".copy")
 
 
 def delete_unfinished(folder: Path) -> None:
-    """Delete what processes that were killed left in `folder`: files that nobody changes, under locks that are free."""
+    """Delete the files that killed processes have left in `folder`: old ones whose lock is free."""
     shards: dict[str, list[Path]] = {}
     for file in _unfinished(folder):
         shards.setdefault(file.name.partition(".")[0], []).append(file)
     for name, files in shards.items():
-        lock = FileLock(folder / f"{name}.lock")
-        with contextlib.suppress(OSError):  # another user's
-            if _are_old(files) and lock.take():
-                try:
-                    _delete(*(file for file in files if file != lock.path))
-                finally:
-                    lock.release(delete=True)
+        path = folder / f"{name}.lock"
+        lock = file_lock(path)
+        with contextlib.suppress(OSError):  # files of another user
+            if _are_old(files) and try_acquire(lock):
+                _delete(*files, path)
+                lock.release()
 
 
 def _unfinished(folder: Path, shard: str = "") -> list[Path]:
-    """Return the files in a folder, or of one shard, that are there while a shard is made."""
+    """Return the files in a folder, or the files of one shard, that exist only while a shard is written."""
     names = [name for name in os.listdir(folder) if name.endswith(_SUFFIXES) and ".documents." not in name]
     return [folder / name for name in names if not shard or name.partition(".")[0] == shard]
 
 
 def _are_old(files: list[Path]) -> bool:
-    """Return whether the files of a shard that are still there were not changed lately."""
+    """Return whether some of the files exist and none of them has changed recently."""
     newest = None
     for file in files:
         with contextlib.suppress(OSError):  # deleted at this moment
@@ -97,5 +96,5 @@ def _are_old(files: list[Path]) -> bool:
 
 def _delete(*files: Path) -> None:
     for file in files:
-        with contextlib.suppress(OSError):  # another user's, or deleted by another host
+        with contextlib.suppress(OSError):  # a file of another user, or deleted by another host
             file.unlink(missing_ok=True)

@@ -14,12 +14,11 @@ from eqx_decoders.data.sources.documents import ReadReport
 from eqx_decoders.data.sources.hub_datasets import HubDataset
 from eqx_decoders.data.sources.readers import LONG, PIECE, Part, ReadOptions, kind_of, read_source
 from eqx_decoders.data.sources.sources import Entry, Source, folder_of, hash_json, is_as_described, parse_location
-from eqx_decoders.data.store.shard_lock import copy_path
+from eqx_decoders.data.store.shard_lock import GONE, copy_path
 from eqx_decoders.data.store.shard_writer import separators, write_shard
 from eqx_decoders.data.store.shards import FORMAT, read_info
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import writing_to
-from eqx_decoders.io.file_lock import GONE
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
 

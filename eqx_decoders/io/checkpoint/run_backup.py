@@ -16,7 +16,7 @@ from etils import epath
 from eqx_decoders.errors import CheckpointError, ConfigError, check
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.checkpoint.steps import names_in, open_path
-from eqx_decoders.io.file_lock import own_process, owner_text
+from eqx_decoders.io.file_lock import holder_text, own_process
 from eqx_decoders.io.run_lock import OWNER, check_own, has_owner
 
 
@@ -98,7 +98,7 @@ class RunBackup:
         except Exception:  # it cannot be read now: no reason to stop
             return
         where = f"checkpoint_dir={str(self.folder.parent)!r}"
-        rule = f"{where} is in use by {owner_text(content)}, which was started after this run"
+        rule = f"{where} is in use by {holder_text(content)}, which was started after this run"
         check(is_own, f"{rule}: give one of them another directory.", CheckpointError)
 
     @contextlib.contextmanager

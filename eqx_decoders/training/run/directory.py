@@ -21,7 +21,7 @@ from eqx_decoders.families.registry import get_config
 from eqx_decoders.io.atomic_files import new_directory, write_atomically, write_json
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
-from eqx_decoders.io.file_lock import read_owner
+from eqx_decoders.io.file_lock import read_holder
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.directory import Directory, parse_json
 from eqx_decoders.io.huggingface.export_config import export_config, merged
@@ -197,7 +197,7 @@ class RunDirectory:
 
     def lock_owner(self) -> str:
         """Return the text that identifies the process which holds the lock; empty if there is none."""
-        return read_owner(self.path / ".lock").decode()
+        return read_holder(self.path / ".lock").decode()
 
     # --- checkpoints and their backup ---
 
