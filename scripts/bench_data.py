@@ -17,9 +17,8 @@ import numpy as np
 from eqx_decoders.data.batches import Batches, Corpus
 from eqx_decoders.data.sources.readers import ReadOptions, read_source
 from eqx_decoders.data.sources.sources import Source
-from eqx_decoders.data.store.corpus import read_documents
-from eqx_decoders.data.store.corpus_stats import CorpusStats
-from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.corpus import CorpusStats, read_documents
+from eqx_decoders.data.store.store import open_store
 from eqx_decoders.io.exit_codes import EXIT_SIGTERM
 from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eqx_decoders.data.store.token_store import TokenStore
+from eqx_decoders.data.store.store import TokenStore
 
 
 def documents_of(store: TokenStore, split: str) -> np.ndarray:

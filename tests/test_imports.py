@@ -135,7 +135,7 @@ except eqx_decoders.ConfigError as error:
 
 
 @pytest.mark.slow(fast=("io.processors.processor",))
-@pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenization_worker"])
+@pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenize"])
 def test_processes_that_read_files_import_no_model(module):
     """A fresh interpreter: a server has one for each core, and JAX would take most of the time of a start."""
     code = f"import sys, eqx_decoders.{module}; print(*sys.modules)"

@@ -39,8 +39,8 @@ from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.mixture import Mixture
 from eqx_decoders.data.packing_plans import check_same_data, plan_overlapping, plan_packed, plan_padded, plan_whole
 from eqx_decoders.data.row_index import BLOCK, Blocks, HeldOutRows, TrainingRows
-from eqx_decoders.data.store.corpus_stats import SPLITS, CorpusStats
-from eqx_decoders.data.store.token_store import TokenStore
+from eqx_decoders.data.store.corpus import SPLITS, CorpusStats
+from eqx_decoders.data.store.store import TokenStore
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.errors import DataError, check, missing_package

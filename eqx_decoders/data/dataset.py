@@ -17,10 +17,8 @@ from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.mixture import find_mixture, find_sets
 from eqx_decoders.data.sources.documents import Document
 from eqx_decoders.data.sources.sources import Paths
-from eqx_decoders.data.store.corpus import held_out_rule, read_documents
-from eqx_decoders.data.store.corpus_stats import SPLITS
-from eqx_decoders.data.store.open_store import open_sample, open_store
-from eqx_decoders.data.store.token_store import TokenStore
+from eqx_decoders.data.store.corpus import SPLITS, held_out_rule, read_documents
+from eqx_decoders.data.store.store import TokenStore, open_sample, open_store
 from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.errors import check, check_option
 from eqx_decoders.io.atomic_files import new_directory
@@ -107,13 +105,13 @@ def open_tokens(
     *,
     template: ChatTemplate | None = None,
     media: MediaReader | None = None,
-    most: int | None = None,
+    max_documents: int | None = None,
     may_be_in_use: bool = False,
 ) -> Mapping[str, TokenStore]:
-    """Open the tokens of each source by its name, making those that the cache lacks (see `open_store`).
+    """Open the tokens of each source by its name, and tokenize what the cache lacks (see `open_store`).
 
-    most: only the first `most` documents, whose tokens are written into the folders (see `open_sample`). may_be_in_use:
-    reuse stores that this process has open, without checking their sources once more.
+    max_documents: open only the first documents, whose tokens are written into the folders (see `open_sample`).
+    may_be_in_use: reuse stores that this process has open, without checking their sources again.
     """
     template = written_by(config, template, tokenizer)
     mixture = find_mixture(config.path)
@@ -128,8 +126,10 @@ def open_tokens(
         "special_tokens_in_text": config.special_tokens_in_text,
     }
     folders = token_folders(config, folder)
-    if most is not None:
-        return {name: open_sample(folders[name], tokenizer, most, path=paths[name], **options) for name in paths}
+    if max_documents is not None:
+        return {
+            name: open_sample(folders[name], tokenizer, max_documents, path=paths[name], **options) for name in paths
+        }
     options["cache_dir"] = config.cache_dir
     stores = {}
     for name, path in paths.items():

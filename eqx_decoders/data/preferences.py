@@ -34,7 +34,7 @@ from eqx_decoders.data.sources.documents import (
 from eqx_decoders.data.sources.readers import read_records
 from eqx_decoders.data.sources.records import COLUMNS, FILES, TRAIN, field_names, normalize_record, split_flags
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
-from eqx_decoders.data.store.shard_writer import separators
+from eqx_decoders.data.store.shards import separators
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.status import StatusLine, quantity
 from eqx_decoders.io.text.chat_template import ChatTemplate

@@ -6,7 +6,7 @@ from typing import Any
 
 from eqx_decoders.data.end_of_turn import end_of_turn_ids
 from eqx_decoders.data.prompt_batches import Prompt
-from eqx_decoders.data.store.shard_writer import separators
+from eqx_decoders.data.store.shards import separators
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode
 from eqx_decoders.rl.rewards import Rewards

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from eqx_decoders.data.store.corpus_stats import CorpusStats
+from eqx_decoders.data.store.corpus import CorpusStats
 
 
 class HeldOut(NamedTuple):

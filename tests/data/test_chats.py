@@ -18,7 +18,7 @@ from eqx_decoders.data.chats import (
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
-from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.store import open_store
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.io.text import chat_template as chat_module
 from eqx_decoders.io.text.chat_template import ChatTemplate

@@ -15,7 +15,7 @@ import pytest
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset, training_texts
-from eqx_decoders.data.store.count_corpus import Gzip
+from eqx_decoders.data.store.corpus import Gzip
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer

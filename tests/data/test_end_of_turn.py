@@ -7,7 +7,7 @@ import tokenizers
 
 from eqx_decoders.data.end_of_turn import NO_END, end_of_turn_ids
 from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
-from eqx_decoders.data.store.shard_writer import write_shard
+from eqx_decoders.data.store.shards import TokenizationConfig, write_shard
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, decode, load_tokenizer
 
@@ -81,5 +81,6 @@ def test_answers_without_an_end_are_counted(answer, count, tmp_path):
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     report = ReadReport()
     documents = [Document("a.jsonl:1", chat=ChatDocument(messages))]
-    write_shard(tmp_path / "a", documents, TOKENIZER, ChatTemplate(source=source), report=report)
+    config = TokenizationConfig(TOKENIZER, template=ChatTemplate(source=source))
+    write_shard(tmp_path / "a", documents, config, report=report)
     assert report.notes == ({NO_END: count} if count else {})

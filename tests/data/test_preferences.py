@@ -13,7 +13,7 @@ from eqx_decoders.data.chats import PROMPT_DIFFERS
 from eqx_decoders.data.end_of_turn import NO_END
 from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
-from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.store import open_store
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer

@@ -11,8 +11,7 @@ from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
 from eqx_decoders.data.prompt_batches import read_prompts
 from eqx_decoders.data.sources.documents import ReadReport
 from eqx_decoders.data.store.corpus import read_documents
-from eqx_decoders.data.store.shard_writer import write_shard
-from eqx_decoders.data.store.shards import Shard
+from eqx_decoders.data.store.shards import Shard, TokenizationConfig, write_shard
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, prompt_ids, train_bpe
 from eqx_decoders.serving.frontend.prompts import TextFrontend
@@ -122,7 +121,7 @@ def rows_of(path: str, tokenizer: Tokenizer, tmp_path, template: ChatTemplate | 
     """Return the tokens and the targets of each document of a file, and the report of the reader."""
     report = ReadReport()
     documents = read_documents(path, tokenizer=tokenizer, report=report)
-    write_shard(tmp_path / "shard", documents, tokenizer, template, report=report)
+    write_shard(tmp_path / "shard", documents, TokenizationConfig(tokenizer, template=template), report=report)
     shard = Shard(tmp_path / "shard")
     return [(shard[number].tolist(), shard.targets(number)) for number in range(len(shard))], report
 
@@ -254,7 +253,8 @@ def test_special_tokens_in_rendered_chats(tmp_path):
     for row, record in zip(rows[1:], records[1:], strict=True):
         assert row[0] == [*tokenizer.start_ids, *tokenizer.encode(record["text"]).tolist(), tokenizer.eos_id]
     for setting, encoded in ((True, records), (False, [])):
-        write_shard(tmp_path / "b", read_documents(path), tokenizer, special_tokens_in_text=setting)
+        config = TokenizationConfig(tokenizer, special_tokens_in_text=setting)
+        write_shard(tmp_path / "b", read_documents(path), config)
         shard = Shard(tmp_path / "b")
         for number, record in enumerate(records):
             ids = tokenizer.encode(record["text"], special=bool(encoded)).tolist()

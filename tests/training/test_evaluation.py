@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.data.store.corpus_stats import CorpusStats
+from eqx_decoders.data.store.corpus import CorpusStats
 from eqx_decoders.training.evaluation import _held_out
 from eqx_decoders.training.held_out import HeldOut, describe_held_out
 from eqx_decoders.training.run.evaluate import HeldOutEvaluation

@@ -100,7 +100,7 @@ class Document(NamedTuple):
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
     of it. In the spans `literal` names of special tokens are plain text. A conversation gets its text from a chat
     template (see `data.chats`). `media` are references to files. Relative paths start at `folder` (None: the source is
-    not on this machine). `drawn` is the document's `draw` when it was read.
+    not on this machine). `known_hash` is the split hash of the document as it was read.
     """
 
     where: str
@@ -112,20 +112,22 @@ class Document(NamedTuple):
     chat: ChatDocument | None = None
     media: tuple[str, ...] = ()
     folder: Path | None = None
-    drawn: float | None = None
+    known_hash: float | None = None
 
     @property
     def size(self) -> int:
         """Number of characters of its text, or of bytes of its tokens."""
         return len(self.text or "") if self.tokens is None else self.tokens.nbytes
 
-    def draw(self) -> float:
-        """Draw a number in [0, 1) from the hash of the document: equal on every machine, uniform over documents.
+    def split_hash(self) -> float:
+        """Return a hash of the document in [0, 1), which decides whether the document is held out.
+
+        It is equal on every machine, and uniform over documents.
 
         The document is hashed as it was read, before a template or the placeholders of files change it.
         """
-        if self.drawn is not None:
-            return self.drawn
+        if self.known_hash is not None:
+            return self.known_hash
         if self.key is not None:
             content = self.key.encode()
         elif self.tokens is not None:

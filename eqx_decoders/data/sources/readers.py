@@ -85,7 +85,7 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
         folder = folder_of(source.file)
         for document in _READERS[kind_of(source.file)].read(source, reading, part):
             if document.text or document.chat or (document.tokens is not None and len(document.tokens)):
-                yield document._replace(folder=folder, drawn=document.draw())
+                yield document._replace(folder=folder, known_hash=document.split_hash())
             elif reading.report is not None:
                 reading.report.dropped["empty_text"] += 1
 

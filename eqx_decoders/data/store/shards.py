@@ -1,43 +1,71 @@
-"""Shards: the tokens of one source, or of a part of it, in one file that is complete or does not exist.
+"""Shards: the tokens of one source, or of a part of a source, in one file that is complete or does not exist.
 
-A document is stored as `start tokens [end]`, where `start` is what the tokenizer puts before a text (usually bos or
-nothing) and `end` its eos. A prompt with its completion is stored in the same way, but gets no second `start` or `end`
-where its text has one. A conversation is stored as its chat template writes it, without separators: the template knows
-how conversations begin and end.
+A document is stored as `start tokens [end]`. `start` is what the tokenizer puts before a text (usually bos or nothing),
+and `end` is its eos. A prompt with its completion is stored in the same way, but gets no second `start` or `end` if its
+text has one. A conversation is stored as its chat template renders it, without separators, because the template marks
+the start and the end of conversations.
 
-Prompts and conversations are trained on in part: `targets` then says for every token of the shard whether it is a
-target.
+In prompts with completions and in conversations, only some tokens are targets. `targets` then says for every token of
+the shard whether it is a target.
 
-The file has sections, each an array that begins at a multiple of eight bytes: `tokens`; for each document its begin
-(`offsets`, and the end of the last one), the number that decides whether it is held out (`draws`), bytes of UTF-8 that
-are trained on (`bytes`, -1 where it came as tokens) and, only where some document has spans, its number of targets
-(`target_counts`, and `targets` for each token), and, only where some document has images, videos or audio, its
-references to them (`media`, in JSON, from `media_offsets` on). A description in JSON, its length and a mark follow, and
-are written last.
+The file consists of sections, arrays that start at multiples of eight bytes:
+
+- `tokens`;
+- for each document its start (`offsets`, followed by the end of the last document), its split hash (`draws`), and its
+  number of bytes of UTF-8 that are targets (`bytes`, -1 for documents that were given as tokens);
+- only if a document has spans: its number of targets (`target_counts`), and `targets` for each token;
+- only if a document has images, videos or audio: the references to the files (`media`, in JSON, from `media_offsets`).
+
+A description in JSON, its length and a marker follow. They are written last.
 """
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import os
+import shutil
 import struct
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.end_of_turn import note_missing_end
+from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.data.sources.documents import Document, ReadReport
+from eqx_decoders.data.sources.readers import LONG, PIECE, ReadOptions
+from eqx_decoders.data.sources.sources import hash_json
 from eqx_decoders.errors import DataError
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, start_ids
 
 
-FORMAT = 4  # of shards; with another one, all are made again
-MARK, TAIL = b"eqxshard", struct.Struct("<q8s")
+FORMAT = 4  # version of the file format; shards of another version are written again
+MARKER, TAIL = b"eqxshard", struct.Struct("<q8s")
+DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
+DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
+
+CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE = 1 << 20, 1 << 14  # maximum size of a batch that is tokenized together
+MAX_IN_MEMORY = 1 << 20  # bytes of a section, above which it is kept in a temporary file
+MAX_CHECKED = 1 << 20  # bytes of a shard up to which its content is verified when it is opened
+
+RENDERED = (
+    "text starts with a special token and is tokenized with special tokens. Set special_tokens_in_text=False to "
+    "tokenize them as plain text"
+)
+PLAIN = "text starts with a special token, which special_tokens_in_text=False tokenizes as plain text"
 
 
 class ShardInfo(NamedTuple):
     """Description of a shard: sums over its documents, and its sections as (dtype, first byte, length).
 
-    `bytes` is None where some document came as tokens. `smallest` and `largest` are draws of the documents. `dropped`
-    and `notes` are the counts of a `ReadReport`.
+    `bytes` is None if a document was given as tokens. `smallest` and `largest` are the extreme split hashes of the
+    documents. `dropped` and `notes` are the counts of a `ReadReport`.
     """
 
     documents: int
@@ -52,37 +80,40 @@ class ShardInfo(NamedTuple):
     notes: dict[str, int] = {}  # noqa: RUF012 - never changed
 
 
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
 def read_info(path: Path) -> ShardInfo | None:
     """Read the description of a shard; None if the file is missing or incomplete."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL.size))
-            length, mark = TAIL.unpack(file.read())
+            length, marker = TAIL.unpack(file.read())
             begin = size - TAIL.size - length
-            if mark != MARK or begin < 0:
+            if marker != MARKER or begin < 0:
                 return None
             file.seek(begin)
             description = json.loads(file.read(length))
-            whole = description["begin"] == begin
-            if whole and description["digest"] is not None:
+            complete = description["begin"] == begin
+            if complete and description["digest"] is not None:
                 file.seek(0)
-                whole = checksum(file.read(begin)) == description["digest"]
-            return ShardInfo(**description["info"]) if whole else None
+                complete = checksum(file.read(begin)) == description["digest"]
+            return ShardInfo(**description["info"]) if complete else None
     except (OSError, struct.error, ValueError, KeyError, TypeError):
         return None
 
 
 class Shard:
-    """Tokens of a finished shard, mapped into memory: only the parts that are used are read."""
+    """Tokens of a complete shard, mapped into memory: only the parts that are used are read."""
 
     def __init__(self, path: Path):
         info = read_info(path)
-        rule = "is gone or damaged: start again, and it is made once more"
         if info is None:
-            raise DataError(f"the tokens {path} {rule}.")
+            raise DataError(f"the tokens {path} are missing or damaged. Start again to tokenize them again.")
         self.info, self._map = info, np.asarray(np.memmap(path, np.uint8, "r"))
-        self.tokens, self.offsets, self.draws, self.bytes = map(self._section, ("tokens", "offsets", "draws", "bytes"))
+        self.tokens, self.offsets = self._section("tokens"), self._section("offsets")
+        self.split_hashes, self.bytes = self._section("draws"), self._section("bytes")
 
     def __len__(self) -> int:
         return self.info.documents
@@ -91,31 +122,31 @@ class Shard:
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
 
     def targets(self, document: int) -> np.ndarray:
-        """Return which tokens of `document` are targets; the first never is."""
+        """Return a mask of the tokens of `document` that are targets. The first token never is."""
         span = slice(int(self.offsets[document]), int(self.offsets[document + 1]))
         return np.arange(span.stop - span.start) > 0 if self._targets is None else self._targets[span]
 
     def media(self, document: int) -> tuple[str, ...]:
-        """Return the references of a document to its images, videos and audio."""
+        """Return the references to the images, videos and audio of a document."""
         if "media" not in self.info.sections:
             return ()
         begin, end = self._section("media_offsets")[document : document + 2]
         return tuple(json.loads(self._section("media")[begin:end].tobytes() or b"[]"))
 
     def has_media(self, start: int, stop: int) -> np.ndarray:
-        """Return which of the documents from `start` up to `stop` refer to images, videos or audio."""
+        """Return a mask of the documents `start:stop` that have images, videos or audio."""
         if "media" not in self.info.sections:
             return np.zeros(stop - start, bool)
         return np.diff(self._section("media_offsets")[start : stop + 1]) > 0
 
     def target_counts(self, start: int, stop: int) -> np.ndarray:
-        """Return the number of targets of each document."""
+        """Return the number of targets of each of the documents `start:stop`."""
         if self._targets is None:
             return self.sizes(start, stop) - 1
         return self._section("target_counts")[start:stop]
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
-        """Return the number of tokens of each document, with its separators."""
+        """Return the number of tokens, with separators, of each of the documents `start:stop`."""
         return np.diff(self.offsets[start : stop + 1])
 
     @functools.cached_property
@@ -128,5 +159,303 @@ class Shard:
 
 
 def checksum(content: bytes) -> str:
-    """Return the hash of a content, 32 hexadecimal digits."""
+    """Return a hash of 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizationConfig:
+    """Everything that the tokens of a source depend on, besides the source itself.
+
+    **Arguments:**
+
+    - `tokenizer`: tokenizer of texts.
+    - `text_field`: field of records with the text.
+    - `template`: chat template of conversations.
+    - `media`: reader of the images, videos and audio of documents.
+    - `special_tokens_in_text`: see `DataConfig`.
+    """
+
+    tokenizer: Tokenizer
+    text_field: str = "text"
+    template: ChatTemplate | None = None
+    media: MediaReader | None = None
+    special_tokens_in_text: bool | None = None
+
+    @property
+    def digest(self) -> str:
+        """Hash of the configuration, which names the folder of its shards in the cache."""
+        tokenizer = self.tokenizer
+        template = None if self.template is None else self.template.content_hash
+        form = [FORMAT, LONG, PIECE] + ([] if self.media is None else [self.media.digest()])
+        ids = [tokenizer.content_hash, tokenizer.vocab_size, separators(tokenizer), tokenizer.bos_id]
+        return hash_json([form, *ids, self.text_field, template, self.special_tokens_in_text])
+
+    def read_options(self, report: ReadReport, copy: Path | None = None) -> ReadOptions:
+        """Return the options for the readers of sources."""
+        return ReadOptions(self.text_field, self.tokenizer, copy=copy, report=report)
+
+
+def separators(tokenizer: Tokenizer) -> tuple[tuple[int, ...], int | None]:
+    """Return the tokens before a document, and the token after it (None for a tokenizer without eos).
+
+    A document starts like a prompt at inference: with what the tokenizer puts before a text, usually bos or nothing.
+    """
+    if tokenizer.bos_id is None and tokenizer.eos_id is None:
+        raise DataError(
+            "The tokenizer has neither bos nor eos, but documents must be separated by a token. Set bos_token or "
+            "eos_token in tokenizer_config.json."
+        )
+    start = start_ids(tokenizer)
+    if not start and tokenizer.eos_id is None:
+        raise DataError(
+            f"The tokenizer has bos_id={tokenizer.bos_id}, puts no token before a text and has no eos, but documents "
+            "must be separated by a token. Set eos_token in tokenizer_config.json, or add bos to the post-processor of "
+            "tokenizer.json."
+        )
+    return start, tokenizer.eos_id
+
+
+def is_rendered(text: str, tokenizer: JsonTokenizer) -> bool:
+    """Return whether a text looks like a rendered chat: it starts with a special token's name and contains another."""
+    names = tokenizer.special_names
+    if not text.startswith(names):
+        return False
+    first = max((name for name in names if text.startswith(name)), key=len)
+    return any(name in text[len(first) :] for name in names)
+
+
+def write_shard(
+    path: Path,
+    documents: Iterable[Document],
+    config: TokenizationConfig,
+    *,
+    report: ReadReport | None = None,
+    progress: Callable[[int], None] = lambda characters: None,
+) -> ShardInfo:
+    """Tokenize documents and write them to a new shard; return its description.
+
+    A large file is flushed to the disk. A small one, for which the flush would take longer than everything else, gets a
+    checksum instead.
+
+    report: counts of the records that were left out when the documents were read; this function adds counts. progress:
+    function to call with the number of characters of each batch.
+    """
+    report = ReadReport() if report is None else report
+    with path.open("w+b") as file, _Writer(file, config, report, progress) as writer:
+        for document in render_documents(iter(documents), config.template, report):
+            writer.add(document)
+        return writer.finish()
+
+
+def trained_text(document: Document) -> str | None:
+    """Return the text of a document whose tokens are targets; None if the document was given as tokens."""
+    if document.text is None or document.spans is None:
+        return document.text
+    return "".join(document.text[start:stop] for start, stop in document.spans)
+
+
+class _Writer:
+    """Writer of one shard. It appends tokens to the file, and collects the other sections until `finish`."""
+
+    def __init__(
+        self, file: IO[bytes], config: TokenizationConfig, report: ReadReport, progress: Callable[[int], None]
+    ):
+        tokenizer = config.tokenizer
+        self._file, self._config, self._report, self._progress = file, config, report, progress
+        self._tokenizer, self._media = tokenizer, config.media
+        self._special_ids: Collection[int] = tokenizer.special_ids if isinstance(tokenizer, JsonTokenizer) else ()
+        start, end = separators(tokenizer)
+        vocab_size = max(tokenizer.vocab_size, 0 if config.media is None else config.media.token + 1)
+        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._start = np.array(start, self._dtype)
+        self._end = np.array([] if end is None else [end], self._dtype)
+        self._stack = contextlib.ExitStack()
+        self._sections: dict[str, IO[bytes]] = {}
+        self._batch: list[Document] = []
+        self._batch_size = 0
+        self._documents = self._tokens = self._targets = self._bytes = 0
+        self._all_bytes, self._has_chats = True, False
+        self._smallest, self._largest = 1.0, 0.0
+
+    def __enter__(self) -> "_Writer":
+        for name in ("offsets", "draws", "bytes"):
+            self._section(name)
+        self._write("offsets", 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, document: Document) -> None:
+        """Add the next document."""
+        if document.media:
+            if self._media is None:
+                raise DataError(
+                    f"{document.where} has images, videos or audio, but the model has no encoder for them. Train a "
+                    "vision-language or audio model, or remove the field with the files."
+                )
+            files = self._media.locate(document.media, document.folder, document.where)
+            document = document._replace(media=files)
+            text = document.text or ""
+            spans = ((0, len(text)),) if document.spans is None else document.spans
+            expanded, moved = self._media.expand_text(text, (*spans, *document.literal), document.media, document.where)
+            spans, literal = moved[: len(spans)], moved[len(spans) :]
+            if document.spans is not None or expanded != text:  # only texts with spans have special tokens
+                document = document._replace(text=expanded, spans=spans, literal=literal)
+        self._batch.append(document)
+        self._batch_size += document.size
+        if self._batch_size >= CHARACTERS_AT_ONCE or len(self._batch) >= DOCUMENTS_AT_ONCE:
+            self._encode_batch()
+
+    def finish(self) -> ShardInfo:
+        """Write the last batch, the sections and the description."""
+        self._encode_batch()
+        sections = {"tokens": (self._dtype.str, 0, self._tokens)}
+        for name, section in self._sections.items():
+            begin = self._file.seek(0, os.SEEK_END)
+            begin += self._file.write(b"\0" * (-begin % 8))
+            length = section.tell() // np.dtype(DTYPES[name]).itemsize
+            section.seek(0)
+            shutil.copyfileobj(section, self._file)
+            sections[name] = (DTYPES[name], begin, length)
+        total = self._bytes if self._all_bytes else None
+        counts = (self._documents, self._tokens, self._targets, total)
+        dropped, notes = dict(self._report.dropped), dict(self._report.notes)
+        info = ShardInfo(*counts, self._smallest, self._largest, self._has_chats, sections, dropped, notes)
+        begin, digest = self._file.tell(), None
+        if begin <= MAX_CHECKED:
+            self._file.seek(0)
+            digest = checksum(self._file.read())
+        description = json.dumps({"begin": begin, "digest": digest, "info": info._asdict()}).encode()
+        self._file.write(description + TAIL.pack(len(description), MARKER))
+        self._file.flush()
+        if digest is None:
+            os.fsync(self._file.fileno())
+        return info
+
+    def _encode_batch(self) -> None:
+        documents = [(document, self._encoding_mode(document)) for document in self._batch]
+        plain = [document.text or "" for document, mode in documents if mode == "plain"]
+        special = [document.text or "" for document, mode in documents if mode == "special"]
+        spanned = [
+            (document.text or "", document.spans, document.literal) for document, mode in documents if mode == "spans"
+        ]
+        encoded: dict[str, Iterator[Any]] = {
+            "plain": iter(self._tokenizer.encode_many(plain) if plain else []),
+            "special": iter(encode_spans(self._tokenizer, special, [()] * len(special)) if special else []),
+            "spans": iter(
+                encode_spans(self._tokenizer, *zip(*spanned, strict=True), report=self._report) if spanned else []
+            ),
+        }
+        for document, mode in documents:
+            if mode == "spans":
+                self._append(document, *self._with_targets(document, *next(encoded[mode])))
+            elif mode == "special":
+                self._append(document, self._with_separators(next(encoded[mode])[0]), None)
+            else:
+                tokens = next(encoded[mode]) if document.tokens is None else document.tokens
+                tokens = np.concatenate([self._start, tokens.astype(self._dtype), self._end])
+                self._append(document, tokens, None)
+        self._progress(self._batch_size)
+        self._batch, self._batch_size = [], 0
+
+    def _encoding_mode(self, document: Document) -> str:
+        """Return how to encode a document.
+
+        "tokens": it was given as tokens. "spans": text with spans. "special": text with special tokens. "plain": other
+        text.
+        """
+        if document.spans is not None or document.text is None:
+            return "tokens" if document.spans is None else "spans"
+        if not isinstance(self._tokenizer, JsonTokenizer):
+            return "plain"
+        rendered = is_rendered(document.text, self._tokenizer)
+        special_tokens_in_text = self._config.special_tokens_in_text
+        if rendered and special_tokens_in_text is None:
+            self._report.notes[RENDERED] += 1
+        if rendered and special_tokens_in_text is False:
+            self._report.notes[PLAIN] += 1
+        parsed = rendered if special_tokens_in_text is None else special_tokens_in_text
+        return "special" if parsed else "plain"
+
+    def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
+        """Add missing separators to a text with special tokens. A text that starts with one gets no start."""
+        tokens = tokens.astype(self._dtype)
+        starts_special = len(tokens) > 0 and int(tokens[0]) in self._special_ids
+        end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
+        return np.concatenate([self._start[:0] if starts_special else self._start, tokens, end])
+
+    def _with_targets(
+        self, document: Document, tokens: np.ndarray, targets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Add missing separators to a prompt with its completion. A conversation stays as its template rendered it."""
+        tokens = tokens.astype(self._dtype)
+        if document.chat is not None:
+            self._has_chats = True
+            note_missing_end(self._tokenizer, tokens, targets, self._report)
+            return tokens, targets
+        start = self._start[:0] if np.array_equal(tokens[: len(self._start)], self._start) else self._start
+        end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
+        masks = [np.zeros(len(start), bool), targets, np.ones(len(end), bool)]
+        return np.concatenate([start, tokens, end]), np.concatenate(masks)
+
+    def _append(self, document: Document, tokens: np.ndarray, targets: np.ndarray | None) -> None:
+        """Append one document. targets: None if all tokens except the first one are targets."""
+        if document.media and self._media is not None:
+            targets = np.ones(len(tokens), bool) if targets is None else targets
+            tokens, targets = self._media.expand_tokens((tokens, targets), document.media, document.where)
+            document = document._replace(media=self._media.with_digests(document.media))
+        if document.media or "media" in self._sections:
+            self._append_media(document.media)
+        if targets is not None and "targets" not in self._sections:
+            self._begin_targets()
+        count = max(0, len(tokens) - 1)  # nothing predicts the first token of a document
+        if "targets" in self._sections:
+            targets = np.ones(len(tokens), bool) if targets is None else targets
+            targets[:1] = False
+            count = int(targets.sum())
+            self._section("targets").write(targets.tobytes())
+            self._write("target_counts", count)
+        text = trained_text(document)
+        size = -1 if text is None else len(text.encode())
+        self._file.write(tokens.tobytes())
+        self._documents += 1
+        self._tokens += len(tokens)
+        self._targets += count
+        self._bytes += size
+        self._all_bytes = self._all_bytes and text is not None
+        split_hash = document.split_hash()
+        self._smallest, self._largest = min(self._smallest, split_hash), max(self._largest, split_hash)
+        for name, value in (("offsets", self._tokens), ("draws", split_hash), ("bytes", size)):
+            self._write(name, value)
+
+    def _append_media(self, media: tuple[str, ...]) -> None:
+        if "media" not in self._sections:  # no earlier document has files
+            self._section("media")
+            self._section("media_offsets").write(bytes(8 * (self._documents + 1)))
+        self._section("media").write(json.dumps(media).encode() if media else b"")
+        self._write("media_offsets", self._section("media").tell())
+
+    def _begin_targets(self) -> None:
+        """Start the sections of targets: in all earlier documents, all tokens except the first one are targets."""
+        offsets = self._section("offsets")
+        offsets.seek(0)
+        begins = np.frombuffer(offsets.read(), "<i8")
+        for size in np.diff(begins).tolist():
+            self._section("targets").write((np.arange(size) > 0).tobytes())
+            self._write("target_counts", size - 1)
+        for name in ("targets", "target_counts"):  # also if this is the first document
+            self._section(name)
+
+    def _write(self, name: str, value: Any) -> None:
+        self._section(name).write(struct.pack("<d" if name == "draws" else "<q", value))
+
+    def _section(self, name: str) -> IO[bytes]:
+        if name not in self._sections:
+            section = tempfile.SpooledTemporaryFile(MAX_IN_MEMORY)  # noqa: SIM115 - closed with the writer
+            self._sections[name] = self._stack.enter_context(section)
+        return self._sections[name]

@@ -10,7 +10,7 @@ import numpy as np
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.host_rows import hand_over
-from eqx_decoders.data.store.segment_numbers import Column, SegmentNumbers
+from eqx_decoders.data.store.signal_cache import Column, SignalCache
 from eqx_decoders.errors import check
 from eqx_decoders.io.huggingface.fingerprint import fingerprint
 from eqx_decoders.model.decoder import Decoder
@@ -65,7 +65,7 @@ def saved_teacher(start: MethodStart) -> SavedSignals:
         made_by |= {"weights": fingerprint(settings.teacher), "precision": repr(start.execution.precision)}
         compute = _likeliest(start, teacher_of(start), top)
     columns = {"top_ids": Column("<i4", top), "top_log_probs": Column("<f2", top)}
-    return SavedSignals(SegmentNumbers(folder, columns, made_by, jax.process_index()), compute)
+    return SavedSignals(SignalCache(folder, columns, made_by, jax.process_index()), compute)
 
 
 def _likeliest(start: MethodStart, teacher: Decoder, top: int) -> Scorer:

@@ -12,7 +12,7 @@ import numpy as np
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.data.preference_batches import PreferenceBatches
-from eqx_decoders.data.store.segment_numbers import Column, SegmentNumbers
+from eqx_decoders.data.store.signal_cache import Column, SignalCache
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.huggingface.fingerprint import fingerprint
 from eqx_decoders.io.processes import LONG, all_gather_json
@@ -64,11 +64,11 @@ def _maker(start: MethodStart, kind: str) -> dict[str, Any]:
     return made_by
 
 
-def _open(folder: Path, made_by: dict[str, Any]) -> SegmentNumbers:
+def _open(folder: Path, made_by: dict[str, Any]) -> SignalCache:
     """Open the directory of log-probs; those of another reference are removed, with a note."""
     options: Any = ({"reference": Column("<f4")}, made_by, jax.process_index())
     try:
-        numbers, error = SegmentNumbers(folder, *options), None
+        numbers, error = SignalCache(folder, *options), None
     except DataError as changed:
         numbers, error = None, changed
     if any(all_gather_json("reference is another", error is not None)):
@@ -77,4 +77,4 @@ def _open(folder: Path, made_by: dict[str, Any]) -> SegmentNumbers:
             shutil.rmtree(folder)
         all_gather_json("reference removed")
         numbers = None
-    return SegmentNumbers(folder, *options) if numbers is None else numbers
+    return SignalCache(folder, *options) if numbers is None else numbers

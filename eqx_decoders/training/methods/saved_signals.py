@@ -10,7 +10,7 @@ import numpy as np
 
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
-from eqx_decoders.data.store.segment_numbers import SegmentNumbers
+from eqx_decoders.data.store.signal_cache import SignalCache
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.processes import all_gather_json
 from eqx_decoders.sharding.layout import Layout
@@ -45,7 +45,7 @@ class SavedSignals:
     - `compute`: what computes the numbers of a batch; None: all must be there.
     """
 
-    def __init__(self, numbers: SegmentNumbers, compute: Scorer | None):
+    def __init__(self, numbers: SignalCache, compute: Scorer | None):
         self._numbers, self._compute = numbers, compute
 
     def __call__(self, batch: Batch) -> Batch:

@@ -16,7 +16,7 @@ from eqx_decoders.core.sampling import Greedy
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.sources.documents import parse_reference
-from eqx_decoders.data.store.token_store import TokenStore
+from eqx_decoders.data.store.store import TokenStore
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.inference.generation import generate

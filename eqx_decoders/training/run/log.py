@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.context import Execution
-from eqx_decoders.data.store.corpus_stats import CorpusStats
+from eqx_decoders.data.store.corpus import CorpusStats
 from eqx_decoders.errors import DataError, check_integer, missing_package
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints

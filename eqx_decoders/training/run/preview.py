@@ -12,9 +12,8 @@ import numpy as np
 from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
 from eqx_decoders.data.sources.documents import parse_reference
 from eqx_decoders.data.sources.records import FILES
-from eqx_decoders.data.store.open_store import is_made
-from eqx_decoders.data.store.shard_tasks import Recipe
-from eqx_decoders.data.store.token_store import TRAIN, TokenStore
+from eqx_decoders.data.store.shards import TokenizationConfig
+from eqx_decoders.data.store.store import TRAIN, TokenStore, is_tokenized
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.hub import resolve
@@ -49,13 +48,13 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
     run = RunDirectory(dataclasses.replace(settings, dataset=data))
     tokenizer, template = _load_tokenizer(run, source, config)
     template = written_by(data, template, tokenizer)
-    recipe = Recipe(tokenizer, data.text_field, template, reader, data.special_tokens_in_text)
+    tokenization = TokenizationConfig(tokenizer, data.text_field, template, reader, data.special_tokens_in_text)
     folders = token_folders(data, run.data_dir).values()
-    is_tokenized = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
+    is_complete = all(is_tokenized(folder, data.cache_dir, tokenization) for folder in folders)
     parts = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder, limit = (run.data_dir, None) if is_tokenized else (scratch, MAX_DOCUMENTS)
-        stores = open_tokens(data, tokenizer, folder, template=template, media=reader, most=limit)
+        folder, limit = (run.data_dir, None) if is_complete else (scratch, MAX_DOCUMENTS)
+        stores = open_tokens(data, tokenizer, folder, template=template, media=reader, max_documents=limit)
         for name, store in stores.items():
             if name:
                 parts.append(f"=== {name} ===")

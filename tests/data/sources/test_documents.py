@@ -57,7 +57,7 @@ def test_equal_conversations_have_equal_draws(tmp_path):
         {"messages": chat, "tools": [TOOL]},
     ]
     records.append({"prompt": [USER], "completion": [ASSISTANT]})
-    draws = [one.draw() for one in read(tmp_path, *records)]
+    draws = [one.split_hash() for one in read(tmp_path, *records)]
     assert draws[0] == draws[1] and len(set(draws)) == 4
 
 

@@ -15,7 +15,7 @@ from eqx_decoders.data.sources.hub_datasets import HubDataset
 from eqx_decoders.data.sources.readers import ReadOptions, parts_of, read_source
 from eqx_decoders.data.sources.sources import Source, describe, find_sources, is_as_described, parse_location
 from eqx_decoders.data.store.corpus import read_documents
-from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.store import open_store
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from tests.errors import refused
@@ -263,7 +263,7 @@ def test_datasets_of_the_hub_are_streamed_file_by_file(tmp_path, hub, monkeypatc
     texts = [text for number in range(3) for text in words(5, number)]
     assert [one.text for one in read_documents("hf://datasets/o/n/c")] == texts
     assert parts_of(Source("x", parse_location("hf://datasets/o/n")), None) == [(0, 1), (1, 2), (2, 3)]
-    monkeypatch.setattr("eqx_decoders.data.store.tokenization._setup", lambda recipe: contextlib.nullcontext())
+    monkeypatch.setattr("eqx_decoders.data.store.tokenize._worker_settings", lambda *_: contextlib.nullcontext())
     options = dict(path="hf://datasets/o/n/c", cache_dir=tmp_path / "cache")
     store = open_store(tmp_path / "run", BYTES, **options)
     assert [BYTES.decode(store[i]) for i in range(15)] == texts and {one[2] for one in asked[-3:]} == {"c1"}

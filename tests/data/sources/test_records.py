@@ -480,7 +480,7 @@ def test_dates_in_messages_are_texts_and_bytes_are_refused():
     stamp = datetime.datetime(2024, 1, 2, 3, 4)
     (found,) = record_documents([("x", {"messages": [{**USER, "timestamp": stamp}, ANSWER]})], "text")
     assert found.chat is not None and found.chat.messages[0]["timestamp"] == "2024-01-02 03:04:00"
-    assert 0 <= found.draw() < 1
+    assert 0 <= found.split_hash() < 1
     with refused(DataError, "messages[0].content[0].image"):
         rendered({"messages": [{**USER, "content": [{"type": "image", "image": b"x"}]}, ANSWER]})
 

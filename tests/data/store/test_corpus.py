@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from eqx_decoders.data.sources.documents import Document
 from eqx_decoders.data.sources.readers import LONG
 from eqx_decoders.data.sources.sources import find_sources
-from eqx_decoders.data.store.corpus import held_out_rule, read_documents
-from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.corpus import Gzip, held_out_rule, read_documents
+from eqx_decoders.data.store.store import open_store
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from tests.errors import refused
@@ -250,3 +251,16 @@ def test_the_standard_library_is_a_corpus():
     assert 0.02 < sum(map(rule, documents)) / len(documents) < 0.10
     size = sum(source.file.stat().st_size for source in sources)
     assert 5e6 < size < 3e7
+
+
+def test_texts_are_compressed_as_one():
+    texts = ["the cat ", "sat on the mat ", "naïve 東京 " * 20]
+    baseline = Gzip()
+    for text in texts:
+        baseline.add(text.encode())
+    whole = "".join(texts).encode()
+    assert baseline.nats_per_byte() == pytest.approx(8 * math.log(2) * len(gzip.compress(whole, 9)) / len(whole))
+
+
+def test_nothing_has_no_rate():
+    assert Gzip().nats_per_byte() is None

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from eqx_decoders.data.store.shard_lock import UNFINISHED, ShardLock, copy_path, delete_unfinished
+from eqx_decoders.data.store.tokenize import UNFINISHED, ShardLock, copy_path, delete_unfinished
 from tests.commands import ROOT
 
 
@@ -45,7 +45,7 @@ def test_partial_files_are_deleted_with_the_lock(tmp_path):
 
 HOLDER = """
 import pathlib, sys
-from eqx_decoders.data.store.shard_lock import ShardLock, copy_path
+from eqx_decoders.data.store.tokenize import ShardLock, copy_path
 lock = ShardLock(pathlib.Path(sys.argv[1], "a.tokens"))
 assert lock.take()
 lock.partial.write_bytes(b"half")

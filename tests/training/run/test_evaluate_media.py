@@ -86,7 +86,7 @@ def test_relative_image_paths_start_at_the_data_file(model, tmp_path, form):
         folders = [Path(parse_reference(batches.store.media(document)[0])[1]).parent for document in range(3)]
         assert folders == [root / one for one in ("a", "b.1", "deep/er")]
         assert (
-            len({float(batches.store.shard(number).draws[0]) for number in range(3)}) == 1
+            len({float(batches.store.shard(number).split_hashes[0]) for number in range(3)}) == 1
         )  # draws depend on the content
         assert [reader.pixels(batches.store.media(document)[0]).shape[1] for document in range(3)] == [8, 16, 24]
         assert next(batches).media.index.shape == (2, 160)

@@ -11,7 +11,7 @@ import pytest
 from eqx_decoders.data import batches as module, row_index as rows_module
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, training_texts
-from eqx_decoders.data.store import open_store as store_module
+from eqx_decoders.data.store import store as store_module
 from eqx_decoders.errors import ConfigError, DataError
 from tests.compare import assert_array_equal
 from tests.data.test_dataset import FIELDS, Numbers, equal, rows, take, targets_of, used

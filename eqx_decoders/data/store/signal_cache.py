@@ -35,7 +35,7 @@ class Column(NamedTuple):
         return np.dtype(self.dtype).itemsize * (self.width or 1)
 
 
-class SegmentNumbers:
+class SignalCache:
     """Numbers of segments in a directory.
 
     **Arguments:**

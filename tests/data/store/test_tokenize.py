@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 
 from eqx_decoders.data.sources import readers
-from eqx_decoders.data.sources.sources import Source
-from eqx_decoders.data.store import shard_tasks, tokenization
-from eqx_decoders.data.store.open_store import open_store
-from eqx_decoders.data.store.shard_lock import ShardLock
-from eqx_decoders.data.store.shard_tasks import ShardTask, task_from_json, task_to_json
+from eqx_decoders.data.store import tokenize
+from eqx_decoders.data.store.store import open_store
+from eqx_decoders.data.store.tokenize import ShardLock
 from eqx_decoders.errors import DataError, EqxDecodersError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -33,15 +33,14 @@ CHILD = """
 import json, pathlib, sys
 from eqx_decoders.io.interrupt import Interrupt, Watchdog
 from eqx_decoders.io.text.tokenizer import load_tokenizer
-from eqx_decoders.data.store import tokenization
-from eqx_decoders.data.store.open_store import open_store
-from eqx_decoders.data.store.shard_lock import ShardLock
+from eqx_decoders.data.store import tokenize
+from eqx_decoders.data.store.store import open_store
 folder, run, small, fixture = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-made, real = [], tokenization.make_shard
+made, real = [], tokenize.make_shard
 def noted(folder, job, *rest):
     real(folder, job, *rest)
     made.append(job.source.name)
-tokenization.SMALL, tokenization.make_shard = int(small), noted
+tokenize.SMALL, tokenize.make_shard = int(small), noted
 with Interrupt(at_once=True), Watchdog():
     print("ready", flush=True)
     store = open_store(folder / run, load_tokenizer(fixture), path=str(folder / "corpus"), cache_dir=folder / "cache")
@@ -65,8 +64,9 @@ def shards(folder):
     return {file.name: file.stat().st_mtime_ns for file in (folder / "cache" / "tokens").glob("*/*.tokens")}
 
 
-def children(process):
-    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+def workers_of(process):
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def wait_until(there, seconds=60):
@@ -109,8 +109,8 @@ def test_several_processes_make_the_shards_of_one(tmp_path, monkeypatch):
     options = dict(path=records(tmp_path), held_out_fraction=0.2, template=template)
     tokenizer = load_tokenizer(FIXTURE)
     alone = open_store(tmp_path / "alone", tokenizer, cache_dir=tmp_path / "one", **options)
-    monkeypatch.setattr(tokenization, "SMALL", 0)
-    monkeypatch.setattr(tokenization, "make_shard", None)  # in this process
+    monkeypatch.setattr(tokenize, "SMALL", 0)
+    monkeypatch.setattr(tokenize, "make_shard", None)  # in this process
     several = open_store(tmp_path / "several", tokenizer, cache_dir=tmp_path / "two", **options)
     assert several.shard_count > 4 and all_tokens(several) == all_tokens(alone) and several.has_targets
     assert [several.targets(i).tolist() for i in range(41)] == [alone.targets(i).tolist() for i in range(41)]
@@ -118,29 +118,48 @@ def test_several_processes_make_the_shards_of_one(tmp_path, monkeypatch):
     assert {file.suffix for file in (tmp_path / "two" / "tokens").glob("*/*")} == {".tokens"}
 
 
-def test_errors_of_processes_are_raised(tmp_path, monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """The worker processes that are started."""
+    processes, real = [], SpawnProcess.start
+
+    def start(self):
+        real(self)
+        processes.append(self)
+
+    monkeypatch.setattr(tokenize, "SMALL", 0)
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    return processes
+
+
+def test_errors_of_processes_are_raised(tmp_path, monkeypatch, started):
     (tmp_path / "a.jsonl").write_text('{"text": 3}')
-    monkeypatch.setattr(tokenization, "SMALL", 0)
-    started, real = [], subprocess.Popen
-
-    def noted(*args, **kwargs):
-        started.append(real(*args, **kwargs))
-        return started[-1]
-
-    monkeypatch.setattr(tokenization.subprocess, "Popen", noted)
+    options = dict(path=str(tmp_path / "a.jsonl"), cache_dir=tmp_path / "cache")
     with refused(DataError, "a.jsonl:1", "'text'"):
-        open_store(tmp_path / "run", ByteTokenizer(), path=str(tmp_path / "a.jsonl"), cache_dir=tmp_path / "cache")
-    assert len(started) == 1 and started[0].poll() is not None
+        open_store(tmp_path / "run", ByteTokenizer(), **options)
+    assert len(started) == 1 and not is_running(started[0].pid)
     assert list((tmp_path / "cache" / "tokens").glob("*/*")) == []
+    real = tokenize._Workers.wait
+    monkeypatch.setattr(tokenize._Workers, "wait", lambda *rest: (started[-1].kill(), real(*rest))[1])
+    with refused(EqxDecodersError, "-9", "a.jsonl", "memory"):
+        open_store(tmp_path / "run", ByteTokenizer(), **options)
 
-    def killed(*args, **kwargs):
-        process = noted(*args, **kwargs)
-        process.kill()
-        return process
 
-    monkeypatch.setattr(tokenization.subprocess, "Popen", killed)
-    with refused(EqxDecodersError, "-9", "a.jsonl"):
-        open_store(tmp_path / "run", ByteTokenizer(), path=str(tmp_path / "a.jsonl"), cache_dir=tmp_path / "cache")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_a_killed_worker_ends_the_others(corpus, monkeypatch, started):
+    monkeypatch.setattr(tokenize, "cpu_cores", lambda: 2)
+    real = tokenize._Workers.wait
+
+    def kill_one(self, running):
+        done = real(self, running)
+        if done:
+            os.kill(started[0].pid, signal.SIGKILL)
+        return done
+
+    monkeypatch.setattr(tokenize._Workers, "wait", kill_one)
+    with refused(EqxDecodersError, "-9", ".txt"):
+        open_store(corpus / "run", ByteTokenizer(), path=str(corpus / "corpus"), cache_dir=corpus / "cache")
+    assert len(started) == 2 and not any(is_running(process.pid) for process in started)
 
 
 def test_a_tokenizer_that_cannot_be_sent_works_in_this_process(tmp_path, monkeypatch):
@@ -148,18 +167,9 @@ def test_a_tokenizer_that_cannot_be_sent_works_in_this_process(tmp_path, monkeyp
         content_hash = "own"
 
     write_corpus(tmp_path / "corpus", 3, 20)
-    monkeypatch.setattr(tokenization, "SMALL", 0)
-    monkeypatch.setattr(tokenization, "_in_processes", None)
+    monkeypatch.setattr(tokenize, "SMALL", 0)
+    monkeypatch.setattr(tokenize, "_Workers", None)
     assert len(open_store(tmp_path / "run", Own(), path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")) == 3
-
-
-def test_tasks_in_json():
-    for file in (Path("/a/b.txt"), Path("/a/b"), "memory://a.jsonl", "hf://datasets/o/n@c/d:train"):
-        place = file if isinstance(file, Path) else shard_tasks.parse_location(file)
-        for part in (None, (3, 5)):
-            job = ShardTask(Source("name", place, part is None), part, "hash", 7, part and (9, 8))
-            again = task_from_json(json.loads(json.dumps(task_to_json(job))))
-            assert again == job and again.key == job.key
 
 
 @pytest.mark.slow
@@ -168,7 +178,7 @@ def test_tasks_in_json():
 def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, number, monkeypatch):
     with child(corpus) as process:
         wait_until(lambda: len(shards(corpus)) >= 2)
-        workers = children(process)
+        workers = workers_of(process)
         assert len(workers) == min(COUNT, len(os.sched_getaffinity(0))) and process.poll() is None
         begun = time.monotonic()
         process.send_signal(number)
@@ -185,8 +195,8 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
     for file in (corpus / "cache" / "tokens").glob("*/*"):
         if file.suffix != ".tokens":
             os.utime(file, (1, 1))  # as some minutes later
-    made, real = [], tokenization.make_shard
-    monkeypatch.setattr(tokenization, "make_shard", lambda *rest: (real(*rest), made.append(rest[1])))
+    made, real = [], tokenize.make_shard
+    monkeypatch.setattr(tokenize, "make_shard", lambda *rest: (real(*rest), made.append(rest[1])))
     options = dict(tokenizer=load_tokenizer(FIXTURE), path=str(corpus / "corpus"))
     again = open_store(corpus / "run", cache_dir=corpus / "cache", **options)
     assert len(made) == COUNT - len(finished)
@@ -198,8 +208,8 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
 
 def test_a_shard_that_another_process_just_finished_is_not_made_again(tmp_path, monkeypatch):
     write_corpus(tmp_path / "corpus", 3, 20)
-    made, real, take = [], tokenization.make_shard, ShardLock.take
-    monkeypatch.setattr(tokenization, "make_shard", lambda *rest: (real(*rest), made.append(rest[1].source.name)))
+    made, real, take = [], tokenize.make_shard, ShardLock.take
+    monkeypatch.setattr(tokenize, "make_shard", lambda *rest: (real(*rest), made.append(rest[1].source.name)))
     options = dict(path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")
 
     def late(self):
@@ -212,15 +222,6 @@ def test_a_shard_that_another_process_just_finished_is_not_made_again(tmp_path, 
     assert sorted(made) == ["0.txt", "1.txt", "2.txt"]
 
 
-def test_a_process_ends_with_its_input():
-    command = [sys.executable, "-m", "eqx_decoders.data.store.tokenization_worker"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
-    words = b'{"tokenizer": "x", "text_field": "x", "template": null, "folder": "x"}\n'
-    with subprocess.Popen(command, **pipes) as process:
-        out, _ = process.communicate(words, timeout=60)
-    assert process.returncode == 0 and out == b""
-
-
 @pytest.mark.slow
 def test_two_runs_at_the_same_time_share_the_work(corpus):
     processes = [child(corpus, run, small=10**9) for run in ("one", "two")]
@@ -230,77 +231,98 @@ def test_two_runs_at_the_same_time_share_the_work(corpus):
 
 
 def test_a_file_that_changes_while_it_is_read_makes_no_shard(corpus, monkeypatch):
-    real = shard_tasks.write_shard
+    real = tokenize.write_shard
 
-    def late(*rest):
-        found = real(*rest)
+    def late(*rest, **options):
+        found = real(*rest, **options)
         (corpus / "corpus" / "03.txt").write_text("changed")
         return found
 
-    monkeypatch.setattr(shard_tasks, "write_shard", late)
+    monkeypatch.setattr(tokenize, "write_shard", late)
     options = dict(path=str(corpus / "corpus" / "03.txt"), cache_dir=corpus / "cache")
     with refused(DataError, "03.txt"):
         open_store(corpus / "run", ByteTokenizer(), **options)
     assert not shards(corpus)
-    monkeypatch.setattr(shard_tasks, "write_shard", real)
+    monkeypatch.setattr(tokenize, "write_shard", real)
     store = open_store(corpus / "run", ByteTokenizer(), **options)
     assert ByteTokenizer().decode(store[0]) == "changed"
 
 
 @pytest.mark.parametrize("made", [False, True])
 def test_a_partial_file_that_another_host_deleted_is_written_again(corpus, monkeypatch, made):
-    real, calls = shard_tasks.write_shard, []
+    real, calls = tokenize.write_shard, []
 
-    def stale(partial, *rest):
+    def stale(partial, *rest, **options):
         calls.append(partial)
-        real(partial, *rest)
+        real(partial, *rest, **options)
         if len(calls) < 3:
             if made:
                 partial.rename(partial.with_name(partial.name.split(".")[0] + ".tokens"))
             raise OSError(errno.ESTALE, "Stale file handle", str(partial))
 
-    monkeypatch.setattr(shard_tasks, "write_shard", stale)
+    monkeypatch.setattr(tokenize, "write_shard", stale)
     options = dict(path=str(corpus / "corpus" / "03.txt"), cache_dir=corpus / "cache")
     assert len(open_store(corpus / "run", ByteTokenizer(), **options)) == 1
     assert len(calls) == (1 if made else 3) and len(shards(corpus)) == 1
 
 
-def test_a_second_interruption_ends_the_processes_too(corpus, monkeypatch):
-    """The second comes while the first process is being ended."""
-    started, real, end = [], subprocess.Popen, tokenization._Worker.end
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_an_interruption_ends_the_workers_at_once(corpus, monkeypatch, started):
+    """Also if a second one comes while the pool is being shut down."""
+    monkeypatch.setattr(tokenize, "cpu_cores", lambda: 2)
 
-    def noted(*args, **kwargs):
-        started.append(real(*args, **kwargs))
-        return started[-1]
+    def interrupted(text):
+        def interrupt(*_, **options):
+            raise KeyboardInterrupt(text)
 
-    def interrupted(self):
-        monkeypatch.setattr(tokenization._Worker, "end", end)
-        self._process.kill()
-        raise KeyboardInterrupt("second")
+        return interrupt
 
-    def first(seconds):
-        assert len(started) == 2
-        raise KeyboardInterrupt("first")
-
-    monkeypatch.setattr(tokenization, "SMALL", 0)
-    monkeypatch.setattr(tokenization, "_cores", lambda: 2)
-    monkeypatch.setattr(tokenization.subprocess, "Popen", noted)
-    monkeypatch.setattr(tokenization._Worker, "end", interrupted)
-    monkeypatch.setattr(tokenization.time, "sleep", first)
+    monkeypatch.setattr(tokenize, "wait", interrupted("first"))
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", interrupted("second"))
+    begun = time.monotonic()
     with refused(KeyboardInterrupt, "second"):
         open_store(corpus / "run", ByteTokenizer(), path=str(corpus / "corpus"), cache_dir=corpus / "cache")
-    monkeypatch.undo()
-    assert len(started) == 2 and all(process.wait(5) for process in started)
+    for process in started:
+        process.join(5)
+    assert len(started) == 2 and not any(is_running(process.pid) for process in started)
+    assert time.monotonic() - begun < 5
     assert {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")} <= {".tokens"}
+
+
+SCRIPT = """
+import sys, jax
+from eqx_decoders.data.store import tokenize
+from eqx_decoders.data.store.store import open_store
+from eqx_decoders.io.text.tokenizer import load_tokenizer
+
+def submit(self, task, real=tokenize._Workers.submit):
+    future = real(self, task)
+    print(self._pool.submit(eval, "'jax' in __import__('sys').modules").result())
+    return future
+
+print("script")
+tokenize.SMALL, tokenize._Workers.submit = 0, submit
+folder, tokenizer = sys.argv[1:]
+open_store(folder + "/run", load_tokenizer(tokenizer), path=folder + "/corpus/00.txt", cache_dir=folder + "/cache")
+"""
+
+
+def test_workers_import_neither_jax_nor_the_main_module(corpus):
+    """A script without `if __name__ == "__main__"` would run again in each worker."""
+    script = corpus / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(corpus), str(FIXTURE)]
+    out = subprocess.check_output(command, text=True, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert out.split() == ["script", "False"]
 
 
 @pytest.mark.parametrize("made", [False, True])
 def test_a_partial_file_that_another_host_moved_or_deleted(corpus, monkeypatch, made):
     """On a file system whose locks do not work between hosts."""
-    real, calls = shard_tasks.write_shard, []
+    real, calls = tokenize.write_shard, []
 
-    def taken(partial, *rest):
-        real(partial, *rest)
+    def taken(partial, *rest, **options):
+        real(partial, *rest, **options)
         calls.append(partial)
         if len(calls) <= (1 if made else 2):
             if made:
@@ -308,24 +330,22 @@ def test_a_partial_file_that_another_host_moved_or_deleted(corpus, monkeypatch, 
             else:
                 partial.unlink()
 
-    monkeypatch.setattr(shard_tasks, "write_shard", taken)
+    monkeypatch.setattr(tokenize, "write_shard", taken)
     path = str(corpus / "corpus" / "03.txt")
     store = open_store(corpus / "run", ByteTokenizer(), path=path, cache_dir=corpus / "cache")
     assert len(store) == 1 and len(calls) == (1 if made else 3) and len(shards(corpus)) == 1
 
 
-def test_processes_are_ended_if_one_cannot_be_started(corpus, monkeypatch):
-    started, real = [], subprocess.Popen
+def test_workers_are_ended_if_one_cannot_be_started(corpus, monkeypatch, started):
+    start = SpawnProcess.start
 
-    def second(*args, **kwargs):
+    def second(self):
         if started:
             raise OSError("no more processes")
-        started.append(real(*args, **kwargs))
-        return started[-1]
+        start(self)
 
-    monkeypatch.setattr(tokenization, "SMALL", 0)
-    monkeypatch.setattr(tokenization, "_cores", lambda: 2)
-    monkeypatch.setattr(tokenization.subprocess, "Popen", second)
+    monkeypatch.setattr(tokenize, "cpu_cores", lambda: 2)
+    monkeypatch.setattr(SpawnProcess, "start", second)
     with refused(OSError, "no more processes"):
         open_store(corpus / "run", ByteTokenizer(), path=str(corpus / "corpus"), cache_dir=corpus / "cache")
-    assert len(started) == 1 and started[0].poll() is not None
+    assert len(started) == 1 and not is_running(started[0].pid)

@@ -15,16 +15,9 @@ import pytest
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import open_tokens
 from eqx_decoders.data.sources import sources
-from eqx_decoders.data.store import (
-    count_corpus as counts_module,
-    open_store as store_module,
-    shard_tasks,
-    shard_writer,
-    tokenization,
-)
-from eqx_decoders.data.store.corpus import held_out_rule, read_documents
-from eqx_decoders.data.store.count_corpus import Gzip
-from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store import shards, store as store_module, tokenize
+from eqx_decoders.data.store.corpus import Gzip, held_out_rule, read_documents
+from eqx_decoders.data.store.store import open_store
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -54,13 +47,13 @@ def build(corpus, run="run", **settings):
 @pytest.fixture
 def made(monkeypatch):
     """The names of the sources that are tokenized, in order."""
-    found, real = [], tokenization.make_shard
+    found, real = [], tokenize.make_shard
 
     def noted(folder, job, *rest):
         real(folder, job, *rest)
         found.append(job.source.name)
 
-    monkeypatch.setattr(tokenization, "make_shard", noted)
+    monkeypatch.setattr(tokenize, "make_shard", noted)
     return found
 
 
@@ -101,7 +94,7 @@ def test_ranges_of_documents(corpus):
 
 
 def test_few_files_are_open_at_a_time(corpus, monkeypatch):
-    monkeypatch.setattr("eqx_decoders.data.store.token_store.MOST_OPEN", 3)
+    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN", 3)
     store = build(corpus)
     assert all_tokens(store) == all_tokens(build(corpus)) and store.shard.cache_info().currsize == 3
 
@@ -115,13 +108,13 @@ def test_the_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, 
     first = build(corpus, **held_out)
     sizes, chosen = (each(0, len(first)).tolist() for each in (first.sizes, first.is_held_out))
     assert chosen == [False] * 11 + [True] * 7 or not own
-    monkeypatch.setattr("eqx_decoders.data.store.token_store.MOST_OPEN", 3)
+    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN", 3)
     held_out["cache_dir"] = tmp_path / "another"
     store = build(corpus, "other", **held_out)
     (file,) = (tmp_path / "another" / "tokens").glob("*/*.documents")
     assert store.manifest["counts"] == first.manifest["counts"] and len(store) == (18 if own else 11)
     again = build(corpus, "other", **held_out)
-    monkeypatch.setattr("eqx_decoders.data.store.token_store.Shard", None)  # no shard is opened
+    monkeypatch.setattr("eqx_decoders.data.store.store.Shard", None)  # no shard is opened
     for start, stop in ((0, 11), (3, 9), (4, 4), (10, 11), (0, len(sizes))):
         assert again.sizes(start, stop).tolist() == sizes[start:stop]
         assert again.is_held_out(start, stop).tolist() == chosen[start:stop]
@@ -129,13 +122,13 @@ def test_the_list_of_documents_equals_the_shards(corpus, tmp_path, monkeypatch, 
         with pytest.raises(IndexError):
             again.sizes(*wrong)
     monkeypatch.undo()
-    monkeypatch.setattr("eqx_decoders.data.store.token_store.MOST_OPEN", 3)
+    monkeypatch.setattr("eqx_decoders.data.store.store.MAX_OPEN", 3)
     file.write_bytes(file.read_bytes()[:-3])
     assert build(corpus, "other", **held_out).sizes(0, 11).tolist() == sizes[:11]
 
 
-def test_hashes_of_earlier_versions(corpus, tmp_path):
-    """With other hashes, runs of earlier versions could not be resumed."""
+def test_hashes_do_not_change(corpus, tmp_path):
+    """With other hashes, existing runs could not be resumed."""
     assert build(corpus).content_hash == "f0dd11016b4d8a2fc1bbf1793d0e7b7c"
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     template = ChatTemplate(source="no conversation")
@@ -203,7 +196,7 @@ def test_a_store_of_conversations_has_one_template(mixed, tmp_path, made):
 def test_the_first_documents(mixed, tmp_path):
     config = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0)
     whole = mixed()
-    store = open_tokens(config, BYTES, tmp_path / "sample", template=ChatTemplate(source=CHATML), most=3)[""]
+    store = open_tokens(config, BYTES, tmp_path / "sample", template=ChatTemplate(source=CHATML), max_documents=3)[""]
     assert len(store) == 3 and store.counts("train").documents == 3 and store.manifest["sources"] == {}
     assert all_tokens(store) == all_tokens(whole)[:3] and store.has_targets
     assert store.targets(2).tolist() == whole.targets(2).tolist()
@@ -396,14 +389,16 @@ def test_an_interrupted_store_is_completed(corpus, made, monkeypatch, moment):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", stop)
         if moment == "writing":
-            writer, real = shard_tasks.write_shard, iter(range(100))
-            patch.setattr(shard_tasks, "write_shard", lambda *rest: stop_at(next(real) == 4, writer, *rest))
+            writer, real = tokenize.write_shard, iter(range(100))
+            patch.setattr(
+                tokenize, "write_shard", lambda *rest, **options: stop_at(next(real) == 4, writer, *rest, **options)
+            )
 
-        def stop_at(now, function, *rest):
+        def stop_at(now, function, *rest, **options):
             if now:
                 rest[0].write_bytes(b"half")
                 raise Stop
-            return function(*rest)
+            return function(*rest, **options)
 
         with pytest.raises(Stop):
             build(corpus)
@@ -438,10 +433,10 @@ def test_refuses_a_tokenizer_without_eos_that_never_writes_bos(monkeypatch):
     class Half(ByteTokenizer):
         eos_id = None
 
-    assert shard_writer.separators(Half()) == ((256,), None)
-    monkeypatch.setattr(shard_writer, "start_ids", lambda tokenizer: ())
+    assert shards.separators(Half()) == ((256,), None)
+    monkeypatch.setattr(shards, "start_ids", lambda tokenizer: ())
     with refused(DataError, "bos_id=256"):
-        shard_writer.separators(Half())
+        shards.separators(Half())
 
 
 @pytest.mark.parametrize("bos, eos", [(None, 257), (256, None)])
@@ -506,8 +501,8 @@ def test_a_store_is_counted_again_for_another_split(corpus, made):
 
 
 def test_gzip_reads_the_start_of_large_corpora_of_unknown_size(corpus, monkeypatch):
-    monkeypatch.setattr(counts_module, "COMPRESSED", 300)
-    monkeypatch.setattr(tokenization, "_setup", lambda recipe: contextlib.nullcontext())  # tokenize in this process
+    monkeypatch.setattr(store_module, "MAX_COMPRESSED", 300)
+    monkeypatch.setattr(tokenize, "_worker_settings", lambda *_: contextlib.nullcontext())  # tokenize in this process
     real = store_module.make_task
     monkeypatch.setattr(store_module, "make_task", lambda *rest: real(*rest)._replace(size=None))
     counts = build(corpus, held_out_fraction=1.0).counts("held_out")
@@ -524,10 +519,10 @@ def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
     with refused(DataError, tmp_path / "file", "--cache-dir (DataConfig.cache_dir)"):
         build(corpus, cache_dir=tmp_path / "file")
 
-    def full(*_):
+    def full(*_, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shard_tasks, "write_shard", full)
+    monkeypatch.setattr(tokenize, "write_shard", full)
     with refused(DataError, tmp_path / "cache" / "tokens", "No space left on device"):
         build(corpus)
     assert not list((tmp_path / "cache").glob("tokens/*/*"))

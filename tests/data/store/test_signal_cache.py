@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqx_decoders.data.store.segment_numbers import Column, SegmentNumbers
+from eqx_decoders.data.store.signal_cache import Column, SignalCache
 from eqx_decoders.errors import DataError
 from tests.errors import refused
 
@@ -18,13 +18,13 @@ def numbers_of(tokens):
 
 def test_saved_numbers_are_found_by_tokens(tmp_path):
     folder, texts = tmp_path / "kept", [np.array([1, 2, 3]), np.array([2]), np.array([1, 2])]
-    first = SegmentNumbers(folder, COLUMNS, MAKER)
+    first = SignalCache(folder, COLUMNS, MAKER)
     assert first.find(texts[0]) is None
     for tokens in (*texts[:2], texts[0]):
         first.add(tokens, numbers_of(tokens))
-    other = SegmentNumbers(folder, COLUMNS, MAKER, process=1)
+    other = SignalCache(folder, COLUMNS, MAKER, process=1)
     other.add(texts[2], numbers_of(texts[2]))
-    again = SegmentNumbers(folder, COLUMNS, MAKER)
+    again = SignalCache(folder, COLUMNS, MAKER)
     assert len(first) == 2 and len(again) == 3
     for tokens in texts:
         found = again.find(tokens)
@@ -35,23 +35,23 @@ def test_saved_numbers_are_found_by_tokens(tmp_path):
 @pytest.mark.parametrize("file", ["index.bin", "one.bin", "several.bin"])
 def test_partial_records_are_removed(tmp_path, file):
     """For a file that ends early; numbers that are added later are complete."""
-    numbers = SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    numbers = SignalCache(tmp_path, COLUMNS, MAKER)
     texts = [np.array([1, 2, 3]), np.array([4, 5])]
     for tokens in texts:
         numbers.add(tokens, numbers_of(tokens))
     path = tmp_path / "0" / file
     path.write_bytes(path.read_bytes()[:-3])
-    numbers = SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    numbers = SignalCache(tmp_path, COLUMNS, MAKER)
     assert len(numbers) == 1 and numbers.find(texts[1]) is None
     numbers.add(texts[1], numbers_of(texts[1]))
-    again = SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    again = SignalCache(tmp_path, COLUMNS, MAKER)
     for tokens in texts:
         assert np.array_equal(again.find(tokens)["several"], numbers_of(tokens)["several"])
 
 
 def test_numbers_of_another_maker_are_refused(tmp_path):
-    SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    SignalCache(tmp_path, COLUMNS, MAKER)
     with refused(DataError, "weights='a1'", "'b2'"):
-        SegmentNumbers(tmp_path, COLUMNS, {"weights": "b2"})
+        SignalCache(tmp_path, COLUMNS, {"weights": "b2"})
     with refused(DataError, "columns="):
-        SegmentNumbers(tmp_path, {"one": Column("<f2")}, MAKER)
+        SignalCache(tmp_path, {"one": Column("<f2")}, MAKER)
