@@ -78,7 +78,7 @@ def test_import_needs_what_is_used():
     before, package, model = (set(line.split()) for line in lines)
     foreign = {name.partition(".")[0] for name in package - before} - sys.stdlib_module_names
     assert foreign == {"eqx_decoders"}
-    unwanted = "torch flax tensorflow grain tokenizers transformers rich tyro matplotlib tensorboardX pyarrow requests"
+    unwanted = "torch flax tensorflow tokenizers transformers rich tyro matplotlib tensorboardX pyarrow requests"
     unwanted += " optax orbax.checkpoint eqx_decoders.io eqx_decoders.families eqx_decoders.training"
     unwanted += " jax.experimental.pallas jax.experimental.mosaic"  # kernels of accelerators
     assert not set(unwanted.split()) & model and {"jax", "equinox", "eqx_decoders.model.decoder"} <= model

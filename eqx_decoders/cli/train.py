@@ -78,7 +78,7 @@ TITLES = {
 @program(lambda: flag_names(TrainConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the training program with the arguments of a command line; return the exit code."""
-    require("tyro", "grain", "tokenizers", "matplotlib")  # some of them are imported only after the last step
+    require("tyro", "filelock", "tokenizers", "matplotlib")  # some of them are imported only after the last step
     config = parse(args, prog)
     if config.list_models:
         print("\n".join(list_models()))

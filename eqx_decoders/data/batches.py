@@ -1,33 +1,33 @@
-"""Batches for training and evaluation, read by grain from a token store; exactly resumable, for any process count.
+"""Batches for training and evaluation, read from token stores; exactly resumable, for any number of processes.
 
 Rows are planned, not streamed: the pieces of documents in each row follow from the seed alone (see `row_index`). So a
-row is found by its number, the state of the iterator is that number, and each process makes just those rows of the
-same global batches that its devices hold. grain reads and prefetches the batches; its own packing and shuffling are
-not used, since they are streams, whose rows cannot be found by number.
+row is found by its number, the state of the iterator is that number, and each process makes only the rows of the same
+global batches that its devices hold. A thread makes the next batches in advance.
 
-**Packing** is concatenate, then split: the documents of an epoch, in an order drawn from the seed, are one long text
-that is cut into rows of `seq_len`. Only the end of the last row is wasted (in large corpora of the last one of each
-16,384 documents), whereas fitting whole documents into rows leaves gaps and has to cut long documents anyway. Segment
-ids separate the documents.
+**Packing** concatenates documents, then splits them: the documents of an epoch, in an order that follows from the seed,
+are one long text that is cut into rows of `seq_len`. Only the end of the last row is padding (in large corpora, the end
+of the last row of each 16,384 documents). Fitting whole documents into rows would leave gaps, and long documents would
+be cut anyway. Segment ids separate the documents.
 
-**Mixtures.** Each source is a corpus with its own epochs; `mixture` gives the source of the n-th row.
+**Mixtures.** Each source is a corpus with its own epochs. `mixture` determines the source of the n-th row.
 
 **Targets.** Token `t` is predicted from token `t-1` of its segment; the loss finds the targets in `tokens` itself.
-`loss_mask[t]` says that token `t` is a target: all but padding and the first token of a segment. In training a cut
-costs one target (another one in each epoch, since the order changes). Held-out pieces, and those of `pack=False`,
-overlap by one token, so that every token of a document behind its leading separator, the closing one included, is a
-target exactly once, and `total loss / bytes` are honest nats per byte.
+`loss_mask[t]` says that token `t` is a target: all tokens except padding and the first token of a segment. In training
+a cut costs one target (another one in each epoch, since the order changes). Held-out pieces, and pieces with
+`pack=False`, overlap by one token. So every token after the leading separator of a document, including the closing
+separator, is a target exactly once, and `total loss / bytes` are exact nats per byte.
 
-**Conversations, and prompts with completions,** are trained on in part, the rest is context. In a
-corpus that has any, documents of up to `seq_len` tokens are never cut: whole documents are fitted into rows. Longer
-ones are cut into pieces that overlap by one token; a piece may hold no target at all.
+**Conversations, and prompts with completions,** have some tokens that are targets; all other tokens are context. In a
+corpus with such documents, documents of up to `seq_len` tokens are never cut: whole documents are fitted into rows.
+Longer ones are cut into pieces that overlap by one token. A piece may have no target.
 """
 
+import collections
 import contextlib
-import functools
-import sys
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,12 +43,15 @@ from eqx_decoders.data.store.corpus import SPLITS, CorpusStats
 from eqx_decoders.data.store.store import TokenStore
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.protocols import HasMedia
-from eqx_decoders.errors import DataError, check, missing_package
+from eqx_decoders.errors import DataError
 from eqx_decoders.io.status import quantity
 
 
+AHEAD = 4  # batches that are made in advance
+
+
 class Corpus(NamedTuple):
-    """One split of a corpus. folder: of the run, with the manifest of its tokens."""
+    """One split of a corpus. folder: folder in the run's directory with the manifest of the tokens."""
 
     name: str
     store: TokenStore
@@ -62,10 +65,13 @@ class Corpus(NamedTuple):
 
 
 class Batches:
-    """Iterator over `Batch`es of NumPy arrays. Close it (or use `with`) to end its reading thread.
+    """Iterator over `Batch`es of NumPy arrays. Close it (or use `with`) to end its thread.
 
-    parts: one corpus, or the sources of a mixture with their `weights`. split: "train" never ends, "held_out" is one
-    pass over one corpus. rows: numbers of the rows of each batch of `batch_size` that are made.
+    **Arguments:**
+
+    - `parts`: one corpus, or the sources of a mixture with their `weights`.
+    - `split`: "train" never ends, "held_out" is one pass over one corpus.
+    - `rows`: indices of the rows to make of each batch of `batch_size` (see `host_rows`).
 
     Raises DataError if a part is empty.
     """
@@ -84,11 +90,12 @@ class Batches:
         media: tuple[HasMedia, MediaReader] | None = None,
         groups: int = 1,
     ):
-        few = "give more documents, or --held-out (DataConfig.held_out_path)"
-        remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
         for part in parts:
-            where = f"the split {split!r} of the data{part.name and f' {part.name!r}'} is empty"
-            check(part.counts.documents > 0, f"{where}: {remedy}.", DataError)
+            if part.counts.documents == 0:
+                few = "give more documents, or --held-out (DataConfig.held_out_path)"
+                remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
+                name = f" {part.name!r}" if part.name else ""
+                raise DataError(f"the split {split!r} of the data{name} is empty: {remedy}.")
             if media is not None:
                 _check_images(part, seq_len)
         self.parts = tuple(parts)
@@ -96,11 +103,12 @@ class Batches:
         self._split, self._rows, self._batch_size = split, rows, batch_size
         self._media, self._groups = media, groups
         self._seq_len, self._seed, self._pack = seq_len, seed, pack
-        self._since, self._before = 0, [0] * len(parts)  # row of the last change of weights; rows of each source before
+        self._since = 0  # row of the last change of weights
+        self._before = [0] * len(parts)  # rows of each source before that change
         self._planning = threading.Lock()
         self._row = 0
-        self.complete: Callable[[Batch], Batch] = lambda batch: batch  # adds what a method keeps of these tokens
-        self._iterator: Any = None
+        self.complete: Callable[[Batch], Batch] = lambda batch: batch  # adds signals that a training method stores
+        self._prefetch: _Prefetch | None = None
         self._plan_in_blocks(BLOCK)
 
     def _plan_in_blocks(self, size: int) -> None:
@@ -120,11 +128,16 @@ class Batches:
     def __next__(self) -> Batch:
         if self._split == "held_out" and not self._is_left():
             raise StopIteration
-        if self._iterator is None:
-            self._iterator = self._start()
-        batch = Batch(**next(self._iterator), contiguous=True)
+        if self._prefetch is None:
+            first_row = self._row
+            self._prefetch = _Prefetch(lambda number: self._batch(first_row + number * self._batch_size))
+        try:
+            arrays = next(self._prefetch)
+        except BaseException:
+            self.close()  # so that the next call makes this batch again
+            raise
         self._row += self._batch_size
-        return self.complete(batch)
+        return self.complete(Batch(**arrays, contiguous=True))
 
     def __enter__(self) -> "Batches":
         return self
@@ -133,10 +146,10 @@ class Batches:
         self.close()
 
     def close(self) -> None:
-        """End the reading thread; the next batch starts another one."""
-        if self._iterator is not None:
-            self._iterator.close()
-        self._iterator = None
+        """End the thread. The next batch starts another one."""
+        if self._prefetch is not None:
+            self._prefetch.close()
+        self._prefetch = None
 
     def rewind(self) -> "Batches":
         """Go back to the first batch: `for batch in held_out.rewind(): …` is one pass."""
@@ -145,17 +158,17 @@ class Batches:
         return self
 
     def get_state(self) -> dict[str, Any]:
-        """Return the iterator's state as plain JSON: the number of sequences taken, and all that they depend on."""
+        """Return the state as plain JSON: the number of sequences so far, and everything that they depend on."""
         state = {"row": self._row, "block": self._block_size, **self._identity()}
         if self.mixture is not None:
             state |= {"parts": self.mixture.parts, "since": self._since, "before": self._before}
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `get_state` was called; `batch_size` and the number of processes may differ.
+        """Resume exactly where `get_state` was called. `batch_size` and the number of processes may differ.
 
-        With other weights each source of a mixture continues where it was. Raises DataError if the sequences of `state`
-        differ from these.
+        With other weights, each source of a mixture resumes where it was. Raises DataError if the data or settings of
+        `state` differ.
         """
         check_same_data(state, self._identity())
         self.close()
@@ -171,14 +184,14 @@ class Batches:
 
     @property
     def store(self) -> TokenStore:
-        """Tokens of the corpus, for data that are no mixture."""
+        """Tokens of the corpus, if the data are not a mixture."""
         (part,) = self.parts
         return part.store
 
     @property
     def rows_per_epoch(self) -> int:
         """Number of sequences of one pass over the data; for a mixture, over each source once."""
-        counted = self._split == "train"  # from the start: it is needed after each step, and must not wait for a plan
+        counted = self._split == "train"  # it is needed after each step, and must not wait for a plan
         with contextlib.nullcontext() if counted else self._planning:
             return sum(plan.per_epoch for plan in self._plans)
 
@@ -196,16 +209,17 @@ class Batches:
         return {part.name: count / plan.per_epoch for part, count, plan in pairs}
 
     def describe(self, start: int, steps: int) -> str:
-        """Describe the data of a training that has taken `start` of its `steps` batches, a line for each corpus.
+        """Describe the data of a training run at step `start` of `steps`, one line for each corpus.
 
-        For the sources of a mixture also their weights, and the passes over them at the end of the training.
+        The lines of a mixture contain the weights, and the number of epochs at the end of the run.
         """
         lines, mixture = [], self.mixture
         ends = self.source_epochs(self._row + (steps - start) * self._batch_size)
         for number, (part, plan) in enumerate(zip(self.parts, self._plans, strict=True)):
             counts = part.counts
             line = f"{quantity(counts.documents, 'document')}, {quantity(counts.tokens, 'token')}"
-            line += f", {counts.targets:,} of them targets" * part.store.has_targets
+            if part.store.has_targets:
+                line += f", {counts.targets:,} of them targets"
             line += f", {quantity(plan.per_epoch, 'sequence')} an epoch"
             if mixture is not None:
                 share = mixture.parts[number] / sum(mixture.parts)
@@ -228,28 +242,19 @@ class Batches:
         named = {name: parts[0] if self.mixture is None else parts for name, parts in hashes.items()}
         return {"split": self._split, **named, **settings}
 
-    def _start(self) -> Any:
-        try:
-            import grain
-        except ImportError as error:
-            raise missing_package("grain", "train") from error
-        make = functools.partial(self._batch, self._row)
-        # One thread that reads ahead; worker processes would only copy what is mapped into memory anyway.
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        return iter(grain.MapDataset.range(sys.maxsize).map(make).to_iter_dataset(options))
-
     def _is_left(self) -> bool:
-        """Return whether a held-out pass has a row that was not taken."""
+        """Return whether a held-out pass has more rows."""
         with self._planning:
             return any(isinstance(plan, HeldOutRows) and plan.reach(self._row) for plan in self._plans)
 
-    def _batch(self, first_row: int, number: int) -> dict[str, Any]:
-        start, shape = first_row + number * self._batch_size, (len(self._rows), self._seq_len)
+    def _batch(self, start: int) -> dict[str, Any]:
+        """Make the batch whose first row is `start`."""
+        shape = (len(self._rows), self._seq_len)
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions")}
         batch["loss_mask"] = np.zeros(shape, bool)
         references: list[str] = []
-        for number, row in enumerate(self._rows):
-            references += self._fill(start + row, *(array[number] for array in batch.values()))
+        for index, row in enumerate(self._rows):
+            references += self._fill(start + row, *(array[index] for array in batch.values()))
         if self._media is None:
             return batch
         return batch | {"media": self._read_media(batch, references)}
@@ -265,7 +270,7 @@ class Batches:
     def _fill(
         self, row: int, tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, targets: np.ndarray
     ) -> list[str]:
-        """Write one sequence into arrays of zeros, and return the references of its documents to their files."""
+        """Write one sequence into arrays of zeros; return the references to the media files of its documents."""
         source, number = self._find(row)
         store, used = self.parts[source].store, 0
         references: list[str] = []
@@ -284,7 +289,7 @@ class Batches:
         return references
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Return the number of the part that a row is from, and the row's number in that part."""
+        """Return the index of the part that a row is from, and the index of the row in that part."""
         if self.mixture is None:
             return 0, row
         source, number = self.mixture.find(row - self._since)
@@ -292,16 +297,32 @@ class Batches:
 
 
 def _check_images(part: Corpus, seq_len: int) -> None:
-    """Raise DataError for a document with images, videos or audio that is longer than a sequence: it cannot be cut."""
+    """Raise DataError if a document with images, videos or audio, which cannot be cut, is longer than a sequence."""
     for start, stop in part.store.ranges():
         longer = (part.store.sizes(start, stop) > seq_len) & (part.store.is_held_out(start, stop) == part.held_out)
         if longer.any() and (longer := longer & part.store.has_media(start, stop)).any():
             sizes, first = part.store.sizes(start, stop)[longer], start + int(np.argmax(longer))
-            what = f"{part.store.name(first)} has {len(part.store[first]):,} tokens with its images"
-            rule = f"which must stand in one sequence of --seq-len {seq_len} tokens"
-            remedy = f"raise it to {sizes.max():,}, have the processor make fewer tokens of an image, or leave out"
-            raise DataError(f"{what}, {rule}: {remedy} {_documents(len(sizes))} of that length.")
+            documents = "1 document" if len(sizes) == 1 else f"{len(sizes):,} documents"
+            raise DataError(
+                f"{part.store.name(first)} has {len(part.store[first]):,} tokens with its images, but documents with "
+                f"images must fit into a sequence of --seq-len {seq_len}. Raise it to {sizes.max():,}, set the "
+                f"processor to fewer tokens per image, or remove the {documents} of that length."
+            )
 
 
-def _documents(count: int) -> str:
-    return "the one document" if count == 1 else f"the {count:,} documents"
+class _Prefetch:
+    """Iterator over `make(0)`, `make(1)`, …, which one thread calls in order, `AHEAD` results in advance."""
+
+    def __init__(self, make: Callable[[int], dict[str, Any]]):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._make, self._numbers = make, itertools.count()
+        self._results = collections.deque[Future[dict[str, Any]]]()
+
+    def __next__(self) -> dict[str, Any]:
+        while len(self._results) <= AHEAD:
+            self._results.append(self._thread.submit(self._make, next(self._numbers)))
+        return self._results.popleft().result()
+
+    def close(self) -> None:
+        """End the thread, after the batch that it is making."""
+        self._thread.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Packing of documents into rows: a plan, in a few arrays, of the piece of a document at each place.
+"""Packing of documents into rows. A plan lists the piece of a document at each place of a row, in a few arrays.
 
-grain can pack, too, but as a stream: its rows cannot be found by number, on which exact resuming relies here.
-`sizes` count a document's tokens with its separators; `documents` and `sizes` are in the order of the epoch.
+`sizes` are the numbers of tokens of the documents, with separators. `documents` and `sizes` are in the order of the
+epoch.
 """
 
 import bisect

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import random
-import sys
 import threading
 import time
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset, training_texts
 from eqx_decoders.data.store.corpus import Gzip
@@ -289,16 +289,29 @@ def test_reading_threads_end(make):
     next(batches)
     batches.close()
     until = time.monotonic() + 10
-    while any(one.name.startswith("grain-prefetch") for one in threading.enumerate()) and time.monotonic() < until:
+    while any(one.name.startswith("batches") for one in threading.enumerate()) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not any(one.name.startswith("grain-prefetch") for one in threading.enumerate())
+    assert not any(one.name.startswith("batches") for one in threading.enumerate())
 
 
-def test_the_missing_package_is_named(make, monkeypatch):
-    batches = make()
-    monkeypatch.setitem(sys.modules, "grain", None)
-    with refused(ImportError, "eqx_decoders[train]"):
+def test_a_batch_that_failed_is_made_again(make, monkeypatch):
+    """Also the batches after it, which were made in advance."""
+    want = [batch.tokens for batch in itertools.islice(make(), 4)]
+    batches, real, rows = make(), Batches._fill, []
+
+    def fill(self, row, *arrays):
+        rows.append(row)
+        if row == 2 * BATCH and rows.count(row) == 1:
+            raise DataError("torn")
+        return real(self, row, *arrays)
+
+    monkeypatch.setattr(Batches, "_fill", fill)
+    got = [next(batches).tokens for _ in range(2)]
+    with refused(DataError, "torn"):
         next(batches)
+    got += [next(batches).tokens for _ in range(2)]
+    for one, other in zip(got, want, strict=True):
+        assert_array_equal(one, other)
 
 
 def test_texts_for_the_tokenizer_are_those_of_the_training_split(tmp_path):
