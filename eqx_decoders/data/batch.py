@@ -13,20 +13,23 @@ from eqx_decoders.sharding.axes import AnyArray
 class Batch(eqx.Module):
     """Batch of sequences for one step, as NumPy or JAX arrays.
 
-    - `tokens`: ids, 0 where there is padding.
-    - `segment_ids`: 1, 2, … for the documents within a row, 0 for padding. None: each row is one document.
-    - `positions`: number in the document's piece, from 0. None: 0, 1, …
-    - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count. Behind padding a
-        token has none to be predicted from, and is no target.
-    - `spans`: number of each token's span, whose tokens attend to each other in both directions where a layer says so
-        (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
-    - `media`: images and audio of these tokens, whose placeholders are no targets.
-    - `signals`: what an objective reads of each token; None: the loss of next tokens reads nothing more.
-    - `contiguous`: promise that no document has padding inside or a gap in positions, as in those of `Batches`: ring
-        attention with windows then sends no more than the windows reach, and choices of blocks of keys take fewer
-        bits. Results are wrong where it is broken.
+    **Arguments:**
 
-    Ids and positions are converted to int32. Raises ConfigError where they are no integers.
+    - `tokens`: token ids; 0 for padding.
+    - `segment_ids`: 1, 2, … for the documents in a row, 0 for padding. None: each row is one document.
+    - `positions`: position of each token in its document's piece, counted from 0. None: 0, 1, …
+    - `loss_mask`: weight of token `t` as a target, predicted from token `t-1`. None: all tokens have weight 1. The
+        first token after padding is never a target, because no token predicts it.
+    - `spans`: index of each token's span; 0 outside of spans. In layers with `AttentionConfig.spans`, the tokens of a
+        span attend to each other in both directions. A token in a span sees the next token, so only the last token of a
+        span should predict a target.
+    - `media`: images and audio of these tokens. Their placeholders are not targets.
+    - `signals`: numbers for each token that an objective reads. None: the loss is next-token cross-entropy.
+    - `contiguous`: promise that no document contains padding or a gap in positions, as in the batches of `Batches`.
+        Ring attention with windows then sends only the keys within the windows, and the selection of key blocks takes
+        fewer bits. Results are wrong if the promise is broken.
+
+    Ids and positions are converted to int32. Raises ConfigError if they are not integers.
     """
 
     tokens: Integer[AnyArray, "batch length"]
@@ -44,5 +47,5 @@ class Batch(eqx.Module):
 
     @property
     def inputs(self) -> Inputs:
-        """Inputs of layers besides tokens, positions and documents."""
+        """Inputs of layers other than tokens, positions and documents."""
         return Inputs(spans=self.spans)

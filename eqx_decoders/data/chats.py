@@ -1,15 +1,16 @@
-"""Conversations as texts, with the spans of the assistant's turns, which are trained on.
+"""Conversations rendered as texts, with the spans of the assistant messages, whose tokens are targets.
 
-The text is always one rendering of the whole conversation, since templates may write a turn in another way when others
-follow it (Qwen3 leaves out the thoughts of earlier turns). The template's `{% generation %}` marks give the spans of
-the assistant. A template without marks is traced while it runs: the text that an iteration of its loop over the
-messages writes belongs to that message. All of it is trained on but the header, with which a request for an answer
-ends, as far as it does not depend on the answer. (Where the template has no token that ends a turn, or writes it with
-the next message, as in GLM-4, none is learned.)
+The text is always one rendering of the complete conversation, since a template may render a message differently when
+other messages follow (Qwen3 leaves out the reasoning of earlier messages). The spans come from the template's
+`{% generation %}` blocks. A template without such blocks is traced while it runs: the text that an iteration of its
+loop over the messages writes belongs to that message. The span of an assistant message starts after the header that
+`add_generation_prompt` adds. (If the template has no token that ends a message, or writes it with the next message, as
+in GLM-4, the model does not learn such a token.)
 
-Where that finds no spans (a template writes the last turn outside of its loop, collects its text, or has another header
-after the result of a tool), the conversation is rendered up to each turn as well: without it, with the request for it,
-and with it. The text after the request, up to the end of the turn, is the assistant's.
+If this finds no spans (a template renders the last message outside of its loop, collects its text, or has another
+header after the result of a tool), the conversation is also rendered up to each assistant message: without the message,
+with `add_generation_prompt`, and with the message. The span is the text after the generation prompt, up to the end of
+the message.
 """
 
 import itertools
@@ -31,7 +32,7 @@ from eqx_decoders.io.text.chat_template_worker import called
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 
-CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered by one process
+CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # maximum size of a batch that one process renders
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 PROMPT_DIFFERS = (
     "the prompt before the last answer differs from what the template generates with add_generation_prompt=True"
@@ -40,7 +41,7 @@ LEAVES_OUT_REASONING = "the chat template leaves out the reasoning of an answer 
 LEAVES_OUT_TEXT = "the chat template leaves out the text of an answer that is trained on"
 LEAVES_OUT_TOOLS = "the chat template leaves out the definitions of tools"
 EMPTY_ANSWER = "an assistant message is empty and is not trained on"
-ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
+ANSWER = "@answer@"  # text of an assistant message in probes; no header contains it
 
 Span = tuple[int, int]
 T = TypeVar("T")
@@ -49,11 +50,12 @@ T = TypeVar("T")
 def render_documents(
     documents: Iterator[Document], template: ChatTemplate | None, report: ReadReport | None = None
 ) -> Iterator[Document]:
-    """Yield the documents in order, conversations with their text and the spans of the assistant's turns.
+    """Yield the documents in order, with the rendered text and the spans of assistant messages of conversations.
 
-    Conversations without such turns are left out, and counted in `report`. Raises DataError with file and line for a
-    conversation that the template refuses, or in whose text turns cannot be separated; ConversionError for a template
-    that takes too much time or memory.
+    Conversations without assistant messages are left out, and counted in `report`.
+
+    Raises DataError with file and line for a conversation that the template refuses, or whose assistant messages cannot
+    be found in the text, and ConversionError for a template that takes too much time or memory.
     """
     report = ReadReport() if report is None else report
     for batch in _grouped(documents, lambda each: each.size + (0 if each.chat is None else len(str(each.chat)))):
@@ -85,9 +87,10 @@ def _rendered(
     """Yield the document of each conversation with its text, spans and media."""
     documents = [document for document, _ in chats]
     if template is None:
-        rule = "is a conversation, and there is no chat template that writes it as a text"
-        remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
-        raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
+        raise DataError(
+            f"{documents[0].where} is a conversation, but there is no chat template to render it. Start from a chat "
+            "model (--init-from), or give a Jinja file with --chat-template (DataConfig.chat_template)."
+        )
     variables_by_key = {_settings_key(chat.variables): chat.variables for _, chat in chats}
     probes = [probe for variables in variables_by_key.values() for probe in _probes(variables)]
     files, conversations, all_turns, all_empty = [], [], [], []
@@ -138,9 +141,12 @@ def _rendered(
         else:
             report.notes[PROMPT_DIFFERS] += 1
     for document, rendered_chat, turns, names in zip(documents, rendered_chats, spans, files, strict=True):
-        rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
-        remedy = "Mark them there with {% generation %}, or leave the conversation out"
-        check(turns is not None, f"{document.where}: {rule}. {remedy}.", DataError)
+        check(
+            turns is not None,
+            f"{document.where}: the assistant messages cannot be found in the text that {template.where} renders. Mark "
+            "them in the template with {% generation %}, or remove the conversation.",
+            DataError,
+        )
         rendered_chat.check_calls(turns or (), f"{document.where}: {template.where}")
         in_fields = {parse_reference(name)[0] for name in document.media}  # kinds that the record's own fields list
         names = [name for name in names if parse_reference(name)[0] not in in_fields]
@@ -160,7 +166,7 @@ def _render(
 
 
 def render_requests(documents: Sequence[Document], template: ChatTemplate) -> list[str]:
-    """Return the texts with which answers are requested: of the messages before `ChatDocument.first` of each document.
+    """Return the prompts of documents: their messages before `ChatDocument.first`, rendered with a generation prompt.
 
     Raises DataError with file and line for a conversation that the template refuses.
     """
@@ -193,7 +199,7 @@ class _RenderedChat(NamedTuple):
     excluded: Sequence[int] = ()
 
     def spans(self, header: str | None, where: str) -> tuple[Span, ...] | None:
-        """Return the assistant's spans; None where they are unknown."""
+        """Return the spans of the assistant messages; None if they are unknown."""
         if self.text.generated is not None:
             return _without_excluded(self, _marked(self.text, self.first, (*self.turns, *self.excluded)), where)
         return _turns(self.text, len(self.chat.messages), self.turns, header)
@@ -247,13 +253,16 @@ class _RenderedChat(NamedTuple):
         return max(self.text.text.count(content), self.text.text.count(escaped)) >= expected
 
     def check_calls(self, spans: Sequence[Span], where: str) -> None:
-        """Raise DataError where the template leaves out calls of tools by the assistant."""
+        """Raise DataError if the template leaves out tool calls of the assistant."""
         learned = " ".join(self.text.text[start:stop] for start, stop in spans)
         names = [name for turn in self.turns for name in called(self.chat.messages[turn])]
         missing = next((name for name in names if name not in learned), None)
-        remedy = "Give one that writes them (--chat-template), or leave such conversations out"
-        rule = f"leaves out calls of tools, such as that of {missing!r}, and the assistant would learn to say nothing"
-        check(missing is None, f"{where} {rule}. {remedy}.", DataError)
+        check(
+            missing is None,
+            f"{where} leaves out tool calls, such as the call of {missing!r}, so the model would learn empty answers. "
+            "Give a template that renders tool calls (--chat-template), or remove such conversations.",
+            DataError,
+        )
 
 
 def left_out_of_prompt(prompt: Conversation, text: Rendered, where: str) -> list[str]:
@@ -265,14 +274,14 @@ def left_out_of_prompt(prompt: Conversation, text: Rendered, where: str) -> list
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
-    """Return whether an assistant message has no text, reasoning, call or file: it would teach to say nothing."""
+    """Return whether an assistant message has no text, reasoning, tool call or file."""
     content = message.get("content")
     has_content = bool(content.strip() if isinstance(content, str) else content)
     return not has_content and not message.get("tool_calls") and not message.get("reasoning_content")
 
 
 def _reasoning_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the reasoning of an assistant message, which is a separate key or precedes `</think>`, and its text."""
+    """Return reasoning and text of an assistant message. The reasoning is a separate key, or precedes `</think>`."""
     reasoning, content = message.get("reasoning_content"), message.get("content")
     before, _, text = content.rpartition("</think>") if isinstance(content, str) else ("", "", "")
     before = reasoning if isinstance(reasoning, str) else before.rpartition("<think>")[2]
@@ -285,9 +294,9 @@ def _tool_names(tools: Any) -> list[str]:
 
 
 def _split_at_prompt(spans: tuple[Span, ...], end: int) -> tuple[Span, ...]:
-    """Split the span in which a prompt ends, so that `encode_spans` gives the prompt the same tokens as at inference.
+    """Split the span that contains the end of the prompt, so that the prompt has the same tokens as at inference.
 
-    An example is a prompt that ends with `<think>` and a newline, if `<think>` is trained on.
+    An example is a generation prompt that ends with `<think>` and a newline, if `<think>` is a target.
     """
     number = next((number for number, (start, stop) in enumerate(spans) if start < end < stop), None)
     if number is None:
@@ -297,7 +306,7 @@ def _split_at_prompt(spans: tuple[Span, ...], end: int) -> tuple[Span, ...]:
 
 
 def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Check messages, and return them as a template takes them, with references to the files that their parts name."""
+    """Check messages; return them in the form for templates, with references to the files in their parts."""
     if not any(isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in messages):
         return check_messages(messages, f"{where}: messages"), ()
     try:
@@ -306,12 +315,12 @@ def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]],
         raise DataError(f"{where}: {error}") from error
     for kind, names in files.items():
         valid = all(isinstance(name, str) and name for name in names)
-        check(valid, f"{where}: parts of type {kind!r} must name files.", DataError)
+        check(valid, f"{where}: message parts of the type {kind!r} must contain the name of a file.", DataError)
     return result, tuple(reference(kind, name) for kind, names in files.items() for name in names)
 
 
 def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...] | None:
-    """Return the spans that the template marks, from message `first` on; None if it marks none of the turns."""
+    """Return the spans of `{% generation %}` blocks from message `first` on; None if no assistant message has one."""
     begin = 0
     if first > 0:
         begin = min((start for number, start, _ in text.messages if number >= first), default=len(text.text))
@@ -322,7 +331,7 @@ def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...
 def _without_excluded(
     rendered_chat: _RenderedChat, spans: tuple[Span, ...] | None, where: str
 ) -> tuple[Span, ...] | None:
-    """Return the marked spans except the spans of excluded messages."""
+    """Return the spans without the spans of excluded messages."""
     if spans is None or not rendered_chat.excluded:
         return spans
     written = {number: (start, stop) for number, start, stop in rendered_chat.text.messages}
@@ -340,11 +349,11 @@ def _without_excluded(
 
 
 def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None) -> tuple[Span, ...] | None:
-    """Return the spans that the messages `turns` of `count` wrote, without the header; None if they are uncertain."""
+    """Return the spans of the messages `turns` in a traced text, without their headers; None if they are uncertain."""
     spans, writing = [], {number for number, _, _ in text.messages}
     for turn in turns:
         written = [(start, stop) for number, start, stop in text.messages if number == turn]
-        next_writes = turn + 1 == count or turn + 1 in writing  # else this turn may have written the next message
+        next_writes = turn + 1 == count or turn + 1 in writing  # otherwise the text may contain the next message
         if header is None or len(written) != 1 or not next_writes:
             return None
         start, stop = written[0]
@@ -358,7 +367,7 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
 
 
 def _requested(rendered_chats: Sequence[_RenderedChat], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
-    """Yield the assistant's spans of each conversation, rendered up to each turn; None where they are unknown."""
+    """Yield the spans of each conversation, found by rendering it up to each assistant message; None if unknown."""
     for group in _grouped(
         rendered_chats, lambda rendered_chat: 3 * len(rendered_chat.turns) * len(rendered_chat.text.text)
     ):
@@ -376,7 +385,7 @@ def _requested(rendered_chats: Sequence[_RenderedChat], template: ChatTemplate) 
 
 
 def _grouped(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield groups of as many conversations or documents as one process may render."""
+    """Yield batches of conversations or documents of the maximum size that one process renders."""
     group, size = [], 0
     for item in items:
         more = size_of(item)
@@ -389,14 +398,14 @@ def _grouped(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T
 
 
 def _up_to(chat: Conversation, turn: int) -> list[Conversation]:
-    """Return a conversation before a turn, with the request for it, and with the turn."""
+    """Return a conversation up to a message: without the message, with a generation prompt, and with the message."""
     before, turns = chat.messages[:turn], chat.messages[: turn + 1]
     return [chat._replace(messages=before), chat._replace(messages=before, add_generation_prompt=True),
             chat._replace(messages=turns)]  # fmt: skip
 
 
 def _after_request(rendered_chat: _RenderedChat, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
-    """Return the span of a turn in the whole text: after as much of the request for it as the text has there."""
+    """Return the span of a message in the complete text: after the common start of text and generation prompt."""
     text, written = rendered_chat.text.text, rendered_chat.text.messages
     own_spans = [(start, stop) for number, start, stop in written if number == turn]
     next_writes = any(number == turn + 1 for number, _, _ in written)
@@ -410,14 +419,14 @@ def _after_request(rendered_chat: _RenderedChat, turn: int, parts: Sequence[Rend
         stop = len(whole)
     elif len(own_spans) == 1 and own_spans[0][0] <= start <= own_spans[0][1] and next_writes:
         stop = own_spans[0][1]
-    else:  # this turn may have written the next message, too
+    else:  # the text may contain the next message
         return None
     others = any(start < end and begin < stop for number, begin, end in written if number != turn)
     return None if others else (start, stop)
 
 
 def _common(request: str, *answers: str) -> str:
-    """Return the common start of all texts, without a part of a token's name (`<|` of `<|user|>` and `<|end|>`)."""
+    """Return the common prefix of all texts, without the start of a token's name (`<|` of `<|user|>` and `<|end|>`)."""
     equal = (len(set(letters)) == 1 for letters in zip(request, *answers, strict=False))
     common = request[: sum(itertools.takewhile(bool, equal))]
     return common if common == request else re.sub(r"<[^<>\s]*\Z", "", common)
@@ -428,16 +437,15 @@ def _settings_key(variables: Mapping[str, Any]) -> str:
 
 
 def _settings(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template variables on which the header of an answer may depend.
+    """Return the template variables on which the header of an assistant message may depend.
 
-    The header may also depend on whether there are tools, but not on which tools: conversations with different tools
-    share one header.
+    The header may also depend on whether there are tools, but not on which ones.
     """
     return {name: value for name, value in variables.items() if name not in ("tools", "documents")}
 
 
 def _probes(variables: Mapping[str, Any]) -> list[Conversation]:
-    """Return three conversations: a question, the same with a request for an answer, two questions with answers."""
+    """Return three conversations: a question, the question with a generation prompt, and two questions with answers."""
     question, answer = ({"role": role, "content": ANSWER} for role in ("user", "assistant"))
     settings = _settings(variables) | ({"tools": variables["tools"]} if variables.get("tools") else {})
     return [
@@ -448,12 +456,12 @@ def _probes(variables: Mapping[str, Any]) -> list[Conversation]:
 
 
 def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
-    """Find the header of answers: their common start, with which a request for an answer ends; None without one."""
+    """Return the header of assistant messages: the common start of generation prompt and messages; None without one."""
     texts = [answer for answer in answers if isinstance(answer, Rendered)]
     if len(texts) < 3 or not texts[0].messages:
         return None
     question, request, whole = texts
-    # the template may end the text of a question alone, and go on in that with a request
+    # the template may end the text of a single question, and continue it before a generation prompt
     end = len(question.text) if request.text.startswith(question.text) else question.messages[0][2]
     begins = [whole.text[start:stop].partition(ANSWER)[0] for number, start, stop in whole.messages if number % 2]
     return _common(request.text[end:], *begins) if begins else None
@@ -470,10 +478,10 @@ def encode_spans(
     literal: Sequence[Sequence[Span]] | None = None,
     report: ReadReport | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Encode each text, and return its ids and which of them are in its spans.
+    """Tokenize each text; return its ids, and a mask of the ids in its spans.
 
     The text before a span has the same tokens as a prompt at inference. `report` counts the texts in which a token
-    crosses the start of a span. Names of special tokens become special tokens, except in the spans `literal`.
+    would cross the start of a span. Names of special tokens become special tokens, except in the spans `literal`.
     """
     if not isinstance(tokenizer, JsonTokenizer):
         return [_encode_pieces(tokenizer, *each) for each in zip(texts, spans, strict=True)]

@@ -1,8 +1,7 @@
-"""Dataset of a run by its settings: tokenizer, tokens, and the `Batches` for training and evaluation.
+"""Dataset of a run from its `DataConfig`: tokenizer, tokens, and the `Batches` for training and evaluation.
 
-Tokens are made once, in the cache that runs share (`DataConfig.cache_dir`). A run's `folder` has a manifest for each
-corpus: in the folder itself, for a mixture in `train/<source>`, for held-out data with paths of their own in
-`held_out/<name>`.
+The tokens are in a cache that all runs share (`DataConfig.cache_dir`). A run's `folder` has a manifest for each corpus:
+in the folder itself, for a mixture in `train/<source>`, and for held-out data with separate paths in `held_out/<name>`.
 """
 
 import weakref
@@ -27,14 +26,14 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, read_chat_template
 from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer, train_bpe, with_special_tokens_as_text
 
 
-# Stores that `open_tokens` opened in this process and that are still in use, by all their arguments.
+# Stores that `open_tokens` has opened in this process and that are still in use, by all arguments.
 _in_use: weakref.WeakValueDictionary[tuple[Any, ...], TokenStore] = weakref.WeakValueDictionary()
 
 
 def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[str]:
-    """Yield the texts of the first `max_bytes` of the training documents, without held-out ones, for `train_bpe`.
+    """Yield the texts of the first `max_bytes` of the training documents, without held-out documents, for `train_bpe`.
 
-    Each source of a mixture contributes its share.
+    Each source of a mixture contributes according to its weight.
     """
     mixture = find_mixture(config.path)
     total = sum(source.weight for source in mixture)
@@ -63,9 +62,9 @@ def _texts_of(config: DataConfig, path: Paths, max_bytes: int) -> Iterator[str]:
 
 
 def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int) -> Tokenizer:
-    """Load the tokenizer in `folder`; if it is missing, make the one that `spec` names, and write it there.
+    """Load the tokenizer in `folder`. If it is missing, load or train the tokenizer `spec`, and write it there.
 
-    `spec` is "bpe" (trained on the training texts, `vocab_size` ids at most) or what `load_tokenizer` takes.
+    `spec` is "bpe" (trained on the training texts, with at most `vocab_size` ids) or an argument of `load_tokenizer`.
     """
     if folder.exists():
         return load_tokenizer(folder)
@@ -80,18 +79,18 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
 
 
 def written_by(config: DataConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the template that writes conversations, with or without special tokens in messages by the settings."""
+    """Return the template that renders conversations, with or without special tokens in messages as `config` says."""
     return template if config.special_tokens_in_content else with_special_tokens_as_text(template, tokenizer)
 
 
 def token_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:
-    """Return the folder of the manifest of each source of a mixture by its name; `{"": folder}` without a mixture."""
+    """Return the folder with the manifest of each source of a mixture by name; `{"": folder}` without a mixture."""
     names = [source.name for source in find_mixture(config.path)]
     return {name: Path(folder) / "train" / name for name in names} or {"": Path(folder)}
 
 
 def held_out_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:
-    """Return the folder of the manifest of each held-out set: its source's folder, unless it has paths of its own."""
+    """Return the folder with the manifest of each held-out set: the source's folder, unless the set has own paths."""
     if not config.evaluates:
         return {}
     folders = {name: Path(folder) / "held_out" / (name or "all") for name in _own_sets(config)}
@@ -143,7 +142,7 @@ def open_tokens(
 
 
 def _own_sets(config: DataConfig) -> Mapping[str, Paths]:
-    """Return the paths of the held-out sets that are corpora of their own: those with names, and any of a mixture."""
+    """Return the paths of the held-out sets that are separate corpora: sets with names, and sets of a mixture."""
     sets = find_sets(config.held_out_path)
     if sets or config.held_out_path is None or not find_mixture(config.path):
         return sets
@@ -161,16 +160,18 @@ def make_dataset(
     media: tuple[HasMedia, MediaReader] | None = None,
     groups: int = 1,
 ) -> Batches:
-    """Make the batches of a split, `[batch_size, seq_len]`, or only their rows `rows`, `[len(rows), seq_len]`.
+    """Return the batches of a split, `[batch_size, seq_len]`, or only their rows `rows`, `[len(rows), seq_len]`.
 
-    In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and has
-    another order in each epoch; "held_out" is one pass, its last batch filled up with padding. The tokens are made
-    once, in `DataConfig.cache_dir`, and mapped into memory; `folder`, of the run, has their manifest (see
-    `open_store`). `template` writes conversations as texts. `media`, a model's configuration and a reader of images,
-    videos and audio, adds the documents' files to batches, in `groups` of rows.
+    In a run of several processes, `rows` of each process are `host_rows(layout, batch_size)`. "train" never ends, and
+    has another order in each epoch. "held_out" is one pass, and its last batch is padded. The corpus is tokenized once,
+    in `DataConfig.cache_dir`, and mapped into memory. `folder`, in the run's directory, contains the manifest (see
+    `open_store`).
 
-    Raises ConfigError for rows that a batch does not have or several held-out sets, DataError if the data cannot be
-    read, have changed or leave the split empty.
+    template: renders conversations. media: configuration of a model and reader of images, videos and audio, which add
+    the documents' files to batches, in `groups` of rows.
+
+    Raises ConfigError for rows that a batch does not have or for several held-out sets, DataError if the data cannot be
+    read or have changed, or if the split is empty.
     """
     check_option("split", split, SPLITS)
     rows = _checked_rows(config, rows)
@@ -178,7 +179,7 @@ def make_dataset(
         sets = make_held_out_sets(
             config, tokenizer, folder=folder, rows=rows, template=template, media=media, groups=groups
         )
-        check(len(sets) > 0, "there is no held-out data: DataConfig.held_out_fraction=0 and no held_out_path.")
+        check(len(sets) > 0, "no data is held out: set DataConfig.held_out_path, or held_out_fraction above 0.")
         check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}: use make_held_out_sets.")
         return next(iter(sets.values()))
     folders = token_folders(config, folder)
@@ -198,9 +199,9 @@ def make_held_out_sets(
     media: tuple[HasMedia, MediaReader] | None = None,
     groups: int = 1,
 ) -> dict[str, Batches]:
-    """Make the batches of each held-out set by its name, "" for a set without one; see `make_dataset`.
+    """Return the batches of each held-out set by name; a set without a name is "". See `make_dataset`.
 
-    They share the tokens that `make_dataset` has open in this process for the same `folder`.
+    They share the tokens that `make_dataset` has opened in this process for the same `folder`.
     """
     rows = _checked_rows(config, rows)
     if not config.evaluates:
@@ -229,7 +230,9 @@ def _batches(config: DataConfig, parts: Sequence[Corpus], split: str, rows: Sequ
 
 def _checked_rows(config: DataConfig, rows: Sequence[int] | None) -> Sequence[int]:
     rows = range(config.batch_size) if rows is None else tuple(rows)
-    rule = f"rows={rows} must be one or more of the rows 0 to {config.batch_size - 1} of a batch"
-    fits = len(rows) > 0 and min(rows) >= 0 and max(rows) < config.batch_size
-    check(fits, f"{rule}: DataConfig.batch_size={config.batch_size}.")
+    check(
+        len(rows) > 0 and min(rows) >= 0 and max(rows) < config.batch_size,
+        f"rows={rows} must be one or more rows from 0 to {config.batch_size - 1}, because "
+        f"DataConfig.batch_size={config.batch_size}.",
+    )
     return rows

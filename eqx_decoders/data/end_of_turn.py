@@ -31,8 +31,8 @@ _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "argum
 def end_of_turn_ids(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
     """Return the ids of the added tokens that end an answer or a tool call in rendered conversations.
 
-    Only tokens that are trained on count: templates that end a turn with plain text, or with the start of the next
-    turn, have none. Returns no ids if the template cannot render a question with an answer.
+    Only targets count: templates that end a turn with plain text, or with the start of the next turn, have no such
+    tokens. Returns no ids if the template cannot render a question with an answer.
     """
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return ()
@@ -68,7 +68,7 @@ def note_missing_end(tokenizer: Tokenizer, ids: np.ndarray, targets: np.ndarray,
 
 
 def _last_added_ids(tokenizer: JsonTokenizer, ids: np.ndarray, targets: np.ndarray) -> list[int]:
-    """Return the added tokens at the end of the tokens that are trained on, ignoring whitespace."""
+    """Return the added tokens at the end of the targets, ignoring whitespace."""
     found: list[int] = []
     for index in reversed(ids[np.asarray(targets, bool)].tolist()):
         name = tokenizer.decode([index], special=True)

@@ -1,4 +1,4 @@
-"""Rows of a batch that each process of a run holds, and their arrays on the devices of all processes."""
+"""Rows of a global batch that each process holds, and placement of batches on the devices of all processes."""
 
 import bisect
 import dataclasses
@@ -16,10 +16,10 @@ from eqx_decoders.sharding.layout import Layout
 
 
 def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Sequence[int]:
-    """Return the rows of a batch of `rows` that the devices of a process hold, in ascending order, each once.
+    """Return the indices of the rows, of a batch of `rows`, that the devices of a process hold, in ascending order.
 
-    They need not be contiguous: they depend on the places of its devices in the mesh. Other processes may hold the same
-    rows. process_index: None for this process.
+    They depend on the positions of the devices in the mesh, and need not be contiguous. Several processes may hold the
+    same rows. process_index: None for this process.
     """
     index = jax.process_index() if process_index is None else process_index
     slices = layout.activation_sharding("batch", (rows,)).devices_indices_map((rows,))
@@ -29,16 +29,16 @@ def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Se
 
 
 def hand_over(batch: Batch, layout: Layout, rows: int) -> Batch:
-    """Place a batch that nobody will write to: on one CPU it is read where it is, which takes no time."""
+    """Place a batch that is not modified later. With one CPU device, the NumPy arrays are used without a copy."""
     whole = jax.process_count() == 1 and batch.media is None and layout.single and layout.backend.devices_share_cores
     return batch if whole else place(batch, layout, rows)
 
 
 def place(batch: Batch, layout: Layout, rows: int) -> Batch:
-    """Place a batch of `rows` sequences on all devices, given this process's `host_rows` of it in NumPy.
+    """Place a batch of `rows` sequences on all devices. `batch` has this process's `host_rows` as NumPy arrays.
 
-    In a run of several processes all must call this, in one order, if there are images, videos or audio: their arrays
-    get the shapes of the process that has the largest ones.
+    With images, videos or audio, all processes must make the same calls in the same order: the arrays of all processes
+    are padded to the largest shapes.
     """
     length = batch.tokens.shape[1]
     sharding = layout.activation_sharding("batch length", (rows, length))
@@ -48,13 +48,16 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
         return dataclasses.replace(jax.device_put(batch, sharding), media=media)
     held = host_rows(layout, rows)
     if media is not None:
-        rule = f"each of the {len(held)} rows of this process must be a group: Media.create(…, groups={len(held)})"
-        check(len(media.order) == len(held), f"Batch.media has {len(media.order)} groups, and {rule}.")
+        check(
+            len(media.order) == len(held),
+            f"Batch.media has {len(media.order)} groups, but this process holds {len(held)} rows, and each must be a "
+            f"group: Media.create(…, groups={len(held)}).",
+        )
         media = pad_to_shapes(media, merge_shapes(all_gather_json("images", array_shapes(media))))
 
     def placed(leaf: np.ndarray, sharding: Any) -> jax.Array:
         leaf = np.asarray(leaf)
-        each = len(leaf) // len(held)  # of its rows belong to one row of the batch
+        each = len(leaf) // len(held)  # rows of the array per row of the batch
 
         def part(index: Any) -> np.ndarray:
             wanted = range(each * rows)[index[0]]
@@ -71,5 +74,5 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
 
 
 def _row_sharding(shape: Sequence[int], layout: Layout) -> Any:
-    """Return the sharding of an array of a batch's media: split along its rows where the mesh divides them."""
+    """Return the sharding of an array of media: along its rows, if the mesh divides them."""
     return layout.activation_sharding("batch", shape[:1])

@@ -1,4 +1,4 @@
-"""Readers of the images, videos and audio of documents: those that this library draws, and those in files."""
+"""Readers of the images, videos and audio of documents: synthetic images, and files."""
 
 import bisect
 import dataclasses
@@ -28,25 +28,25 @@ from eqx_decoders.media_files.video import open_video
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticReader:
-    """Reader of images that this library draws by number (see `synthetic_images`). Texts have no word for them."""
+    """Reader of synthetic images (see `synthetic_images`). Texts need no placeholders for them."""
 
     token: int
     tokens: int
 
     @classmethod
     def of(cls, config: HasMedia) -> "SyntheticReader":
-        """Return the reader for a model that sees images of one size. Raises ConfigError for others."""
+        """Return the reader for a model with images of one size. Raises ConfigError for other models."""
         media = config.media
         stem = None if media is None else media.patch_stem
         if media is None or media.image_token is None or stem is None or media.tiles is not None:
-            raise ConfigError("drawn images need a model that sees: give one with an encoder of images.")
+            raise ConfigError("synthetic images need a vision-language model: choose a model with an image encoder.")
         if isinstance(stem, WholeImageStem):
             side, rows, frames = stem.multiple, stem.side, 1
         else:
             side, frames = stem.size * stem.merge, stem.frames
             rows = SIZE // side
         fits = frames == 1 and stem.channels == 3 and SIZE % side == 0
-        check(fits, f"drawn images have {SIZE} x {SIZE} pixels: patches that become a token must divide them.")
+        check(fits, f"synthetic images have {SIZE} x {SIZE} pixels, which must be divisible by the size of a patch.")
         return cls(token=media.image_token, tokens=rows**2)
 
     reads_files = False
@@ -60,15 +60,18 @@ class SyntheticReader:
         return text, tuple(spans)
 
     def expand_tokens(self, tokens: MaskedTokens, references: Sequence[str], where: str) -> MaskedTokens:
-        """Repeat the placeholder of each image; without placeholders insert all of them behind the first token."""
+        """Repeat the placeholder of each image. Without placeholders, insert them after the first token."""
         ids, targets = tokens
         count = int(np.sum(ids == self.token))
         if count == 0:
             inserted = np.full(len(references) * self.tokens, self.token, ids.dtype)
             no_targets = np.zeros(len(inserted), bool)
             return np.concatenate([ids[:1], inserted, ids[1:]]), np.concatenate([targets[:1], no_targets, targets[1:]])
-        rule = f"has {count} placeholders, but {len(references)} images"
-        check(count == len(references), f"{where} {rule}: give one for each.", DataError)
+        check(
+            count == len(references),
+            f"{where} has {count} placeholders, but {len(references)} images: give one placeholder for each image.",
+            DataError,
+        )
         repeats = np.where(ids == self.token, self.tokens, 1)
         return np.repeat(ids, repeats), np.repeat(targets & (ids != self.token), repeats)
 
@@ -91,12 +94,12 @@ class SyntheticReader:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessorReader:
-    """Reader of files, by the processor of a model's directory. Each audio clip is processed by itself.
+    """Reader of files that uses the processor in a model's directory. Each audio clip is processed separately.
 
     **Arguments:**
 
-    - `directory`: of the model.
-    - `token`: the placeholder of images, or of another kind where the model takes no images.
+    - `directory`: directory of the model.
+    - `token`: placeholder token of images, or of another kind of media if the model takes no images.
     """
 
     directory: str
@@ -110,13 +113,13 @@ class ProcessorReader:
 
     @functools.cached_property
     def _rules(self) -> dict[str, Any]:
-        """Processing rules of the family for each kind of file that it takes."""
+        """Processing rules of the family for each kind of file."""
         all_rules = {"image": self._processor.images, "video": self._processor.videos, "audio": self._processor.audio}
         return {kind: rules for kind, rules in all_rules.items() if rules is not None}
 
     @functools.cached_property
     def _tokens(self) -> np.ndarray:
-        """Token ids of the placeholders of all kinds."""
+        """Token ids of the placeholders of all kinds of files."""
         words = [self._processor.tokenizer.encode(rules.placeholder, special=True) for rules in self._rules.values()]
         return np.unique(np.concatenate([[self.token], *(ids for ids in words if len(ids) == 1)]))
 
@@ -127,11 +130,14 @@ class ProcessorReader:
         """Read the file of a reference."""
         kind, name, digest = parse_reference(name)
         where, path, limits = f"{kind} {name[-240:]!r}", Path(name), self._processor.limits
-        rule = "is not the file that tokens were made of: put that one back, or refer to this one by another name"
-        check(digest in ("", _digest(path)), f"{where} {rule}.", DataError)
+        check(
+            digest in ("", _digest(path)),
+            f"{where} has changed since the document was tokenized: restore it, or give the new file another name.",
+            DataError,
+        )
         rules = self._rules.get(kind)
         if rules is None:
-            raise DataError(f"{where}: {self.directory} says nothing of {kind}: its model takes none.")
+            raise DataError(f"{where}: the model in {self.directory} has no encoder for files of the kind {kind!r}.")
         if kind == "image":
             return rules.process(open_image(path, limits, where), limits, where)
         if kind == "video":
@@ -165,9 +171,11 @@ class ProcessorReader:
         if names.get("image") == names.get("video") is not None:  # both are images: the model's arrays are one
             kinds = [parse_reference(each)[0] for each in references]
             placeholders = [self._processor.placeholder(self._rules[kind], text) for kind in kinds]
-            rule = "has a video before an image, and this model reads both as images: put its images first"
-            same = [match.group() for match in matches] == placeholders
-            check(same, f"{where} {rule}.", DataError)
+            check(
+                [match.group() for match in matches] == placeholders,
+                f"{where} has a video before an image, but this model reads videos as images: put the images first.",
+                DataError,
+            )
         for match in matches:
             new = next(remaining[match.group()])
             pieces += [text[begin : match.start()], new]
@@ -176,7 +184,7 @@ class ProcessorReader:
             growth.append(growth[-1] + len(new) - len(match.group()))
 
         def moved(index: int) -> int:
-            """Return the index in the new text of a character of the old one: later by the growth before it."""
+            """Return the index in the new text of a character of the old text."""
             return index + growth[bisect.bisect_right(ends, index)]
 
         return "".join([*pieces, text[begin:]]), tuple((moved(start), moved(stop)) for start, stop in spans)
@@ -211,9 +219,11 @@ class ProcessorReader:
 def _located(kind: str, name: str, folder: Path | None, where: str) -> str:
     if Path(name).is_absolute() or is_remote(name) or name.startswith("data:"):  # which files.check_file refuses
         return reference(kind, name)
-    rule = f"names the {kind} {name[:120]!r} by a relative path, and is not on this machine itself"
     if folder is None:
-        raise DataError(f"{where} {rule}: give absolute paths, or download it to the directory of its files.")
+        raise DataError(
+            f"{where} has the relative path {name[:120]!r} of its {kind}, but the record is not in a local file: give "
+            "absolute paths, or download the data to the directory of the files."
+        )
     return reference(kind, str(folder / name))
 
 
@@ -240,7 +250,7 @@ def padded(files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
 
 
 def reader_from_json(content: Mapping[str, Any]) -> MediaReader:
-    """Make the reader that `to_json` describes."""
+    """Return the reader that `to_json` has described."""
     arguments = {name: value for name, value in content.items() if name != "kind"}
     return (SyntheticReader if content["kind"] == "drawn" else ProcessorReader)(**arguments)
 

@@ -1,4 +1,4 @@
-"""Interface of what reads the images, videos and audio that documents refer to (see `documents.reference`)."""
+"""Interface of readers of the images, videos and audio that documents refer to (see `documents.reference`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,17 +8,17 @@ import numpy as np
 
 
 Span = tuple[int, int]
-MaskedTokens = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are targets
+MaskedTokens = tuple[np.ndarray, np.ndarray]  # tokens, and a mask of the targets
 
 
 @runtime_checkable
 class MediaReader(Protocol):
-    """Reader of the files that documents refer to, which also writes their placeholders into texts and tokens.
+    """Reader of the files that documents refer to. It also writes their placeholders into texts and tokens.
 
     **Attributes:**
 
-    - `token`: the placeholder of images.
-    - `reads_files`: whether references are paths.
+    - `token`: placeholder token of images.
+    - `reads_files`: True if references are paths.
     """
 
     @property
@@ -28,7 +28,7 @@ class MediaReader(Protocol):
     def reads_files(self) -> bool: ...
 
     def locate(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
-        """Return references that do not depend on where they are read: relative paths begin in `folder`.
+        """Return references with absolute paths. Relative paths start at `folder`.
 
         Raises DataError, beginning with `where`, for relative paths without a folder.
         """
@@ -37,29 +37,29 @@ class MediaReader(Protocol):
     def expand_text(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
-        """Replace each placeholder in a text by what the family writes for its file, and move the spans with it."""
+        """Replace each placeholder in a text by the text that the family writes for its file, and adjust the spans."""
         ...
 
     def expand_tokens(self, tokens: MaskedTokens, references: Sequence[str], where: str) -> MaskedTokens:
-        """Return the tokens of that text with as many placeholders as its files have; none of these is a target."""
+        """Return the tokens of that text with the placeholders of its files, which are not targets."""
         ...
 
     def with_digests(self, references: Sequence[str]) -> tuple[str, ...]:
-        """Add digests of the files to references, by which `arrays` recognizes files that have changed since."""
+        """Add digests of the files to the references, so that `arrays` recognizes files that have changed."""
         ...
 
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        """Read files as keywords of `Media.create`. Raises DataError for those that are unreadable or have changed."""
+        """Read files; return arguments of `Media.create`. Raises DataError for unreadable or changed files."""
         ...
 
     def pixels(self, name: str) -> np.ndarray | None:
-        """Return the image of a reference, `[height, width, 3]`, 0 to 255; None for a reference to no image."""
+        """Return an image, `[height, width, 3]`, from 0 to 255; None if the reference is not an image."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of which `reader_from_json` makes an equal reader."""
+        """Return a JSON object from which `reader_from_json` makes an equal reader."""
         ...
 
     def digest(self) -> str:
-        """Return a hash that is equal for readers which give documents the same placeholders."""
+        """Return a hash, which is equal for readers that give documents the same placeholders."""
         ...

@@ -16,9 +16,9 @@ from eqx_decoders.errors import DataError, check
 
 
 class PackingPlan(NamedTuple):
-    """Plan of some rows: piece `i` is `document[start:stop]` in row `rows[i]` (ascending), behind the pieces before it.
+    """Plan of rows: piece `i` is `documents[i][starts[i]:stops[i]]`, the next piece in row `rows[i]`.
 
-    `order[k]` is the row at index `k`.
+    `rows` is ascending. `order[k]` is the row at index `k`.
     """
 
     rows: Int[np.ndarray, "pieces"]
@@ -28,18 +28,18 @@ class PackingPlan(NamedTuple):
     order: Int[np.ndarray, "rows"]
 
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (document, start, stop) of the pieces in the row at an index."""
+        """Yield (document, start, stop) for each piece of the row at an index."""
         first, last = np.searchsorted(self.rows, [self.order[index], self.order[index] + 1])
         for piece in range(first, last):
             yield int(self.documents[piece]), int(self.starts[piece]), int(self.stops[piece])
 
     def compact(self) -> "PackingPlan":
-        """Return the same plan in int32, half of the bytes, where the numbers are small enough."""
+        """Return the same plan in int32, if the numbers are small enough."""
         return PackingPlan(*(x.astype(np.int32) if x.max(initial=0) < 2**31 - 1 else x for x in self))
 
 
 def count_rows(plan: Callable[..., PackingPlan], sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
-    """Count the rows that `plan` makes of documents of these sizes; their order matters to `plan_overlapping` only."""
+    """Return the number of rows of `plan` for documents of these sizes, without making the plan if possible."""
     if len(sizes) == 0:
         return 0
     if plan is plan_packed:
@@ -63,7 +63,7 @@ def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs
 
 
 def plan_padded(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
-    """Put one piece into each row. Pieces of a document overlap by one token, so that each token is a target once."""
+    """Put one piece into each row. Pieces of a document overlap by one token, so each token is a target once."""
     counts = _count_pieces(sizes, seq_len)
     which = np.repeat(np.arange(len(documents)), counts)
     rows = np.arange(len(which))
@@ -72,17 +72,17 @@ def plan_padded(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs
 
 
 def _count_pieces(sizes: Int[np.ndarray, "docs"], seq_len: int) -> Int[np.ndarray, "docs"]:
-    """Count the pieces of each document, of up to `seq_len` tokens that overlap by one."""
+    """Return the number of pieces of each document: up to `seq_len` tokens, which overlap by one token."""
     return np.maximum(1, -(-(sizes - 1) // (seq_len - 1)))
 
 
 def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
-    """Pack like `plan_packed`, but begin a piece with the last token of the one before, as in `plan_padded`."""
+    """Pack as `plan_packed`, but let the pieces of a document overlap by one token, as in `plan_padded`."""
     pieces, row, used = [], 0, 0
     for document, size in zip(documents.tolist(), sizes.tolist(), strict=True):
         start = 0
         while start < size - 1:
-            if used > seq_len - 2:  # one token alone would predict nothing
+            if used > seq_len - 2:  # a piece of one token has no target
                 row, used = row + 1, 0
             stop = min(size, start + seq_len - used)
             pieces.append((row, document, start, stop))
@@ -93,16 +93,16 @@ def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, 
 
 
 def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
-    """Fit whole documents into rows; those of more than `seq_len` tokens become pieces as in `plan_padded`.
+    """Fit complete documents into rows; documents of more than `seq_len` tokens become pieces as in `plan_padded`.
 
-    Best fit, the largest first: a piece goes into the row with the least room that is enough. Pieces of one size are
-    placed together, in the order of the epoch, so a million documents take about a second. The number of rows follows
-    from the sizes alone.
+    Best-fit decreasing: each piece, the largest first, is placed into the row with the smallest sufficient space.
+    Pieces of equal size are placed together, in the order of the epoch, so that a million documents take about a
+    second. The number of rows follows from the sizes alone.
     """
     cut = plan_padded(documents, sizes, seq_len)
     lengths = cut.stops - cut.starts
     rows = np.zeros(len(lengths), np.int64)
-    rooms: list[int] = []  # that rows still have, ascending
+    rooms: list[int] = []  # free space of rows, ascending
     with_room: dict[int, list[np.ndarray]] = {}
     count = 0
 
@@ -136,8 +136,8 @@ def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"
 
 
 def _count_whole(sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
-    """Count the rows of `plan_whole`, by the same steps with numbers of rows and pieces instead of their lists."""
-    before = _count_pieces(sizes, seq_len) - 1  # pieces of a document before its last one: each fills a row
+    """Return the number of rows of `plan_whole`. Takes the same steps, with counts instead of lists."""
+    before = _count_pieces(sizes, seq_len) - 1  # pieces of a document except the last: each fills a row
     counts = np.bincount(sizes - before * (seq_len - 1), minlength=seq_len + 1)
     counts[seq_len] += before.sum()
     rooms, with_room, rows = list[int](), dict[int, int](), 0
@@ -163,8 +163,8 @@ def _count_whole(sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
 def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:
     """Return the numbers below `size` in an order that follows from `seed` alone.
 
-    They are sorted by their splitmix64 hashes (Steele et al. 2014): unlike the order of NumPy's generators, this one
-    can't change with a version, so a run resumes on the same data with newer packages.
+    The numbers are sorted by their splitmix64 hashes (Steele et al. 2014). Unlike the order of NumPy's generators, this
+    order does not depend on the version of a package, so a run resumes on the same data with newer packages.
     """
     key = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
     mixed = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
@@ -174,8 +174,11 @@ def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:
 
 
 def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise DataError unless the state of an iterator is that of the same data and settings, those in `identity`."""
-    pairs = {key: (state.get(key), now) for key, now in identity.items()}
-    changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
-    remedy = "go on with the data and settings of the checkpoint, or start another run directory"
-    check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
+    """Raise DataError unless the `state` of an iterator has the data and settings of `identity`."""
+    changes = [f"{key} was {state.get(key)!r} and is {now!r}" for key, now in identity.items() if state.get(key) != now]
+    check(
+        not changes,
+        f"the data differ from the data of the checkpoint: {'; '.join(changes)}. Restore the data and settings to "
+        "resume this run, or choose another run directory.",
+        DataError,
+    )

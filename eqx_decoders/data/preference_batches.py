@@ -1,20 +1,21 @@
-"""Batches of preferences: pairs, or answers with labels, packed into rows, with the signals that their losses read.
+"""Batches of preference data: pairs or answers with labels, packed into rows, with the signals that losses read.
 
-Examples are drawn in another order in each epoch. A batch takes them in this order, each into the first row that has
-room for it, until one fits into no row: that one begins the next batch. So a batch follows from the number of examples
-before it, which is the whole state, and each process makes the rows that its devices hold of the same batches.
+The order of the examples differs in each epoch. A batch takes examples in this order, each into the first row with
+enough space, until an example fits into no row. That example starts the next batch. So a batch follows from the number
+of examples before it, which is the complete state, and each process makes only the rows that its devices hold.
 
-Each answer is a segment of its own, with its prompt before it. `Signals.answers` numbers the answers of a row at their
-tokens. Weights are those of the whole batch, so that sums over microbatches and devices are its loss.
+Each answer is a separate segment, with its prompt before it. `Signals.answers` contains the index of the answer at its
+tokens. Weights refer to the complete batch, so that sums over microbatches and devices are its loss.
 
-**Pairs.** Both answers lie in one row, as numbers 2k - 1 (chosen) and 2k (rejected). `Signals.policy` is 1 / pairs,
-and if some pairs have a margin it stands in `Signals.baseline`.
+**Pairs.** Both answers are in the same row, with the indices 2k - 1 (chosen) and 2k (rejected). `Signals.policy` is
+1 / pairs. If some pairs have a margin, it is in `Signals.baseline`.
 
-**Answers with labels.** `Signals.advantages` is 1 or -1, `policy` 1 / answers. KTO's z needs log-probs of answers to
-other prompts: a batch has as further segments each prompt with the answer of the next example, the last one with that
-of the first. They are numbered from `most_answers` / 2 + 1 on, have the label 0 and the weight 0, and in
-`Signals.divergence` the weight 1 / their number: `z = max(0, sum of divergence * (log p - log reference))`. Where the
-next example has the same prompt, or its answer does not fit behind this one, there is none.
+**Answers with labels.** `Signals.advantages` is 1 or -1, and `policy` is 1 / answers. KTO's z needs log-probs of
+answers to other prompts. So a batch has additional segments, each prompt with the answer of the next example, and the
+last prompt with the answer of the first example. Their indices start at `most_answers` / 2 + 1, their label and weight
+are 0, and in `Signals.divergence` they have the weight 1 / number of these segments:
+`z = max(0, sum of divergence * (log p - log reference))`. There is no such segment if the next example has the same
+prompt, or if its answer does not fit after this prompt.
 """
 
 import functools
@@ -34,7 +35,7 @@ Split = Literal["train", "held_out"]
 
 
 class _Segment(NamedTuple):
-    """Answer with its prompt in a row: its number there, its label, and whether it answers another example's prompt."""
+    """Answer in a row. `mismatched`: the prompt is from another example than the answer."""
 
     row: int
     number: int
@@ -49,9 +50,9 @@ class PreferenceBatches:
 
     **Arguments:**
 
-    - `rows`: numbers of the rows of each batch of `batch_size` that are made (see `host_rows`).
-    - `examples_per_row`: the most pairs, or answers with labels, of a row.
-    - `split`: "train" never ends, "held_out" is one pass, its last batch filled up with padding.
+    - `rows`: indices of the rows to make of each batch of `batch_size` (see `host_rows`).
+    - `examples_per_row`: maximum number of pairs, or answers with labels, in a row.
+    - `split`: "train" never ends; "held_out" is one pass, and its last batch is padded.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PreferenceBatches:
         check_integer("batch_size", batch_size)
         check_integer("examples_per_row", examples_per_row)
         self.preferences, self.examples_per_row = preferences, examples_per_row
-        self.complete: Callable[[Batch], Batch] = lambda batch: batch  # adds what a method keeps of these tokens
+        self.complete: Callable[[Batch], Batch] = lambda batch: batch  # adds signals that a training method stores
         self._rows, self._batch_size, self._seed = tuple(rows), batch_size, seed
         self._split, self._taken = check_option("split", split, get_args(Split)), 0
 
@@ -97,7 +98,7 @@ class PreferenceBatches:
 
     @property
     def most_answers(self) -> int:
-        """The largest number that an answer may have in its row."""
+        """Maximum index of an answer in its row."""
         return 2 * self.examples_per_row
 
     @property
@@ -106,21 +107,21 @@ class PreferenceBatches:
         return self._taken / len(self.preferences.examples)
 
     def source_epochs(self) -> Mapping[str, float]:
-        """Return the passes over each source of a mixture: there is none."""
+        """Return an empty mapping: preference data are not mixtures."""
         return {}
 
     def describe(self, start: int, steps: int) -> str:
-        """Describe the examples of a training, and what was left out."""
+        """Describe the examples and the records that were left out."""
         return self.preferences.describe()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the iterator's state as plain JSON: the number of examples taken, and all that they depend on."""
+        """Return the state as plain JSON: the number of examples so far, and everything that they depend on."""
         return {"example": self._taken, **self._identity()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `get_state` was called; `batch_size` and the number of processes may differ.
+        """Resume exactly where `get_state` was called. `batch_size` and the number of processes may differ.
 
-        Raises DataError if the examples of `state` differ from these.
+        Raises DataError if the data or settings of `state` differ.
         """
         check_same_data(state, self._identity())
         self._taken = int(state["example"])
@@ -129,10 +130,10 @@ class PreferenceBatches:
         settings = {"seed": self._seed, "seq_len": self.preferences.seq_len}
         return {"split": self._split, "preferences": self.preferences.content_hash, **settings}
 
-    # --- which answer lies where --------------------------------------------------------------------------------------
+    # --- packing -----------------------------------------------------------------------------------------------------
 
     def _stream(self) -> Iterator[Example]:
-        """Yield the examples that were not taken, in order."""
+        """Yield the next examples in order."""
         examples = self.preferences.examples
         epoch, position = divmod(self._taken, len(examples))
         while self._split == "train" or epoch == 0:
@@ -140,7 +141,7 @@ class PreferenceBatches:
             epoch, position = epoch + 1, 0
 
     def _plan(self) -> tuple[Sequence[_Segment], int]:
-        """Return the segments of the next batch, and the number of examples that they are of."""
+        """Return the segments of the next batch, and the number of its examples."""
         plan = _plan_pairs if self.preferences.paired else _plan_labelled
         return plan(self._stream(), _Rows(self._batch_size, self.preferences.seq_len, self.examples_per_row))
 
@@ -180,20 +181,20 @@ def _order(count: int, seed: str) -> np.ndarray:
 
 
 class _Rows:
-    """Rows that are filled: the room that each has, and its counts of answers, matching and mismatched ones."""
+    """Rows of a batch: the free space of each row, and its numbers of matching and of mismatched answers."""
 
     def __init__(self, rows: int, seq_len: int, most: int):
         self.seq_len, self._most = seq_len, most
         self._room, self._counts = [seq_len] * rows, ([0] * rows, [0] * rows)
 
     def copy(self) -> "_Rows":
-        """Return rows that can be filled in another way."""
+        """Return a copy."""
         rows = _Rows(0, self.seq_len, self._most)
         rows._room, rows._counts = [*self._room], ([*self._counts[0]], [*self._counts[1]])
         return rows
 
     def put(self, example: Example, *, mismatched: bool = False) -> list[_Segment] | None:
-        """Put all answers of an example into the first row that has room for them; None if there is none."""
+        """Put all answers of an example into the first row with enough space; return None if there is no such row."""
         size, counts = example.size, self._counts[mismatched]
         for row, (room, count) in enumerate(zip(self._room, counts, strict=True)):
             if room >= size and count < self._most:
@@ -209,7 +210,7 @@ class _Rows:
 
 
 def _plan_pairs(examples: Iterator[Example], rows: _Rows) -> tuple[Sequence[_Segment], int]:
-    """Put pairs into rows until one fits into none; return their segments and their number."""
+    """Put pairs into rows until a pair fits into no row; return their segments and their number."""
     segments, count = list[_Segment](), 0
     for example in examples:
         if (more := rows.put(example)) is None:
@@ -220,7 +221,7 @@ def _plan_pairs(examples: Iterator[Example], rows: _Rows) -> tuple[Sequence[_Seg
 
 
 def _plan_labelled(examples: Iterator[Example], rows: _Rows) -> tuple[Sequence[_Segment], int]:
-    """Put answers into rows, and each prompt with the next example's answer, until one of these fits into none."""
+    """Put answers, and prompts with the answer of the next example, into rows until a segment fits into no row."""
     segments, closing, taken = list[_Segment](), list[_Segment](), list[Example]()
     for example in examples:
         trial, more = rows.copy(), list[_Segment | None]()
@@ -239,9 +240,9 @@ def _plan_labelled(examples: Iterator[Example], rows: _Rows) -> tuple[Sequence[_
 
 
 def _put_mismatched(rows: _Rows, one: Example, other: Example) -> list[_Segment | None]:
-    """Put the prompt of one example with the answer of another into a row; `[None]` if there is no room.
+    """Put the prompt of one example with the answer of another into a row; return `[None]` if there is no space.
 
-    There is nothing to put where the prompt is the answer's own, or the answer would fit behind it into no row.
+    Returns an empty list if both examples have the same prompt, or if prompt and answer are longer than a row.
     """
     prompt, (_, targets), start = one.answers[0].prompt, other.answers[0], other.answers[0].start
     tokens = np.concatenate([prompt, other.answers[0].tokens[start:]])

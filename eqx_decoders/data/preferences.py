@@ -1,12 +1,12 @@
-"""Preferences as tokens: pairs of a chosen and a rejected answer, and answers that are desirable or not.
+"""Preference data as tokens: pairs of a chosen and a rejected answer, and single answers with a label.
 
 A record has a `prompt` (or `messages`) with `chosen` and `rejected`, or with a `completion` and its `label`. They are
-texts, or messages that a chat template writes as it writes the conversations of `chats`: what the assistant says after
-the prompt is the answer, with the token that ends its turn. A text gets no template: its tokens are those of the
-prompt, those of the answer, and the one that ends documents.
+texts, or messages that the chat template renders as the conversations of `chats`. The answer is the text of the
+assistant after the prompt, with the token that ends its turn. Texts get no template: their tokens are the tokens of the
+prompt, the tokens of the answer, and the token that ends documents.
 
-Malformed records are errors. Those that teach nothing (equal or empty answers) and those that are longer than a
-sequence are left out and counted. Nothing is cut: an answer would lose its end, and answers might become equal.
+Malformed records are errors. Records without a signal (equal or empty answers) and records that are longer than a
+sequence are left out and counted. Nothing is truncated: an answer would lose its end, and answers might become equal.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
 
-RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
+RECORDS_AT_ONCE = 1024  # records that are rendered and tokenized together
 REASONS = {
     "identical": "with equal answers",
     "empty": "with an empty answer",
@@ -53,7 +53,7 @@ Messages = list[Any]
 
 
 class Answer(NamedTuple):
-    """Answer after its prompt; `targets` are its tokens: what the assistant wrote, with the end of its turn."""
+    """Tokens of a prompt and its answer. `targets` is a mask of the answer, with the token that ends its turn."""
 
     tokens: Int[np.ndarray, "length"]
     targets: Bool[np.ndarray, "length"]
@@ -70,8 +70,10 @@ class Answer(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Pair of answers, the chosen and the rejected one, and the margin by which a reward model must tell them; or one
-    answer with its label, 1 (desirable) or -1."""
+    """Pair of a chosen and a rejected answer, or one answer with its label.
+
+    label: 1 (desirable) or -1 (undesirable); 0 for pairs. margin: margin of the pair for reward models.
+    """
 
     answers: tuple[Answer, ...]
     label: int = 0
@@ -79,16 +81,15 @@ class Example(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of tokens of all answers, each with its prompt."""
+        """Number of tokens of all answers with their prompts."""
         return sum(len(answer.tokens) for answer in self.answers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preferences:
-    """Examples of at most `seq_len` tokens each, all pairs or all answers with labels, in the order of their records.
+    """Examples of at most `seq_len` tokens, either all pairs or all answers with labels, in the order of the records.
 
-    `dropped`: number of records that were left out, for each reason in REASONS. `notes`: number of answers with each
-    warning.
+    dropped: number of records that were left out, by reason (see `REASONS`). notes: number of answers by warning.
     """
 
     examples: Sequence[Example]
@@ -98,7 +99,7 @@ class Preferences:
 
     @property
     def paired(self) -> bool:
-        """Whether the examples are pairs."""
+        """True if the examples are pairs."""
         return self.examples[0].label == 0
 
     @functools.cached_property
@@ -115,7 +116,7 @@ class Preferences:
 
     @property
     def has_margins(self) -> bool:
-        """Whether some pairs have a margin."""
+        """True if some pairs have a margin."""
         return any(example.margin for example in self.examples)
 
     def describe(self) -> str:
@@ -130,7 +131,7 @@ class Preferences:
 
 
 class _Record(NamedTuple):
-    """Record: a prompt and answers to it, all texts or all lists of messages."""
+    """Prompt and answers of a record, which are either all texts or all lists of messages."""
 
     where: str
     prompt: str | Messages
@@ -149,13 +150,13 @@ def read_pairs(
     flag: str = DATA,
     margins: bool = False,
 ) -> Preferences:
-    """Read pairs, `{"prompt": …, "chosen": …, "rejected": …}`, of at most `seq_len` tokens with both prompts.
+    """Read pairs, `{"prompt": …, "chosen": …, "rejected": …}`, of at most `seq_len` tokens including both prompts.
 
-    Prompt and answers are texts, or lists of messages; an answer of the latter may be one message, or its text.
-    Answers may repeat the prompt's messages; without a list in `prompt` it is the messages with which both begin.
-    `margins`: whether the column `margin`, of numbers, is read.
+    Prompt and answers are texts or lists of messages. With messages, an answer may also be one message or a text.
+    Answers may repeat the messages of the prompt. If `prompt` is not a list, the prompt is the common start of both
+    answers. margins: read the column `margin`, which contains numbers.
 
-    Raises DataError that names file and row for what is no such record, and if no pair is left.
+    Raises DataError with file and row for other records, and if no pair is left.
     """
     fields, more = ("chosen", "rejected"), ("margin",) if margins else ()
     return _read(_records(path, flag, fields, _pair, more), path, tokenizer, seq_len, template)
@@ -166,8 +167,8 @@ def read_labelled_answers(
 ) -> Preferences:
     """Read answers with labels, `{"prompt": …, "completion": …, "label": true}`, of at most `seq_len` tokens.
 
-    Of a conversation, `{"messages": …, "label": true}`, the last message is the answer. Records are read, and raise,
-    as in `read_pairs`.
+    The answer of a conversation, `{"messages": …, "label": true}`, is its last message. Records are read as in
+    `read_pairs`, which also describes the errors.
     """
     return _read(_records(path, flag, ("completion", "label"), _labelled), path, tokenizer, seq_len, template)
 
@@ -195,7 +196,7 @@ def _records(
                     f"{_listed(fields)}; its fields: {', '.join(field_names(raw)) or 'none'}."
                 )
             media = [name for name in FILES if record.get(name)]
-            check(not media, f"{where} has {', '.join(media)}: preferences are read as text alone.", DataError)
+            check(not media, f"{where} has {', '.join(media)}: preference data can only contain text.", DataError)
             found = parse(record, where)
             yield found._replace(margin=_margin(record, where)) if "margin" in more else found
 
@@ -236,13 +237,12 @@ def _labelled(record: Mapping[str, Any], where: str) -> _Record:
 
 
 def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], label: int) -> _Record:
-    """Make the record of a prompt, which may be the messages with which its answers begin."""
+    """Return a record with its prompt, which may be the common first messages of its answers."""
     prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
     answers = [record[name] for name in fields]
     are_messages = [isinstance(value, list) for value in answers]
     if not isinstance(prompt, list) and not any(are_messages):
-        rule = f"has no field 'prompt', and nothing to which {_listed(fields)} would be an answer"
-        check(prompt is not None, f"{where} {rule}.", DataError)
+        check(prompt is not None, f"{where} has no field 'prompt' for {_listed(fields)}.", DataError)
         texts = [checked_text(value, name, where) for name, value in zip(fields, answers, strict=True)]
         return _Record(where, checked_text(prompt, "prompt", where), tuple(texts), label, {})
     if isinstance(prompt, list):
@@ -254,11 +254,11 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
     else:
         check(
             all(are_messages),
-            f"{where}: {_listed(fields)} must be lists of messages, or texts, all of them.",
+            f"{where}: {_listed(fields)} must all be lists of messages, or all be texts.",
             DataError,
         )
         prompt, conversations = _shared_prompt(prompt, answers, where)
-    check(len(prompt) > 0, f"{where}: the prompt has no message: give what {_listed(fields)} answer.", DataError)
+    check(len(prompt) > 0, f"{where}: the prompt of {_listed(fields)} has no messages.", DataError)
     for name, conversation in zip(fields, conversations, strict=True):
         _check_turns(conversation, f"{where}: {name}")
     return _Record(where, prompt, tuple(conversations), label, template_variables(record, where))
@@ -272,8 +272,11 @@ def _shared_prompt(prompt: Any, conversations: Sequence[Messages], where: str) -
         max(0, max_shared),
     )
     if len(conversations) == 1 or shared == 0:
-        rule = "has no field 'prompt', and answers that do not start with the same messages"
-        check(prompt is not None, f"{where} {rule}.", DataError)
+        check(
+            prompt is not None,
+            f"{where} has no field 'prompt', and its answers do not start with the same messages.",
+            DataError,
+        )
         return [{"role": "user", "content": checked_text(prompt, "prompt", where)}], list(conversations)
     return conversations[0][:shared], [conversation[shared:] for conversation in conversations]
 
@@ -282,8 +285,11 @@ def _check_turns(conversation: Messages, where: str) -> None:
     """Raise DataError unless the messages of an answer start and end with an assistant message."""
     for place, turn in (("start", conversation[0]), ("end", conversation[-1])) if conversation else (("start", None),):
         by_assistant = isinstance(turn, dict) and turn.get("role") == "assistant"
-        rule = f"must {place} with an assistant message after the prompt, not with {str(turn)[:60]}"
-        check(by_assistant, f"{where} {rule}.", DataError)
+        check(
+            by_assistant,
+            f"{where} must {place} with an assistant message after the prompt, not with {str(turn)[:60]}.",
+            DataError,
+        )
 
 
 def _is_empty(answer: str | Messages) -> bool:
@@ -310,9 +316,9 @@ def _read(
                 else:
                     dropped[example] += 1
     reasons = _counted(dropped) or "there are no records"
-    rule = f"none of the {sum(dropped.values()):,} {name} in {path} can be trained on: {reasons}"
-    remedy = f"raise --seq-len {seq_len}, or give others" if dropped["too_long"] else "give others"
-    check(bool(examples), f"{rule}; {remedy}.", DataError)
+    if not examples:
+        remedy = f" Raise --seq-len {seq_len}, or give other data." if dropped["too_long"] else ""
+        raise DataError(f"none of the {sum(dropped.values()):,} {name} in {path} can be trained on: {reasons}.{remedy}")
     return Preferences(examples, seq_len, dropped, dict(report.notes))
 
 
@@ -331,7 +337,7 @@ def _examples(
     seq_len: int,
     report: ReadReport,
 ) -> Iterator[Example | str]:
-    """Yield the example of each record, or the reason to leave it out."""
+    """Yield the example of each record, or the reason for leaving it out."""
     reasons = [_reason(record.answers, map(_is_empty, record.answers)) for record in records]
     useful = [record for record, reason in zip(records, reasons, strict=True) if reason is None]
     conversations = [each for each in useful if isinstance(each.prompt, list)]
@@ -351,14 +357,14 @@ def _examples(
 
 
 def _reason(answers: Sequence[Any], empty: Iterable[bool]) -> str | None:
-    """Return why answers teach nothing."""
+    """Return the reason for leaving out a record with equal or empty answers; None for other records."""
     if len(answers) == 2 and answers[0] == answers[1]:
         return "identical"
     return "empty" if any(empty) else None
 
 
 def _is_excluded(answer: str | Messages) -> bool:
-    """Return whether flags exclude all of the assistant's messages from training."""
+    """Return whether flags exclude all assistant messages from training."""
     if isinstance(answer, str):
         return False
     turns = [turn for turn in answer if isinstance(turn, dict) and turn.get("role") == "assistant"]
@@ -372,7 +378,7 @@ def _encode_chats(
         [_document(record, answer, f"{number} {index}") for index, answer in enumerate(record.answers)]
         for number, record in enumerate(records)
     ]
-    counts = ReadReport(notes=report.notes)  # answers that are left out are counted with their records
+    counts = ReadReport(notes=report.notes)  # dropped answers are counted with their records
     rendered = list(render_documents(itertools.chain(*documents), template, counts))
     requests = [] if template is None else render_requests([each[0] for each in documents], template)
     parts = [(document.text or "", document.spans or (), document.literal) for document in rendered]
@@ -394,18 +400,20 @@ def _document(record: _Record, answer: str | Messages, key: str) -> Document:
 
 
 def _check_prompt(document: Document, request: str, template: ChatTemplate) -> None:
-    """Raise DataError unless the text before an answer is what a model would be given to answer."""
-    check(not document.media, f"{document.where} has images or other files: preferences are read as texts.", DataError)
+    """Raise DataError unless the text before an answer equals the prompt at inference."""
+    check(not document.media, f"{document.where} has media files: preference data can only contain text.", DataError)
     start = min(start for start, stop in document.spans or () if start < stop)
     before = (document.text or "")[:start]
-    rule = f"{template.where} writes the prompt in another way when an answer follows"
-    remedy = "Leave the record out, or give a template that does not change what was said (--chat-template)"
-    same = request.startswith(before) or before.startswith(request)
-    check(same, f"{document.where}: {rule}. {remedy}.", DataError)
+    check(
+        request.startswith(before) or before.startswith(request),
+        f"{document.where}: {template.where} renders the prompt differently when an answer follows. Remove the record, "
+        "or give a template that does not change earlier messages (--chat-template).",
+        DataError,
+    )
 
 
 def _answer(ids: np.ndarray, targets: np.ndarray) -> Answer:
-    """Return an answer whose first token is no target: nothing predicts it."""
+    """Return an answer. The first token is not a target, because no token predicts it."""
     return Answer(ids.astype(np.int32), targets & (np.arange(len(ids)) > 0))
 
 

@@ -1,8 +1,8 @@
-"""Prompts that a model answers in training, and the cursor that deals them out.
+"""Prompts for RL, and a resumable iterator over them.
 
-A record has a `prompt`, a text or messages, or `messages`, and any other columns, which a reward reads. Messages are
-written by the chat template with the request for an answer; a text gets no template: its tokens are those of a document
-that begins with it.
+A record has a `prompt`, which is a text or messages, or `messages`, and other columns, which rewards read. The chat
+template renders messages with a generation prompt. A text gets no template: its tokens are the tokens of a document
+that starts with it.
 """
 
 import functools
@@ -26,11 +26,11 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, prompt_ids
 
 
-RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
+RECORDS_AT_ONCE = 1024  # records that are rendered and tokenized together
 
 
 class Prompt(NamedTuple):
-    """Prompt: its number, its tokens, and its record, which has `prompt` and the columns that a reward reads."""
+    """Prompt: its number, its tokens, and its record with `prompt` and the columns that rewards read."""
 
     number: int
     tokens: tuple[int, ...]
@@ -38,9 +38,9 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Prompts of at most `most_tokens` tokens in the order of their records; `too_long` counts those left out.
+    """Prompts of at most `most_tokens` tokens in the order of their records.
 
-    `notes`: number of prompts with each warning.
+    too_long: number of prompts that were left out. notes: number of prompts by warning.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Prompts:
         return max(len(prompt.tokens) for prompt in self.prompts)
 
     def describe(self) -> str:
-        """Describe the prompts, what was left out, and warnings."""
+        """Describe the prompts, the prompts that were left out, and warnings."""
         if not self.longest:
             return quantity(len(self.prompts), "task")
         line = f"{quantity(len(self.prompts), 'prompt')} of up to {quantity(self.longest, 'token')}"
@@ -78,7 +78,7 @@ def read_prompts(
 ) -> Prompts:
     """Read prompts, `{"prompt": …, "answer": …, …}`, of at most `most_tokens` tokens.
 
-    Raises DataError that names file and row for what is no such record, and if no prompt is left.
+    Raises DataError with file and row for other records, and if no prompt is left.
     """
     records, prompts, too_long, number = _records(path, flag), list[Prompt](), 0, 0
     report = ReadReport()
@@ -88,23 +88,24 @@ def read_prompts(
                 if not tokens:
                     raise DataError(
                         f"{where}: field 'prompt' is empty, and the tokenizer has no token that starts a text. "
-                        "Leave the record out."
+                        "Remove the record."
                     )
                 if len(tokens) <= most_tokens:
                     prompts.append(Prompt(number, tokens, record))
                 too_long += len(tokens) > most_tokens
                 number += 1
-    reason = f"all {number:,} have more than {most_tokens:,} tokens: raise --seq-len" if number else "there are none"
-    check(bool(prompts), f"{path} has no prompt that can be answered: {reason}.", DataError)
+    if not prompts:
+        reason = f": all {number:,} prompts have more than {most_tokens:,} tokens. Raise --seq-len" if number else ""
+        raise DataError(f"{path} has no usable prompt{reason}.")
     return Prompts(prompts, most_tokens, too_long, report.notes)
 
 
 def read_tasks(path: Paths, *, flag: str = DATA) -> Prompts:
-    """Read tasks of an environment, any JSON objects, as prompts without tokens. Raises DataError."""
+    """Read tasks of an environment, which are any JSON objects, as prompts without tokens. Raises DataError."""
     records = (each for source in find_sources(path, flag) for each in read_records(source, ALL))
     tasks = list[Prompt]()
     for where, record in records:
-        check(isinstance(record, dict), f"{where} must hold a JSON object, which is the task.", DataError)
+        check(isinstance(record, dict), f"{where} must be a JSON object, which is the task.", DataError)
         tasks.append(Prompt(len(tasks), (), record))
     check(bool(tasks), f"{path} has no task.", DataError)
     return Prompts(tasks, 0, 0)
@@ -115,14 +116,14 @@ def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for where, record in read_records(source, ALL):
             record = normalize_prompt(record, where)
             media = [name for names in FILES.items() for name in names if record.get(name)]
-            check(not media, f"{where} has {', '.join(media)}: prompts are read as text alone.", DataError)
+            check(not media, f"{where} has {', '.join(media)}: prompts can only contain text.", DataError)
             prompt = record["prompt"]
             if isinstance(prompt, list):
                 prompt = check_messages(as_texts(prompt), f"{where}: messages")
                 if prompt[-1]["role"] == "assistant":
                     raise DataError(
-                        f"{where}: the last message is the assistant's, so there is nothing to be answered. Leave the "
-                        "answer out of the messages, or put the messages before it into 'prompt'."
+                        f"{where}: the last message is an assistant message, so there is nothing to answer. Remove the "
+                        "message, or put the messages before it into 'prompt'."
                     )
             else:
                 checked_text(prompt, "prompt", where)
@@ -148,10 +149,11 @@ def _encode_chats(
     template: ChatTemplate | None,
     report: ReadReport,
 ) -> Iterator[tuple[int, ...]]:
-    rule = "is a conversation, and there is no chat template that writes it as a text"
-    remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
     if template is None:
-        raise DataError(f"{chats[0][0]} {rule}. {remedy} (DataConfig.chat_template).")
+        raise DataError(
+            f"{chats[0][0]} is a conversation, but there is no chat template to render it. Start from a chat model "
+            "(--init-from), or give a Jinja file with --chat-template (DataConfig.chat_template)."
+        )
     requests = [
         Conversation(record["prompt"], template_variables(record, where), add_generation_prompt=True)
         for where, record in chats
@@ -171,15 +173,15 @@ def encode_rendered(tokenizer: Tokenizer, text: str, literal: Sequence[Sequence[
 
 
 def encode_beginning(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encode a text to be continued, as the server and `generate` do."""
+    """Tokenize a text to be continued, as the server and `generate` do."""
     return tuple(prompt_ids(tokenizer, text).tolist())
 
 
 class PromptBatches:
-    """Iterator over the prompts of each step: `count` of them, in another order in each epoch.
+    """Iterator over the prompts of each step: `count` prompts, in another order in each epoch.
 
-    It never ends; with `held_out` it is one pass, in the order of the records. `take` deals out more. All processes
-    deal out the same prompts.
+    It never ends; with `held_out` it is one pass, in the order of the records. `take` returns additional prompts. All
+    processes get the same prompts.
     """
 
     def __init__(self, prompts: Prompts, *, count: int, seed: int, held_out: bool = False):
@@ -202,7 +204,7 @@ class PromptBatches:
         self.close()
 
     def take(self, count: int) -> list[Prompt]:
-        """Deal out the next prompts, each with the number of its turn, which is never dealt out twice."""
+        """Return the next prompts. The number of each prompt is its position in the sequence of all prompts so far."""
         prompts = []
         for turn in range(self._taken, self._taken + count):
             epoch, place = divmod(turn, len(self.prompts.prompts))
@@ -225,19 +227,19 @@ class PromptBatches:
         return self._taken / len(self.prompts.prompts)
 
     def source_epochs(self) -> Mapping[str, float]:
-        """Return the passes over each source of a mixture: there is none."""
+        """Return an empty mapping: prompts are not mixtures."""
         return {}
 
     def describe(self, start: int, steps: int) -> str:
-        """Describe the prompts of a training, and what was left out."""
+        """Describe the prompts and the records that were left out."""
         return self.prompts.describe()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the cursor as plain JSON, and all that it depends on."""
+        """Return the state as plain JSON: the number of prompts so far, and everything that they depend on."""
         return {"prompt": self._taken, **self._identity()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `get_state` was called. Raises DataError if the prompts of `state` differ."""
+        """Resume exactly where `get_state` was called. Raises DataError if the prompts of `state` differ."""
         check_same_data(state, self._identity())
         self._taken = int(state["prompt"])
 

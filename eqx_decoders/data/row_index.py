@@ -1,13 +1,13 @@
-"""Row index: the pieces of documents in row n of a corpus of any size, planned in blocks when they are needed.
+"""Row index: the pieces of documents in row n of a corpus of any size, planned block by block when they are needed.
 
-A block has `BLOCK` consecutive documents. Each block is planned by itself (see `packing_plans`), so half of its last
-row is padding, on average. The number of rows of a block follows from the sizes of its documents alone: it is the same
-in every epoch, and the only thing that is kept for a whole corpus.
+A block has `BLOCK` consecutive documents. Each block is planned separately (see `packing_plans`), so on average half of
+its last row is padding. The number of rows of a block follows from the sizes of its documents alone. It is the same in
+every epoch, and it is all that is stored for the complete corpus.
 
-Each epoch of a training takes the blocks in another order and cuts them into windows of about `WINDOW` pieces. The rows
-of a window are shuffled together; only its plans and those of the next one are in memory. So a row is shuffled among
-those of some forty blocks, not among all. They come evenly from all parts of the corpus, so that windows are alike
-where its parts are not. A corpus that is smaller than a window is shuffled as a whole.
+Each epoch of training takes the blocks in another order and cuts this order into windows of about `WINDOW` pieces. The
+rows of a window are shuffled together. Only the plans of one window and of the next one are in memory. So a row is
+shuffled among the rows of about forty blocks, which come evenly from all parts of the corpus. A corpus that is smaller
+than a window is shuffled completely.
 """
 
 import bisect
@@ -26,10 +26,10 @@ from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.status import StatusLine
 
 
-# Documents that are planned together: a run keeps this number in its state, and goes on with its own. WINDOW has to
-# stay as it is, or existing runs would go on in another order.
+# Documents that are planned together. A run stores this number in its state and resumes with it. WINDOW must not
+# change: existing runs would resume with another order.
 BLOCK = 1 << 14
-WINDOW = 1 << 20  # pieces whose rows are shuffled together, of some 20 bytes each
+WINDOW = 1 << 20  # pieces whose rows are shuffled together; a piece takes about 20 bytes
 
 Pieces = Iterator[tuple[int, int, int]]  # document, start, stop
 MakePlan = Callable[[np.ndarray, np.ndarray, int], PackingPlan]
@@ -37,7 +37,7 @@ MakePlan = Callable[[np.ndarray, np.ndarray, int], PackingPlan]
 
 @runtime_checkable
 class Documents(Protocol):
-    """Corpus to be planned: the sizes of its documents, in tokens, and which of them are held out."""
+    """Corpus to be planned: the sizes of its documents in tokens, and a mask of the held-out documents."""
 
     @property
     def content_hash(self) -> str: ...
@@ -51,7 +51,7 @@ class Documents(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of `size` documents of a corpus, of which one split is planned by `make`."""
+    """Blocks of `size` documents of a corpus. `make` plans the documents of one split."""
 
     corpus: Documents
     held_out: bool
@@ -65,45 +65,45 @@ class Blocks:
         return -(-len(self.corpus) // self.size)
 
     def plan(self, block: int, seed: str | None = None) -> PackingPlan:
-        """Plan a block, which must have rows, with its documents in their order or in one that `seed` gives."""
+        """Plan a block, which must have rows. seed: determines the order of documents; None: the corpus's order."""
         documents, sizes = self._documents(block)
         order = slice(None) if seed is None else permutation(len(documents), seed)
         return self.make(documents[order], sizes[order], self.seq_len).compact()
 
     def rows(self, block: int) -> int:
-        """Count the rows of a block: 0 where none of its documents is in the split."""
+        """Return the number of rows of a block, which is 0 if no document is in the split."""
         return count_rows(self.make, self._documents(block)[1], self.seq_len)
 
     def _documents(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers and sizes of the split's documents in `block`."""
+        """Return the indices and sizes of the split's documents in `block`."""
         start, stop = block * self.size, min((block + 1) * self.size, len(self.corpus))
         chosen = np.flatnonzero(self.corpus.is_held_out(start, stop) == self.held_out)
         return start + chosen, self.corpus.sizes(start, stop)[chosen]
 
 
 class HeldOutRows:
-    """Rows of one pass, in the order of the documents. Blocks are planned when one of their rows is needed."""
+    """Rows of one pass over the held-out documents in their order. Blocks are planned when their rows are needed."""
 
     def __init__(self, blocks: Blocks):
         self._blocks = blocks
-        self._ends = [0]  # the row behind the last one of each block counted so far
+        self._ends = [0]  # end of the rows of each block counted so far
         self._plan = functools.lru_cache(2)(blocks.plan)
 
     def reach(self, row: int) -> bool:
-        """Count blocks up to a row, and return whether it exists."""
+        """Count blocks up to a row, and return whether the row exists."""
         while row >= self._ends[-1] and len(self._ends) <= self._blocks.count:
             self._ends.append(self._ends[-1] + self._blocks.rows(len(self._ends) - 1))
         return row < self._ends[-1]
 
     @property
     def per_epoch(self) -> int:
-        """Number of rows, for which all blocks are counted."""
+        """Number of rows. Counts all blocks."""
         while self.reach(self._ends[-1]):
             pass
         return self._ends[-1]
 
     def pieces(self, row: int) -> Pieces:
-        """Return the pieces in a row; none behind the last one."""
+        """Return the pieces in a row. A row after the last one has no pieces."""
         if not self.reach(row):
             return iter(())
         block = bisect.bisect_right(self._ends, row) - 1
@@ -111,23 +111,23 @@ class HeldOutRows:
 
 
 class TrainingRows:
-    """Rows of a training that never ends: each epoch has all of them, in an order that follows from `seed`.
+    """Rows of training, which never end: each epoch has all rows, in an order that follows from `seed`.
 
-    folder: directory for the numbers of rows of many blocks, since counting them reads all sizes.
+    folder: directory in which the numbers of rows of all blocks are stored, since counting them reads all sizes.
     """
 
     def __init__(self, blocks: Blocks, seed: str, folder: Path):
         rows = _rows_of_all(blocks, folder)
         self._blocks, self._seed = blocks, seed
-        self._filled = np.flatnonzero(rows)  # a block may have no document of the split
+        self._filled = np.flatnonzero(rows)  # blocks with documents of the split
         self._rows = rows[self._filled]
-        self._pieces = self._rows + blocks.size  # at most
+        self._pieces = self._rows + blocks.size  # upper bound
         self.per_epoch = int(rows.sum())
         self._epoch = functools.lru_cache(2)(self._make_epoch)
         self._window = functools.lru_cache(2)(self._make_window)
 
     def pieces(self, row: int) -> Pieces:
-        """Return the pieces in a row, counted from the first one of the training."""
+        """Return the pieces in a row, counted from the start of training."""
         epoch, index = divmod(row, self.per_epoch)
         _, _, begins = self._epoch(epoch)
         number = int(np.searchsorted(begins, index, "right")) - 1
@@ -136,7 +136,7 @@ class TrainingRows:
         return window.pieces(index)
 
     def _plan_ahead(self, epoch: int, number: int, done: int, of: int) -> None:
-        """Plan blocks of the next window during the second half of a window, so that its first row waits for few."""
+        """Plan blocks of the next window during the second half of a window, so that its first row need not wait."""
         if done < 0:
             return
         last = number + 1 == len(self._epoch(epoch)[2])
@@ -144,7 +144,7 @@ class TrainingRows:
         window.plan(done * len(window.blocks) // of)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of the blocks (numbers among those with rows), and each window's first block and row."""
+        """Return the order of the blocks with rows, and the first block and first row of each window."""
         count, total = len(self._rows), int(self._pieces.sum())
         windows = max(1, round(total / WINDOW))
         order = _spread(count, max(1, round(count / windows)), f"{self._seed}/{epoch}/blocks")
@@ -169,7 +169,7 @@ class TrainingRows:
 class _Window(NamedTuple):
     """Window of blocks whose rows are shuffled together: `order[k]` is the row at index `k`.
 
-    `ends[i]`: the row behind the last one of `blocks[i]`, whose plan is `plan(i)`.
+    `ends[i]` is the end of the rows of `blocks[i]`, whose plan is `plan(i)`.
     """
 
     blocks: list[int]
@@ -184,14 +184,15 @@ class _Window(NamedTuple):
 
 
 def _suffix(number: int) -> str:
-    """Return the end of a seed: none for number 0, which keeps the seeds of versions that had a single block."""
+    """Return the suffix of a seed; it is empty for block 0, so that a corpus of one block has a seed without suffix."""
     return f"/{number}" if number else ""
 
 
 def _spread(count: int, parts: int, seed: str) -> np.ndarray:
-    """Order the numbers below `count` so that any `parts` consecutive ones come from all over the range.
+    """Return the numbers below `count` in an order in which `parts` consecutive ones come from all parts of the range.
 
-    The range is cut into `parts`. The order has one number of each part, drawn by `seed`, then a second one, and so on.
+    The range is cut into `parts`. The order has one number of each part, chosen by `seed`, then a second one of each
+    part, and so on.
     """
     shuffled = permutation(count, seed)
     part = shuffled * parts // count
@@ -202,7 +203,7 @@ def _spread(count: int, parts: int, seed: str) -> np.ndarray:
 
 
 def _rows_of_all(blocks: Blocks, folder: Path) -> np.ndarray:
-    """Return the number of rows of each block, from a file in `folder` if they were counted before."""
+    """Return the number of rows of each block. They are stored in a file in `folder`."""
     if blocks.count == 1:
         return np.array([blocks.rows(0)])
     settings = (blocks.held_out, blocks.make.__name__, blocks.seq_len, blocks.size)

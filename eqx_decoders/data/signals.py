@@ -1,4 +1,4 @@
-"""Numbers of tokens that an objective reads: weights, advantages, other models' log-probs."""
+"""Signals: numbers for each token that an objective reads, such as weights, advantages and log-probs."""
 
 import equinox as eqx
 from jaxtyping import Float, Integer
@@ -8,32 +8,31 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 class Signals(eqx.Module):
-    """Numbers of the tokens of a `Batch`, each at the index of the token that it is about; None: not used.
+    """Numbers for the tokens of a `Batch`, each at the index of its token. None: not used.
 
-    Whatever an algorithm decides about a token is made on the host, over the whole batch of an optimizer step, and
-    stands here; the compiled step only forms sums. So a loss is the same for any microbatches, packing and mesh.
-    What stands at tokens of weight 0 may be anything, also NaN.
+    They are computed on the host, over the complete batch of an optimizer step; the compiled step only forms sums. So
+    the loss does not depend on microbatches, packing and mesh. Values at tokens of weight 0 are ignored, also NaN.
 
     **Arguments:**
 
-    - `policy`: weight of the objective's own loss of a token (`token_weights`: its sum is the loss of the batch, not to
-        be divided again).
+    - `policy`: weight of a token in the objective's policy loss (`token_weights`). The sum over the batch is the loss;
+        it is not divided again.
     - `nll`: weight of `-log p` of a token.
-    - `divergence`: weight of the divergence from a reference or a teacher at a token.
-    - `advantages`: how much better than expected the token's answer was; of KTO 1 for desirable, -1 for undesirable.
-    - `old`: log-probs under the trainer's own weights when the answer was drawn.
-    - `sampler`: log-probs of the distribution that the answer was really drawn from.
+    - `divergence`: weight of the divergence from a reference or teacher model.
+    - `advantages`: advantage of the token's completion. In KTO 1 for desirable, -1 for undesirable completions.
+    - `old`: log-probs under the trainer's weights when the completion was sampled.
+    - `sampler`: log-probs under the distribution from which the completion was sampled.
     - `reference`: log-probs under the reference model.
-    - `teacher`: log-probs under a teacher.
-    - `values`: what a critic expected of the return from the token on, when the answer was drawn.
-    - `returns`: what came of it, which the critic learns.
-    - `baseline`: a number taken off: KTO's estimate of the divergence, the margin of a reward model's pair.
-    - `answers`: number of the answer within its row, 1, 2, …, of which the token is one; 0 for tokens of prompts, of
-        tools and for padding. Numbers 2k - 1 and 2k are the chosen and the rejected answer of a pair.
-    - `top_ids`, `top_log_probs`: a teacher's likeliest tokens and their log-probs.
-    - `experts`: the experts that the token is sent to in each layer that has any, in place of the best ones of its
-        router (routing replay); -1 for tokens whose router chooses. Only log-probs of targets read it.
-    - `most_answers`: the largest number that an answer may have.
+    - `teacher`: log-probs under the teacher model.
+    - `values`: the critic's value at the token when the completion was sampled.
+    - `returns`: the observed return from the token, which the critic learns.
+    - `baseline`: a number that is subtracted: KTO's estimate of the divergence, or the margin of a reward model's pair.
+    - `answers`: index of the token's completion in its row, 1, 2, …; 0 for tokens of prompts and tools, and for
+        padding. 2k - 1 and 2k are the chosen and the rejected completion of a pair.
+    - `top_ids`, `top_log_probs`: the teacher's most probable tokens and their log-probs.
+    - `experts`: experts of the token in each MoE layer, which replace the choice of the router (routing replay); -1 for
+        tokens whose experts the router chooses. Only log-probs of targets read it.
+    - `most_answers`: maximum index in `answers`.
     """
 
     policy: Float[AnyArray, "batch length"] | None = None

@@ -1,7 +1,7 @@
-"""Synthetic images that this library draws, with questions about them: a small task for training on images.
+"""Synthetic images with questions and answers: a small task for training vision-language models.
 
-An image is a pure function of its number: shapes of one kind, color and size, or a digit, anywhere on a plain ground,
-with noise. So are the question about it and its answer: which shape, what color, how many, which digit.
+An image is a pure function of its number. It shows shapes of one kind, color and size, or a digit, at random positions
+on a plain background, with noise. The question asks for the shape, the color, the number of shapes or the digit.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import write_atomically
 
 
-SCHEME = "drawn:"  # before the number of an image, where others have a path
+SCHEME = "drawn:"  # prefix of the number of an image, in place of a path
 SIZE = 32  # rows and columns of pixels
 COLORS = {
     "red": (0.9, 0.15, 0.15),
@@ -52,7 +52,7 @@ class SyntheticImage:
 
 
 def draw(number: int) -> SyntheticImage:
-    """Draw the image of this number."""
+    """Return the image with this number."""
     generator = np.random.default_rng([7, number])
     names, darkness = list(COLORS), generator.uniform(0.02, 0.3, 3)
     pixels = np.broadcast_to(darkness[:, None, None], (3, SIZE, SIZE)).copy()
@@ -84,7 +84,7 @@ def drawn_pixels(references: Sequence[str]) -> np.ndarray:
     for reference in references:
         digits = reference.removeprefix(SCHEME)
         good = reference.startswith(SCHEME) and digits.isdigit() and len(digits) < 16
-        check(good, f"{reference[:60]!r} must be {SCHEME} and a whole number: no file is read here.", DataError)
+        check(good, f"{reference[:60]!r} must be {SCHEME} followed by a non-negative integer, not a file.", DataError)
         numbers.append(int(digits))
     if not numbers:
         return np.zeros((0, 3, SIZE, SIZE), np.float32)
@@ -92,7 +92,7 @@ def drawn_pixels(references: Sequence[str]) -> np.ndarray:
 
 
 def write_questions(path: Path, count: int) -> Path:
-    """Write a file of JSON lines with questions about the first `count` images, unless it exists; return its path."""
+    """Write a JSONL file with questions about the first `count` images, unless it exists; return its path."""
     if not path.exists():
         records = (
             {"prompt": f"{drawn.question}\n", "completion": drawn.answer, "images": [f"{SCHEME}{number}"]}
@@ -117,14 +117,14 @@ def _digit(digit: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def _shapes(shape: str, count: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """Draw masks of shapes that don't touch."""
+    """Return masks of shapes that do not touch."""
     radius = float(generator.uniform(5, 9)) if count == 1 else float(generator.uniform(3, 4.2))
     centers: list[np.ndarray] = []
     while len(centers) < count:
         center = generator.uniform(radius, SIZE - 1 - radius, 2)
         if all(np.abs(center - other).max() > 2 * radius + 1 for other in centers):
             centers.append(center)
-        elif generator.random() < 0.02:  # no room is left: begin anew
+        elif generator.random() < 0.02:  # no space is left: start again
             centers.clear()
     return [_shape(shape, center, radius) for center in centers]
 

@@ -1,9 +1,9 @@
-"""Numbers of tokens that a model computes once, kept in a directory by the tokens that they are of.
+"""On-disk cache of per-token signals (reference log-probs, teacher top-k), keyed by a hash of the tokens.
 
-A segment is a document of a row, or a piece of one: its numbers depend on its own tokens alone, and not on what else is
-in its row. So they are found by a hash of its tokens, whatever the packing, the batch size and the number of processes.
-Each process appends to files of its own, `<process>/index.bin` last, and reads those of all. What a process that was
-killed has written in part is cut off.
+A segment is a document, or a piece of a document, in a row. Its signals depend on its own tokens only, and not on other
+segments in the row. So they are found by a hash of its tokens, for any packing, batch size and number of processes.
+Each process appends to its own files, `<process>/index.bin` last, and reads the files of all processes. Records that a
+killed process has not finished are truncated.
 """
 
 import hashlib
@@ -24,28 +24,28 @@ _ENTRY = np.dtype([("hash", "V16"), ("length", "<u8")])
 
 
 class Column(NamedTuple):
-    """Kind of numbers: how they are stored, and how many a token has; None: one, without a dimension of its own."""
+    """Kind of signal. dtype: how it is stored. width: values per token; None: one value, without an extra dimension."""
 
     dtype: str
     width: int | None = None
 
     @property
     def bytes(self) -> int:
-        """Bytes of a token."""
+        """Bytes per token."""
         return np.dtype(self.dtype).itemsize * (self.width or 1)
 
 
 class SignalCache:
-    """Numbers of segments in a directory.
+    """Cache of the signals of segments in a directory.
 
     **Arguments:**
 
-    - `folder`: the directory, which is made if it does not exist.
-    - `columns`: the kinds of numbers of a token.
-    - `made_by`: what the numbers depend on besides tokens, as JSON.
-    - `process`: number of the process, whose files this one appends to.
+    - `folder`: the directory, which is created if it does not exist.
+    - `columns`: the kinds of signals.
+    - `made_by`: everything that the signals depend on besides tokens, as JSON.
+    - `process`: index of this process, which appends to the files of that index.
 
-    Raises DataError if the directory holds numbers that were made by something else.
+    Raises DataError if the directory contains signals with another `made_by`.
     """
 
     def __init__(self, folder: Path, columns: Mapping[str, Column], made_by: Mapping[str, Any], process: int = 0):
@@ -63,7 +63,7 @@ class SignalCache:
         return len(self._places)
 
     def find(self, tokens: Integer[np.ndarray, "length"]) -> dict[str, Num[np.ndarray, "length *width"]] | None:
-        """Return the numbers of a segment's tokens; None if there are none."""
+        """Return the signals of a segment; None if the cache does not contain them."""
         place = self._places.get(_hash_of(tokens))
         if place is None:
             return None
@@ -73,7 +73,7 @@ class SignalCache:
     def add(
         self, tokens: Integer[np.ndarray, "length"], numbers: Mapping[str, Num[np.ndarray, "length *width"]]
     ) -> None:
-        """Keep the numbers of a segment's tokens."""
+        """Store the signals of a segment."""
         key = _hash_of(tokens)
         if key in self._places:
             return
@@ -86,7 +86,7 @@ class SignalCache:
         self._end += len(tokens)
 
     def _read_index(self, part: Path) -> int:
-        """Read the entries of a process whose numbers are complete, and cut own files behind them; return the end."""
+        """Read the complete entries of a process, and truncate own files after them; return the number of tokens."""
         index = part / "index.bin"
         entries = np.frombuffer(index.read_bytes()[: _size(index) // 24 * 24] if index.exists() else b"", _ENTRY)
         most = min(_size(part / f"{name}.bin") // column.bytes for name, column in self.columns.items())
@@ -108,7 +108,7 @@ class SignalCache:
 
 
 def _check_maker(folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Write what makes the numbers of a new directory; raise DataError if it is not what made those that are there."""
+    """Record how a new directory is computed. Raises DataError if an existing directory was computed differently."""
     file = folder / "made_by.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ def _check_maker(folder: Path, made_by: Mapping[str, Any]) -> None:
         return
     before = read_json(file.read_bytes())
     others = [name for name in made_by if before.get(name) != made_by[name]]
-    named = "; ".join(f"{name}={before.get(name)!r}, and now {made_by[name]!r}" for name in others)
-    check(not others, f"{folder} holds numbers that were made by {named}: give another directory.", DataError)
+    changes = "; ".join(f"{name}={before.get(name)!r}, and is now {made_by[name]!r}" for name in others)
+    check(not others, f"{folder} was computed with {changes}. Choose another directory.", DataError)
 
 
 def _hash_of(tokens: np.ndarray) -> bytes:
