@@ -401,7 +401,7 @@ def _document(record: _Record, answer: str | Messages, key: str) -> Document:
 
 def _check_prompt(document: Document, request: str, template: ChatTemplate) -> None:
     """Raise DataError unless the text before an answer equals the prompt at inference."""
-    check(not document.media, f"{document.where} has media files: preference data can only contain text.", DataError)
+    check(not document.media, f"{document.where} has images or other files, but preferences must be texts.", DataError)
     start = min(start for start, stop in document.spans or () if start < stop)
     before = (document.text or "")[:start]
     check(

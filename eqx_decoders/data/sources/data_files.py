@@ -1,7 +1,7 @@
-"""Files of a corpus as streams: here or elsewhere (`gs://`, `s3://`, `https://`, …) through fsspec; `.gz` and `.zst`.
+"""Files of a corpus as streams: local or remote (`gs://`, `s3://`, `https://`, …, by fsspec), also `.gz` and `.zst`.
 
-A `RemoteFile` has the members of `pathlib.Path` that reading needs (`name`, `stem`, `suffix`, `open`): readers take
-both.
+A `RemoteFile` has the members of `pathlib.Path` that reading needs (`name`, `stem`, `suffix`, `open`), so that readers
+accept both.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check, missing_pack
 
 
 COMPRESSED = (".gz", ".zst")
-MOST_WINDOW_LOG = 31  # `zstd --long=31` looks 2 GB back; the library's own limit is 128 MB
-PAUSES = (0.5, 2.0, 8.0)  # seconds before what failed is tried again
+MAX_WINDOW_LOG = 31  # `zstd --long=31` uses windows of 2 GB; the default limit of the decoder is 128 MB
+PAUSES = (0.5, 2.0, 8.0)  # seconds before each retry
 BUFFER = 1 << 20
 WITHOUT_LISTS = ("http", "https")  # servers that do not list their files
 
-# Entries that identify a content, by the names that file systems give them.
+# Names of checksums in the metadata of file systems.
 ETAGS = ("ETag", "etag")
 CHECKSUMS = ("md5Hash", "Content-MD5", "crc32c", *ETAGS, "blob_id")
 
-# Errors that a retry does not mend: the file, or the request for it, is not as it must be.
+# Errors for which a retry is useless, because the file or the request is wrong.
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
 _LASTING += (TypeError, ValueError, AttributeError)
 
@@ -40,13 +40,13 @@ T = TypeVar("T")
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path is the address of a remote file: `scheme://…`."""
+    """Return whether a path is the URL of a remote file: `scheme://…`."""
     return "://" in path
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """Remote file by its address."""
+    """Remote file with its URL."""
 
     url: str
 
@@ -67,33 +67,33 @@ class RemoteFile:
 
     @property
     def is_listed(self) -> bool:
-        """False for a file of a server that doesn't list its files."""
+        """False for a file on a server that does not list its files."""
         return urlsplit(self.url).scheme not in WITHOUT_LISTS
 
     @property
     def size(self) -> int | None:
-        """Number of bytes; None for a server that doesn't send it, or that doesn't send parts of files."""
+        """Number of bytes; None if the server does not send it, or does not support range requests."""
         info = self._info()
         size = info.get("size")
         return int(size) if size is not None and info.get("partial", self.is_listed) else None
 
     @property
     def checksum(self) -> str | None:
-        """Checksum of the content by its file system, with the size; None if there is no reliable one.
+        """Checksum and size of the content from the file system; None if there is no reliable checksum.
 
-        An ETag of a web server distinguishes versions of one file, not files: then the address is part of it.
+        The ETag of a web server distinguishes versions of one file only, so the URL is added to it.
         """
         info = self._info()
         known = ((name, str(info[name])) for name in CHECKSUMS if info.get(name))
         name, value = next(known, ("", "W/"))
-        if value.startswith("W/"):  # equal for contents that are only about the same
+        if value.startswith("W/"):  # a weak ETag: different contents may have the same one
             return None
         where = f"{self.url} " if not self.is_listed and name in ETAGS else ""
         return f"{where}{info.get('size')} {name} {value}"
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open the file as a stream, which is seekable where the size is known."""
-        check(mode == "rb", f"mode={mode!r}: remote files are only read, as 'rb'.")
+        check(mode == "rb", f"mode={mode!r}: remote files can only be opened with 'rb'.")
         return io.BufferedReader(_RemoteStream(self), BUFFER)
 
     def _info(self) -> dict[str, Any]:
@@ -105,10 +105,10 @@ File = Path | RemoteFile
 
 
 class _RemoteStream(io.RawIOBase):
-    """Stream of a remote file that is opened anew at the same position after an error."""
+    """Stream of a remote file. After an error, it is opened again at the same position."""
 
     def __init__(self, file: RemoteFile):
-        self._position, self._handle = 0, None  # first, because `close` is also called after an error here
+        self._position, self._handle = 0, None  # first, because `close` is called after an error in the next line
         self._file, self._size = file, file.size
 
     def readable(self) -> bool:
@@ -145,14 +145,14 @@ class _RemoteStream(io.RawIOBase):
                 handle.seek(self._position)
             content = handle.read(size)
             if not content and self._size is not None:
-                raise ConnectionError(f"it ended at byte {self._position} of {self._size}")
+                raise ConnectionError(f"the stream ended at byte {self._position} of {self._size}")
             return content
         except Exception:
             self._drop()
             raise
 
     def _open(self) -> Any:
-        """Open the file, and pass over what was read already where the server sends no parts."""
+        """Open the file. If the server does not support range requests, skip the bytes before the current position."""
         system, path = file_system(self._file.url)
         whole = self._size is None and not self._file.is_listed
         handle = system.open(path, "rb", **({"block_size": 0} if whole else {}))
@@ -161,7 +161,7 @@ class _RemoteStream(io.RawIOBase):
             passed = len(handle.read(min(left, BUFFER)))
             left -= passed
             if not passed:
-                raise ConnectionError(f"it ended before byte {self._position}, which was read earlier")
+                raise ConnectionError(f"the stream ended before byte {self._position}, which was read earlier")
         return handle
 
     def _drop(self) -> None:
@@ -172,7 +172,7 @@ class _RemoteStream(io.RawIOBase):
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of an address, and the path in it."""
+    """Return fsspec's file system for a URL, and the path in it."""
     try:
         import fsspec
     except ImportError as error:
@@ -184,20 +184,26 @@ def file_system(url: str) -> tuple[Any, str]:
         raise missing_package(missing, "data") from error
     except ValueError as error:
         known = ", ".join(f"{name}://" for name in ("gs", "s3", "https", "hf"))
-        rule = f"must be a local path or begin with one of {known} or another scheme of fsspec {fsspec.__version__}"
-        raise DataError(f"{url} cannot be opened ({error}): it {rule}.") from error
+        raise DataError(
+            f"{url} cannot be opened ({error}): it must be a local path, or start with {known} or another scheme of "
+            f"fsspec {fsspec.__version__}."
+        ) from error
 
 
 def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
-    """Find the files of a pattern, below a directory or at an address, in order; return the directory's address, too.
+    """Return the URL of the directory at `path` (None if it is not a directory), and the files in order.
 
-    Raises DataError for addresses that cannot be read, and for patterns on servers that do not list their files.
+    `path` is the URL of a file or directory, or a glob. Raises DataError for URLs that cannot be read, and for globs on
+    servers that do not list their files.
     """
     system, inside = file_system(path)
     lists = RemoteFile(path).is_listed
     pattern = any(letter in inside for letter in "*?[") if lists else "*" in inside
-    rule = "such a server has no list of its files: name them one by one"
-    check(lists or not pattern, f"{flag} {path!r} is a pattern, and {rule}.", DataError)
+    check(
+        lists or not pattern,
+        f"{flag} {path!r} is a glob, but its server does not list files: name each file.",
+        DataError,
+    )
     if pattern:
         files, folder = try_again(lambda: system.glob(inside), path), None
     elif lists and try_again(lambda: system.isdir(inside), path):
@@ -210,9 +216,9 @@ def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
 
 @contextlib.contextmanager
 def local_copy(file: File, target: Path | None = None) -> Iterator[Path]:
-    """Copy a remote file to this machine, for readers that need it there, and delete the copy afterwards.
+    """Provide a local copy of a remote file, for readers that need one, and delete the copy afterwards.
 
-    target: path of the copy, which another process will delete if this one is killed; None: a temporary file.
+    target: path of the copy, which another process deletes if this process is killed; None: a temporary file.
     """
     if isinstance(file, Path):
         yield file
@@ -227,7 +233,7 @@ def local_copy(file: File, target: Path | None = None) -> Iterator[Path]:
 
 
 def try_again(call: Callable[[], T], what: str) -> T:
-    """Return `call()`, retried after pauses where its error may be temporary. Raises DataError with the last error."""
+    """Return `call()`. Retries after errors that may be temporary, then raises DataError with the last error."""
     for pause in (*PAUSES, None):
         try:
             return call()
@@ -237,8 +243,10 @@ def try_again(call: Callable[[], T], what: str) -> T:
             raise DataError(f"{what} cannot be read: {type(error).__name__}: {error}.") from error
         except Exception as error:
             if pause is None:
-                message = f"{what} cannot be read, tried {len(PAUSES) + 1} times: {type(error).__name__}: {error}"
-                raise DataError(f"{message}. Start again when it can be reached.") from error
+                raise DataError(
+                    f"{what} cannot be read after {len(PAUSES) + 1} attempts: {type(error).__name__}: {error}. Start "
+                    "again when it is available."
+                ) from error
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
 
@@ -272,12 +280,12 @@ def open_stream(file: File) -> Iterator[Any]:
 
 
 def _gzip(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
-    """Open a stream of gzip's; return the errors that it may raise, too."""
+    """Return a stream that decompresses gzip, and the errors that it may raise."""
     return gzip.GzipFile(fileobj=inner), (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 def zstd_module() -> Any:
-    """Return Python's module of zstd, or its backport."""
+    """Return Python's module `compression.zstd`, or its backport."""
     try:
         return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:
@@ -286,5 +294,5 @@ def zstd_module() -> Any:
 
 def _zstd(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     zstd = zstd_module()
-    options = {zstd.DecompressionParameter.window_log_max: MOST_WINDOW_LOG}
+    options = {zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}
     return zstd.ZstdFile(inner, "rb", options=options), (EOFError, zstd.ZstdError)

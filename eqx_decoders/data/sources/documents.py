@@ -97,16 +97,19 @@ class ChatDocument(NamedTuple):
 class Document(NamedTuple):
     """Document: a text, tokens without separators, or a conversation.
 
-    `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. In the spans `literal` names of special tokens are plain text. A conversation gets its text from a chat
-    template (see `data.chats`). `media` are references to files. Relative paths start at `folder` (None: the source is
-    not on this machine). `known_hash` is the split hash of the document as it was read.
+    - `where`: location for error messages.
+    - `key`: text to be hashed instead of the content for the split.
+    - `spans`: spans (start, stop) of `text` whose tokens are targets; None: the complete text.
+    - `literal`: spans of `text` in which names of special tokens are plain text.
+    - `chat`: conversation; a chat template renders its text (see `data.chats`).
+    - `media`: references to files. Relative paths start at `folder` (None: the source is remote).
+    - `known_hash`: split hash of the document as it was read.
     """
 
     where: str
     text: str | None = None
     tokens: np.ndarray | None = None
-    key: str | None = None  # hashed instead of the content to decide whether the document is held out
+    key: str | None = None
     spans: tuple[tuple[int, int], ...] | None = None
     literal: tuple[tuple[int, int], ...] = ()
     chat: ChatDocument | None = None
@@ -116,15 +119,14 @@ class Document(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of characters of its text, or of bytes of its tokens."""
+        """Number of characters of the text, or of bytes of the tokens."""
         return len(self.text or "") if self.tokens is None else self.tokens.nbytes
 
     def split_hash(self) -> float:
         """Return a hash of the document in [0, 1), which decides whether the document is held out.
 
-        It is equal on every machine, and uniform over documents.
-
-        The document is hashed as it was read, before a template or the placeholders of files change it.
+        It is equal on every machine, and uniform over documents. The document is hashed as it was read, before a chat
+        template or the placeholders of files change it.
         """
         if self.known_hash is not None:
             return self.known_hash
@@ -143,12 +145,11 @@ class Document(NamedTuple):
 
 
 def record_documents(
-    records: Iterable[tuple[str, Any]], field: str, *, from_table: bool = False, report: ReadReport | None = None
+    records: Iterable[tuple[str, Any]], field: str, *, report: ReadReport | None = None
 ) -> Iterator[Document]:
-    """Yield the documents of JSON records or of rows of a table, each given with its place for messages.
+    """Yield the documents of records: JSON objects or rows of a table, with their location for error messages.
 
-    Records with nothing to learn are left out, and counted in `report`. `from_table` has no effect: rows of tables and
-    JSON objects are read in the same way (see `records`).
+    Records without targets are left out, and counted in `report`.
     """
     report = ReadReport() if report is None else report
     for where, record in records:
@@ -163,7 +164,7 @@ def record_documents(
 
 
 def _reason_for_null(record: Mapping[str, Any], normalized: Mapping[str, Any], field: str) -> str | None:
-    """Return why a record is left out whose text or message fields are all null; None for other records."""
+    """Return the reason for leaving out a record whose text and message fields are all null; None for other records."""
     if _has_form(list(normalized), field) or {"chosen", "rejected"} <= normalized.keys():
         return None
     reasons = {field: "empty_text", "messages": "no_messages", "conversations": "no_messages"}
@@ -182,7 +183,7 @@ def _reason_to_drop(document: Document) -> str | None:
 
 
 def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
-    """Return the columns of a table that documents are made of. Raises DataError if it has none of them."""
+    """Return the columns of a table that documents need. Raises DataError if the table has none of them."""
     known = [name for name in dict.fromkeys((field, *COLUMNS)) if name in columns]
     if not _has_form(known, field):
         remedy = PAIRS if _is_pair(columns) else SET_FIELD
@@ -191,7 +192,7 @@ def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
 
 
 def is_record(value: Any, field: str) -> bool:
-    """Return whether a document can be made of the object."""
+    """Return whether the object is a record of a document."""
     return isinstance(value, dict) and _has_form([name for name in value if value[name] is not None], field)
 
 
@@ -268,9 +269,9 @@ def as_messages(value: Any, role: str, field: str, where: str) -> list[Any]:
 
 
 def reference(kind: str, name: str, digest: str = "") -> str:
-    """Return the reference to a file in `Document.media`: the name of an image, kind and name of other files.
+    """Return the reference to a file in `Document.media`: the name of an image, or kind and name of another file.
 
-    Once tokens have been made from the file, the reference has the digest of its content as well.
+    After tokenization the reference also contains the digest of the file.
     """
     if digest:
         return f"{kind}\0{name}\0{digest}"
@@ -278,7 +279,7 @@ def reference(kind: str, name: str, digest: str = "") -> str:
 
 
 def parse_reference(text: str) -> tuple[str, str, str]:
-    """Return kind, name and digest of a `reference`; the digest is empty where it has none."""
+    """Return kind, name and digest of a `reference`. A reference without digest returns an empty digest."""
     if "\0" not in text:
         return "image", text, ""
     kind, name, *digest = text.split("\0")
@@ -290,14 +291,18 @@ def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
     for field, kind in FILES.items():
         names = record.get(field)
         valid = names is None or (isinstance(names, list) and all(isinstance(name, str) and name for name in names))
-        rule = f"field {field!r} (or {kind!r}) must be a list of texts, each naming one {kind}"
-        check(valid, f"{where}: {rule}. Save the files and list their paths, or remove it.", DataError)
+        check(
+            valid,
+            f"{where}: field {field!r} (or {kind!r}) must be a list of paths of {kind} files. Save the files and list "
+            "their paths, or remove the field.",
+            DataError,
+        )
         references += [reference(kind, name) for name in names or ()]
     return tuple(references)
 
 
 def template_variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the variables of a chat template that a record has; `tools` may be a text of JSON."""
+    """Return the template variables of a record. `tools` may be a JSON text."""
     variables = {name: record[name] for name in VARIABLES if record.get(name)}
     if isinstance(variables.get("tools"), str):
         variables["tools"] = parsed(variables["tools"].encode(), f"{where}: field 'tools'")
@@ -319,4 +324,4 @@ def decode(content: bytes, where: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8 text: {error}. Convert it, or leave it out.") from error
+        raise DataError(f"{where} is not UTF-8 text: {error}. Convert the file, or remove it.") from error

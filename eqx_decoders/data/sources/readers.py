@@ -1,8 +1,8 @@
-"""Readers of the documents of one source, or of a part of it: text, JSON, Parquet, ArrayRecord, tokens, datasets.
+"""Readers of the documents of a source, or of a part of a source: text, JSON, Parquet, ArrayRecord, tokens, datasets.
 
-Large sources are cut into parts that different processes read. A part is a pair of numbers, from the first up to the
-second: bytes of plain text and of JSON lines, row groups of Parquet, records of ArrayRecord, rows of a saved dataset,
-and files of a streamed one. The documents of all parts in order are those of the whole source.
+Large sources are cut into parts that different processes read. A part is a range (start, stop): of bytes of plain text
+and JSON lines, row groups of Parquet, records of ArrayRecord, rows of a saved dataset, or files of a streamed dataset.
+The documents of all parts in order are the documents of the source.
 """
 
 import codecs
@@ -34,14 +34,14 @@ from eqx_decoders.io.text.tokenizer import Tokenizer, start_ids
 
 Part = tuple[int, int]
 
-# A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends: one book can then be split
-# into training and held-out text, and no tokenizer gets a gigabyte at once.
+# A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends, so that a single book can
+# be split into training and held-out text, and the tokenizer does not get a gigabyte at once.
 LONG, PIECE = 256 * 1024, 64 * 1024
 
 TOKENS_AT_ONCE = 1 << 22
 RECORDS_AT_ONCE = 256
 
-# A large file is cut into PARTS parts, of at least SMALLEST_PART and at most LARGEST_PART bytes.
+# A large file is cut into PARTS parts of SMALLEST_PART to LARGEST_PART bytes.
 SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
 
 
@@ -49,10 +49,10 @@ ALL = ("*",)  # columns of a table
 
 
 class ReadOptions(NamedTuple):
-    """Options of readers: the text field of records, and the tokenizer of files that hold tokens.
+    """Options of readers: the text field of records, and the tokenizer of files that contain tokens.
 
-    copy: path of the copy of a remote file that is needed on this machine; None: a temporary file. columns: those of a
-    table that are read, or `ALL`; None: those that documents are made of. report: counts of records that are left out.
+    copy: path for the local copy of a remote file; None: a temporary file. columns: columns of a table to read, or
+    `ALL`; None: columns of documents. report: counts of records that are left out.
     """
 
     text_field: str = "text"
@@ -62,24 +62,24 @@ class ReadOptions(NamedTuple):
     report: ReadReport | None = None
 
     def used_columns(self, names: Sequence[str], where: str) -> list[str]:
-        """Return which of a table's columns are read. Raises DataError if documents can be made of none."""
+        """Return the columns of a table to read. Raises DataError if the table has no columns of documents."""
         if self.columns is not None:
             return list(names) if self.columns == ALL else [name for name in self.columns if name in names]
         return used_columns(names, self.text_field, where)
 
 
 def read_source(source: Source, reading: ReadOptions, part: Part | None = None) -> Iterator[Document]:
-    """Yield every document of a source, or of a part, in a fixed order, read lazily.
+    """Yield every document of a source, or of a part of a source, in a fixed order, read lazily.
 
-    Documents without a text are left out, and counted in `reading.report`.
+    Documents without text are left out, and counted in `reading.report`.
 
-    - plain text: a file is a document (beyond 256 KiB: pieces of 64 KiB, cut at line ends);
-    - `.jsonl`, `.json`, `.parquet` and datasets: a line, member of the list or row is a document: the text in the field
-      or column `text_field`, else the conversation in `messages`, else a `prompt` and its `completion` (see `records`);
-    - `.arrayrecord`, `.array_record`: a record is a document: a text or, where the first is one, such a JSON object;
-    - `.bin` (raw) and `.npy`: a list of uint16 or uint32 tokens; a document ends at the tokenizer's `eos_id`.
+    - plain text: a file is a document (above 256 KiB: pieces of 64 KiB, cut at line ends);
+    - `.jsonl`, `.json`, `.parquet` and datasets: a line, list member or row is a document. It has the text in the field
+      `text_field`, or a conversation in `messages`, or a `prompt` and its `completion` (see `records`);
+    - `.arrayrecord`, `.array_record`: a record is a document, a text or (if the first record is one) a JSON object;
+    - `.bin` (raw) and `.npy`: uint16 or uint32 tokens. A document ends at the tokenizer's `eos_id`.
 
-    Raises DataError that names the file and, for an error in its content, the line.
+    Raises DataError with the file and, for errors in its content, the line.
     """
     with _as_data_errors(source.file):
         folder = folder_of(source.file)
@@ -91,16 +91,16 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
 
 
 def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the records of a source, objects of JSON or rows of a table, each with its place for messages.
+    """Yield the records of a source, JSON objects or rows of a table, with their location for error messages.
 
-    Of a table only these columns are read, or `ALL`. Raises DataError for a source that holds no records.
+    columns: columns of a table to read, or `ALL`. Raises DataError for a source that contains no records.
     """
     with _as_data_errors(source.file):
         records = _READERS[kind_of(source.file)].records
         if records is None:
             raise DataError(
-                f"{source.file} holds no records: give .jsonl or .json, also with .gz or .zst, .parquet, .arrayrecord "
-                "or a dataset."
+                f"{source.file} contains no records: give .jsonl, .json (also .gz or .zst), .parquet, .arrayrecord or "
+                "a dataset."
             )
         for where, record in records(source, ReadOptions(columns=columns), None):
             for name, value in record.items() if isinstance(record, dict) else ():
@@ -109,7 +109,7 @@ def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
-    """Return the parts of a source of `size` bytes, which follow from its content alone; [None] if it stays whole."""
+    """Return the parts of a source of `size` bytes, which follow from its content alone; [None] if it is not cut."""
     most = min(LARGEST_PART, max(SMALLEST_PART, (size or 0) // PARTS))
     if (size is not None and size <= 2 * SMALLEST_PART) or (
         isinstance(source.file, File) and is_compressed(source.file)
@@ -122,7 +122,7 @@ def parts_of(source: Source, size: int | None) -> list[Part | None]:
 
 @contextlib.contextmanager
 def _as_data_errors(file: Location) -> Iterator[None]:
-    """Raise DataError that names the file instead of errors of the packages that read it."""
+    """Convert errors of the packages that read a file to DataError with the name of the file."""
     try:
         yield
     except EqxDecodersError:
@@ -164,11 +164,11 @@ def _read_text(source: Source, reading: ReadOptions, part: Part | None) -> Itera
 
 
 def _text_cuts(file: Location, size: int | None, most: int) -> list[int]:
-    """Cut a local file where documents begin, which is found by skipping from one to the next: too slow remotely."""
+    """Cut a local file at starts of documents, which are found by seeking; this is too slow for remote files."""
     if not isinstance(file, Path) or size is None:
         return []
     cuts, end = [0], 0
-    with StatusLine("finding where documents begin", remains=KEPT), file.open("rb") as stream:
+    with StatusLine("finding starts of documents", remains=KEPT), file.open("rb") as stream:
         while end < size:
             stream.seek(end + PIECE)  # like `readlines(PIECE)`: the line that crosses it is the last one
             end = min(end + PIECE, size) + len(stream.readline())
@@ -185,7 +185,7 @@ def _read_json(source: Source, reading: ReadOptions, part: Part | None) -> Itera
 
 
 def _json_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
-    """Read the records of JSON lines, or of a file that holds one list of them, which is read at once."""
+    """Read the records of JSON lines, or of a JSON list, which is read at once."""
     with open_stream(_file(source)) as stream:
         yield from _records(stream, _file(source)) if part is None else _records_within(stream, _file(source), *part)
 
@@ -203,11 +203,11 @@ def _records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
 
 
 def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[tuple[str, Any]]:
-    """Yield the records of the lines that begin at bytes from `start` up to `stop`."""
+    """Yield the records of the lines that start at the bytes `start:stop`."""
     begin = max(0, start - 1)
     stream.seek(begin)
     if start > 0:
-        begin += len(stream.readline())  # of the part before, or the end of its last line
+        begin += len(stream.readline())  # the rest of the last line of the part before
     while begin < stop and (line := stream.readline()):
         if line.removeprefix(codecs.BOM_UTF8).strip():
             yield f"{file}, byte {begin}", parsed(line, f"{file}, byte {begin}")
@@ -215,12 +215,12 @@ def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[
 
 
 def _even_cuts(count: int, size: int | None, most: int) -> list[int]:
-    """Cut `count` bytes, records or rows, which have `size` bytes together, into parts of `most` bytes."""
+    """Cut `count` bytes, records or rows of `size` bytes in total into parts of `most` bytes."""
     return [*range(0, count, max(1, count * most // max(size or 1, 1))), count]
 
 
 def _numbered(where: str, records: Iterable[Any], start: int) -> Iterator[tuple[str, Any]]:
-    """Yield records with their places for messages."""
+    """Yield records with their location for error messages."""
     return ((f"{where} {number}", record) for number, record in enumerate(records, start))
 
 
@@ -244,7 +244,7 @@ def _parquet_records(source: Source, reading: ReadOptions, part: Part | None) ->
 
 
 def _parquet_cuts(file: Location, size: int | None, most: int) -> list[int]:
-    if size is None:  # the server sends whole files only
+    if size is None:  # the server does not support range requests
         return []
     cuts, bytes_ = [0], 0
     with _parquet(file) as table:
@@ -270,7 +270,7 @@ def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
             opened = stack.enter_context(file.open("rb")) if isinstance(file, RemoteFile) else file
             yield stack.enter_context(parquet.ParquetFile(opened))
     except (ArrowException, OSError) as error:
-        raise DataError(f"{file} is not a Parquet file that can be read: {error}") from error
+        raise DataError(f"{file} cannot be read as a Parquet file: {error}") from error
 
 
 def _read_saved(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
@@ -342,7 +342,7 @@ def _json_or_none(record: bytes) -> Any:
 
 
 def _array_record_cuts(file: Location, size: int | None, most: int) -> list[int]:
-    if not isinstance(file, Path):  # each part would be a copy of the whole
+    if not isinstance(file, Path):  # each part would need a copy of the file
         return []
     with _array_record(file, file) as reader:
         return _even_cuts(reader.num_records(), size, most)
@@ -358,11 +358,11 @@ def _array_record(path: Path, source: Location) -> Iterator[Any]:
     try:
         if not reader.ok():
             reader.close()  # which raises the reason
-            raise ValueError("its end is missing")
+            raise ValueError("the end of the file is missing")
         yield reader
         reader.close()
     except (RuntimeError, ValueError, IndexError, OSError) as error:
-        raise DataError(f"{source} is not an ArrayRecord file that can be read: {error}.") from error
+        raise DataError(f"{source} cannot be read as an ArrayRecord file: {error}.") from error
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -370,9 +370,8 @@ def _array_record(path: Path, source: Location) -> Iterator[Any]:
 
 def _read_tokens(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     tokenizer, file = reading.tokenizer, _file(source)
-    rule = f"{file} holds tokens: they need their tokenizer, with an eos_id that ends documents"
     if tokenizer is None or tokenizer.eos_id is None:
-        raise DataError(f"{rule}.")
+        raise DataError(f"{file} contains tokens, which need a tokenizer with an eos_id that ends documents.")
     with local_copy(file, reading.copy) as path:
         tokens = _open_tokens(path, file, tokenizer.vocab_size)
         parts: list[np.ndarray] = []
@@ -390,7 +389,7 @@ def _read_tokens(source: Source, reading: ReadOptions, part: Part | None) -> Ite
 
 def _token_document(file: File, parts: list[np.ndarray], tokenizer: Tokenizer) -> Document:
     tokens = np.concatenate(parts)
-    start = start_ids(tokenizer)  # which the token store puts before every document
+    start = start_ids(tokenizer)  # the token store adds them before every document
     if start and tuple(tokens[: len(start)].tolist()) == start:
         tokens = tokens[len(start) :]
     return Document(str(file), tokens=tokens)
@@ -401,27 +400,31 @@ def _open_tokens(path: Path, file: File, vocab_size: int) -> np.ndarray:
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError) as error:
-            raise DataError(f"{file} is not an .npy file that can be read: {error}") from error
+            raise DataError(f"{file} cannot be read as an .npy file: {error}") from error
         valid = tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
         content = f"{tokens.dtype} of shape {tokens.shape}"
-        check(valid, f"{file} holds {content}; it must be a list of uint16 or uint32 tokens.", DataError)
+        check(valid, f"{file} contains {content}; it must be a 1-D array of uint16 or uint32 tokens.", DataError)
         return tokens
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     size = path.stat().st_size
-    whole = size % dtype.itemsize == 0
-    rule = f"no whole number of {dtype.name} tokens (vocab_size={vocab_size})"
-    check(whole, f"{file} has {size} bytes: {rule}.", DataError)
+    check(
+        size % dtype.itemsize == 0,
+        f"{file} has {size} bytes, not a multiple of the size of {dtype.name} tokens (vocab_size={vocab_size}).",
+        DataError,
+    )
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
 
 def _check_ids(tokens: np.ndarray, start: int, file: File, vocab_size: int) -> None:
     if len(tokens) and int(tokens.max()) >= vocab_size:
         index = int(np.argmax(tokens >= vocab_size))
-        message = f"{file} holds the token id {tokens[index]} at place {start + index}"
-        raise DataError(f"{message}; ids must be below vocab_size={vocab_size}: is it another tokenizer's file?")
+        raise DataError(
+            f"{file} contains the token id {tokens[index]} at index {start + index}, but ids must be below "
+            f"vocab_size={vocab_size}. Was the file written with another tokenizer?"
+        )
 
 
-# --- which reader reads what ------------------------------------------------------------------------------------------
+# --- table of readers -------------------------------------------------------------------------------------------------
 
 
 def _file(source: Source) -> File:
@@ -430,9 +433,11 @@ def _file(source: Source) -> File:
 
 
 class _SourceReader(NamedTuple):
-    """Reader of one kind of source: `read` yields documents, `cuts` the ends of parts of at most a size.
+    """Reader of one kind of source.
 
-    `records` yields the records that documents are made of; None for a kind without.
+    - `read`: yields documents.
+    - `cuts`: returns the boundaries of parts of a maximum size.
+    - `records`: yields records; None for kinds without records.
     """
 
     read: Callable[[Source, ReadOptions, Part | None], Iterator[Document]]

@@ -1,7 +1,6 @@
-"""Sources of a corpus: its files, directories and datasets, and the entries by which changes of them are noticed.
+"""Sources of a corpus: files, directories and datasets, and entries with sizes and hashes that show changes.
 
-Without a path the corpus is the source code of Python's own standard library, about 12 MB on every machine: nothing is
-downloaded.
+Without a path, the corpus is the source code of Python's standard library, about 12 MB that every machine has.
 """
 
 import collections
@@ -29,7 +28,7 @@ from eqx_decoders.io.status import StatusLine
 
 Paths = str | Sequence[str] | None
 Location = File | HubDataset
-Entry = dict[str, Any]  # of a source in manifests: its size, the time of its last change, the hash of its content
+Entry = dict[str, Any]  # entry of a source in manifests: size, time of the last change, hash of the content
 
 DATA, HELD_OUT = "--data (DataConfig.path)", "--held-out (DataConfig.held_out_path)"  # for error messages
 ARRAY_RECORDS = (".arrayrecord", ".array_record")
@@ -40,8 +39,8 @@ TEXTS = (
     *(".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".rs"),
 )
 
-# Kinds of files that are a directory's corpus: the first of these kinds that it has. `.json` is late, since a folder of
-# texts or records often has settings as well.
+# Kinds of files. The corpus of a directory are its files of the first kind that it has. `.json` is late, since a
+# directory of texts or records often contains settings as well.
 PREFERENCES: tuple[Callable[[File], bool], ...] = (
     lambda file: file.suffix in RECORDS[:-1],
     lambda file: is_compressed(file) and plain_suffix(file) == ".jsonl",
@@ -51,18 +50,18 @@ PREFERENCES: tuple[Callable[[File], bool], ...] = (
 )
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-BUILD_SETTINGS = "_sysconfigdata"  # a file that describes the machine on which Python was compiled
+BUILD_SETTINGS = "_sysconfigdata"  # prefix of a file that describes the machine on which Python was compiled
 
 KEPT = "the tokens that were made are kept"
-EVERYWHERE = re.compile(r"(?:(?<=/)|^)\*\*(?:/|$)")  # in a pattern: any folders
+ANY_FOLDERS = re.compile(r"(?:(?<=/)|^)\*\*(?:/|$)")  # `**` in a glob
 CHUNK = 1 << 20  # bytes that are hashed at once
-JUST_NOW = 2_000_000_000  # nanoseconds: a file changed so recently may change once more with the same time
+RECENT = 2_000_000_000  # nanoseconds; a file that changed within this time may change again without a new mtime
 
 
 class Source(NamedTuple):
     """Source: a file or dataset of the corpus, with its name relative to the corpus.
 
-    `by_name`: documents are held out by this name, not by their content.
+    by_name: the split hash of documents is the hash of this name, not of their content.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Source(NamedTuple):
 
 
 def as_paths(path: Paths) -> tuple[str | None, ...]:
-    """Return the paths as a tuple; None, which stands for the standard library, as `(None,)`."""
+    """Return the paths as a tuple. None, the standard library, becomes `(None,)`."""
     return (path,) if path is None or isinstance(path, str) else tuple(path)
 
 
@@ -81,30 +80,30 @@ def parse_location(text: str) -> Location:
 
 
 def folder_of(file: Location) -> Path | None:
-    """Return the directory where relative paths in a source begin: its own, or itself; None for a remote source."""
+    """Return the directory at which relative paths in a source start; None for a remote source."""
     if not isinstance(file, Path):
         return None
     return (file if file.is_dir() else file.parent).resolve()
 
 
 def _dataset(path: str) -> HubDataset | None:
-    """Return the dataset of the hub that a path names; None for other paths and for a file of a dataset."""
+    """Return the dataset of the Hub at a path; None for other paths and for a single file of a dataset."""
     dataset = hub_dataset(path)
     is_file = dataset is not None and plain_suffix(Path(dataset.config or "")) in RECORDS + TEXTS
     return None if is_file else dataset
 
 
 def find_sources(path: Paths, flag: str = DATA) -> tuple[Source, ...]:
-    """Find the sources at `path`: one or several files, directories, globs or datasets (None: the standard library).
+    """Return the sources at `path`: one or several files, directories, globs or datasets (None: the standard library).
 
-    Addresses such as `gs://…` and `https://…` are read through fsspec, `hf://datasets/org/name[/config][:split]` is a
-    dataset of the hub, and a directory may be one that the `save_to_disk` of `datasets` wrote.
+    URLs such as `gs://…` and `https://…` are read with fsspec. `hf://datasets/org/name[/config][:split]` is a dataset
+    of the Hub. A directory may have been written by `save_to_disk` of `datasets`.
 
-    The files of a directory or glob are in the order of their names. A directory's corpus are its records (.jsonl,
-    .parquet, .arrayrecord, .bin, .npy); if it has none, the compressed ones; then plain texts; then other readable
-    files. Files and globs must have known suffixes, or none: that is plain text, as in `LICENSE`.
+    The files of a directory or glob are sorted by name. The corpus of a directory are its records (.jsonl, .parquet,
+    .arrayrecord, .bin, .npy). If it has none, the corpus are compressed records, then plain texts, then other readable
+    files. Files and globs must have known suffixes, or no suffix: such files are plain text, for example `LICENSE`.
 
-    Raises DataError that names the flag if there are none.
+    Raises DataError with the flag if there are no sources.
     """
     sources: dict[str, Source] = {}
     for each in as_paths(path):
@@ -143,37 +142,43 @@ def _find_remote(path: str, flag: str) -> Sequence[Source]:
 
 
 def _chosen(sources: Sequence[Source], path: str, flag: str) -> Sequence[Source]:
-    """Return the files of a directory that are its corpus, each once."""
+    """Return the files of a directory that are its corpus, each file once."""
     files: list[Source] = []
     for is_chosen in PREFERENCES:
         files = files or [each for each in sources if isinstance(each.file, File) and is_chosen(each.file)]
     known = " ".join(RECORDS + TEXTS)
-    check(bool(files), f"{flag} {path!r} holds no file that can be read; known endings: {known}.", DataError)
+    check(bool(files), f"{flag} {path!r} contains no readable file; known suffixes: {known}.", DataError)
     once = set(_once(each.file for each in files if isinstance(each.file, Path)))
     return [each for each in files if each.file in once or isinstance(each.file, RemoteFile)]
 
 
 def _check_files(files: Sequence[File], path: str, flag: str) -> None:
-    rule = "it must be a file, a directory or a pattern that matches files"
-    check(bool(files), f"{flag} {path!r} does not exist: {rule}.", DataError)
+    check(
+        bool(files),
+        f"{flag} {path!r} does not exist: it must be a file, a directory or a glob that matches files.",
+        DataError,
+    )
     for file in files:
         whole = not is_compressed(file) or plain_suffix(file) not in UNCOMPRESSED
-        rule = f"known endings are {' '.join(RECORDS + TEXTS)}, and .gz and .zst behind those of text and JSON"
-        good = plain_suffix(file) in ("", *RECORDS, *TEXTS) and whole
-        check(good, f"{flag} {str(file)!r} is of an unknown kind: {rule}. Rename it to .txt if it is text.", DataError)
+        check(
+            plain_suffix(file) in ("", *RECORDS, *TEXTS) and whole,
+            f"{flag} {str(file)!r} has an unknown suffix. Known suffixes are {' '.join(RECORDS + TEXTS)}, and .gz and "
+            ".zst after suffixes of text and JSON. Rename the file to .txt if it is text.",
+            DataError,
+        )
 
 
 def _below(root: Path, skip: frozenset[str] = frozenset()) -> list[Source]:
-    """Return all files below `root`, without hidden ones and folders named in `skip`."""
+    """Return all files below `root`, except hidden files and folders, and folders in `skip`."""
     files = (Path(folder, name) for folder, names in _folders(root, skip) for name in names if not name.startswith("."))
     sources = [Source(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
     return sorted(sources, key=lambda source: source.name)
 
 
 def _folders(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
-    """Yield `root` and the folders below with the names of their files, each once, also where links lead to it.
+    """Yield `root` and the folders below it with the names of their files. Follows links, but yields each folder once.
 
-    Hidden folders and those named in `skip` are left out.
+    Hidden folders and folders in `skip` are left out.
     """
     seen, waiting = set(root.resolve().parents), collections.deque([root])
     while waiting:
@@ -184,13 +189,13 @@ def _folders(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[s
                 continue
             seen.add(real)
             folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
-            waiting += [link for name in folders if (link := Path(folder, name)).is_symlink()]  # behind all real ones
+            waiting += [link for name in folders if (link := Path(folder, name)).is_symlink()]  # after all real folders
             yield folder, names
 
 
 def _matching(pattern: str) -> Iterator[Path]:
-    """Yield the paths that `glob` finds, but follow links at `**` as `_folders` does: glob would not terminate."""
-    head, *tail = EVERYWHERE.split(pattern, maxsplit=1)
+    """Yield the paths that match a glob. `**` follows links as `_folders` does; `glob.glob` would not terminate."""
+    head, *tail = ANY_FOLDERS.split(pattern, maxsplit=1)
     if not tail:
         yield from map(Path, glob.glob(pattern))
         return
@@ -200,7 +205,7 @@ def _matching(pattern: str) -> Iterator[Path]:
 
 
 def _once(files: Iterable[Path]) -> list[Path]:
-    """Return each file once by its shortest path, in order, without links to one of the others."""
+    """Return each file once, by its shortest path and in order, without links to another file of the list."""
     unique: dict[str, Path] = {}
     real = functools.cache(os.path.realpath)
     for file in sorted(files, key=lambda path: (len(path.parts), path)):
@@ -212,7 +217,7 @@ def _standard_library() -> tuple[Source, ...]:
     root = Path(sysconfig.get_path("stdlib"))
     files = (each for each in _below(root, SKIPPED_FOLDERS) if each.name.endswith(".py"))
     sources = tuple(each._replace(by_name=True) for each in files if BUILD_SETTINGS not in each.name)
-    check(bool(sources), f"the standard library at {root} holds no source files: give {DATA}.", DataError)
+    check(bool(sources), f"the standard library at {root} contains no source files: give {DATA}.", DataError)
     return sources
 
 
@@ -222,8 +227,8 @@ def _standard_library() -> tuple[Source, ...]:
 def describe_sources(sources: Mapping[str, Source], known: Mapping[str, Entry], cache: Path) -> dict[str, Entry]:
     """Return the entry of each source: size, time of the last change and hash of the content.
 
-    Files with the size and time of a `known` entry, or of an entry that was written into `cache` when they were read
-    last, are not read again. The others are, several at a time, and by one process for all that need them.
+    Files are not read if their size and time equal those of a `known` entry, or of an entry in `cache` from the last
+    time they were read. Other files are read in parallel, by one process at a time.
     """
     entries = {name: _as_known(source, known.get(name)) for name, source in sources.items()}
     if all(entries.values()):
@@ -238,7 +243,7 @@ def describe_sources(sources: Mapping[str, Source], known: Mapping[str, Entry], 
         }
         unknown = {name: sources[name] for name, entry in entries.items() if entry is None}
         read = _describe_all(unknown, status)
-        recently = time.time_ns() - JUST_NOW
+        recently = time.time_ns() - RECENT
         for name, entry in read.items():
             if isinstance(entry["mtime_ns"], int) and entry["mtime_ns"] < recently:
                 remembered[str(_absolute(sources[name].file))] = entry
@@ -257,7 +262,7 @@ def _describe_all(sources: Mapping[str, Source], status: StatusLine) -> dict[str
 
 
 def describe(file: Location, status: StatusLine | None = None) -> Entry:
-    """Return the entry of a source: size, time of the last change (None where it is not reliable) and hash.
+    """Return the entry of a source: size, time of the last change (None if it is not reliable) and hash.
 
     Raises DataError for a source that cannot be read.
     """
@@ -278,9 +283,9 @@ def describe(file: Location, status: StatusLine | None = None) -> Entry:
 
 
 def is_as_described(file: Location, digest: str, seen: tuple[int, int] | None) -> bool:
-    """Return whether a source still has the content of an entry, as far as that is known without reading it.
+    """Return whether a source still has the content of an entry, as far as is known without reading the source.
 
-    digest: the entry's hash. seen: its size and time of the last change, where it has both.
+    digest: hash of the entry. seen: size and time of the last change of the entry, if it has both.
     """
     if isinstance(file, RemoteFile):
         checksum = file.checksum
@@ -292,10 +297,10 @@ def is_as_described(file: Location, digest: str, seen: tuple[int, int] | None) -
 
 
 def _as_known(source: Source, entry: Entry | None) -> Entry | None:
-    """Return `entry` if the source is unchanged, as far as that is known without reading it; otherwise None."""
+    """Return `entry` if the source is unchanged, as far as is known without reading it; otherwise None."""
     if entry is None or isinstance(source.file, RemoteFile):
         return None
-    if isinstance(source.file, HubDataset):  # the commit that was taken first stays
+    if isinstance(source.file, HubDataset):  # a run keeps its first commit
         return entry if entry.get("revision") else None
     return entry if _size_and_time(source.file) == (entry["size"], entry["mtime_ns"]) else None
 
