@@ -108,9 +108,9 @@ def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
 
     data = DataConfig(batch_size=batch_size, seq_len=seq_len)
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(run_dir=folder, model=model, dataset=data, eval_every=0, sample_tokens=0, steps=steps)
+        config = TrainConfig(run_dir=folder, model=model, data=data, eval_every=0, sample_tokens=0, steps=steps)
         config = dataclasses.replace(
-            config, checkpoint_every=10**9, dataset=dataclasses.replace(data, held_out_fraction=0)
+            config, checkpoint_every=10**9, data=dataclasses.replace(data, held_out_fraction=0)
         )
         saves = mock.patch.object(module.CheckpointSaver, "save")
         with saves, mock.patch.object(module, "TrainingLoop", Timed):
@@ -139,7 +139,7 @@ def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[flo
     config = TrainConfig(
         run_dir=str(run),
         tokenizer=str(tokenizer) if tokenizer.exists() else None,
-        dataset=DataConfig(batch_size=8, seq_len=128),
+        data=DataConfig(batch_size=8, seq_len=128),
         dtype="bfloat16",
         low_precision=ROUNDINGS[name],
         steps=steps,

@@ -70,7 +70,7 @@ def adapter_weights(directory: pathlib.Path) -> str:
 @pytest.fixture(scope="module")
 def lora(full):
     folder = full
-    adapted = {"lora-rank": 4, "lora-alpha": 8, "export-adapter": folder / "adapter"}
+    adapted = {"lora.rank": 4, "lora.alpha": 8, "export-adapter": folder / "adapter"}
     _, err = call("train", *options(folder, "lora", **adapted))
     assert_names(err, adapter_weights(folder / "lora"))
     return folder
@@ -140,7 +140,7 @@ def test_a_run_needs_its_checkpoint_only_once(lora):
     before = named_leaves(ed.load_hf(BASE))
     (folder / "base").rename(folder / "gone")
     try:
-        adapted = {"lora-rank": 4, "lora-alpha": 8, "steps": 6, "export": folder / "later"}
+        adapted = {"lora.rank": 4, "lora.alpha": 8, "steps": 6, "export": folder / "later"}
         _, err = call("train", *options(folder, "lora", **adapted))
     finally:
         (folder / "gone").rename(folder / "base")
@@ -155,9 +155,9 @@ def test_a_run_needs_its_checkpoint_only_once(lora):
 @pytest.mark.slow
 def test_a_run_of_lengths_and_singular_values_is_exported_as_an_adapter_of_the_base(full):
     """DoRA and PiSSA together, resumed: PEFT's adapter of the double rank beside the base is the merged model."""
-    folder, kinds = full, ["--lora-dora", "--lora-init", "pissa", "--lora-rank-pattern", "*.value=2"]
-    changes = {"lora-rank": 4, "export": folder / "kinds-export", "export-adapter": folder / "kinds-adapter"}
-    call("train", *options(folder, "kinds", **{"lora-rank": 4, "steps": 2, "export": folder / "early"}), *kinds)
+    folder, kinds = full, ["--lora.dora", "--lora.init", "pissa", "--lora.rank-pattern", "*.value=2"]
+    changes = {"lora.rank": 4, "export": folder / "kinds-export", "export-adapter": folder / "kinds-adapter"}
+    call("train", *options(folder, "kinds", **{"lora.rank": 4, "steps": 2, "export": folder / "early"}), *kinds)
     _, err = call("train", *options(folder, "kinds", **changes), *kinds)
     assert_names(err, "step 2")
     base, merged = ed.load_hf(BASE), ed.load_hf(folder / "kinds-export")
@@ -186,7 +186,7 @@ def test_an_export_is_refused_before_the_training(full):
 def test_an_imported_directory_can_be_trained(full):
     """A run directory of the convert program: weights without a training state."""
     call("convert", "import", full / "base", full / "imported")
-    words = [*options(full, "imported", **{"lora-rank": 2, "steps": 2}), "--lora-targets", "*.mlp.up"]
+    words = [*options(full, "imported", **{"lora.rank": 2, "steps": 2}), "--lora.targets", "*.mlp.up"]
     place = words.index("--init-from")
     _, err = call("train", *words[:place], *words[place + 2 :])
     assert_names(err, adapter_weights(full / "imported"))

@@ -112,7 +112,7 @@ def test_table_has_the_known_names():
 
 def test_custom_lists_reach_the_model():
     config = TrainConfig(
-        remat="custom", remat_save=("context",), remat_offload=("mlpwo",), dataset=DataConfig(batch_size=16)
+        remat="custom", remat_save=("context",), remat_offload=("mlpwo",), data=DataConfig(batch_size=16)
     )
     assert config.execution().remat == Remat(save=("context",), offload=("mlpwo",))
 

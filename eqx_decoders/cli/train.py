@@ -52,12 +52,12 @@ BASIC = (
     "model",
     "init_from",
     "method",
-    "dataset.path",
+    "data.path",
     "steps",
-    "dataset.batch_size",
-    "dataset.seq_len",
+    "data.batch_size",
+    "data.seq_len",
     "optimizer.learning_rate",
-    "lora_rank",
+    "lora.rank",
     "mesh.fsdp",
     "config",
     "list_models",
@@ -99,7 +99,7 @@ def _train(config: TrainConfig) -> int:
     if config.describe:
         print(describe(abstract_run(RunDirectory(config), config.execution())))
         return 0
-    keep_programs(config.dataset.cache_dir)
+    keep_programs(config.data.cache_dir)
     return train(config, METHODS)
 
 
@@ -122,12 +122,12 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
 
     paths = None | str | tuple[str, ...]  # tyro uses the first type that fits: "None" must become None
     types = {
-        "dataset.path": paths,
-        "dataset.held_out_path": paths,
+        "data.path": paths,
+        "data.held_out_path": paths,
         "set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction],
         "optimizer.lr_multipliers": pairs_of(float),
-        "lora_rank_pattern": pairs_of(int),
-        "lora_alpha_pattern": pairs_of(float),
+        "lora.rank_pattern": pairs_of(int),
+        "lora.alpha_pattern": pairs_of(float),
     }
     default = _defaults(args)
     try:

@@ -77,7 +77,7 @@ def writing_to(cache: Path) -> Iterator[None]:
         if error.errno not in FULL and not where.startswith(str(cache)):
             raise
         message = f"{where or cache} cannot be written: {error.strerror or error}"
-        remedy = "Make room there, or give a directory that you may write: --cache-dir (DataConfig.cache_dir)"
+        remedy = "Make room there, or give a directory that you may write: --data.cache-dir (DataConfig.cache_dir)"
         raise DataError(f"{message}. {remedy}.") from error
 
 

@@ -182,7 +182,7 @@ def pack_answers(
     tries = ((rows, find_places(sizes, counts, rows=rows, length=seq_len, most=answers_per_row)) for rows in choices)
     rows, places = next(((rows, places) for rows, places in tries if places is not None), (choices[-1], None))
     rule = f"{len(answers)} answers with {sum(sizes):,} tokens do not fit into {choices[-1]} rows of {seq_len}"
-    check(places is not None, f"{rule}: raise dataset.batch_size, or draw fewer (rl.prompts, rl.samples).", DataError)
+    check(places is not None, f"{rule}: raise data.batch_size, or draw fewer (rl.prompts, rl.samples).", DataError)
     ints = {name: np.zeros((rows, seq_len), np.int32) for name in ("tokens", "segment_ids", "positions", "answers")}
     sampler, drawn = np.zeros((rows, seq_len), np.float32), list[tuple[np.ndarray, np.ndarray]]()
     experts = _no_experts(parts, rows, seq_len)

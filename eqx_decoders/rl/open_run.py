@@ -57,7 +57,7 @@ def open_on_policy(start: MethodStart) -> OpenedMethod:
 
 def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     start.check_text_alone()
-    config, data, tokenizer = start.config, start.config.dataset, start.tokenizer
+    config, data, tokenizer = start.config, start.config.data, start.tokenizer
     template, rl = written_by(data, start.options["template"], tokenizer), config.rl
 
     def prompts(path: Any, flag: str, *, held_out: bool = False) -> PromptBatches:
@@ -138,17 +138,17 @@ def _sampler_layout(start: MethodStart) -> Layout | None:
 
 def _check_room(config: Any, limit: int) -> None:
     """Raise ConfigError unless answers which have up to `limit` tokens with their prompts would fit into a batch."""
-    rl, data = config.rl, config.dataset
+    rl, data = config.rl, config.data
     rows, most = rl.most_rows, rl.answers_per_row
-    check(limit <= data.seq_len, f"rl.episode_tokens={limit} must be at most dataset.seq_len={data.seq_len}.")
+    check(limit <= data.seq_len, f"rl.episode_tokens={limit} must be at most data.seq_len={data.seq_len}.")
     rule = f"rl.answers_per_row={most} must be at least {rows}, as many rows as an episode of rl.max_turns may have"
     check(most >= rows, f"{rule}, unless rl.strict_prefix.")
     in_row = min(most // rows, data.seq_len // limit)
     needed = -(-rl.prompts * rl.samples // in_row)
     rule = f"rl.prompts={rl.prompts} x rl.samples={rl.samples} answers of up to {limit} tokens with their prompts"
-    remedy = f"raise it, or dataset.seq_len={data.seq_len}, or draw fewer"
+    remedy = f"raise it, or data.seq_len={data.seq_len}, or draw fewer"
     remedy += "" if rl.environment is None else ", or set rl.episode_tokens"
-    check(needed <= data.batch_size, f"{rule} need dataset.batch_size={needed}, not {data.batch_size}: {remedy}.")
+    check(needed <= data.batch_size, f"{rule} need data.batch_size={needed}, not {data.batch_size}: {remedy}.")
 
 
 def open_critic(start: MethodStart) -> Critic:
@@ -163,7 +163,7 @@ def open_critic(start: MethodStart) -> Critic:
         check_same_tokens(start.tokenizer, other.tokenizer, name, "the policy's", remedy)
     execution = start.execution
     base = abstract_base(start.run, execution) if other is None else other.abstract(execution)
-    target, key = _with_values(base, config, jax.random.key(0)), jax.random.key(config.dataset.seed)
+    target, key = _with_values(base, config, jax.random.key(0)), jax.random.key(config.data.seed)
 
     def new_model() -> Decoder:
         with StatusLine("making the critic", remains="nothing of it is kept"):
@@ -186,7 +186,7 @@ def critic_trainer(config: TrainConfig, target: Decoder) -> Trainer:
     It trains what the policy trains, and the head of values.
     """
     critic, optimizer = config.rl.critic, config.optimizer
-    patterns = optimizer.trainable if config.lora_rank is None else LORA_WEIGHTS
+    patterns = optimizer.trainable if config.lora.rank is None else LORA_WEIGHTS
     trainable = patterns if "*" in patterns else (*patterns, HEAD)
     rate = optimizer.learning_rate if critic.learning_rate is None else critic.learning_rate
     optimizer = dataclasses.replace(optimizer, trainable=trainable, learning_rate=rate, ema_decay=None)
@@ -197,7 +197,7 @@ def critic_trainer(config: TrainConfig, target: Decoder) -> Trainer:
 
 def _with_values(model: Decoder, config: TrainConfig, key: PRNGKeyArray) -> Decoder:
     """Return a model with a head of one value, which is 0 at first where it is new, and the run's low-rank pairs."""
-    scores, lora = model.config.scores, config.lora()
+    scores, lora = model.config.scores, config.lora.config()
     check(scores in (None, 1), f"rl.critic.init_from: the model has {scores} scores, and not one: take another.")
     if scores is None:
         model = add_score_head(model, key=key)

@@ -62,7 +62,7 @@ class RLRun:
         known |= {name: _source_hash(getattr(config.rl, name)) for name in ("reward", "environment")}
         known |= {"critic": None}  # no answer depends on it
         known |= {"reward_model": None if answerer.judge is None else answerer.judge.fingerprint}
-        known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.dataset.batch_size}
+        known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.data.batch_size}
         key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
         self._draws = StepDraws(config, answerer, prompts, AnswerFiles(start.run.path / FOLDER), key)
         self._reference = self._load_reference()
@@ -182,8 +182,8 @@ def packer_of(start: MethodStart) -> AnswerPacker:
     config, sizes = start.config, start.execution.layout.sizes
     parts = config.step.gradient_accumulation_steps * (config.pipeline.microbatches or 1)
     parts *= math.prod(sizes[axis] for axis in ("data", "fsdp", "fsdp_transpose", "expert"))
-    choices = row_choices(config.dataset.batch_size, parts)
-    rows: dict[str, int] = dict(seq_len=config.dataset.seq_len, answers_per_row=config.rl.answers_per_row)
+    choices = row_choices(config.data.batch_size, parts)
+    rows: dict[str, int] = dict(seq_len=config.data.seq_len, answers_per_row=config.rl.answers_per_row)
     return AnswerPacker(start.execution.layout, choices=choices, **rows)
 
 

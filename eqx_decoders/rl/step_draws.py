@@ -149,7 +149,7 @@ class StepDraws:
         seconds, tokens = 0.0, 0
         while prompts:
             dealt += len(prompts)
-            seed = f"{self._config.dataset.seed}/{step}"
+            seed = f"{self._config.data.seed}/{step}"
             groups = self._answerer.judged(prompts, samples=rl.samples, temperature=rl.temperature, seed=seed)
             groups = _same_everywhere(groups, f"rewards {step} {dealt}")
             seconds, tokens = seconds + self._answerer.seconds, tokens + self._answerer.tokens

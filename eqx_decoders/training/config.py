@@ -78,21 +78,21 @@ class TrainedModelSettings(ModelSettings):
     model."""
     init_weights: tuple[str, ...] = ("*",)
     """Path patterns of the weights that are loaded from init_from. The other weights are newly initialized."""
-    lora_rank: int | None = None
-    """LoRA rank: only low-rank adapters of the weights in `lora_targets` are trained. None: train the weights."""
-    lora_alpha: float = 16.0
-    """LoRA alpha. The output of an adapter is multiplied by lora_alpha / lora_rank."""
-    lora_targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
+    lora.rank: int | None = None
+    """LoRA rank: only low-rank adapters of the weights in `lora.targets` are trained. None: train the weights."""
+    lora.alpha: float = 16.0
+    """LoRA alpha. The output of an adapter is multiplied by lora.alpha / lora.rank."""
+    lora.targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
     """Path patterns of the weights that get an adapter."""
-    lora_rank_pattern: tuple[tuple[str, int], ...] = ()
+    lora.rank_pattern: tuple[tuple[str, int], ...] = ()
     """Ranks for path patterns, such as '*.mlp.*=16'. The first matching pattern counts."""
-    lora_alpha_pattern: tuple[tuple[str, float], ...] = ()
-    """Values of lora_alpha for path patterns. The first matching pattern counts."""
-    lora_rank_stabilized: bool = False
-    """Multiply the output of an adapter by lora_alpha / sqrt(lora_rank) (rsLoRA)."""
-    lora_dora: bool = False
+    lora.alpha_pattern: tuple[tuple[str, float], ...] = ()
+    """Values of lora.alpha for path patterns. The first matching pattern counts."""
+    lora.rank_stabilized: bool = False
+    """Multiply the output of an adapter by lora.alpha / sqrt(lora.rank) (rsLoRA)."""
+    lora.dora: bool = False
     """Also train the column norms of the weights (DoRA)."""
-    lora_init: Literal["zeros", "pissa"] = "zeros"
+    lora.init: Literal["zeros", "pissa"] = "zeros"
     """Initial adapters. zeros: the product is zero; pissa: the largest singular values of the weight, which are
     subtracted from it (PiSSA)."""
 
@@ -115,11 +115,11 @@ class TrainedModelSettings(ModelSettings):
         """Return the settings of the low-rank pairs, which are in float32; None for a run without them."""
         names = [field.name for field in dataclasses.fields(LoRAConfig) if field.name != "dtype"]
         settings = {name: getattr(self, f"lora_{name}") for name in names}
-        if self.lora_rank is not None:
+        if self.lora.rank is not None:
             return LoRAConfig(**settings, dtype="float32")
         for name in ("rank_pattern", "alpha_pattern", "rank_stabilized", "dora", "init"):
             unused = settings[name] == getattr(LoRAConfig, name)
-            check(unused, f"lora_{name}={settings[name]!r} needs lora_rank: there are no pairs without.")
+            check(unused, f"lora_{name}={settings[name]!r} needs lora.rank: there are no pairs without.")
         return None
 
 
@@ -212,25 +212,25 @@ class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, T
                 good,
                 f"profile={self.profile} must be a first and a last step, counted from 1, up to steps={self.steps}.",
             )
-        adapted = self.lora_rank is not None or self.export_adapter is None
-        check(adapted, f"export_adapter={self.export_adapter!r} needs lora_rank: there are no adapters without.")
+        adapted = self.lora.rank is not None or self.export_adapter is None
+        check(adapted, f"export_adapter={self.export_adapter!r} needs lora.rank: there are no adapters without.")
         patterns = self.optimizer.trainable
-        free = self.lora_rank is None or patterns == ("*",)
-        check(free, f"optimizer.trainable={patterns} and lora_rank={self.lora_rank} exclude each other: leave one out.")
-        self.check_rows(self.dataset.batch_size)
+        free = self.lora.rank is None or patterns == ("*",)
+        check(free, f"optimizer.trainable={patterns} and lora.rank={self.lora.rank} exclude each other: leave one out.")
+        self.check_rows(self.data.batch_size)
         check_method(self)
         make_schedule(self.optimizer, self.steps)
 
     def optimizer_config(self) -> OptimizerConfig:
         """Return `optimizer`, which in a LoRA run moves the pairs only."""
-        if self.lora_rank is None:
+        if self.lora.rank is None:
             return self.optimizer
         scores = ("head.kernel",) if self.method == "reward" else ()  # new, as the pairs are
         return dataclasses.replace(self.optimizer, trainable=(*LORA_WEIGHTS, *scores))
 
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
         """Make layout, dtypes and remat of these devices, or of all devices of this program that train."""
-        rows = None if self.describe else self.dataset.batch_size
+        rows = None if self.describe else self.data.batch_size
         if self.sampler.devices and devices is None:
             devices, _ = split_devices(self.sampler.devices)
         return self.step_execution(rows, devices, abstract=self.describe)

@@ -16,7 +16,7 @@ from eqx_decoders.training.config_file import flat_settings, read_mapping, typed
 
 
 # Other names of settings in files: those of their flags.
-ALIASES = {"data": "dataset.path", "held_out": "dataset.held_out_path"}
+ALIASES = {"data": "data.path", "held_out": "data.held_out_path"}
 
 # Which run it is: never changed.
 _IDENTITY = (
@@ -29,7 +29,7 @@ _IDENTITY = (
     "lora_*",
     "tokenizer",
     "bpe_vocab_size",
-    "dataset.seed",
+    "data.seed",
     "params_dtype",
     "optimizer.moments_dtype",
 )
@@ -37,7 +37,7 @@ _IDENTITY = (
 _LEARNING = (
     *(f"{group}.*" for group in METHOD_GROUPS),
     "optimizer.*",
-    "dataset.batch_size",
+    "data.batch_size",
     "step.z_loss",
     "step.qk_clip_threshold",
 )
@@ -70,9 +70,9 @@ def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, train
     """
     relevant = {name: pair for name, pair in changes.items() if name not in _STORAGE}
     fixed, learning = (_matching(relevant, patterns) for patterns in (_IDENTITY, _LEARNING))
-    was, now = changes.get("dataset.path", (None, None))
+    was, now = changes.get("data.path", (None, None))
     if shares_of(was) != shares_of(now):  # other paths may be the same data in another place
-        learning = {**learning, "dataset.path": (was, now)}
+        learning = {**learning, "data.path": (was, now)}
     check(not fixed, f"{_listed(fixed, f'but {run_dir} was begun with')}: choose another run_dir.")
     remedy = "leave it out to keep the run's, or give allow_changes to go on with the new one"
     free = allowed or not trained or not learning

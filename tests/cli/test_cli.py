@@ -69,14 +69,14 @@ FLAGS = """
 --rl.max-staleness --sampler.devices --sampler.data --sampler.fsdp --sampler.tensor --sampler.expert
 --sampler.compute-dtype --sampler.no-compute-dtype
 --rl.environment --rl.episode-tokens --rl.max-turns --rl.strict-prefix --rl.no-strict-prefix --rl.tool-call-parser
---config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
+--config --model-config --set --data.special-tokens-in-content --data.no-special-tokens-in-content
 --checkpoint-dir
---run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
---lora-rank-pattern --lora-alpha-pattern --lora-rank-stabilized --no-lora-rank-stabilized --lora-dora
---no-lora-dora --lora-init
---lora-targets --steps --data --held-out --held-out-fraction --text-field --special-tokens-in-text
---chat-template --cache-dir --batch-size
---seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
+--run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora.rank --lora.alpha
+--lora.rank-pattern --lora.alpha-pattern --lora.rank-stabilized --lora.no-rank-stabilized --lora.dora
+--lora.no-dora --lora.init
+--lora.targets --steps --data --held-out --data.held-out-fraction --data.text-field --data.special-tokens-in-text
+--data.chat-template --data.cache-dir --batch-size
+--seq-len --seed --data.pack --data.no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
 --eval-tasks --eval-task-examples --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
 --context-order --context-form --head-bytes --exchange-bytes --experts --expert-exchange --lookup --scan --no-scan
 --remat-save --remat-offload --attention --xla-flags --layer-stats --no-layer-stats --trackers --describe
@@ -108,18 +108,18 @@ def test_the_flags_of_train():
 def test_flags_become_settings():
     from eqx_decoders.cli.train import parse
 
-    words = ["--data", "a", "--held-out", "b", "--no-pack", "--batch-size", "6", "--mesh.data", "2"]
+    words = ["--data", "a", "--held-out", "b", "--data.no-pack", "--batch-size", "6", "--mesh.data", "2"]
     words += ["--optimizer.max-grad-norm", "None"]
-    config = parse([*words, "--lora-rank", "2", "--lora-targets", "*.mlp.*", "*.query"])
+    config = parse([*words, "--lora.rank", "2", "--lora.targets", "*.mlp.*", "*.query"])
     assert type(config) is TrainConfig and config.mesh == MeshConfig(data=2)
-    assert config.dataset == DataConfig(path="a", held_out_path="b", pack=False, batch_size=6)
-    assert parse(["--data", "a", "b.gz", "--held-out", "c", "d"]).dataset == DataConfig(
+    assert config.data == DataConfig(path="a", held_out_path="b", pack=False, batch_size=6)
+    assert parse(["--data", "a", "b.gz", "--held-out", "c", "d"]).data == DataConfig(
         path=("a", "b.gz"), held_out_path=["c", "d"]
     )
-    assert parse(["--data", "None"]).dataset.path is None
+    assert parse(["--data", "None"]).data.path is None
     pairs = parse(["--optimizer.lr-multipliers", "*.mlp.*=2", "a=b=1e-1"]).optimizer.lr_multipliers
     assert pairs == (("*.mlp.*", 2.0), ("a=b", 0.1))
-    ranks = parse(["--lora-rank", "2", "--lora-rank-pattern", "*.mlp.*=4", "--lora-alpha-pattern", "*.up=0.5"])
+    ranks = parse(["--lora.rank", "2", "--lora.rank-pattern", "*.mlp.*=4", "--lora.alpha-pattern", "*.up=0.5"])
     assert (ranks.lora_rank_pattern, ranks.lora_alpha_pattern) == ((("*.mlp.*", 4),), (("*.up", 0.5),))
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
 
@@ -187,13 +187,13 @@ def test_flags_take_precedence_over_the_file_and_the_file_over_the_run(tmp_path)
     file = tmp_path / "run.yaml"
     file.write_text(f"run-dir: {tmp_path}\nsteps: 1e3\nbatch-size: 4\noptimizer: {{momentum: 0.9}}")
     words = ["--config", str(file), "--optimizer.name", "muon", "--batch-size", "2"]
-    want = TrainConfig(run_dir=str(tmp_path), config=str(file), steps=1000, dataset=DataConfig(batch_size=2))
+    want = TrainConfig(run_dir=str(tmp_path), config=str(file), steps=1000, data=DataConfig(batch_size=2))
     muon = OptimizerConfig(name="muon", momentum=0.9)
     assert parse(words) == dataclasses.replace(want, optimizer=muon)
-    run = TrainConfig(config="old.yaml", dataset=DataConfig(seq_len=32, batch_size=16), steps=7, optimizer=muon)
+    run = TrainConfig(config="old.yaml", data=DataConfig(seq_len=32, batch_size=16), steps=7, optimizer=muon)
     save_settings(run, tmp_path / "settings.json")
     (tmp_path / "tokenizer").mkdir()
-    merged = dataclasses.replace(want, dataset=DataConfig(seq_len=32, batch_size=4), optimizer=muon)
+    merged = dataclasses.replace(want, data=DataConfig(seq_len=32, batch_size=4), optimizer=muon)
     assert parse([f"--config={file}"]) == merged
     assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(run, run_dir=str(tmp_path), config=None)
     with refused(ConfigError, "OptimizerConfig.momentum=0.9"):
@@ -215,7 +215,7 @@ def test_flags_take_precedence_over_the_file_and_the_file_over_the_run(tmp_path)
         ("give a held_out_path, or more data", "give a --held-out, or more data"),
         ("path=3 of data: model 'steps=3' and steps=4", "--data=3 of data: model 'steps=3' and --steps=4"),
         ("/tmp/run_dir/x and a-run_dir, run_dir/y; run_dir.", "/tmp/run_dir/x and a-run_dir, run_dir/y; --run-dir."),
-        ("LoRAConfig.rank=0 and Remat.save='x'", "--lora-rank=0 and --remat-save='x'"),
+        ("LoRAConfig.rank=0 and Remat.save='x'", "--lora.rank=0 and --remat-save='x'"),
         ("Layout.weights, DataConfig.seq_length", "Layout.weights, DataConfig.seq_length"),
     ],
     ids=["flag and field", "class", "field", "layout", "word", "quoted", "path", "lora and remat", "no flag"],

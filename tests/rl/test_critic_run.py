@@ -112,7 +112,7 @@ def test_microbatches_packing_and_meshes(folder):
         "--rl.critic.gamma 0.5",
         "--rl.critic.lam 0.5 --rl.critic.no-bootstrap",  # the bootstrap is that of answers that were cut
         "--rl.samples 1 --rl.prompts 12",
-        "--lora-rank 2 --rl.kl 0.1",
+        "--lora.rank 2 --rl.kl 0.1",
         "--rl.critic.init-from judge --rl.reward-model judge",
         "--optimizer.name muon --optimizer.ema-decay 0.5",
     ],
@@ -180,7 +180,7 @@ def test_a_critic_starts_from_a_reward_run(folder):
         folder / "pairs.jsonl",
         "--steps",
         2,
-        "--lora-rank",
+        "--lora.rank",
         2,
     ]
     words += ["--steps", 2, "--batch-size", 2, "--seq-len", 32, "--sample-tokens", 0, "--optimizer.learning-rate", 0.1]

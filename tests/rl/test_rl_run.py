@@ -153,7 +153,7 @@ def test_a_mesh_microbatches_and_a_reference(folder):
         assert_allclose(figures(folder, name), figures(folder, "one"), atol=1e-4)
     rows = steps_of(folder / "one")
     assert abs(rows[0]["k1"]) < 1e-6 and rows[-1]["k3"] > 0  # computed by two programs
-    train(folder, "pairs", lora_rank=2, rl__kl_in="reward", **more)
+    train(folder, "pairs", lora__rank=2, rl__kl_in="reward", **more)
     assert abs(steps_of(folder / "pairs")[0]["k1"]) < 1e-6
 
 
@@ -181,7 +181,7 @@ def test_rewards_that_hang_and_groups_with_equal_rewards(folder):
         "--rl.aggregation prompt --rl.baseline leave_one_out --rl.scale batch --rl.entropy 0.01 --rl.whiten",
         "--rl.truncated mask --rl.answers-per-row 2 --rl.eval-samples 2 --rl.dynamic-sampling --rl.most-draws 2",
         "--rl.policy.kind gspo --rl.policy.correction.kind tis --rl.overlong-buffer 2 --rl.reward-weights short=2",
-        "--lora-rank 2 --rl.kl 0.1 --rl.kl-in reward --rl.reference base --rl.reward-workers 1",
+        "--lora.rank 2 --rl.kl 0.1 --rl.kl-in reward --rl.reference base --rl.reward-workers 1",
     ],
 )
 def test_settings_take_effect(whole, flags):

@@ -28,7 +28,7 @@ from tests.errors import refused
 
 
 STEPS = 6
-RUN: Any = dict(method="rl", init_from="a", dataset=DataConfig(path="prompts.jsonl", seq_len=999))
+RUN: Any = dict(method="rl", init_from="a", data=DataConfig(path="prompts.jsonl", seq_len=999))
 Drawn = collections.namedtuple("Drawn", "step version prompts")
 
 

@@ -327,14 +327,14 @@ def test_wrong_settings_are_refused():
 def test_settings_of_a_run_say_how_layers_are_piped():
     mesh, dataset = MeshConfig(stage=2, fsdp=2), DataConfig(batch_size=16)
     pipeline = PipelineConfig(microbatches=4, repeats=2, delay=True, gather="once")
-    run = TrainConfig(mesh=mesh, dataset=dataset, pipeline=pipeline).execution()
+    run = TrainConfig(mesh=mesh, data=dataset, pipeline=pipeline).execution()
     assert run.pipeline == ed.Pipeline(microbatches=4, repeats=2, delay=True, gather="once")
     assert run.layout.sizes["stage"] == 2
     assert run.layout.activation_spec("batch length") == PartitionSpec(("data", "fsdp", "stage"), None)
     assert describe_pipeline(run) == "pipeline: 2 stages x 2 repeats, 4 microbatches, 20.0 % bubbles"
-    assert describe_pipeline(TrainConfig(mesh=mesh, dataset=dataset).execution()) is None
+    assert describe_pipeline(TrainConfig(mesh=mesh, data=dataset).execution()) is None
     with refused(ed.ConfigError, "batch_size=8", "pipeline.microbatches=4"):
-        TrainConfig(mesh=mesh, dataset=DataConfig(batch_size=8), pipeline=pipeline).execution()
+        TrainConfig(mesh=mesh, data=DataConfig(batch_size=8), pipeline=pipeline).execution()
     with refused(ed.ConfigError, "mesh.stage", "pipeline.microbatches"):
         TrainConfig(pipeline=pipeline)
 

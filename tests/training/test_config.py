@@ -95,7 +95,7 @@ def test_settings_that_do_not_fit_together_are_refused():
     with refused(ConfigError, "trackers[1]='tensorbord'", "'tensorboard'"):
         unchecked("trackers", ("wandb", "tensorbord")).__post_init__()
     with refused(ConfigError, "batch_size=16", "step.gradient_accumulation_steps=3"):
-        TrainConfig(dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
+        TrainConfig(data=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
     with refused(ConfigError, "OptimizerConfig.warmup_steps=600"):
         TrainConfig(steps=600, optimizer=OptimizerConfig(warmup_steps=600))
     with refused(ConfigError, "remat='full'", "remat='custom'"):
@@ -109,21 +109,19 @@ def test_settings_that_do_not_fit_together_are_refused():
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
     with refused(ConfigError, "batch_size=12", "8", "mesh.data"):
-        TrainConfig(dataset=DataConfig(batch_size=12)).execution()
+        TrainConfig(data=DataConfig(batch_size=12)).execution()
     with refused(ConfigError, "batch_size=16", "gradient_accumulation_steps=4", "mesh.data", "mesh.fsdp"):
-        TrainConfig(
-            dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)
-        ).execution()
-    TrainConfig(dataset=DataConfig(batch_size=4), mesh=MeshConfig(fsdp=4, tensor=2)).execution()
+        TrainConfig(data=SIXTEEN, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)).execution()
+    TrainConfig(data=DataConfig(batch_size=4), mesh=MeshConfig(fsdp=4, tensor=2)).execution()
     with refused(ConfigError, "Layout.tensor=3", "Layout.data=-1", "8"):
-        TrainConfig(dataset=SIXTEEN, mesh=MeshConfig(tensor=3)).execution()
+        TrainConfig(data=SIXTEEN, mesh=MeshConfig(tensor=3)).execution()
     with refused(ConfigError, "-1"):
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
 
 
 def test_settings_reach_the_execution():
     config = TrainConfig(
-        dataset=SIXTEEN,
+        data=SIXTEEN,
         mesh=MeshConfig(data=2, fsdp=4),
         dtype="bfloat16",
         attention="dot",
@@ -137,9 +135,9 @@ def test_settings_reach_the_execution():
     assert run.precision.compute == jnp.bfloat16 and run.precision.params == jnp.float32
     assert (run.attention, run.layer_stats, run.remat) == ("dot", True, Remat(save=("out_proj",)))
     assert (run.context_order, run.context_form) == ("zigzag", "all_to_all")
-    plain = TrainConfig(dataset=SIXTEEN).execution()
+    plain = TrainConfig(data=SIXTEEN).execution()
     assert plain.precision.compute == jnp.float32 and plain.remat is None  # auto, on CPU
-    custom = TrainConfig(dataset=SIXTEEN, remat="custom", remat_save=("out_proj",), remat_offload=("context",))
+    custom = TrainConfig(data=SIXTEEN, remat="custom", remat_save=("out_proj",), remat_offload=("context",))
     assert custom.execution().remat == Remat(save=("out_proj",), offload=("context",))
 
 
@@ -147,7 +145,7 @@ FULL = TrainConfig(
     run_dir="runs/ä b",
     model="llama3-8b",
     steps=77,
-    dataset=DataConfig(batch_size=12, path="texts/*.txt", held_out_fraction=0.25, pack=False),
+    data=DataConfig(batch_size=12, path="texts/*.txt", held_out_fraction=0.25, pack=False),
     bpe_vocab_size=300,
     remat="custom",
     remat_save=("out_proj", "context"),
@@ -167,8 +165,8 @@ def test_settings_are_read_from_json_as_written(config, tmp_path):
 
 def test_one_path_is_a_string_and_several_are_a_tuple(tmp_path):
     assert DataConfig(path=["a"]) == DataConfig(path=("a",)) == DataConfig(path="a")
-    several = TrainConfig(dataset=DataConfig(path=["a", "b"], held_out_path=("c", "d")))
-    assert several.dataset.path == ("a", "b") and hash(several.dataset)
+    several = TrainConfig(data=DataConfig(path=["a", "b"], held_out_path=("c", "d")))
+    assert several.data.path == ("a", "b") and hash(several.data)
     save_settings(several, tmp_path / "settings.json")
     assert load_settings(tmp_path / "settings.json") == several
     assert json.loads((tmp_path / "settings.json").read_text())["dataset"]["path"] == ["a", "b"]
@@ -239,8 +237,8 @@ def test_both_tables_have_every_method():
 def test_flag_names_are_those_of_the_command_line():
     out, _ = call("train", "--help")
     named, flags = set(re.findall(r"--[a-z][\w.-]*", out)), flag_names(TrainConfig)
-    assert flags["dataset.path"] == "--data" and flags["optimizer.eps"] == "--optimizer.eps"
-    assert flags["Layout.fsdp"] == "--mesh.fsdp" and flags["LoRAConfig.rank"] == "--lora-rank"
+    assert flags["data.path"] == "--data" and flags["optimizer.eps"] == "--optimizer.eps"
+    assert flags["Layout.fsdp"] == "--mesh.fsdp" and flags["LoRAConfig.rank"] == "--lora.rank"
     assert set(flags.values()) - named == set() and named - set(flags.values()) - {"--help", "--plugin"} == {
         name for name in named if re.search(r"--(\w+\.)*no-", name)
     } - {"--optimizer.no-decay"}
@@ -284,7 +282,7 @@ def test_a_tilde_is_expanded_in_every_path(monkeypatch):
     data = DataConfig(
         path=("~/a.txt", "b~/c.txt", "gs://x/~/y"), held_out_path="val=~/v.txt", chat_template="~/t", cache_dir="~"
     )
-    found = TrainConfig(**paths, dataset=data)
+    found = TrainConfig(**paths, data=data)
     assert {getattr(found, name) for name in paths} == {"/home/me/x"}
     assert data.path == ("/home/me/a.txt", "b~/c.txt", "gs://x/~/y")
     assert (data.held_out_path, data.chat_template, data.cache_dir) == (

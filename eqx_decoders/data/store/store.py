@@ -315,7 +315,7 @@ def check_unchanged(
 
 def _split_text(settings: Mapping[str, Any]) -> str:
     has_path = settings.get("own_held_out_path")
-    return "--held-out" if has_path else f"--held-out-fraction {settings.get('held_out_fraction')}"
+    return "--held-out" if has_path else f"--data.held-out-fraction {settings.get('held_out_fraction')}"
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------

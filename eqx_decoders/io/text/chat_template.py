@@ -299,7 +299,7 @@ def _json(value: Any) -> Iterator[str]:
 
 def read_chat_template(file: str | Path) -> ChatTemplate:
     """Read the chat template in a file of Jinja, without special tokens of a tokenizer. Raises ConfigError."""
-    check(Path(file).is_file(), f"--chat-template (DataConfig.chat_template) {str(file)!r} is no file.")
+    check(Path(file).is_file(), f"--data.chat-template (DataConfig.chat_template) {str(file)!r} is no file.")
     return ChatTemplate(source=_read(Path(file)), where=str(file))
 
 

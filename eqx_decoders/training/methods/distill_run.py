@@ -26,7 +26,7 @@ class DistillRun(BatchMethod):
     """Loss of a run that learns from a teacher."""
 
     def __init__(self, start: MethodStart):
-        super().__init__(start.execution, start.config.dataset.batch_size)
+        super().__init__(start.execution, start.config.data.batch_size)
         settings = start.config.distill
         teacher = teacher_of(start) if settings.top is None else None
         self.loss = DistillObjective(teacher, **settings.loss_options())
@@ -69,7 +69,7 @@ def saved_teacher(start: MethodStart) -> SavedSignals:
 
 
 def _likeliest(start: MethodStart, teacher: Decoder, top: int) -> Scorer:
-    layout, rows = start.execution.layout, start.config.dataset.batch_size
+    layout, rows = start.execution.layout, start.config.data.batch_size
     options: Any = dict(top=top, temperature=start.config.distill.temperature)
 
     def compute(batch: Batch, places: Sequence[RowSegment]) -> dict[str, np.ndarray]:

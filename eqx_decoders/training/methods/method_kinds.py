@@ -68,7 +68,7 @@ def check_method(config: Any) -> None:
     check(begun, f"{name} needs init_from: a model that answers already.")
     check(config.mtp_depths == 0, f"mtp_depths={config.mtp_depths}: {name} trains no drafts. Leave it out.")
     if kind.files is not None:
-        check(config.dataset.path is not None, f"{name} needs dataset.path: files of {kind.files}.")
+        check(config.data.path is not None, f"{name} needs data.path: files of {kind.files}.")
         check(not config.describe_data, f"describe_data shows documents: {name} reads {kind.files}. Leave it out.")
     step = config.step
     rule = f"step.z_loss={step.z_loss} and step.fused_loss={step.fused_loss} are not read with {name}."

@@ -18,7 +18,7 @@ class PreferenceConfig(PairLoss):
     reference: str = "auto"
     """Reference model. base: this model without its adapters, which needs no memory; start: a copy of the initial
     weights; ema: the EMA weights of `optimizer.ema_decay`; otherwise the directory of a Hugging Face checkpoint.
-    auto: base with `lora_rank`, otherwise start."""
+    auto: base with `lora.rank`, otherwise start."""
     save_reference: bool = False
     """Compute the reference log-probs of all completions before the first step and store them in `<run-dir>/reference`,
     so that no reference model is in memory."""
@@ -34,8 +34,8 @@ class PreferenceConfig(PairLoss):
 def check_reference(config: Any) -> None:
     """Raise ConfigError unless a run, a `TrainConfig`, has the reference that it names."""
     reference = config.preference.reference
-    rule, adapted = f"preference.reference={reference!r} needs", config.lora_rank is not None
-    check(reference != "base" or adapted, f"{rule} lora_rank: without pairs there is no base beside the model.")
+    rule, adapted = f"preference.reference={reference!r} needs", config.lora.rank is not None
+    check(reference != "base" or adapted, f"{rule} lora.rank: without pairs there is no base beside the model.")
     means = config.optimizer.ema_decay is not None
     check(reference != "ema" or means, f"{rule} optimizer.ema_decay, of the running means.")
     saved = config.preference.save_reference

@@ -12,7 +12,7 @@ from eqx_decoders.training.methods.method import MethodStart
 
 def preference_data(start: MethodStart) -> tuple[PreferenceBatches, dict[str, PreferenceBatches]]:
     """Read the examples of a run, and the held-out ones, if there is a `held_out_path`."""
-    config, data, tokenizer = start.config, start.config.dataset, start.tokenizer
+    config, data, tokenizer = start.config, start.config.data, start.tokenizer
     pairs = functools.partial(read_pairs, margins=config.method == "reward")
     read = read_labelled_answers if config.method == "kto" else pairs
     template = written_by(data, start.options["template"], tokenizer)

@@ -39,7 +39,7 @@ class PreferenceRun(BatchMethod):
 
     def __init__(self, run: RunDirectory, target: Decoder, execution: Execution):
         config = run.settings
-        super().__init__(execution, config.dataset.batch_size)
+        super().__init__(execution, config.data.batch_size)
         self.loss = loss_of(config)
         self._kind, self._saved = reference_of(config), config.preference.save_reference
         held = not self._saved and self._kind is not None and self._kind not in ("base", "ema")
@@ -88,7 +88,7 @@ def reference_of(config: TrainConfig) -> str | None:
     if config.method == "dpo" and not config.preference.needs_reference:
         return None
     chosen = config.preference.reference
-    return ("start" if config.lora_rank is None else "base") if chosen == "auto" else chosen
+    return ("start" if config.lora.rank is None else "base") if chosen == "auto" else chosen
 
 
 def open_preferences(start: MethodStart) -> OpenedMethod:

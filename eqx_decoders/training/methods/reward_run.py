@@ -9,7 +9,7 @@ class RewardRun(BatchMethod):
     """Loss of a run that trains a reward model; nothing is computed beside its steps."""
 
     def __init__(self, start: MethodStart):
-        super().__init__(start.execution, start.config.dataset.batch_size)
+        super().__init__(start.execution, start.config.data.batch_size)
         self.loss = RewardObjective(centering=start.config.reward.centering)
 
 

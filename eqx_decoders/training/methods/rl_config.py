@@ -169,7 +169,7 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     from rewards (k1), with a critic from each token's reward."""
     reference: Literal["auto", "base", "start"] = "auto"
     """Reference model. base: this model without its adapters; start: a copy of the initial weights; auto: base with
-    lora_rank, otherwise start."""
+    lora.rank, otherwise start."""
     teacher: str | None = None
     """Teacher for on-policy distillation: a directory in Hugging Face's format, or "org/name". The difference of its
     log-prob and the sampler's is added to the advantage of each token. A reward is then optional."""
@@ -275,20 +275,18 @@ def check_staleness(config: Any) -> None:
 
 def check_rl(config: Any) -> None:
     """Raise ConfigError unless a run, a `TrainConfig`, has a reward or an environment, and the reference it names."""
-    rl, adapted = config.rl, config.lora_rank is not None
+    rl, adapted = config.rl, config.lora.rank is not None
     sources = [rl.reward, rl.environment]
     remedy = "or rl.reward_model, or rl.environment, file.py:Class, or rl.teacher"
     taught = any((*sources, rl.reward_model, rl.teacher))
     check(taught, f"method='rl' needs rl.reward, file.py:function, such as rewards.py:exact, {remedy}.")
     rule = f"rl.reward={rl.reward!r} and rl.environment={rl.environment!r}: rewards come from one of them"
     check(not all(sources), f"{rule}. Leave out the other.")
-    rule = (
-        f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in dataset.seq_len={config.dataset.seq_len}"
-    )
-    check(rl.max_new_tokens < config.dataset.seq_len, f"{rule}.")
+    rule = f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in data.seq_len={config.data.seq_len}"
+    check(rl.max_new_tokens < config.data.seq_len, f"{rule}.")
     check_staleness(config)
     warmup = rl.critic.warmup_steps
     rule = f"rl.critic.warmup_steps={warmup} must be less than steps={config.steps}: the policy would learn nothing"
     check(warmup < config.steps, f"{rule}.")
-    rule = f"rl.reference={rl.reference!r} needs lora_rank: without pairs there is no base beside the model."
+    rule = f"rl.reference={rl.reference!r} needs lora.rank: without pairs there is no base beside the model."
     check(rl.reference != "base" or adapted, rule)

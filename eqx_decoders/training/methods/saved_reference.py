@@ -32,7 +32,7 @@ def save_reference(
     Pairs are computed once. KTO's answers to other prompts depend on the order: those of all steps are computed. The
     reference is loaded only if something is missing, and gone afterwards.
     """
-    config, layout, rows = start.config, start.execution.layout, start.config.dataset.batch_size
+    config, layout, rows = start.config, start.execution.layout, start.config.data.batch_size
     model = functools.cache(load)
 
     def compute(batch: Batch, places: Sequence[RowSegment]) -> dict[str, np.ndarray]:
@@ -60,7 +60,7 @@ def _maker(start: MethodStart, kind: str) -> dict[str, Any]:
     made_by: dict[str, Any] = {"weights": fingerprint(str(config.init_from if kind == "start" else kind))}
     made_by |= {"precision": repr(start.execution.precision)}
     if kind == "start":
-        made_by |= {"init_weights": list(config.init_weights), "seed": config.dataset.seed}
+        made_by |= {"init_weights": list(config.init_weights), "seed": config.data.seed}
     return made_by
 
 

@@ -250,17 +250,17 @@ class RunDirectory:
     # --- tokenizer and chat template ---
 
     def template(self) -> ChatTemplate | None:
-        """Load the chat template: the file `dataset.chat_template`, otherwise the template of the tokenizer."""
-        file = self.settings.dataset.chat_template
+        """Load the chat template: the file `data.chat_template`, otherwise the template of the tokenizer."""
+        file = self.settings.data.chat_template
         is_copied = file is not None and not Path(file).exists() and (self.tokenizer_dir / JINJA).exists()
         return load_chat_template(self.tokenizer_dir, file=None if is_copied else file)
 
     def write_template(self) -> None:
         """Write the chat template to the tokenizer's directory.
 
-        It is the file `dataset.chat_template`, otherwise the template of the tokenizer that `tokenizer` names.
+        It is the file `data.chat_template`, otherwise the template of the tokenizer that `tokenizer` names.
         """
-        file = self.settings.dataset.chat_template
+        file = self.settings.data.chat_template
         if file is not None:
             if Path(file).exists():
                 write_chat_template(self.tokenizer_dir, read_chat_template(file))

@@ -110,9 +110,7 @@ class HeldOutEvaluation:
         """Return the losses of next-token prediction, by held-out set; write and show them."""
         model = state.averaged  # a copy of the weights if the run has moving averages: there may be no memory for it
         try:
-            total, by_set = evaluate_sets(
-                model, self._batches(step), self.run.config.dataset.batch_size, stop=self.stop
-            )
+            total, by_set = evaluate_sets(model, self._batches(step), self.run.config.data.batch_size, stop=self.stop)
         finally:
             self._close_batches()
         if self.stop.agreed or not self.run.held_out:
@@ -218,7 +216,7 @@ class SampleEvaluation:
                 run.tokenizer,
                 [batches.store for batches in run.held_out.values() if isinstance(batches, Batches)],
                 max_new_tokens=config.sample_tokens,
-                max_tokens=config.dataset.batch_size * config.dataset.seq_len,
+                max_tokens=config.data.batch_size * config.data.seq_len,
             )
             if plot and answers:
                 plot_answers(run.reader, answers[:MAX_PLOTTED], run.directory.path / "answers.png")
@@ -229,7 +227,7 @@ class SampleEvaluation:
             run.tokenizer,
             config.prompt,
             max_new_tokens=config.sample_tokens,
-            seed=config.dataset.seed,
+            seed=config.data.seed,
             stop_ids=run.directory.stop_ids,
         )
 

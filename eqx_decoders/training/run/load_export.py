@@ -185,7 +185,7 @@ def _without_added_mtp(model: Decoder, settings: TrainConfig) -> Decoder:
 
 def _config_keys(run: RunDirectory) -> dict[str, Any]:
     """Return keys of the exported `config.json` that do not follow from the model's configuration."""
-    return {} if run.source_dir.exists() else {"max_position_embeddings": run.settings.dataset.seq_len}
+    return {} if run.source_dir.exists() else {"max_position_embeddings": run.settings.data.seq_len}
 
 
 def _stop_id_keys(run: RunDirectory) -> dict[str, Any]:

@@ -462,8 +462,8 @@ def out_of_memory(config: TrainConfig, target: Decoder, xla_message: str) -> str
     line = next((line for line in xla_message.splitlines() if "RESOURCE_EXHAUSTED" in line), xla_message)
     request = line.split("RESOURCE_EXHAUSTED:")[-1].strip().rstrip(".")[:300]
     return (
-        f"out of device memory for a step with batch_size={config.dataset.batch_size}, "
-        f"seq_len={config.dataset.seq_len} and {count:,} weights of {gigabytes:.2f} GB per device. XLA: {request}. "
+        f"out of device memory for a step with batch_size={config.data.batch_size}, "
+        f"seq_len={config.data.seq_len} and {count:,} weights of {gigabytes:.2f} GB per device. XLA: {request}. "
         "Lower batch_size, raise step.gradient_accumulation_steps, set remat='full', or split the weights with "
         "mesh.fsdp."
     )

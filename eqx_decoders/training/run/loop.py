@@ -235,7 +235,7 @@ class TrainingLoop:
             rows: Any = next(run.data)
         if run.method is not None:
             return run.method.prepare(rows, state)
-        return hand_over(rows, run.execution.layout, run.config.dataset.batch_size)
+        return hand_over(rows, run.execution.layout, run.config.data.batch_size)
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
         remains = self.run.describe_progress()
@@ -276,10 +276,10 @@ def _open_step_log(run: Run, *, start: int, started: float) -> StepLog:
     config = run.config
     path = run.directory.metrics_file
     rows = read_metrics(path) if run.is_writer and path.exists() else ()
-    flops = flops_per_token(run.target, config.dataset.seq_len, trainable=run.trainer.trainable)
+    flops = flops_per_token(run.target, config.data.seq_len, trainable=run.trainer.trainable)
     return StepLog(
         run.target.config,
-        step_flops=config.dataset.batch_size * config.dataset.seq_len * flops,
+        step_flops=config.data.batch_size * config.data.seq_len * flops,
         peak_flops=device_flops(run.execution.layout, run.execution.precision.compute, config.peak_tflops),
         goodput=Goodput(rows, start=start + 1, started=started),
     )

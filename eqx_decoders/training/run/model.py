@@ -59,7 +59,7 @@ def new_base(run: RunDirectory, execution: Execution) -> Decoder:
 
 
 def _initialization_key(run: RunDirectory) -> PRNGKeyArray:
-    return jax.random.fold_in(jax.random.key(run.settings.dataset.seed), 0)
+    return jax.random.fold_in(jax.random.key(run.settings.data.seed), 0)
 
 
 def _add_layers(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Decoder:
@@ -75,7 +75,7 @@ def _add_layers(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Dec
             model = add_score_head(model, key=jax.random.fold_in(key, 3))
     if settings.mtp_depths > 0:
         model = add_mtp(model, settings.mtp_depths, key=jax.random.fold_in(key, 2))
-    lora = settings.lora()
+    lora = settings.lora.config()
     return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))
 
 

@@ -44,8 +44,8 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
     if settings.init_from is not None and not (source.exists() and run.has_started):
         source = resolve(settings.init_from).path
     config = read_config(source)[0] if source.exists() else run_config(run)
-    data, reader = open_media(settings.dataset, config, source)
-    run = RunDirectory(dataclasses.replace(settings, dataset=data))
+    data, reader = open_media(settings.data, config, source)
+    run = RunDirectory(dataclasses.replace(settings, data=data))
     tokenizer, template = _load_tokenizer(run, source, config)
     template = written_by(data, template, tokenizer)
     tokenization = TokenizationConfig(tokenizer, data.text_field, template, reader, data.special_tokens_in_text)
@@ -67,7 +67,7 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
 def _load_tokenizer(run: RunDirectory, source: Path, config: DecoderConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     """Load the tokenizer and chat template that the run has or will have. A new BPE is trained on less text."""
     settings = run.settings
-    chat_template = settings.dataset.chat_template
+    chat_template = settings.data.chat_template
     folder = run.path / "tokenizer"
     if folder.exists():
         return load_tokenizer(folder), run.template()
@@ -75,7 +75,7 @@ def _load_tokenizer(run: RunDirectory, source: Path, config: DecoderConfig) -> t
     if name == "bpe":
         with tempfile.TemporaryDirectory() as scratch:
             size = min(settings.bpe_vocab_size or 4096, *placeholders(config.media), config.vocab_size)
-            tokenizer = train_bpe(training_texts(settings.dataset, max_bytes=MAX_BPE_BYTES), size)
+            tokenizer = train_bpe(training_texts(settings.data, max_bytes=MAX_BPE_BYTES), size)
             tokenizer.save(scratch)
             return tokenizer, load_chat_template(scratch, file=chat_template)
     path = source if settings.tokenizer is None else Path(name)

@@ -47,7 +47,7 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import StepMetrics, TrainState
 
 
-SYNTHETIC_IMAGES = 60_000  # generated if a new vision-language model is trained without `dataset.path`
+SYNTHETIC_IMAGES = 60_000  # generated if a new vision-language model is trained without `data.path`
 
 Methods = Mapping[str, Callable[[MethodStart], OpenedMethod]]
 """For each value of `method` in the settings, the function that opens its data and makes its loss."""
@@ -111,7 +111,7 @@ class Run:
         check_replicated(target, execution.layout, config.replicated_tolerance)
         check_exports(target, directory)
 
-        data, reader = open_media(config.dataset, target.config, directory.source_dir)
+        data, reader = open_media(config.data, target.config, directory.source_dir)
         tokenizer = first_then_all(
             "tokenizer", lambda: _make_tokenizer(directory, target, data, reader), directory.path / "tokenizer"
         )
@@ -165,7 +165,7 @@ class Run:
     def first_state(self) -> tuple[TrainState, int]:
         """Restore the newest checkpoint, or initialize the state; return it and the number of steps it has taken."""
         config, directory = self.config, self.directory
-        key = jax.random.key(config.dataset.seed)
+        key = jax.random.key(config.data.seed)
         print_status("\n".join(describe_model(config, self.target, self.trainer.trainable, self.execution)))
         loss_weights = sum(leaf.size for leaf in jax.tree.leaves(loss_shapes(self.trainer.loss, self.target)))
         if loss_weights > 0:
@@ -309,7 +309,7 @@ def _make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader
             print_status(
                 f"the chat template ends turns with {names}: added to the stop tokens of the run and its exports"
             )
-    seq_len = config.dataset.seq_len
+    seq_len = config.data.seq_len
     max_positions = getattr(target.config.positions, "max_positions", seq_len)
     check(
         seq_len <= max_positions,
@@ -326,7 +326,7 @@ def _make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader
         f"tokenizer={source!r} has {size} ids, but the model has {vocab_size}. Choose a smaller tokenizer or another "
         "model.",
     )
-    if reader is None or not config.dataset.evaluates:
+    if reader is None or not config.data.evaluates:
         _check_sample_length(config, target, tokenizer)
     return tokenizer
 
@@ -360,7 +360,7 @@ def _dataset_options(
 
     They are the directory of tokenized data, the batch rows of this process, the chat template, and the media reader.
     """
-    rows = host_rows(execution.layout, run.settings.dataset.batch_size)
+    rows = host_rows(execution.layout, run.settings.data.batch_size)
     options = {"folder": run.data_dir, "rows": rows, "template": run.template()}
     if reader is None:
         return options

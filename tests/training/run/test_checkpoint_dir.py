@@ -148,7 +148,7 @@ def test_a_new_checkpoint_directory_must_have_the_run_s_checkpoints(elsewhere, t
             target.write_bytes(path.read_bytes())
     assert resumed(new, run) == (new, {"checkpoint_dir": (None, place)})
     assert Checkpoints(place).restore({"x": jnp.ones(2)}).step == 4
-    save_settings(TrainConfig(dataset=DataConfig(seed=1)), tmp_path / "other/settings.json")
+    save_settings(TrainConfig(data=DataConfig(seed=1)), tmp_path / "other/settings.json")
     RunBackup(tmp_path / "other", place).save()
     with refused(ConfigError, "seed=0", place, "1"):
         resumed(new, run)
@@ -167,7 +167,7 @@ def test_a_checkpoint_directory_that_is_not_writable_is_refused_at_the_start(tmp
         RunBackup(tmp_path, place).save()
     options = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": place}
     with refused(CheckpointError, f"checkpoint_dir='{place}'"):
-        start_run(TrainConfig(**options, dataset=DataConfig(path="nowhere")))
+        start_run(TrainConfig(**options, data=DataConfig(path="nowhere")))
     assert not (tmp_path / "run").exists()
 
 

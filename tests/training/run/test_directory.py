@@ -56,7 +56,7 @@ def test_the_configuration_of_init_from_is_saved(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
-    begun = TrainConfig(dataset=DataConfig(seed=3))
+    begun = TrainConfig(data=DataConfig(seed=3))
     assert resumed(begun, tmp_path) == (begun, {})  # nothing there yet
     save_settings(begun, tmp_path / "settings.json")
     other = dataclasses.replace(begun, model="llama3-8b")
@@ -67,8 +67,8 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
     changes = (
         dict(model="llama3-8b"),
         dict(tokenizer="bytes"),
-        dict(dataset=DataConfig(seed=4)),
-        dict(lora_rank=2),
+        dict(data=DataConfig(seed=4)),
+        dict(lora__rank=2),
         dict(params_dtype="bfloat16"),
         dict(init_from="a/b"),
     )
@@ -206,14 +206,14 @@ def test_learning_settings_of_a_trained_run_need_allow_changes(tmp_path):
     assert resumed(free, tmp_path)[1].keys() == {
         "steps", "remat", "mesh.fsdp", "step.gradient_accumulation_steps"
     }  # fmt: skip
-    other = TrainConfig(dataset=DataConfig(batch_size=16), optimizer=OptimizerConfig(learning_rate=1e-2))
+    other = TrainConfig(data=DataConfig(batch_size=16), optimizer=OptimizerConfig(learning_rate=1e-2))
     with refused(ed.ConfigError, "batch_size=16", "8", "optimizer.learning_rate=0.01", "allow_changes"):
         resumed(other, tmp_path)
     half = TrainConfig(optimizer=OptimizerConfig(moments_dtype="bfloat16"), allow_changes=True)
     with refused(ed.ConfigError, "moments_dtype='bfloat16'", "'float32'"):
         resumed(half, tmp_path)
     _, changes = resumed(dataclasses.replace(other, allow_changes=True), tmp_path)
-    assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
+    assert changes == {"data.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_settings_of_the_loss_and_a_mesh(folder):
     assert rows[0]["loss"] == pytest.approx(2 * rows[0]["divergence"] + rows[0]["nll"] / 2, rel=1e-5)
     train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **options)
     assert_allclose(figures(folder, "mesh"), figures(folder, "mixed"), rtol=2e-4, atol=1e-5)
-    train(folder, "adapted", lora_rank=4, optimizer__ema_decay=0.9, optimizer__learning_rate=0.03)
+    train(folder, "adapted", lora__rank=4, optimizer__ema_decay=0.9, optimizer__learning_rate=0.03)
     assert steps_of(folder / "adapted")[-1]["divergence"] < steps_of(folder / "adapted")[0]["divergence"]
 
 

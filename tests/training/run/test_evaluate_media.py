@@ -239,7 +239,7 @@ def test_a_description_counts_images_and_shows_each_as_one(model, tmp_path):
         save_image(tmp_path / f"{number}.png", 8 + 32 * number, 8)
     data = write(tmp_path / "x.jsonl", asked(0), asked(1, "0.png"), asked(2, "1.png", "0.png"))
     config = DataConfig(path=data, seq_len=16, held_out_fraction=0.0)
-    text = describe_data(TrainConfig(run_dir=str(tmp_path / "run"), init_from=str(model), dataset=config))
+    text = describe_data(TrainConfig(run_dir=str(tmp_path / "run"), init_from=str(model), data=config))
     assert re.search(r"document 1\b.*\b7\b.*\b2\b.*\b1\b.*\n<4 [^>]*>w21⟦w31 w63⟧", text)  # tokens, targets, images
     assert re.search(r"\b2\b.*\n<24 [^>]*>w22", text)
     images, longer, uncut = text.splitlines()[-3:]

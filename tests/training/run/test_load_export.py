@@ -66,7 +66,7 @@ def start(folder: Path, base: Path, *, template: str | None = NEW, tokenizer: st
     if template is not None:
         file.write_text(template)
     data = DataConfig(chat_template=None if template is None else str(file))
-    settings = TrainConfig(run_dir=str(folder / "run"), init_from=str(base), dataset=data, tokenizer=tokenizer)
+    settings = TrainConfig(run_dir=str(folder / "run"), init_from=str(base), data=data, tokenizer=tokenizer)
     run = RunDirectory(settings)
     write_source(ed.abstract_hf(base), run.source_dir)
     load_tokenizer(tokenizer or base).save(run.path / "tokenizer")

@@ -59,9 +59,9 @@ OPTIONS = {
     "--prompt": "the",
     "--eval-every": 2,
     "--checkpoint-every": 2,
-    "--held-out-fraction": 0.2,
+    "--data.held-out-fraction": 0.2,
 }
-QUICK = {"--held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # nothing but steps is compiled
+QUICK = {"--data.held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # nothing but steps is compiled
 
 
 class Trained:
@@ -140,7 +140,7 @@ def other(folder):
     options |= dict(context_order="zigzag", context_form="all_to_all")
     (folder / "held_out.jsonl").write_text(json.dumps({"body": "x" * 100}))
     options |= dict(held_out=folder / "held_out.jsonl", sample_tokens=0)
-    return Trained(folder / "other", "--no-pack", devices=8, data=folder / "short.jsonl", **options)
+    return Trained(folder / "other", "--data.no-pack", devices=8, data=folder / "short.jsonl", **options)
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_settings_change_the_computation(base, other):
     assert_allclose(other.column("learning_rate"), [1e-2, 1e-2, 1e-2, 6e-3], rtol=1e-6)
     assert_names(other.out, "101")
     assert not re.search(r"^the", other.out, re.MULTILINE)
-    assert load_settings(other.dir / "settings.json").dataset.seed == 1
+    assert load_settings(other.dir / "settings.json").data.seed == 1
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
 
 
@@ -291,9 +291,9 @@ def test_bfloat16_run_gets_float32_weight_averages(folder):
     assert {dtype for name, dtype in arrays.items() if not name.startswith("ema.")} == {"bfloat16"}
     assert {dtype for name, dtype in arrays.items() if name.startswith("ema.")} == {"float32"}
     config, tokenizer = load_settings(run.dir / "settings.json"), load_tokenizer(run.dir / "tokenizer")
-    with make_dataset(config.dataset, tokenizer, folder=run.dir / "data", split="held_out") as data:
+    with make_dataset(config.data, tokenizer, folder=run.dir / "data", split="held_out") as data:
         models = [load_run(run.dir), load_run(run.dir, ema=False)]
-        losses = [evaluate(model, data.rewind(), config.dataset.batch_size).loss for model in models]
+        losses = [evaluate(model, data.rewind(), config.data.batch_size).loss for model in models]
     assert losses[0] == pytest.approx(run.held_out[4], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4
     assert all(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(models))
     assert np.array_equal(*(jax.tree.leaves(load_run(run.dir, 2, ema=ema))[0] for ema in (True, False)))
@@ -620,15 +620,15 @@ def test_a_start_that_fails_leaves_no_files(folder, tmp_path, options, code, the
     [
         pytest.param({"--set": "logit_soft_cap=3.0"}, "DecoderConfig.logit_soft_cap=3.0", id="logit-soft-cap"),
         pytest.param({"--mtp-depths": 1}, None, id="mtp"),  # the draft layers are left out
-        pytest.param({"--lora-rank": 2, "--lora-targets": "*.mlp.*"}, None, id="lora"),
+        pytest.param({"--lora.rank": 2, "--lora.targets": "*.mlp.*"}, None, id="lora"),
     ],
 )
 def test_unsupported_exports_are_refused_before_data_are_read(tmp_path, options, field):
     options = {"--model": "tiny"} | options
     words = flags(OPTIONS | QUICK | {"--data": "no/where", "--run-dir": tmp_path / "run"} | options)
-    names = ["export"] + ["export-adapter"] * ("--lora-rank" in options or field is not None)
+    names = ["export"] + ["export-adapter"] * ("--lora.rank" in options or field is not None)
     for name in names:
-        adapted = ["--lora-rank", 2, "--lora-targets", "*.mlp.*"] if name == "export-adapter" else []
+        adapted = ["--lora.rank", 2, "--lora.targets", "*.mlp.*"] if name == "export-adapter" else []
         _, err = call("train", *words, *adapted, f"--{name}", tmp_path / "out", code=3 if field is None else 4)
         assert_names(err, *(["no/where"] if field is None else [f"--{name}='{tmp_path}/out'", field]))
     assert not list(tmp_path.iterdir())
@@ -638,7 +638,7 @@ def test_unsupported_exports_are_refused_before_data_are_read(tmp_path, options,
 def test_exports_need_safetensors_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     words = flags(OPTIONS | QUICK | {"--data": "no/where", "--run-dir": tmp_path / "run", "--model": "tiny"})
-    for more in (["--export"], ["--lora-rank", 2, "--lora-targets", "*.mlp.*", "--export-adapter"]):
+    for more in (["--export"], ["--lora.rank", 2, "--lora.targets", "*.mlp.*", "--export-adapter"]):
         _, err = call("train", *words, *more, tmp_path / "out", code=1)
         assert_names(error_of(err), "'safetensors'")
 
@@ -706,10 +706,12 @@ def test_a_run_on_conversations_with_a_chat_template(folder):
     again = Trained(run.dir, chat_template=folder / "chatml.jinja", **options | {"steps": 3})
     assert first_step(again.err) == 2
     words = flags(OPTIONS | {"--run-dir": run.dir, "--data": folder / "chats.jsonl"})
-    out, _ = call("train", *words, "--held-out", folder / "chats.jsonl", "--chat-template", kept, "--describe-data")
+    out, _ = call(
+        "train", *words, "--held-out", folder / "chats.jsonl", "--data.chat-template", kept, "--describe-data"
+    )
     assert_names(out, "<user>?<assistant>⟦abc⟧", "48", "14.3%")
     _, err = call("train", *flags(OPTIONS | {"--run-dir": folder / "none", "--data": folder / "chats.jsonl"}), code=3)
-    assert_names(err, "--chat-template")
+    assert_names(err, "--data.chat-template")
 
 
 def test_models_are_listed():

@@ -64,7 +64,7 @@ def figures(folder, name):
 @pytest.fixture(scope="module")
 def adapted(folder):
     """A LoRA run: the reference is the base model."""
-    _, err = train(folder, "adapted", lora_rank=4, held_out=folder / "pairs.jsonl", final_eval_batches=1)
+    _, err = train(folder, "adapted", lora__rank=4, held_out=folder / "pairs.jsonl", final_eval_batches=1)
     (loss,) = (row["eval_loss"] for row in read_metrics(folder / "adapted" / "metrics.jsonl") if "eval_loss" in row)
     assert_names(err, "24 pairs", f"{loss:.4f}")
     return folder
@@ -81,9 +81,9 @@ def test_the_first_loss_is_log_2(adapted):
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(adapted):
-    train(adapted, "broken", lora_rank=4, steps=2, optimizer__schedule="constant")
-    train(adapted, "broken", lora_rank=4, steps=4, optimizer__schedule="constant")
-    train(adapted, "whole", lora_rank=4, steps=4, optimizer__schedule="constant")
+    train(adapted, "broken", lora__rank=4, steps=2, optimizer__schedule="constant")
+    train(adapted, "broken", lora__rank=4, steps=4, optimizer__schedule="constant")
+    train(adapted, "whole", lora__rank=4, steps=4, optimizer__schedule="constant")
     assert figures(adapted, "broken") == figures(adapted, "whole")
     one, other = (named_leaves(load_run(adapted / name)) for name in ("broken", "whole"))
     assert all(np.array_equal(one[name], other[name]) for name in other)
@@ -94,7 +94,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(adapted):
 @pytest.mark.slow
 def test_the_reference_with_pissa_and_dora_is_the_start(folder):
     """The reference includes the first factors, so that the margin is 0 at first."""
-    train(folder, "values", "--lora-dora", lora_rank=4, lora_init="pissa", optimizer__learning_rate="1e-3")
+    train(folder, "values", "--lora.dora", lora__rank=4, lora__init="pissa", optimizer__learning_rate="1e-3")
     rows = steps_of(folder / "values")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -124,7 +124,7 @@ def test_answers_with_labels(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "options"), [("dpo", {"lora_rank": 4}), ("dpo", {}), ("kto", {})], ids=["lora", "dpo", "kto"]
+    ("method", "options"), [("dpo", {"lora__rank": 4}), ("dpo", {}), ("kto", {})], ids=["lora", "dpo", "kto"]
 )
 def test_a_saved_reference_equals_one_in_memory(folder, method, options, monkeypatch):
     """Exactly in the first epoch, up to rounding later. A resumed run loads no reference."""
@@ -181,7 +181,7 @@ def test_averaged_weights_as_the_reference(folder):
             {"method": "kto", "preference__smoothing": 0.1}, 2, ["--preference.smoothing=0.1"], id="smoothing"
         ),
         pytest.param({"preference__kind": "ipo"}, 2, ["over='sums'"], id="ipo"),
-        pytest.param({"preference__reference": "base"}, 2, ["--lora-rank"], id="base-without-lora"),
+        pytest.param({"preference__reference": "base"}, 2, ["--lora.rank"], id="base-without-lora"),
         pytest.param({"preference__reference": "ema"}, 2, ["--optimizer.ema-decay"], id="ema-without-decay"),
         pytest.param(
             {"preference__kind": "simpo", "more": "--preference.save-reference"},

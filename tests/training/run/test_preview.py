@@ -22,7 +22,7 @@ def settings(tmp_path):
 
     def build(name="chats.jsonl", data=(), **options):
         data = DataConfig(**{"path": str(tmp_path / name), "held_out_fraction": 0.0} | dict(data))
-        return TrainConfig(run_dir=str(tmp_path / "run"), dataset=data, **options)
+        return TrainConfig(run_dir=str(tmp_path / "run"), data=data, **options)
 
     return build
 

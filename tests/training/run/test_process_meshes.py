@@ -22,7 +22,7 @@ CASES = {
     | {"--model": "tiny", "--mesh.data": 1, "--mesh.tensor": 4, "--set": "num_kv_heads=4"},
     "data x context": {"--mesh.data": 2, "--mesh.context": 2},
     "context over both processes": {"--mesh.data": 1, "--mesh.context": 4},
-    "fsdp, pairs of low rank": {"--mesh.fsdp": 4, "--lora-rank": 2, "--eval-every": 1},
+    "fsdp, pairs of low rank": {"--mesh.fsdp": 4, "--lora.rank": 2, "--eval-every": 1},
     "fsdp, half precision and running means": {
         "--mesh.fsdp": 4,
         "--dtype": "bfloat16",

@@ -215,15 +215,15 @@ def test_reward_run_learns_resumes_and_exports(folder):
 def test_lora_margins_and_meshes(folder):
     """The head is trained with LoRA factors, margins and centering are read, and a mesh has the same losses."""
     changes = {"data": folder / "margins.jsonl", "reward.centering": 0.01}
-    train(folder, "plain", data=folder / "margins.jsonl", lora_rank=4, steps=2)
-    train(folder, "adapted", lora_rank=4, **changes)
+    train(folder, "plain", data=folder / "margins.jsonl", lora__rank=4, steps=2)
+    train(folder, "adapted", lora__rank=4, **changes)
     assert steps_of(folder / "adapted")[-1]["reward_accuracy"] > 0.9
     rows = [steps_of(folder / name)[0] for name in ("plain", "adapted")]
     assert rows[0]["loss"] < rows[1]["loss"] and rows[0]["reward_margin"] == rows[1]["reward_margin"]
     trained, before = (named_leaves(x) for x in (load_run(folder / "adapted"), ed.load_hf(BASE)))
     assert trained["head.kernel"].shape == (before["embedding.table"].shape[1], 1)
     assert np.array_equal(trained["embedding.table"], before["embedding.table"])
-    train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, lora_rank=4, **changes)
+    train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, lora__rank=4, **changes)
     assert_allclose(figures(folder, "mesh"), figures(folder, "adapted"), rtol=1e-3, atol=1e-4)
 
 
@@ -236,7 +236,7 @@ def test_lora_margins_and_meshes(folder):
             {"method": "dpo", "reward__centering": 0.1}, 2, ["--reward.centering=0.1", "--method='dpo'"], id="centering"
         ),
         pytest.param(
-            {"lora_rank": 2, "export_adapter": "adapter"}, 2, ["--export-adapter='adapter'"], id="export-adapter"
+            {"lora__rank": 2, "export_adapter": "adapter"}, 2, ["--export-adapter='adapter'"], id="export-adapter"
         ),
         pytest.param({"data": "bad"}, 3, ["margin='wide'"], id="margin"),
     ],
