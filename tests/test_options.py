@@ -802,8 +802,8 @@ FREE = [
     "GenerateConfig.top_k",
     "GenerateConfig.top_p",
     "GenerateConfig.min_p",
-    "TrainedModelSettings.lora_rank",
-    "TrainedModelSettings.lora_alpha",
+    "LoRASettings.rank",
+    "LoRASettings.alpha",
 ]
 
 

@@ -10,22 +10,25 @@ import functools
 import inspect
 import itertools
 import re
+import sys
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from eqx_decoders.cli.plugins import HELP
 from eqx_decoders.context import ExecutionConfig
 from eqx_decoders.training.config_file import field_types, flat_settings, with_settings
-from eqx_decoders.training.flags import flag
+from eqx_decoders.training.flags import flag, long_flag
 
 
 T = TypeVar("T")
 
+HELP_ALL = "--help-all"
+
 # Names in error messages of fields that stand in settings under another name: of groups, and of prefixes of fields.
-_GROUP_CLASSES = {"mesh": "Layout", "pipeline": "Pipeline", "low_precision": "LowPrecision"}
-_PREFIX_CLASSES = {"lora_": "LoRAConfig.", "remat_": "Remat."}
+_GROUP_CLASSES = {"mesh": "Layout", "pipeline": "Pipeline", "low_precision": "LowPrecision", "lora": "LoRAConfig"}
+_PREFIX_CLASSES = {"remat_": "Remat."}
 
 
 def parse_flags(
@@ -35,6 +38,7 @@ def parse_flags(
     first: Sequence[str] = (),
     types: Mapping[str, Any] | None = None,
     required: Sequence[str] = (),
+    hidden: Collection[str] = (),
     args: Sequence[str] | None = None,
     prog: str | None = None,
     description: str | None = None,
@@ -47,8 +51,15 @@ def parse_flags(
     - `first`: dotted names of the settings that most people need; they are the first group, "basic".
     - `types`: types of tyro in place of those of fields, by dotted name.
     - `required`: dotted names of the settings without a default: arguments without a flag, in this order.
+    - `hidden`: dotted names of the settings that `--help` leaves out. `--help-all` shows them.
     """
     import tyro
+
+    args = sys.argv[1:] if args is None else args
+    if HELP_ALL in args:
+        args, hidden = ["--help"], ()
+    elif "--help" not in args and "-h" not in args:
+        hidden = ()  # hidden flags are parsed, of course
 
     groups = _grouped(default, titles, first)
     hints = field_types(type(default)) | dict(types or {})
@@ -57,8 +68,13 @@ def parse_flags(
     for title, names in groups.items():
         fields: list[tuple[str, Any, Any]] = []
         for name in names:
+            if name in hidden:
+                continue
             shown = tyro.conf.arg(
-                name=flag(name)[2:], help=texts.get(name, ""), metavar=name.upper() if name in required else None
+                name=flag(name)[2:],
+                help=texts.get(name, ""),
+                metavar=name.upper() if name in required else None,
+                aliases=None if flag(name) == long_flag(name) else (long_flag(name),),
             )
             marked = Annotated[hints[name], shown]
             marked = Annotated[marked, tyro.conf.Positional] if name in required else marked
@@ -131,11 +147,11 @@ def _capitalized(text: str) -> str:
 
 
 def flag_names(kind: type[Any]) -> dict[str, str]:
-    """Return the flag of every setting, by its dotted name, by the names in error messages, and without `dataset`."""
+    """Return the flag of every setting, by its dotted name, by the names in error messages, and without `data.`."""
     required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
     names = [name for name in field_types(kind) if name not in required]  # a required one is an argument, no flag
     by_name = {name: flag(name) for name in names}
-    by_name |= {name.removeprefix("dataset."): value for name, value in by_name.items()}
+    by_name |= {name.removeprefix("data."): value for name, value in by_name.items()}
     for group, hint in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(hint):
             owner = _GROUP_CLASSES.get(group, typing.cast(type, hint).__name__)

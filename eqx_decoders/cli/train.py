@@ -1,6 +1,8 @@
 """Train a decoder on text.
 
     python scripts/train.py --run-dir runs/tiny --model tiny
+    python scripts/train.py --method rl --help     # flags of a method
+    python scripts/train.py --help-all             # all flags
 
 If the run directory contains a run, it is resumed with its settings, unless flags change them. SIGTERM saves a
 checkpoint and ends the program with exit code 143.
@@ -9,6 +11,7 @@ checkpoint and ends the program with exit code 143.
 import argparse
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -35,8 +38,9 @@ from eqx_decoders.training.config import (
     TrainConfig,
     TrainedModelSettings,
 )
-from eqx_decoders.training.config_file import with_settings
-from eqx_decoders.training.flags import flag
+from eqx_decoders.training.config_file import flat_settings, with_settings
+from eqx_decoders.training.flags import flag, long_flag
+from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.run.directory import RunDirectory
 from eqx_decoders.training.run.loop import train
 from eqx_decoders.training.run.model import abstract_run
@@ -62,6 +66,9 @@ BASIC = (
     "config",
     "list_models",
 )
+# Groups that `--help` shows; the groups that the method of the command line reads are added, `--help-all` shows all.
+HELP_GROUPS = ("data", "optimizer")
+HELP_TITLES = (RunSettings, TrainedModelSettings, ModelSettings)
 PRESET = "rl.preset"
 TITLES = {
     RunSettings: "run",
@@ -131,10 +138,34 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     }
     default = _defaults(args)
     try:
-        return parse_flags(default, titles=TITLES, first=BASIC, types=types, args=args, prog=prog, description=__doc__)
+        return parse_flags(
+            default,
+            titles=TITLES,
+            first=BASIC,
+            types=types,
+            hidden=_hidden_in_help(sys.argv[1:] if args is None else args, default.method),
+            args=args,
+            prog=prog,
+            description=__doc__,
+        )
     except ConfigError as error:
         is_of_file = _fails_without_flags(default, error)
         raise ConfigError(f"{default.config}: {error}" if is_of_file else str(error)) from None
+
+
+def _hidden_in_help(args: Sequence[str], method: str) -> set[str]:
+    """Return the settings that `--help` leaves out: all but the basic ones and what the method reads."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--method", default=method)
+    method = finder.parse_known_args(args)[0].method
+    groups = (*HELP_GROUPS, *(KINDS[method].groups if method in KINDS else ()))
+    shown = {name for cls in HELP_TITLES for name in inspect.get_annotations(cls)} | set(BASIC)
+    given = {word.partition("=")[0] for word in args}
+    return {
+        name
+        for name in flat_settings(TrainConfig())
+        if name not in shown and name.partition(".")[0] not in groups and not given & {flag(name), long_flag(name)}
+    }
 
 
 def _parse_pair(number: type, words: list[str]) -> tuple[str, Any]:

@@ -9,7 +9,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
-from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
+from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRASettings
 from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.method_kinds import check_groups, check_method
 from eqx_decoders.training.methods.preference_config import PreferenceConfig
@@ -78,23 +78,7 @@ class TrainedModelSettings(ModelSettings):
     model."""
     init_weights: tuple[str, ...] = ("*",)
     """Path patterns of the weights that are loaded from init_from. The other weights are newly initialized."""
-    lora.rank: int | None = None
-    """LoRA rank: only low-rank adapters of the weights in `lora.targets` are trained. None: train the weights."""
-    lora.alpha: float = 16.0
-    """LoRA alpha. The output of an adapter is multiplied by lora.alpha / lora.rank."""
-    lora.targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
-    """Path patterns of the weights that get an adapter."""
-    lora.rank_pattern: tuple[tuple[str, int], ...] = ()
-    """Ranks for path patterns, such as '*.mlp.*=16'. The first matching pattern counts."""
-    lora.alpha_pattern: tuple[tuple[str, float], ...] = ()
-    """Values of lora.alpha for path patterns. The first matching pattern counts."""
-    lora.rank_stabilized: bool = False
-    """Multiply the output of an adapter by lora.alpha / sqrt(lora.rank) (rsLoRA)."""
-    lora.dora: bool = False
-    """Also train the column norms of the weights (DoRA)."""
-    lora.init: Literal["zeros", "pissa"] = "zeros"
-    """Initial adapters. zeros: the product is zero; pissa: the largest singular values of the weight, which are
-    subtracted from it (PiSSA)."""
+    lora: LoRASettings = LoRASettings()
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,18 +93,6 @@ class TrainedModelSettings(ModelSettings):
         )
         sourced = self.init_from is not None or self.init_weights == ("*",)
         check(sourced, f"init_weights={self.init_weights} needs init_from, where they come from.")
-        self.lora()
-
-    def lora(self) -> LoRAConfig | None:
-        """Return the settings of the low-rank pairs, which are in float32; None for a run without them."""
-        names = [field.name for field in dataclasses.fields(LoRAConfig) if field.name != "dtype"]
-        settings = {name: getattr(self, f"lora_{name}") for name in names}
-        if self.lora.rank is not None:
-            return LoRAConfig(**settings, dtype="float32")
-        for name in ("rank_pattern", "alpha_pattern", "rank_stabilized", "dora", "init"):
-            unused = settings[name] == getattr(LoRAConfig, name)
-            check(unused, f"lora_{name}={settings[name]!r} needs lora.rank: there are no pairs without.")
-        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +100,7 @@ class DataSettings(CheckedFields):
     """Data, tokenizer, held-out evaluations and samples."""
 
     checked_name = ""
-    dataset: DataConfig = DataConfig()
+    data: DataConfig = DataConfig()
     tokenizer: str | None = None
     """Tokenizer: "bpe", trained on the text of the run; "bytes"; or the path of a tokenizer.json. None: the tokenizer
     of init_from, otherwise bpe."""
@@ -213,7 +185,7 @@ class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, T
                 f"profile={self.profile} must be a first and a last step, counted from 1, up to steps={self.steps}.",
             )
         adapted = self.lora.rank is not None or self.export_adapter is None
-        check(adapted, f"export_adapter={self.export_adapter!r} needs lora.rank: there are no adapters without.")
+        check(adapted, f"export_adapter={self.export_adapter!r} needs lora.rank: the run trains no adapter.")
         patterns = self.optimizer.trainable
         free = self.lora.rank is None or patterns == ("*",)
         check(free, f"optimizer.trainable={patterns} and lora.rank={self.lora.rank} exclude each other: leave one out.")

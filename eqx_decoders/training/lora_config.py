@@ -5,7 +5,7 @@ import fnmatch
 import math
 from typing import Annotated, Any, Literal
 
-from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFloat, PositiveInt, check
 
 
 LORA_WEIGHTS = ("*.lora_*",)
@@ -64,3 +64,41 @@ class LoRAConfig(CheckedFields):
 
 def _first_match(path: str, patterns: tuple[tuple[str, Any], ...], otherwise: Any) -> Any:
     return next((value for pattern, value in patterns if fnmatch.fnmatchcase(path, pattern)), otherwise)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRASettings(CheckedFields):
+    """LoRA settings of a run. Without a rank the run trains the weights."""
+
+    checked_name = "lora"
+    rank: int | None = None
+    """LoRA rank: only low-rank adapters of the weights in `lora.targets` are trained. None: train the weights."""
+    alpha: float = 16.0
+    """LoRA alpha. The output of an adapter is multiplied by lora.alpha / lora.rank."""
+    targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
+    """Path patterns of the weights that get an adapter."""
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    """Ranks for path patterns, such as '*.mlp.*=16'. The first matching pattern counts."""
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    """Values of lora.alpha for path patterns. The first matching pattern counts."""
+    rank_stabilized: bool = False
+    """Multiply the output of an adapter by lora.alpha / sqrt(lora.rank) (rsLoRA)."""
+    dora: bool = False
+    """Also train the column norms of the weights (DoRA)."""
+    init: Literal["zeros", "pissa"] = "zeros"
+    """Initial adapters. zeros: the product is zero; pissa: the largest singular values of the weight, which are
+    subtracted from it (PiSSA)."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.config()
+
+    def config(self) -> LoRAConfig | None:
+        """Return the configuration of the adapters, which are in float32; None for a run without adapters."""
+        if self.rank is not None:
+            return LoRAConfig(**(vars(self) | {"rank": self.rank}), dtype="float32")
+        for name in ("rank_pattern", "alpha_pattern", "rank_stabilized", "dora", "init"):
+            value = getattr(self, name)
+            if value != getattr(LoRAConfig, name):
+                raise ConfigError(f"lora.{name}={value!r} needs lora.rank: without a rank there are no adapters.")
+        return None

@@ -13,10 +13,11 @@ from eqx_decoders.errors import check
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
 from eqx_decoders.training.config_file import flat_settings, read_mapping, typed_settings, with_settings
+from eqx_decoders.training.flags import SHORT_FLAGS
 
 
-# Other names of settings in files: those of their flags.
-ALIASES = {"data": "data.path", "held_out": "data.held_out_path"}
+# Other names of settings in files: their short flags.
+_ALIASES = {short.removeprefix("--").replace("-", "_"): name for name, short in SHORT_FLAGS.items()}
 
 # Which run it is: never changed.
 _IDENTITY = (
@@ -26,7 +27,7 @@ _IDENTITY = (
     "set",
     "init_from",
     "mtp_depths",
-    "lora_*",
+    "lora.*",
     "tokenizer",
     "bpe_vocab_size",
     "data.seed",
@@ -84,7 +85,7 @@ def _matching(changes: Changes, patterns: tuple[str, ...]) -> Changes:
 
 
 def _listed(changes: Changes, rule: str) -> str:
-    return "; ".join(f"{name.removeprefix('dataset.')}={now!r}, {rule} {was!r}" for name, (was, now) in changes.items())
+    return "; ".join(f"{name}={now!r}, {rule} {was!r}" for name, (was, now) in changes.items())
 
 
 def is_new(directory: str) -> bool:
@@ -160,9 +161,8 @@ def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
 
 
 def _typed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return the settings in a file by the names of fields; names without `dataset`, and of flags, are allowed."""
-    aliases = {name.removeprefix("dataset."): name for name in flat_settings(TrainConfig())}
-    return typed_settings(values, TrainConfig(), aliases | ALIASES, path)
+    """Return the settings in a file by the dotted names; the names of short flags are accepted, too."""
+    return typed_settings(values, TrainConfig(), _ALIASES, path)
 
 
 def _is_written(name: str, value: Any) -> bool:

@@ -47,59 +47,18 @@ def test_a_missing_package_is_named(monkeypatch, program):
     assert_names(err, "'tyro'", "'eqx_decoders[train]'")
 
 
-FLAGS = """
---method --preference.kind --preference.beta --preference.smoothing --preference.over --preference.gamma
---preference.nll-weight --preference.reference --preference.examples-per-row
---preference.save-reference --preference.no-save-reference --kto.beta --kto.desirable-weight
---kto.undesirable-weight --reward.centering
---distill.no-on-policy --distill.on-policy --rl.teacher --rl.teacher-weight
---distill.teacher --distill.divergence --distill.beta --distill.temperature --distill.alpha --distill.top
---distill.saved --distill.hidden.weight --distill.hidden.distance --distill.hidden.layers
---distill.hidden.no-projection --distill.hidden.projection
---rl.aggregation --rl.answers-per-row --rl.baseline --rl.dynamic-sampling --rl.entropy --rl.eval-samples --rl.kl
---rl.kl-in --rl.max-new-tokens --rl.most-draws --rl.no-dynamic-sampling --rl.no-whiten --rl.overlong-buffer
---rl.policy.correction.cap --rl.policy.correction.floor --rl.policy.correction.kind --rl.policy.correction.row
---rl.policy.distance --rl.policy.dual --rl.policy.high --rl.policy.kind --rl.policy.low --rl.policy.tau-negative
---rl.policy.tau-positive --rl.policy.threshold --rl.preset --rl.prompts --rl.reference --rl.reward --rl.reward-seconds
---rl.reward-model --rl.returns --rl.critic.clip --rl.critic.gamma --rl.critic.init-from --rl.critic.lam
---rl.critic.learning-rate --rl.critic.updates --rl.critic.warmup-steps --rl.critic.bootstrap
---rl.critic.no-bootstrap
---rl.reward-weights --rl.reward-workers --rl.samples --rl.scale --rl.slots --rl.temperature --rl.truncated --rl.whiten
---rl.routing-replay --rl.no-routing-replay
---rl.max-staleness --sampler.devices --sampler.data --sampler.fsdp --sampler.tensor --sampler.expert
---sampler.compute-dtype --sampler.no-compute-dtype
---rl.environment --rl.episode-tokens --rl.max-turns --rl.strict-prefix --rl.no-strict-prefix --rl.tool-call-parser
---config --model-config --set --data.special-tokens-in-content --data.no-special-tokens-in-content
---checkpoint-dir
---run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora.rank --lora.alpha
---lora.rank-pattern --lora.alpha-pattern --lora.rank-stabilized --lora.no-rank-stabilized --lora.dora
---lora.no-dora --lora.init
---lora.targets --steps --data --held-out --data.held-out-fraction --data.text-field --data.special-tokens-in-text
---data.chat-template --data.cache-dir --batch-size
---seq-len --seed --data.pack --data.no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
---eval-tasks --eval-task-examples --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
---context-order --context-form --head-bytes --exchange-bytes --experts --expert-exchange --lookup --scan --no-scan
---remat-save --remat-offload --attention --xla-flags --layer-stats --no-layer-stats --trackers --describe
---no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed
---distributed-timeout --profile --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
---mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
---mesh.stage --pipeline.microbatches --pipeline.repeats --pipeline.delay --pipeline.no-delay --pipeline.gather
---optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
---optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
---optimizer.beta2 --optimizer.eps --optimizer.momentum --optimizer.max-grad-norm
---optimizer.lr-multipliers --optimizer.moments-dtype --optimizer.ema-decay --params-dtype
---offload.weights --offload.optimizer --axis-types --batch-split --low-precision.mode --low-precision.weights
---low-precision.weight-gradient --low-precision.gradient-rounding
---replicated-tolerance --optimizer.shard-over-data --optimizer.no-shard-over-data
---step.gradient-accumulation-steps --step.qk-clip-threshold --step.z-loss --step.fused-loss --step.no-fused-loss
-"""
+def test_help_shows_the_flags_of_the_method_and_help_all_shows_every_flag():
+    def shown(*args):
+        out, _ = call("train", *args)
+        return set(re.findall(r"--[a-z][\w.-]*", out)), " ".join(out.replace("│", " ").split())
 
-
-def test_the_flags_of_train():
-    """Fields of the data have no prefix; the help has the docstrings of the fields."""
-    out, _ = call("train", "--help")
-    text = " ".join(out.replace("│", " ").split())
-    assert set(FLAGS.split()) == set(re.findall(r"--[a-z][\w.-]*", text)) - {"--help", "--plugin"}
+    short, text = shown("--help")
+    assert {"--data", "--data.path", "--optimizer.eps", "--checkpoint-every", "--lora.rank"} <= short
+    assert not any(name.startswith(("--rl.", "--sampler.", "--pipeline.")) for name in short)
+    assert "--rl.kl" in shown("--method", "rl", "--help")[0] and "--kto.beta" not in shown("--method=rl", "-h")[0]
+    assert "--mesh.tensor" in shown("--mesh.tensor", "2", "--help")[0]
+    every, _ = shown("--help-all")
+    assert short < every and {flag for flag in flag_names(TrainConfig).values()} <= every
     docstrings = inspect.getsource(DataConfig)
     (batch_size,) = re.findall(r'batch_size: .*\n    """(\w+ \w+ \w+)', docstrings)
     assert batch_size in text
@@ -108,7 +67,7 @@ def test_the_flags_of_train():
 def test_flags_become_settings():
     from eqx_decoders.cli.train import parse
 
-    words = ["--data", "a", "--held-out", "b", "--data.no-pack", "--batch-size", "6", "--mesh.data", "2"]
+    words = ["--data", "a", "--held-out", "b", "--data.no-pack", "--data.batch-size", "6", "--mesh.data", "2"]
     words += ["--optimizer.max-grad-norm", "None"]
     config = parse([*words, "--lora.rank", "2", "--lora.targets", "*.mlp.*", "*.query"])
     assert type(config) is TrainConfig and config.mesh == MeshConfig(data=2)
@@ -120,8 +79,8 @@ def test_flags_become_settings():
     pairs = parse(["--optimizer.lr-multipliers", "*.mlp.*=2", "a=b=1e-1"]).optimizer.lr_multipliers
     assert pairs == (("*.mlp.*", 2.0), ("a=b", 0.1))
     ranks = parse(["--lora.rank", "2", "--lora.rank-pattern", "*.mlp.*=4", "--lora.alpha-pattern", "*.up=0.5"])
-    assert (ranks.lora_rank_pattern, ranks.lora_alpha_pattern) == ((("*.mlp.*", 4),), (("*.up", 0.5),))
-    assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
+    assert (ranks.lora.rank_pattern, ranks.lora.alpha_pattern) == ((("*.mlp.*", 4),), (("*.up", 0.5),))
+    assert config.optimizer.max_grad_norm is None and config.lora.targets == ("*.mlp.*", "*.query")
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from eqx_decoders.remat import Remat
 from eqx_decoders.rl.methods import METHODS
 from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
 from eqx_decoders.training.config_file import field_types, with_settings
-from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.flags import SHORT_FLAGS, long_flag
+from eqx_decoders.training.lora_config import LoRAConfig, LoRASettings
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
@@ -169,7 +170,7 @@ def test_one_path_is_a_string_and_several_are_a_tuple(tmp_path):
     assert several.data.path == ("a", "b") and hash(several.data)
     save_settings(several, tmp_path / "settings.json")
     assert load_settings(tmp_path / "settings.json") == several
-    assert json.loads((tmp_path / "settings.json").read_text())["dataset"]["path"] == ["a", "b"]
+    assert json.loads((tmp_path / "settings.json").read_text())["data"]["path"] == ["a", "b"]
     with refused(ConfigError, "DataConfig.path=()"):
         DataConfig(path=())
 
@@ -199,7 +200,7 @@ def test_settings_of_another_run_are_a_settings_file(tmp_path):
 def test_json_and_yaml_files_give_the_same_settings(tmp_path):
     """Options of one start are read, except from the `settings.json` of a run."""
     values = {"run_dir": "there", "distributed": True, "distributed_timeout": 7, "describe": True, "steps": 3}
-    values |= {"export": str(tmp_path), "dataset": {"seq_len": 16}, "checkpoint_dir": "c"}
+    values |= {"export": str(tmp_path), "data": {"seq_len": 16}, "checkpoint_dir": "c"}
     for name in ("run.json", "run.yaml"):
         (tmp_path / name).write_text(json.dumps(values))  # YAML reads JSON
         assert not is_of_a_run(tmp_path / name)
@@ -235,13 +236,13 @@ def test_both_tables_have_every_method():
 
 
 def test_flag_names_are_those_of_the_command_line():
-    out, _ = call("train", "--help")
+    out, _ = call("train", "--help-all")
     named, flags = set(re.findall(r"--[a-z][\w.-]*", out)), flag_names(TrainConfig)
     assert flags["data.path"] == "--data" and flags["optimizer.eps"] == "--optimizer.eps"
     assert flags["Layout.fsdp"] == "--mesh.fsdp" and flags["LoRAConfig.rank"] == "--lora.rank"
-    assert set(flags.values()) - named == set() and named - set(flags.values()) - {"--help", "--plugin"} == {
+    assert set(flags.values()) - named == set() and named - set(flags.values()) - set(map(long_flag, SHORT_FLAGS)) == {
         name for name in named if re.search(r"--(\w+\.)*no-", name)
-    } - {"--optimizer.no-decay"}
+    } - {"--optimizer.no-decay"} | {"--help", "--help-all", "--method", "--plugin"} - set(flags.values())
 
 
 def test_bad_settings_files_are_refused(tmp_path):
@@ -262,17 +263,13 @@ def test_bad_settings_files_are_refused(tmp_path):
             load_settings(path)
 
 
-def test_files_may_have_the_names_of_flags(tmp_path):
-    """Flat fields of the data, and `data` and `held_out` for its paths."""
+def test_files_may_have_the_names_of_short_flags(tmp_path):
     flat = settings_json(FULL)
-    data = flat.pop("dataset")
-    flat |= {"data": data.pop("path"), "held_out": data.pop("held_out_path"), **data}
-    assert {"seq_len", "seed", "pack", "text_field", "held_out_fraction", "batch_size"} < set(flat)
+    data = flat.pop("data")
+    flat |= {short.removeprefix("--"): data.pop(name.removeprefix("data.")) for name, short in SHORT_FLAGS.items()}
+    flat |= {f"data.{name}": value for name, value in data.items()}
     (tmp_path / "settings.json").write_text(json.dumps(flat))
     assert load_settings(tmp_path / "settings.json") == FULL
-    (tmp_path / "settings.json").write_text('{"mesh": 3, "step": [1], "accumulate": 2}')
-    with refused(ConfigError, "settings.json", "'mesh'"):
-        load_settings(tmp_path / "settings.json")
 
 
 def test_a_tilde_is_expanded_in_every_path(monkeypatch):
@@ -290,7 +287,7 @@ def test_a_tilde_is_expanded_in_every_path(monkeypatch):
         "/home/me/t",
         "/home/me",
     )
-    lora = TrainConfig(lora_rank=1, export_adapter="~/x", model_config="~/m.json")
+    lora = TrainConfig(lora=LoRASettings(rank=1), export_adapter="~/x", model_config="~/m.json")
     assert (lora.export_adapter, lora.model_config) == ("/home/me/x", "/home/me/m.json")
     with refused(ConfigError, "/home/me/x/settings.json"):
         RunDirectory.open("~/x")
@@ -324,19 +321,21 @@ def test_every_option_of_the_execution_is_a_setting():
 
 
 def test_every_option_of_lora_is_a_setting():
-    changes = dict(
-        lora_rank=4, lora_alpha=2.0, lora_targets=("*.mlp.*",), lora_rank_pattern=(("*.up", 2),),
-        lora_alpha_pattern=(("*.up", 3.0),), lora_rank_stabilized=True, lora_dora=True, lora_init="pissa",
+    changes: dict = dict(
+        rank=4, alpha=2.0, targets=("*.mlp.*",), rank_pattern=(("*.up", 2),), alpha_pattern=(("*.up", 3.0),),
+        rank_stabilized=True, dora=True, init="pissa",
     )  # fmt: skip
-    lora = TrainConfig(**changes).lora()
-    assert lora is not None and lora.dtype == "float32"
-    own = {field.name for field in dataclasses.fields(LoRAConfig)} - {"dtype"}
-    assert {f"lora_{name}": getattr(lora, name) for name in own} == changes
-    assert all(getattr(TrainConfig(), name) != value for name, value in changes.items())
+    lora = LoRASettings(**changes).config()
+    assert lora == LoRAConfig(**changes, dtype="float32")
+    assert changes.keys() == {field.name for field in dataclasses.fields(LoRAConfig)} - {"dtype"}
+    assert all(getattr(LoRASettings(), name) != value for name, value in changes.items())
     for name, value in changes.items():
-        if name not in ("lora_rank", "lora_alpha", "lora_targets"):
-            with refused(ConfigError, f"{name}={value!r}", "lora_rank"):
-                TrainConfig(**{name: value})
+        if name not in ("rank", "alpha", "targets"):
+            with refused(ConfigError, f"lora.{name}={value!r}", "lora.rank"):
+                LoRASettings(**{name: value})
+    for name, value in (("rank", 0), ("targets", ())):
+        with refused(ConfigError, f"LoRAConfig.{name}={value!r}"):
+            LoRASettings(**{"rank": 4, name: value})
 
 
 @pytest.mark.parametrize(
@@ -349,17 +348,15 @@ def test_every_option_of_lora_is_a_setting():
         pytest.param(dict(model_config="y", init_from="x"), ["model_config='y'", "init_from='x'"], id="config-init"),
         pytest.param(dict(set=("a=1",), init_from="x"), ["set=('a=1',)", "init_from='x'"], id="set-init"),
         pytest.param(dict(init_weights=("*.mlp.*",)), ["init_weights=('*.mlp.*',)", "init_from"], id="init_weights"),
-        pytest.param(dict(export_adapter="x"), ["export_adapter='x'", "lora_rank"], id="export_adapter"),
+        pytest.param(dict(export_adapter="x"), ["export_adapter='x'", "lora.rank"], id="export_adapter"),
         *(
             pytest.param(
-                dict(export=model, export_adapter=adapter, lora_rank=2),
+                dict(export=model, export_adapter=adapter, lora=LoRASettings(rank=2)),
                 [f"export={model!r}", f"export_adapter={adapter!r}"],
                 id=f"{model}-{adapter}",
             )
             for model, adapter in (("x", "x"), ("x", "x/y"), ("x/y", "x"))
         ),
-        pytest.param(dict(lora_rank=0), ["LoRAConfig.rank=0", "1"], id="lora_rank"),
-        pytest.param(dict(lora_rank=4, lora_targets=()), ["LoRAConfig.targets=()"], id="lora_targets"),
     ],
 )
 def test_settings_that_exclude_each_other(fields, names):

@@ -15,6 +15,7 @@ from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.lora_config import LoRASettings
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.optimizer.resume import trained_weights
@@ -68,12 +69,16 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
         dict(model="llama3-8b"),
         dict(tokenizer="bytes"),
         dict(data=DataConfig(seed=4)),
+<<<<<<< HEAD:tests/training/run/test_directory.py
         dict(lora__rank=2),
+=======
+        dict(lora=LoRASettings(rank=2)),
+>>>>>>> e1480b0b (Show the flags of the method in train's help, and all with --help-all):tests/training/run/test_run_directory.py
         dict(params_dtype="bfloat16"),
         dict(init_from="a/b"),
     )
     for change in changes:
-        name = next(iter(change)).replace("dataset", "seed")
+        name = next(iter(change)).replace("data", "seed")
         with refused(ed.ConfigError, f"{name}=", tmp_path):
             resumed(dataclasses.replace(begun, **change, allow_changes=True), tmp_path)
 
