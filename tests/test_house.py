@@ -14,7 +14,7 @@ from tests.sources import FILES, LIBRARY, parsed
 ROOT = LIBRARY.parent
 PACKAGES = sorted(file.parent for file in LIBRARY.glob("*/__init__.py"))
 FOLDERS = [LIBRARY, ROOT / "scripts", ROOT / "tests"]
-READMES = [ROOT / "README.md", *sorted(LIBRARY.rglob("README.md")), *sorted((ROOT / "scripts").glob("README.md"))]
+READMES = [ROOT / "README.md", *sorted(LIBRARY.rglob("*.md")), *sorted((ROOT / "scripts").glob("README.md"))]
 
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)

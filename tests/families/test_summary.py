@@ -7,6 +7,7 @@ import pytest
 
 import eqx_decoders as ed
 from tests.models import rich_decoder
+from tests.tools.make_models_page import PAGE, names_by_config, row
 
 
 @pytest.mark.slow(fast=("llama3-8b-8.03-8.03", "qwen3-30b-a3b-30.53-3.35"))
@@ -36,3 +37,17 @@ def test_what_a_cache_holds():
     assert info.layers == {"Attention (window 5)": 2, "Attention": 2}
     assert info.name is None and info.dtype == "float32"
     assert ed.describe_model(dataclasses.replace(config, blocks=config.blocks[:1])).bytes_per_token == 0
+
+
+SOME = names_by_config()[::11]
+
+
+def test_the_page_of_models_has_every_name():
+    rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert [", ".join(f"`{name}`" for name in names) for names in names_by_config()] == [text.strip() for text in rows]
+
+
+@pytest.mark.slow(fast=(SOME[0][0], SOME[-1][0]))
+@pytest.mark.parametrize("names", SOME, ids=lambda names: names[0])
+def test_rows_of_the_page_of_models_are_up_to_date(names):
+    assert row(names) in PAGE.read_text(), "run python -m tests.tools.make_models_page"
