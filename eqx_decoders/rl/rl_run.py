@@ -163,7 +163,7 @@ class RLRun:
         self._draws.close()
 
     def _load_reference(self) -> Decoder | None:
-        adapted = self._config.lora_rank is not None
+        adapted = self._config.lora.rank is not None
         if self._rl.kl == 0 or (adapted and self._rl.reference in ("auto", "base")):
             return None
         return new_base(self._run, self._execution)

@@ -58,7 +58,7 @@ def test_help_shows_the_flags_of_the_method_and_help_all_shows_every_flag():
     assert "--rl.kl" in shown("--method", "rl", "--help")[0] and "--kto.beta" not in shown("--method=rl", "-h")[0]
     assert "--mesh.tensor" in shown("--mesh.tensor", "2", "--help")[0]
     every, _ = shown("--help-all")
-    assert short < every and {flag for flag in flag_names(TrainConfig).values()} <= every
+    assert short < every and set(flag_names(TrainConfig).values()) <= every
     docstrings = inspect.getsource(DataConfig)
     (batch_size,) = re.findall(r'batch_size: .*\n    """(\w+ \w+ \w+)', docstrings)
     assert batch_size in text

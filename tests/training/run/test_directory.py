@@ -69,11 +69,7 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
         dict(model="llama3-8b"),
         dict(tokenizer="bytes"),
         dict(data=DataConfig(seed=4)),
-<<<<<<< HEAD:tests/training/run/test_directory.py
-        dict(lora__rank=2),
-=======
         dict(lora=LoRASettings(rank=2)),
->>>>>>> e1480b0b (Show the flags of the method in train's help, and all with --help-all):tests/training/run/test_run_directory.py
         dict(params_dtype="bfloat16"),
         dict(init_from="a/b"),
     )
