@@ -49,7 +49,7 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 FORMAT = 1  # version of the manifest
 TRAIN, HELD_OUT_DATA = "train:", "held_out:"  # prefixes of the names of sources
 FLAGS = {
-    name: "--" + name.replace("_", "-")
+    name: ("--" if name == "tokenizer" else "--data.") + name.replace("_", "-")
     for name in ("tokenizer", "text_field", "chat_template", "special_tokens_in_text")
 }
 KEPT = "the tokens are kept"
