@@ -6,11 +6,11 @@ from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, D
 EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_CHECKPOINT = 4
-EXIT_SIGTERM = 143  # 128 + 15, what a shell reports of a process that SIGTERM ended
+EXIT_SIGTERM = 143  # 128 + 15, the exit code of a process that was ended by SIGTERM
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a program that ends by `error`: 2 configuration, 3 data, 4 checkpoint, otherwise 1."""
+    """Return the exit code for an error: 2 configuration, 3 data, 4 checkpoint, otherwise 1."""
     checkpoint = (CheckpointError, ConversionError)
     codes = {ConfigError: EXIT_CONFIG, DataError: EXIT_DATA, checkpoint: EXIT_CHECKPOINT}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)

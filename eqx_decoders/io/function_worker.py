@@ -1,10 +1,10 @@
-"""Process that calls a function of a user's Python file: run as a script by `function_workers`.
+"""Worker process that calls a function of a user's Python file. `function_workers` runs it as a script.
 
-The one argument is a JSON object: `function`, `path` (of Python), the names of its `arguments`, if they are always the
-same, and `methods` that a class needs. The first line of the output is `{}`, or `{"error": sentence}`. A task is a line
-of standard input, a list of arguments, or an object with `object` (a number), `new`, `method` and `arguments`; its
-answer is a line, `{"value": …}` or `{"error": …}`, which has `lost` if the object was that of a process that ended.
-What the function prints goes to standard error.
+The argument is a JSON object: `function`, `path` (`sys.path`), the names of the `arguments` if they are always the
+same, and the `methods` that a class needs. The first line of output is `{}`, or `{"error": message}`. Each line of
+standard input is a task: a list of arguments, or an object with `object` (a number), `new`, `method` and `arguments`.
+Its answer is a line `{"value": …}` or `{"error": …}`, with `lost` if the object was lost with its process. The output
+of the function goes to standard error.
 """
 
 import importlib
@@ -37,14 +37,14 @@ def main() -> None:
 
 
 def find(name):
-    """Return `file.py:function` or `module:function`; the function may be an attribute of an object, `task.grade`."""
+    """Return the function `file.py:function` or `module:function`, or an attribute of an object, `task.grade`."""
     file, _, words = name.rpartition(":")
     if file.endswith(".py"):
         path = Path(file).resolve()
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.is_file():
-            raise FileNotFoundError(f"there is no file {file}")
+            raise FileNotFoundError(f"the file {file} does not exist")
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
@@ -53,31 +53,31 @@ def find(name):
     found = module
     for word in words.split("."):
         if not hasattr(found, word):
-            there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-            raise AttributeError(f"{file} has no {words!r}; it has {', '.join(there) or 'no functions'}")
+            known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            raise AttributeError(f"{file} has no {words!r}; it has {', '.join(known) or 'no functions'}")
         found = getattr(found, word)
     if not callable(found):
-        raise TypeError(f"{words!r} is no function")
+        raise TypeError(f"{words!r} is not a function")
     return found
 
 
 def check_methods(function, name, methods):
-    """Raise TypeError unless the function is a class with these methods, if there are any."""
+    """Raise TypeError if there are `methods` and the function is not a class that has them."""
     missing = [method for method in methods if not callable(getattr(function, method, None))]
     if methods and not isinstance(function, type):
-        raise TypeError(f"{name} is no class with {' and '.join(methods)}")
+        raise TypeError(f"{name} is not a class with {' and '.join(methods)}")
     missing = missing or sorted(getattr(function, "__abstractmethods__", ()) if methods else ())
     if missing:
         raise TypeError(f"the class has no method {' and no '.join(missing)}")
 
 
 def check_arguments(function, names):
-    """Raise TypeError unless the function takes these arguments; its own names may tell that it means lists (TRL's)."""
+    """Raise TypeError unless the function accepts these arguments. Some names show that it expects lists, as in TRL."""
     if not names:
         return
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some that are written in C have none
+    except ValueError:  # functions in C may have no signature
         return
     try:
         signature.bind(*names)
@@ -100,7 +100,7 @@ def answer(function, objects, task):
             return checked(held.close() if hasattr(held, "close") else None)
         if number not in objects:
             if not task["new"]:
-                return {"error": "its process ended, and the object with it", "lost": True}
+                return {"error": "the object was lost because its process ended", "lost": True}
             objects[number] = function()
         return checked(getattr(objects[number], method)(*task["arguments"]))
     except Exception as error:
@@ -108,7 +108,7 @@ def answer(function, objects, task):
 
 
 def checked(value):
-    """Return a value as plain JSON; numbers of NumPy are those of Python."""
+    """Return an answer with the value as plain JSON. NumPy numbers become Python numbers."""
     return {"value": plain(value)}
 
 
@@ -118,14 +118,14 @@ def plain(value):
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(member) for name, member in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(member) for member in value]
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if hasattr(value, "__dict__"):
         return plain(vars(value))
-    raise TypeError(f"returned {type(value).__name__}, which is no JSON value")
+    raise TypeError(f"returned {type(value).__name__}, which is not a JSON value")
 
 
 def described(error) -> str:

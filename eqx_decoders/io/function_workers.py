@@ -1,7 +1,7 @@
-"""Functions of a user's Python file, called in processes of their own, each call with a deadline.
+"""Calls of functions in a user's Python file, in worker processes, each call with a deadline.
 
-Graders of answers hang and crash: `sympy`, regular expressions and programs that a model wrote. Signals do not reach
-threads, so each worker is a process, without JAX, which is killed and started anew when a call takes too long.
+Graders of answers may hang or crash: `sympy`, regular expressions, and programs that a model wrote. Threads cannot be
+interrupted, so each worker is a process without JAX. It is killed and replaced if a call exceeds its deadline.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from eqx_decoders.errors import ConfigError, check, check_integer
 
 
-START_SECONDS = 120.0  # to import the user's file
+START_SECONDS = 120.0  # deadline for importing the user's file
 _WORKER = Path(__file__).with_name("function_worker.py")
 
 
@@ -30,11 +30,11 @@ class CallResult(NamedTuple):
 
     **Arguments:**
 
-    - `value`: what the function returned, as plain JSON; numbers that are not finite are the texts of `str`.
-    - `error`: why there is no value; None if there is one.
-    - `timed_out`: whether the call took too long.
-    - `seconds`: how long it took.
-    - `lost`: whether its object is not there: it was that of a process that was killed since.
+    - `value`: return value of the function as plain JSON. Numbers that are not finite are converted by `str`.
+    - `error`: error message; None if there is a value.
+    - `timed_out`: whether the call exceeded its deadline.
+    - `seconds`: duration of the call.
+    - `lost`: whether the object of the call no longer exists, because its process was killed.
     """
 
     value: Any = None
@@ -45,23 +45,24 @@ class CallResult(NamedTuple):
 
 
 class FunctionWorkers:
-    """Processes that call one function of a user's file, several calls at once.
+    """Worker processes that call one function of a user's file, several calls at a time.
 
         with FunctionWorkers("rewards.py:exact", workers=4, seconds=10.0) as workers:
             results = workers.map([({"answer": "42"}, "It is 42.")])
 
-    Arguments and results are plain JSON. A call that raises, hangs or ends its process has an error, the others none.
+    Arguments and results are plain JSON. A call that raises an error, hangs or ends its process returns an error. Other
+    calls are not affected.
 
     **Arguments:**
 
     - `function`: `file.py:function` or `module:function`.
     - `workers`: number of processes.
     - `seconds`: deadline of one call.
-    - `flag`: what the user gave the function by, for errors.
-    - `methods`: what the function must have, a class then.
-    - `arguments`: names of what it is called with, if that is always the same.
+    - `flag`: name of the user's setting, for error messages.
+    - `methods`: names of methods; if there are any, the function must be a class that has them.
+    - `arguments`: names of the arguments of each call, if they are always the same.
 
-    Raises ConfigError with the reason where the function cannot be imported, or does not take these.
+    Raises ConfigError with the reason if the function cannot be imported or does not accept the arguments.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class FunctionWorkers:
     ):
         check_integer("workers", workers)
         check(math.isfinite(seconds) and seconds > 0, f"seconds={seconds} must be a positive number.")
-        whole = bool(function.rpartition(":")[0]) and bool(function.rpartition(":")[2])
-        check(whole, f"{flag}={function!r} must be file.py:function, such as rewards.py:exact.")
+        file, _, name = function.rpartition(":")
+        check(bool(file and name), f"{flag}={function!r} must be file.py:function, such as rewards.py:exact.")
         self._command = dict(
             function=function, path=[os.getcwd(), *sys.path], methods=[*methods], arguments=[*arguments]
         )
@@ -97,26 +98,26 @@ class FunctionWorkers:
             thread.start()
 
     def submit(self, *arguments: Any) -> "Future[CallResult]":
-        """Start a call in any worker; its future never raises."""
+        """Start a call in any worker. The future never raises an error."""
         return self._put(self._queues[-1], list(arguments))
 
     def call_method(self, number: int, method: str, *arguments: Any, new: bool = True) -> "Future[CallResult]":
-        """Start a call of a method of object `number`, which the first call makes with `function()`; `close` ends it.
+        """Start a call of a method of object `number`. The first call creates the object; the method `close` ends it.
 
-        All calls of an object are of one worker. Where that is killed, its objects are lost: with `new=False` the next
-        call is an error then, otherwise there is a new one.
+        All calls of an object run in the same worker. If the worker is killed, its objects are lost: the next call
+        creates a new object, or returns an error with `new=False`.
         """
         task = {"object": number, "new": new, "method": method, "arguments": list(arguments)}
         return self._put(self._queues[number % len(self._threads)], task)
 
     def map(self, calls: Iterable[Sequence[Any]]) -> list[CallResult]:
-        """Make all calls, and return their results in order."""
+        """Run all calls, and return their results in order."""
         return [future.result() for future in [self.submit(*arguments) for arguments in calls]]
 
     def close(self) -> None:
-        """End the processes; open calls have an error."""
-        for each in self._queues[:-1]:
-            each.put(None)
+        """End the processes. Running calls return an error."""
+        for own in self._queues[:-1]:
+            own.put(None)
         self._queues[-1].put(None)
         for thread in self._threads:
             thread.join(timeout=self._seconds + 5.0)
@@ -134,13 +135,13 @@ class FunctionWorkers:
         return future
 
     def _wake(self, where: Any) -> None:
-        """Tell workers of a call in the shared queue."""
+        """Notify workers of a call in the shared queue."""
         if where is self._queues[-1]:
-            for each in self._queues[:-1]:
-                each.put(())
+            for own in self._queues[:-1]:
+                own.put(())
 
     def _serve(self, number: int, process: "_Process | None") -> None:
-        """Make the calls of one worker, until `close`."""
+        """Run the calls of one worker until `close`."""
         own, shared = self._queues[number], self._queues[-1]
         while (item := own.get()) is not None:
             if item == ():
@@ -163,7 +164,7 @@ class FunctionWorkers:
 
 
 class _Process:
-    """One process, and a thread that reads its answers."""
+    """Worker process, and a thread that reads its answers."""
 
     def __init__(self, command: dict[str, Any]):
         started = [sys.executable, "-I", str(_WORKER), json.dumps(command)]
@@ -179,11 +180,11 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        """True while the process can be asked."""
+        """True while the process is running."""
         return self._process.poll() is None
 
     def start_error(self) -> str | None:
-        """Wait until the function is imported; return why it could not be."""
+        """Wait until the function is imported; return an error message, or None."""
         answer = self._answer(START_SECONDS)
         if answer is None or "error" in answer:
             self.close()
@@ -191,7 +192,7 @@ class _Process:
         return None
 
     def call(self, task: Any, seconds: float) -> CallResult:
-        """Make one call; a process that does not answer in time is killed."""
+        """Run one call. A process that does not answer in time is killed."""
         started = time.perf_counter()
         try:
             assert self._process.stdin is not None
@@ -207,7 +208,7 @@ class _Process:
         return CallResult(answer.get("value"), answer.get("error"), seconds=took, lost=bool(answer.get("lost")))
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next answer; None if it does not come in time."""
+        """Return the next answer, or None if there is none within `seconds`."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -219,7 +220,7 @@ class _Process:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        with self._process:  # which closes the pipes and waits
+        with self._process:  # closes the pipes and waits for the process
             pass
 
 
@@ -229,8 +230,8 @@ def is_number(value: Any) -> bool:
 
 
 def numbers_by_name(value: Any, name: str) -> dict[str, float] | None:
-    """Return the numbers that a function returned, several by name or one under `name`; None if it is none of these."""
+    """Return the numbers in a result by name: a dict of numbers, or one number as `name`; None for other results."""
     named = value if isinstance(value, dict) else {name: value}
     if not named or not all(map(is_number, named.values())):
         return None
-    return {key: float(each) for key, each in named.items()}
+    return {key: float(number) for key, number in named.items()}

@@ -1,4 +1,4 @@
-"""Signals that end a program: between two steps, at once, or after a second where Python does not run."""
+"""Signals that end a program: between two steps, at once, or after a second if Python code does not run."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from eqx_decoders.io.status import ON_ENTER, delete_partial, stopped_text
 
 
 class Stopped(KeyboardInterrupt):
-    """Interruption by a signal where there is nothing to save; its text says what was being done and what remains."""
+    """Interruption by a signal when there is nothing to save. The text names the operation and what remains of it."""
 
     def __init__(self, number: int):
         super().__init__(stopped_text())
-        self.exit_code = 128 + number  # as shells have it
+        self.exit_code = 128 + number  # as in shells
 
 
 class Interrupt:
@@ -29,9 +29,9 @@ class Interrupt:
             if interrupt.requested:
                 save, then exit with interrupt.exit_code
 
-    As long as `at_once` is set, every one of them raises `Stopped`. The innermost one that is open counts.
+    While `at_once` is set, each of these signals raises `Stopped`. The innermost open handler is used.
 
-    Python handles signals in the main thread only: opened in another thread it never reports one.
+    Python handles signals in the main thread only: a handler that is opened in another thread has no effect.
     """
 
     SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
@@ -44,12 +44,12 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """True after a signal."""
+        """True after a signal was received."""
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
-        """Return 128 + the number of the signal, as shells have it: 143 for SIGTERM; 0 without a signal."""
+        """Exit code after the signal: 128 + its number, as in shells (143 for SIGTERM); 0 without a signal."""
         return 128 + self.signal if self.signal is not None else 0
 
     def __enter__(self) -> "Interrupt":
@@ -72,11 +72,12 @@ class Interrupt:
 
 
 class Watchdog:
-    """Thread that ends the program within `patience` seconds of a signal that is to stop it at once.
+    """Thread that ends the program at most `patience` seconds after a signal that must stop it at once.
 
-    `Stopped` unwinds the program where Python runs. Calls that do not return to Python (the compiler's, a tokenizer's
-    training) would keep it waiting: the thread hears of the signal, deletes what is unfinished, says so and ends the
-    process. It ends without Python's last rites in either case: a compiler that was interrupted crashes in them.
+    `Stopped` unwinds the program if Python code runs. Calls that do not return to Python (compilation, the training of
+    a tokenizer) would delay it. So the thread receives the signal too, deletes unfinished files, prints a message and
+    ends the process. In both cases the process ends without Python's finalization, in which an interrupted compiler
+    crashes.
     """
 
     def __init__(self, patience: float = 1.0):
@@ -107,18 +108,18 @@ class Watchdog:
             self._receiver.close()
 
     def _set_wakeup(self) -> None:
-        """Set the wakeup descriptor once more: event loops take the signals, and uvloop does not give them back."""
+        """Set the wakeup descriptor again: event loops replace it, and uvloop does not restore it."""
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def _unraisable(self, lost: Any) -> None:
-        """Swallow a `Stopped` that was raised while Python collected garbage: the thread ends the process."""
+        """Ignore a `Stopped` that was raised during garbage collection: the thread ends the process."""
         if not isinstance(lost.exc_value, Stopped):
             self._hook(lost)
 
     def _listen(self) -> None:
         while number := self._receiver.recv(1):
-            at_once = any(each.at_once for each in Interrupt.opened[-1:])
+            at_once = bool(Interrupt.opened) and Interrupt.opened[-1].at_once
             if number[0] in Interrupt.SIGNALS and at_once:
                 text, self._number = stopped_text(), number[0]
                 if not self._left.wait(self._patience):

@@ -24,9 +24,9 @@ OFF = "JAX_ENABLE_COMPILATION_CACHE=0"
 
 
 def keep_programs(cache_dir: str | None = None, say: Callable[[str], None] | None = None) -> Path | None:
-    """Keep the programs that JAX compiles in a folder of `cache_directory(cache_dir)`; return it, or None.
+    """Set JAX's compilation cache to a folder in `cache_directory(cache_dir)`; return the folder, or None.
 
-    Call it before anything is compiled; `say` is told in one line where they are, or why they are not kept.
+    Call it before anything is compiled. `say` is called with one line: the folder, or why programs are not cached.
     If JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE=0 is set, nothing is changed. When a process starts,
     the least recently used programs are deleted until the folder has at most 1 GB. With
     JAX_COMPILATION_CACHE_MAX_SIZE, JAX limits the size itself, and reads the sizes of all files whenever it adds one.
@@ -39,22 +39,20 @@ def keep_programs(cache_dir: str | None = None, say: Callable[[str], None] | Non
         return None
     say = say or _print_line
     if jax.process_count() > 1 and jax.default_backend() == "gpu":
-        # processes without the program would tune it, and wait for the first one, which has it
-        say(
-            "compiled programs are not kept: processes on GPUs need one JAX_COMPILATION_CACHE_DIR that all of them read"
-        )
+        # processes without the cached program would autotune it together with process 0, which has it
+        say("compiled programs are not cached: on GPUs, all processes need one shared JAX_COMPILATION_CACHE_DIR")
         return None
     try:
         folder = _open_folder(cache_directory(cache_dir))
-    except (ConfigError, OSError, RuntimeError) as error:  # RuntimeError: of a user without a home
-        say(f"compiled programs are not kept: {str(error).rstrip('.')}")
+    except (ConfigError, OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        say(f"compiled programs are not cached: {str(error).rstrip('.')}")
         return None
     if max_size < 0 and jax.process_index() == 0:
         delete_oldest(folder)
     config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles many small programs
-    say(f"compiled programs are kept in {folder} ({OFF}: nowhere)")
+    say(f"compiled programs are cached in {folder} ({OFF} disables the cache)")
     return folder
 
 
@@ -81,7 +79,7 @@ def delete_oldest(folder: Path, max_bytes: int = MAX_BYTES, max_files: int = MAX
 
 
 def _open_folder(cache: Path) -> Path:
-    """Make the folder of this kind of machine in a cache; OSError unless this user can write it, and nobody else."""
+    """Create the folder for this kind of machine. Raises OSError unless only this user can write it."""
     folder = cache / f"programs-{processor()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(folder.stat(), folder)
@@ -93,13 +91,20 @@ def _open_folder(cache: Path) -> Path:
 def _check_owner(status: os.stat_result, path: Path) -> None:
     """Raise PermissionError unless only this user can write a folder, because its programs are executed."""
     if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+<<<<<<< HEAD
         remedy = "give a folder of your own: EQX_DECODERS_CACHE, or --data.cache-dir of train"
         raise PermissionError(f"others may write {path}, whose code would be run; {remedy}")
+=======
+        raise PermissionError(
+            f"other users may write {path}, whose programs are executed. Set EQX_DECODERS_CACHE, or --data.cache-dir of "
+            "train, to a folder that only you can write"
+        )
+>>>>>>> 3f7a815f (Describe signals, workers and caches in plain English)
 
 
 def processor() -> str:
-    """Return a name for the kind of this machine's processors and their number: compiled code may run nowhere else."""
-    info, flags = Path("/proc/cpuinfo"), platform.node()  # without that file every machine is a kind of its own
+    """Return a name for the kind and number of this machine's processors, for which programs are compiled."""
+    info, flags = Path("/proc/cpuinfo"), platform.node()  # without this file, each machine is a separate kind
     with contextlib.suppress(OSError):
         lines = info.read_text().splitlines()
         flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), flags)

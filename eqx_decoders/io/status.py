@@ -1,4 +1,4 @@
-"""Status lines of long operations, which show their progress and say what remains if a signal ends them."""
+"""Status lines of long operations: progress, and what remains of their results if a signal ends the process."""
 
 import contextlib
 import shutil
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 
-FIRST, TERMINAL, LINES = 2.0, 0.5, 5.0  # seconds until it is shown first, and then between two times
+FIRST, TERMINAL, LINES = 2.0, 0.5, 5.0  # seconds before the first update, and between updates on terminals and in files
 
-ON_ENTER: list[Callable[[], None]] = []  # called whenever a long operation begins
-_open: list["StatusLine"] = []  # the innermost last
+ON_ENTER: list[Callable[[], None]] = []  # functions to call when a long operation starts
+_open: list["StatusLine"] = []  # the innermost operation is last
 _showing = 0
 
 
 @contextlib.contextmanager
 def showing() -> Iterator[None]:
-    """Show operations that take longer than two seconds on the standard error, while open."""
+    """Show operations that take longer than two seconds on standard error, inside of this context."""
     global _showing
     _showing += 1
     try:
@@ -28,14 +28,19 @@ def showing() -> Iterator[None]:
 
 
 class StatusLine:
-    """Long operation, whose status is shown every few seconds inside `showing()`, also during calls into libraries.
+    """Long operation, whose status is shown every few seconds inside of `showing()`, also during library calls.
 
     with StatusLine("tokenizing", remains="nothing of the tokens is kept") as status:
         for text in texts:
             status.add(len(text))
 
-    what: name of the operation. remains: sentence on its results after a signal. total: bytes, where known. partial: a
-    directory to be deleted if the process is ended at once. show: called with the text; None prints a line.
+    **Arguments:**
+
+    - `what`: name of the operation.
+    - `remains`: sentence on its results if a signal ends the process.
+    - `total`: number of bytes, if it is known.
+    - `partial`: directory to delete if the process is ended at once.
+    - `show`: function to call with the text; None: print a line.
     """
 
     def __init__(
@@ -68,11 +73,11 @@ class StatusLine:
             self._thread.join()
 
     def add(self, size: int) -> None:
-        """Add bytes that are done."""
+        """Add to the number of processed bytes."""
         self._done += size
 
     def counted(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the texts, and add the size of each."""
+        """Yield the texts, and add their sizes."""
         for text in texts:
             self.add(len(text))
             yield text
@@ -92,7 +97,7 @@ class StatusLine:
         terminal = sys.stderr.isatty()
         shown, wait = False, FIRST
         while not self._ended.wait(wait):
-            if _open[-1:] == [self]:  # an operation inside of this one is shown instead
+            if _open[-1:] == [self]:  # otherwise an inner operation is shown
                 self._show(self.text())
                 shown, wait = True, TERMINAL if terminal else LINES
         if shown and terminal and self._show is _show_line:
@@ -100,23 +105,23 @@ class StatusLine:
 
 
 def takes_time() -> bool:
-    """Return whether a long operation is under way in this process."""
+    """Return whether a long operation is running in this process."""
     return bool(_open)
 
 
 def stopped_text() -> str:
-    """Return the message of a process that a signal ends at this moment."""
+    """Return the message to print if a signal ends the process now."""
     operations = list(_open)
-    remains = next((each.remains for each in reversed(operations) if each.remains), "")
+    remains = next((operation.remains for operation in reversed(operations) if operation.remains), "")
     where = f" while {operations[-1].what}" if operations else ""
     return f"stopped{where}" + (f": {remains}, start again with the same command" if remains else "")
 
 
 def delete_partial() -> None:
-    """Delete unfinished directories, in a process that is about to end without coming back to them."""
-    for each in list(_open):
-        if each.partial is not None:
-            shutil.rmtree(each.partial, ignore_errors=True)
+    """Delete unfinished directories, before a process is ended without unwinding."""
+    for operation in list(_open):
+        if operation.partial is not None:
+            shutil.rmtree(operation.partial, ignore_errors=True)
 
 
 def duration(seconds: int | float) -> str:
@@ -134,6 +139,6 @@ def quantity(count: int, noun: str) -> str:
 
 
 def _show_line(text: str) -> None:
-    """Print a line, which replaces the one before on a terminal."""
+    """Print a line. On a terminal it replaces the previous line."""
     terminal = sys.stderr.isatty()
     print(f"\r\x1b[2K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
