@@ -179,7 +179,10 @@ def make_dataset(
         sets = make_held_out_sets(
             config, tokenizer, folder=folder, rows=rows, template=template, media=media, groups=groups
         )
-        check(len(sets) > 0, "no data is held out: set DataConfig.held_out_path, or held_out_fraction above 0.")
+        check(
+            len(sets) > 0,
+            "no data is held out, because DataConfig.held_out_fraction=0 and held_out_path=None: set one of them.",
+        )
         check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}: use make_held_out_sets.")
         return next(iter(sets.values()))
     folders = token_folders(config, folder)

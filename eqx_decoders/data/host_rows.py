@@ -23,8 +23,8 @@ def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Se
     """
     index = jax.process_index() if process_index is None else process_index
     slices = layout.activation_sharding("batch", (rows,)).devices_indices_map((rows,))
-    held = {range(rows)[part] for device, (part,) in slices.items() if device.process_index == index}
-    numbers = sorted(set().union(*held))
+    local_rows = {range(rows)[part] for device, (part,) in slices.items() if device.process_index == index}
+    numbers = sorted(set().union(*local_rows))
     return range(rows) if len(numbers) == rows else tuple(numbers)
 
 
@@ -46,28 +46,28 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     if jax.process_count() == 1:
         media = jax.tree.map(lambda leaf: jax.device_put(leaf, _row_sharding(leaf.shape, layout)), media)
         return dataclasses.replace(jax.device_put(batch, sharding), media=media)
-    held = host_rows(layout, rows)
+    local_rows = host_rows(layout, rows)
     if media is not None:
         check(
-            len(media.order) == len(held),
-            f"Batch.media has {len(media.order)} groups, but this process holds {len(held)} rows, and each must be a "
-            f"group: Media.create(…, groups={len(held)}).",
+            len(media.order) == len(local_rows),
+            f"Batch.media has {len(media.order)} groups, but each of the {len(local_rows)} rows of this process must "
+            f"be a group: Media.create(…, groups={len(local_rows)}).",
         )
         media = pad_to_shapes(media, merge_shapes(all_gather_json("images", array_shapes(media))))
 
     def placed(leaf: np.ndarray, sharding: Any) -> jax.Array:
         leaf = np.asarray(leaf)
-        each = len(leaf) // len(held)  # rows of the array per row of the batch
+        factor = len(leaf) // len(local_rows)  # rows of the array per row of the batch
 
         def part(index: Any) -> np.ndarray:
-            wanted = range(each * rows)[index[0]]
-            first = bisect.bisect_left(held, wanted.start // each) * each + wanted.start % each
+            wanted = range(factor * rows)[index[0]]
+            first = bisect.bisect_left(local_rows, wanted.start // factor) * factor + wanted.start % factor
             return leaf[first : first + len(wanted), *index[1:]]
 
-        return jax.make_array_from_callback((each * rows, *leaf.shape[1:]), sharding, part)
+        return jax.make_array_from_callback((factor * rows, *leaf.shape[1:]), sharding, part)
 
     def placed_media(leaf: np.ndarray) -> jax.Array:
-        return placed(leaf, _row_sharding((len(leaf) // len(held) * rows, *leaf.shape[1:]), layout))
+        return placed(leaf, _row_sharding((len(leaf) // len(local_rows) * rows, *leaf.shape[1:]), layout))
 
     whole = jax.tree.map(lambda leaf: placed(leaf, sharding), batch)
     return dataclasses.replace(whole, media=jax.tree.map(placed_media, media))

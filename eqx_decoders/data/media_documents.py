@@ -243,8 +243,8 @@ def padded(files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
     result: dict[str, np.ndarray] = {}
     for name in files[0].arrays:
         arrays = [file.arrays[name] for file in files]
-        most = np.max([array.shape for array in arrays], axis=0)
-        widths = [[(0, 0), *((0, int(width)) for width in (most - array.shape)[1:])] for array in arrays]
+        shape = np.max([array.shape for array in arrays], axis=0)
+        widths = [[(0, 0), *((0, int(width)) for width in (shape - array.shape)[1:])] for array in arrays]
         result[name] = np.concatenate([np.pad(array, width) for array, width in zip(arrays, widths, strict=True)])
     return result
 

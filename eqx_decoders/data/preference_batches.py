@@ -148,7 +148,10 @@ class PreferenceBatches:
     # --- arrays -------------------------------------------------------------------------------------------------------
 
     def _batch(self, segments: Sequence[_Segment]) -> Batch:
-        shape, held = (len(self._rows), self.preferences.seq_len), {row: index for index, row in enumerate(self._rows)}
+        shape, local_rows = (
+            (len(self._rows), self.preferences.seq_len),
+            {row: index for index, row in enumerate(self._rows)},
+        )
         arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions")}
         signals = {name: np.zeros(shape, np.float32) for name in ("policy", "advantages", "divergence")}
         answers, margins = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -160,9 +163,9 @@ class PreferenceBatches:
             row, (tokens, targets) = segment.row, segment.answer
             start, used[row] = used[row], used[row] + len(tokens)
             count[row] += 1
-            if row not in held:
+            if row not in local_rows:
                 continue
-            span = held[row], slice(start, used[row])
+            span = local_rows[row], slice(start, used[row])
             arrays["tokens"][span], arrays["segment_ids"][span] = tokens, count[row]
             arrays["positions"][span] = np.arange(len(tokens))
             answers[span], signals["advantages"][span] = targets * segment.number, targets * segment.label
@@ -183,13 +186,13 @@ def _order(count: int, seed: str) -> np.ndarray:
 class _Rows:
     """Rows of a batch: the free space of each row, and its numbers of matching and of mismatched answers."""
 
-    def __init__(self, rows: int, seq_len: int, most: int):
-        self.seq_len, self._most = seq_len, most
+    def __init__(self, rows: int, seq_len: int, max_examples: int):
+        self.seq_len, self._max_examples = seq_len, max_examples
         self._room, self._counts = [seq_len] * rows, ([0] * rows, [0] * rows)
 
     def copy(self) -> "_Rows":
         """Return a copy."""
-        rows = _Rows(0, self.seq_len, self._most)
+        rows = _Rows(0, self.seq_len, self._max_examples)
         rows._room, rows._counts = [*self._room], ([*self._counts[0]], [*self._counts[1]])
         return rows
 
@@ -197,8 +200,8 @@ class _Rows:
         """Put all answers of an example into the first row with enough space; return None if there is no such row."""
         size, counts = example.size, self._counts[mismatched]
         for row, (room, count) in enumerate(zip(self._room, counts, strict=True)):
-            if room >= size and count < self._most:
-                first = count * len(example.answers) + 1 + mismatched * self._most
+            if room >= size and count < self._max_examples:
+                first = count * len(example.answers) + 1 + mismatched * self._max_examples
                 self._room[row] -= size
                 counts[row] += 1
                 numbered = enumerate(example.answers, first)

@@ -96,8 +96,8 @@ def answer(function, objects, task):
             return checked(function(*task))
         number, method = task["object"], task["method"]
         if method == "close":
-            held = objects.pop(number, None)
-            return checked(held.close() if hasattr(held, "close") else None)
+            removed = objects.pop(number, None)
+            return checked(removed.close() if hasattr(removed, "close") else None)
         if number not in objects:
             if not task["new"]:
                 return {"error": "the object was lost because its process ended", "lost": True}

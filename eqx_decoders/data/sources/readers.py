@@ -110,13 +110,13 @@ def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
     """Return the parts of a source of `size` bytes, which follow from its content alone; [None] if it is not cut."""
-    most = min(LARGEST_PART, max(SMALLEST_PART, (size or 0) // PARTS))
+    max_size = min(LARGEST_PART, max(SMALLEST_PART, (size or 0) // PARTS))
     if (size is not None and size <= 2 * SMALLEST_PART) or (
         isinstance(source.file, File) and is_compressed(source.file)
     ):
         return [None]
     with _as_data_errors(source.file):
-        cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
+        cuts = _READERS[kind_of(source.file)].cuts(source.file, size, max_size)
     return [None] if len(cuts) < 3 else list(itertools.pairwise(cuts))
 
 
@@ -163,7 +163,7 @@ def _read_text(source: Source, reading: ReadOptions, part: Part | None) -> Itera
             start += len(content)
 
 
-def _text_cuts(file: Location, size: int | None, most: int) -> list[int]:
+def _text_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
     """Cut a local file at starts of documents, which are found by seeking; this is too slow for remote files."""
     if not isinstance(file, Path) or size is None:
         return []
@@ -172,7 +172,7 @@ def _text_cuts(file: Location, size: int | None, most: int) -> list[int]:
         while end < size:
             stream.seek(end + PIECE)  # like `readlines(PIECE)`: the line that crosses it is the last one
             end = min(end + PIECE, size) + len(stream.readline())
-            if end - cuts[-1] >= most or end >= size:
+            if end - cuts[-1] >= max_size or end >= size:
                 cuts.append(end)
     return cuts
 
@@ -214,9 +214,9 @@ def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[
         begin += len(line)
 
 
-def _even_cuts(count: int, size: int | None, most: int) -> list[int]:
-    """Cut `count` bytes, records or rows of `size` bytes in total into parts of `most` bytes."""
-    return [*range(0, count, max(1, count * most // max(size or 1, 1))), count]
+def _even_cuts(count: int, size: int | None, max_size: int) -> list[int]:
+    """Cut `count` bytes, records or rows of `size` bytes in total into parts of about `max_size` bytes."""
+    return [*range(0, count, max(1, count * max_size // max(size or 1, 1))), count]
 
 
 def _numbered(where: str, records: Iterable[Any], start: int) -> Iterator[tuple[str, Any]]:
@@ -243,14 +243,14 @@ def _parquet_records(source: Source, reading: ReadOptions, part: Part | None) ->
         yield from _numbered(f"{file}, row", rows, begin)
 
 
-def _parquet_cuts(file: Location, size: int | None, most: int) -> list[int]:
+def _parquet_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
     if size is None:  # the server does not support range requests
         return []
     cuts, bytes_ = [0], 0
     with _parquet(file) as table:
         for group in range(table.num_row_groups):
             bytes_ += table.metadata.row_group(group).total_byte_size
-            if bytes_ >= most or group == table.num_row_groups - 1:
+            if bytes_ >= max_size or group == table.num_row_groups - 1:
                 cuts.append(group + 1)
                 bytes_ = 0
     return cuts
@@ -284,8 +284,8 @@ def _saved_records(source: Source, reading: ReadOptions, part: Part | None) -> I
     return _numbered(f"{source.file}, row", saved_rows(dataset, (start, stop), columns), start)
 
 
-def _saved_cuts(file: Location, size: int | None, most: int) -> list[int]:
-    return _even_cuts(open_saved(cast(Path, file)).num_rows, size, most)
+def _saved_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
+    return _even_cuts(open_saved(cast(Path, file)).num_rows, size, max_size)
 
 
 def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
@@ -298,7 +298,7 @@ def _streamed_records(source: Source, reading: ReadOptions, part: Part | None) -
     return _numbered(f"{dataset}{files}, row", dataset.rows(part), 0)
 
 
-def _streamed_cuts(file: Location, size: int | None, most: int) -> list[int]:
+def _streamed_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
     return list(range(cast(HubDataset, file).open().num_shards + 1))
 
 
@@ -341,11 +341,11 @@ def _json_or_none(record: bytes) -> Any:
         return None
 
 
-def _array_record_cuts(file: Location, size: int | None, most: int) -> list[int]:
+def _array_record_cuts(file: Location, size: int | None, max_size: int) -> list[int]:
     if not isinstance(file, Path):  # each part would need a copy of the file
         return []
     with _array_record(file, file) as reader:
-        return _even_cuts(reader.num_records(), size, most)
+        return _even_cuts(reader.num_records(), size, max_size)
 
 
 @contextlib.contextmanager
@@ -450,13 +450,13 @@ _KINDS |= dict.fromkeys(ARRAY_RECORDS, "arrayrecord")
 _READERS = {
     "text": _SourceReader(_read_text, _text_cuts),
     "jsonl": _SourceReader(
-        _read_json, lambda file, size, most: [] if size is None else _even_cuts(size, size, most), _json_records
+        _read_json, lambda file, size, max_size: [] if size is None else _even_cuts(size, size, max_size), _json_records
     ),
-    "json": _SourceReader(_read_json, lambda file, size, most: [], _json_records),
+    "json": _SourceReader(_read_json, lambda file, size, max_size: [], _json_records),
     "parquet": _SourceReader(_read_parquet, _parquet_cuts, _parquet_records),
     "arrayrecord": _SourceReader(_read_array_record, _array_record_cuts, _array_records),
-    "tokens": _SourceReader(_read_tokens, lambda file, size, most: []),
-    "npy": _SourceReader(_read_tokens, lambda file, size, most: []),
+    "tokens": _SourceReader(_read_tokens, lambda file, size, max_size: []),
+    "npy": _SourceReader(_read_tokens, lambda file, size, max_size: []),
     "saved dataset": _SourceReader(_read_saved, _saved_cuts, _saved_records),
     "streamed dataset": _SourceReader(_read_streamed, _streamed_cuts, _streamed_records),
 }

@@ -89,11 +89,11 @@ class SignalCache:
         """Read the complete entries of a process, and truncate own files after them; return the number of tokens."""
         index = part / "index.bin"
         entries = np.frombuffer(index.read_bytes()[: _size(index) // 24 * 24] if index.exists() else b"", _ENTRY)
-        most = min(_size(part / f"{name}.bin") // column.bytes for name, column in self.columns.items())
+        complete = min(_size(part / f"{name}.bin") // column.bytes for name, column in self.columns.items())
         begin = count = 0
         for entry in entries:
             key, length = entry["hash"].tobytes(), int(entry["length"])
-            if begin + length > most:
+            if begin + length > complete:
                 break
             self._places[key] = (part, begin, length)
             begin, count = begin + length, count + 1
