@@ -734,8 +734,8 @@ def test_precision_of_weights():
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
-    "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
-    "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
+    "Provenance", "TokenizationConfig", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor",
+    "BytesTensor", "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
     "CompressedShape", "AdapterSettings", "Adapter", "ServedAdapters",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "HeadSplit",
     "DeviceHead", "ChannelShape", "EncoderSizes", "ConformerSizes", "SpeechSizes", "MultimodalFamily",
