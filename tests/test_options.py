@@ -761,13 +761,12 @@ def configurations() -> dict[str, type]:
     """The public dataclasses of all modules, those of weights aside."""
     found = {}
     for module in pkgutil.walk_packages(ed.__path__, "eqx_decoders."):
-        if not module.name.endswith("chat_template_worker"):  # a program of its own
-            for name, value in vars(importlib.import_module(module.name)).items():
-                public = isinstance(value, type) and not name.startswith("_")
-                if public and (value.__module__.endswith("processor") or ".media_files." in value.__module__):
-                    continue  # what a model's directory says: compared with transformers
-                if public and dataclasses.is_dataclass(value) and not issubclass(value, eqx.Module):
-                    found[name] = value
+        for name, value in vars(importlib.import_module(module.name)).items():
+            public = isinstance(value, type) and not name.startswith("_")
+            if public and (value.__module__.endswith("processor") or ".media_files." in value.__module__):
+                continue  # what a model's directory says: compared with transformers
+            if public and dataclasses.is_dataclass(value) and not issubclass(value, eqx.Module):
+                found[name] = value
     return found
 
 
@@ -794,7 +793,6 @@ FREE = [
     "ServeConfig.seed",
     "Verify.seed",
     "Request.priority",
-    "ApiConfig.max_open_bytes",
     "EngramConfig.layer",
     "Llama3Rope.high_frequency_factor",
     "Mamba2Config.dt_max",

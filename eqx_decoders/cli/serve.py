@@ -52,9 +52,9 @@ from eqx_decoders.serving import Engine
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 from eqx_decoders.serving.engine.engine_weights import shape_of
-from eqx_decoders.serving.frontend.create_frontend import create_frontend
-from eqx_decoders.serving.http.api_config import ApiConfig
-from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
+from eqx_decoders.serving.frontend.prompts import create_frontend
+from eqx_decoders.serving.http.config import ApiConfig, ServerConfig
+from eqx_decoders.serving.http.server import address_of, bind, raise_file_limit, serve
 from eqx_decoders.serving.scoring_engine import ScoringEngine
 from eqx_decoders.sharding.axes import named_leaves
 
@@ -111,11 +111,9 @@ class ServeConfig(ModelSource, EngineLimits):
     max_body_bytes: PositiveInt | None = None
     """Maximum size of a request body. None: 32 MB for models with images or audio, otherwise 4 MB, or 64 bytes per
     token of --max-length if that is more."""
-    max_open: PositiveInt | None = None
-    """Maximum number of open requests, including those being received or sent. Further requests are refused with status
-    429. None: 1000, or the number of requests that may wait or run if that is more."""
-    max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
-    """Maximum size of all open request bodies above 64 kB together. At least --max-body-bytes."""
+    limit_concurrency: PositiveInt | None = None
+    """Maximum number of open connections. Requests of further connections are answered with status 503. None: 1000, or
+    the number of requests that may wait or run if that is more."""
     tool_call_parser: Literal["auto", "none"] | ToolFormat = "auto"
     """Tool-call format of the model. auto: detected from the chat template; none: tool calls are returned as text."""
     special_tokens_in_content: bool = False
@@ -128,7 +126,7 @@ class ServeConfig(ModelSource, EngineLimits):
     origins. "*": all."""
     seed: int | None = None
     """Seed of requests without a seed. None: a random seed for each request."""
-    drain_seconds: NonNegativeFloat = ServerConfig.drain
+    drain_seconds: NonNegativeFloat = ServerConfig.drain_seconds
     """Time in seconds that open requests have to finish at shutdown."""
     log_level: Literal["error", "warning", "info"] = "warning"
     """Log level. info: one line per request."""
@@ -205,7 +203,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
                 should_stop=lambda: interrupt.requested,
                 ready=lambda: print(f"serving {config.name} at {address_of(sock)}", flush=True),
                 allow_origins=config.allow_origin,
-                timeouts=ServerConfig(drain=config.drain_seconds),
+                server_config=server_config(config),
                 read_adapter=functools.partial(read_adapter, base) if config.allow_adapter_loading else None,
             )
         )
@@ -302,10 +300,16 @@ def load_draft_model(config: ServeConfig) -> Decoder | None:
     return unstack_in_place(load_text_model(config.draft_model, config.weights_dtype).model)
 
 
+def server_config(config: ServeConfig) -> ServerConfig:
+    """Return the limits and timeouts of the HTTP server."""
+    max_requests = config.max_waiting + config.max_batch_size
+    limit = config.limit_concurrency or max(ServerConfig.limit_concurrency, max_requests)
+    return ServerConfig(limit_concurrency=limit, drain_seconds=config.drain_seconds)
+
+
 def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
     """Return the limits and defaults of the API."""
     keys = tuple(key.strip() for key in os.environ.get(KEYS, "").split(",") if key.strip())
-    most = config.max_body_bytes or body_bytes(text, config.max_length)
     return ApiConfig(
         name=config.name,
         adapters=tuple(config.adapters),
@@ -315,9 +319,7 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
         max_logprobs=EngineConfig.max_logprobs,
         max_bias=EngineConfig.max_logit_bias,
         max_choices=config.max_choices,
-        max_body_bytes=most,
-        max_open=config.max_open or max(ApiConfig.max_open, config.max_waiting + config.max_batch_size),
-        max_open_bytes=max(most, config.max_open_bytes),
+        max_body_bytes=config.max_body_bytes or body_bytes(text, config.max_length),
         allow_priority=config.allow_priority,
         tool_call_parser=_call_format(config.tool_call_parser, text.chat),
         api_keys=(*config.api_key, *keys),

@@ -27,12 +27,12 @@ from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text import span_encoding
 from eqx_decoders.io.text.answers.formats import functions_of
+from eqx_decoders.io.text.chat_rendering import called_tools
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
-from eqx_decoders.io.text.chat_template_worker import called
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 
-CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # maximum size of a batch that one process renders
+CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered together
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 PROMPT_DIFFERS = (
     "the prompt before the last answer differs from what the template generates with add_generation_prompt=True"
@@ -107,7 +107,7 @@ def _rendered(
         for number, (conversation, turns) in enumerate(zip(conversations, all_turns, strict=True))
         if turns and turns[-1] > 0
     }
-    rendered = _render([*probes, *conversations, *requests.values()], template, documents)
+    rendered = template.render_many([*probes, *conversations, *requests.values()])
     answers = (rendered[3 * number : 3 * number + 3] for number in range(len(variables_by_key)))
     headers = dict(zip(variables_by_key, map(_header, answers), strict=True))
     texts = rendered[len(probes) : len(probes) + len(chats)]
@@ -154,15 +154,6 @@ def _rendered(
         yield document._replace(
             text=rendered_chat.text.text, spans=turns, literal=literal, media=(*document.media, *names)
         )
-
-
-def _render(
-    conversations: Sequence[Conversation], template: ChatTemplate, documents: Sequence[Document]
-) -> list[Rendered | ConversionError]:
-    try:
-        return template.render_many(conversations)
-    except ConversionError as error:  # the process ended while it rendered one of the documents
-        raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
 
 
 def render_requests(documents: Sequence[Document], template: ChatTemplate) -> list[str]:
@@ -255,7 +246,7 @@ class _RenderedChat(NamedTuple):
     def check_calls(self, spans: Sequence[Span], where: str) -> None:
         """Raise DataError if the template leaves out tool calls of the assistant."""
         learned = " ".join(self.text.text[start:stop] for start, stop in spans)
-        names = [name for turn in self.turns for name in called(self.chat.messages[turn])]
+        names = [name for turn in self.turns for name in called_tools(self.chat.messages[turn])]
         missing = next((name for name in names if name not in learned), None)
         check(
             missing is None,
@@ -385,7 +376,7 @@ def _requested(rendered_chats: Sequence[_RenderedChat], template: ChatTemplate) 
 
 
 def _grouped(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield batches of conversations or documents of the maximum size that one process renders."""
+    """Yield groups of conversations or documents that are rendered together."""
     group, size = [], 0
     for item in items:
         more = size_of(item)

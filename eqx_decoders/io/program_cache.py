@@ -91,15 +91,10 @@ def _open_folder(cache: Path) -> Path:
 def _check_owner(status: os.stat_result, path: Path) -> None:
     """Raise PermissionError unless only this user can write a folder, because its programs are executed."""
     if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-<<<<<<< HEAD
-        remedy = "give a folder of your own: EQX_DECODERS_CACHE, or --data.cache-dir of train"
-        raise PermissionError(f"others may write {path}, whose code would be run; {remedy}")
-=======
         raise PermissionError(
             f"other users may write {path}, whose programs are executed. Set EQX_DECODERS_CACHE, or --data.cache-dir of "
             "train, to a folder that only you can write"
         )
->>>>>>> 3f7a815f (Describe signals, workers and caches in plain English)
 
 
 def processor() -> str:

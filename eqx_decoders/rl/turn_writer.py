@@ -6,7 +6,7 @@ from typing import Literal
 
 from eqx_decoders.data.prompt_batches import encode_beginning, encode_rendered
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, RenderingProcess
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 
@@ -24,18 +24,10 @@ class TurnWriter:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
         self._tokenizer, self._template = tokenizer, template
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rendering")
-        self._process: RenderingProcess | None = None  # for the next conversations
 
     def render(self, conversations: Sequence[Conversation]) -> "concurrent.futures.Future[Written]":
-        """Start to render conversations, with the request for an answer, in a process beside this one."""
-        return self._thread.submit(self._render, conversations)
-
-    def _render(self, conversations: Sequence[Conversation]) -> Written:
-        """Render in the process that waits, if there is one; then start that of the next conversations."""
-        process, self._process = self._process, None
-        texts = render_all(self._template, conversations, process)
-        self._process = None if self._template is None else RenderingProcess()
-        return texts
+        """Start to render conversations, with the generation prompt, in a thread."""
+        return self._thread.submit(render_all, self._template, conversations)
 
     def written(self, text: str, stop_id: int | None, before: Rendered | ConversionError) -> str | None:
         """Return what the template writes as an answer behind `text`, up to its end; None for an answer that was cut.
@@ -68,10 +60,8 @@ class TurnWriter:
         return ids[1:] if ending and ids[:1] == (stop_id,) else self._encode_from(rendered, start)
 
     def close(self) -> None:
-        """End the thread and its process."""
+        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
-        if self._process is not None:
-            self._process.close()
 
     def _name(self, token: int) -> str:
         return self._tokenizer.decode([token], special=True) if isinstance(self._tokenizer, JsonTokenizer) else ""
@@ -95,15 +85,10 @@ def added_from(text: str, content: str, ending: str, rendered: str) -> int | Non
     return start + len(content + ending) if rendered.startswith(content + ending, start) else None
 
 
-def render_all(
-    template: ChatTemplate | None, conversations: Sequence[Conversation], process: RenderingProcess | None = None
-) -> Written:
-    """Render conversations, in a process that may wait; join the contents of their messages if there is no template."""
-    done: list[Rendered | ConversionError] = []
-    while template is not None and len(done) < len(conversations):
-        done += template.render_some(conversations[len(done) :], process)
+def render_all(template: ChatTemplate | None, conversations: Sequence[Conversation]) -> Written:
+    """Render conversations; join the contents of their messages if there is no template."""
     if template is not None:
-        return done
+        return template.render_many(conversations)
     texts = ["".join(message.get("content") or "" for message in each.messages) for each in conversations]
     return [Rendered(text, None, ()) for text in texts]
 

@@ -52,14 +52,12 @@ if TYPE_CHECKING:
         external_logits as external_logits,
         run_with_caches as run_with_caches,
     )
-    from eqx_decoders.serving.frontend.create_frontend import create_frontend as create_frontend
-    from eqx_decoders.serving.frontend.prompts import TextFrontend as TextFrontend
-    from eqx_decoders.serving.http.api_config import ApiConfig as ApiConfig
-    from eqx_decoders.serving.http.server import (
-        ServerConfig as ServerConfig,
-        run_in_thread as run_in_thread,
-        serve as serve,
+    from eqx_decoders.serving.frontend.prompts import (
+        TextFrontend as TextFrontend,
+        create_frontend as create_frontend,
     )
+    from eqx_decoders.serving.http.config import ApiConfig as ApiConfig, ServerConfig as ServerConfig
+    from eqx_decoders.serving.http.server import run_in_thread as run_in_thread, serve as serve
     from eqx_decoders.serving.rollouts import Rollout as Rollout, RolloutGroup as RolloutGroup, rollout as rollout
 
 __getattr__, __all__, __dir__ = lazy(
@@ -70,15 +68,14 @@ __getattr__, __all__, __dir__ = lazy(
         "inference.mtp_draft": "MTPDrafter",
         "layers.cache.engine_owned": "ExternalCall",
         "layers.cache.paged": "PageConfig",
-        "serving.http.api_config": "ApiConfig",
+        "serving.http.config": "ApiConfig ServerConfig",
         "serving.engine.engine": "Engine",
         "serving.engine.config": "EngineConfig",
         "serving.external_engine": "external_layers external_logits run_with_caches",
-        "serving.frontend.create_frontend": "create_frontend",
-        "serving.frontend.prompts": "TextFrontend",
+        "serving.frontend.prompts": "TextFrontend create_frontend",
         "serving.engine.request": "EngineStats QueueFull Request RequestOutput",
         "serving.engine.sampler": "Constraint SamplingParams TokenScore",
         "serving.rollouts": "Rollout RolloutGroup rollout",
-        "serving.http.server": "ServerConfig run_in_thread serve",
+        "serving.http.server": "run_in_thread serve",
     },
 )

@@ -18,7 +18,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
-from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.config import ApiConfig, ServerConfig
 from tests.commands import ROOT, call
 from tests.errors import assert_names
 
@@ -42,6 +42,10 @@ class Asked:
     adapters: dict[str, Any] = dataclasses.field(default_factory=dict)
     loaded: Any = None
     language: Any = None
+
+    @property
+    def server_config(self) -> ServerConfig:
+        return self.options["server_config"]
 
     @property
     def address(self) -> tuple[str, int]:
@@ -141,15 +145,14 @@ EFFECTS = {
     "max_adapter_rank": (["--max-adapter-rank", "64"], lambda found: found.engine.max_adapter_rank == 64),
     "adapter_targets": (["--adapter-targets", "*.query"], lambda found: found.engine.adapter_targets == ("*.query",)),
     "allow_priority": (["--allow-priority"], lambda found: found.api.allow_priority),
-    "max_open": (["--max-open", "9"], lambda found: found.api.max_open == 9),
-    "max_open_bytes": (["--max-open-bytes", "9000000"], lambda found: found.api.max_open_bytes == 9_000_000),
+    "limit_concurrency": (["--limit-concurrency", "9"], lambda found: found.server_config.limit_concurrency == 9),
     "max_choices": (["--max-choices", "2"], lambda found: found.api.max_choices == 2),
     "max_body_bytes": (["--max-body-bytes", "1000"], lambda found: found.api.max_body_bytes == 1000),
     "tool_call_parser": (["--tool-call-parser", "hermes"], lambda found: found.api.tool_call_parser == "hermes"),
     "api_key": (["--api-key", "a", "--api-key", "b"], lambda found: found.api.api_keys == ("a", "b")),
     "allow_origin": (["--allow-origin", "*"], lambda found: found.options["allow_origins"] == ("*",)),
     "seed": (["--seed", "5"], lambda found: found.api.seed == 5),
-    "drain_seconds": (["--drain-seconds", "2"], lambda found: found.options["timeouts"].drain == 2),
+    "drain_seconds": (["--drain-seconds", "2"], lambda found: found.server_config.drain_seconds == 2),
     "log_level": (["--log-level", "info"], lambda found: LOG.level == logging.INFO),
 }
 
@@ -171,11 +174,11 @@ def test_matrices_are_quantized(kind, bits):
     assert all(8 * node.values.dtype.itemsize == bits for node in weights.values())
 
 
-def test_the_default_of_max_open_follows_from_the_queue(asked):
+def test_the_default_of_limit_concurrency_follows_from_the_queue(asked):
     call("serve", "--port", 0)
-    assert asked.api.max_open == 1032  # 1024 in the queue, and 8 in the batch
-    call("serve", "--port", 0, "--max-waiting", "4000", "--max-batch-size", "2", "--max-body-bytes", "900000000")
-    assert asked.api.max_open == 4002 and asked.api.max_open_bytes == asked.api.max_body_bytes == 900_000_000
+    assert asked.server_config.limit_concurrency == 1032  # 1024 in the queue, and 8 in the batch
+    call("serve", "--port", 0, "--max-waiting", "4000", "--max-batch-size", "2")
+    assert asked.server_config.limit_concurrency == 4002
 
 
 def test_the_limit_of_open_files_is_raised(asked):

@@ -20,7 +20,7 @@ from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.sources.documents import ChatDocument, Document, ReadReport
 from eqx_decoders.data.store.store import open_store
 from eqx_decoders.errors import ConversionError, DataError
-from eqx_decoders.io.text import chat_template as chat_module
+from eqx_decoders.io.text import chat_rendering
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from tests.errors import refused
@@ -285,13 +285,10 @@ TWO_SOURCES = ChatTemplate(
 )
 
 
-def test_chats_with_and_without_tools_have_separate_processes_and_headers(monkeypatch):
-    start, calls = chat_module.RenderingProcess, []
-    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
+def test_chats_with_and_without_tools_have_separate_sources_and_headers():
     tools = [{"name": "f"}]
     chats = [document("user", "assistant", **({"tools": tools} if number % 2 else {})) for number in range(40)]
     found = list(render_documents(iter(chats), TWO_SOURCES))
-    assert len(calls) == 2
     assert [each.text.startswith("TOOLS") for each in found] == [number % 2 == 1 for number in range(40)]
     assert [each.text[slice(*each.spans[0])] for each in found] == ["assistant 1</s>"] * 40
 
@@ -390,22 +387,13 @@ def test_conversations_without_an_assistant_message_are_dropped():
     assert len(written(CHATML, document("user"), document("user", "assistant"), document("user", "system"))) == 1
 
 
-def test_a_thousand_conversations_are_rendered_by_one_process(monkeypatch):
-    start, calls = chat_module.RenderingProcess, []
-    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
-    assert len(written(CHATML, *[document("user", "assistant")] * 1000)) == 1000 and len(calls) == 1
-
-
-def test_the_limit_on_characters_is_per_conversation(monkeypatch):
-    """Many conversations with a long template are rendered by more than one process."""
-    start, calls = chat_module.RenderingProcess, []
-    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
+def test_the_limit_on_characters_is_per_conversation():
     chats = [
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a {number}"}] for number in range(12)
     ]
     documents = [Document("x", chat=ChatDocument(messages)) for messages in chats]
     found = written("{{ 'x' * 1_000_000 }}" + CHATML, *documents)
-    assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 4
+    assert found == written(CHATML, *documents) and found[11][0].startswith("a 11")
 
 
 @pytest.mark.slow(fast=("time",))
@@ -423,7 +411,7 @@ def test_the_limit_on_characters_is_per_conversation(monkeypatch):
     ],
 )
 def test_hostile_templates_are_refused(source, name, monkeypatch, tmp_path):
-    monkeypatch.setattr(chat_module, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_rendering, "MAX_SECONDS", 0.3)
     path = write(tmp_path / "a.jsonl", {"messages": document("user", "assistant").chat.messages})
     with refused((DataError, ConversionError), name) as caught:
         open_store(tmp_path / "s", ByteTokenizer(), path=path, template=ChatTemplate(source=source))

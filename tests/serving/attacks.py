@@ -1,4 +1,4 @@
-"""Ways in which one client could stop all others, tried against a server of one's own on this machine.
+"""Ways in which one client could stop all others, tried against a server on this machine.
 
     python tests/serving/attacks.py                            # all of them, against this checkout
     python tests/serving/attacks.py A1 A5 --tree ../older      # two of them, against another checkout
@@ -17,7 +17,6 @@ import http.client
 import io
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -34,6 +33,7 @@ import numpy as np
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MOST = 60.0  # seconds of an attack
+HEADERS = {"Content-Type": "application/json"}
 HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 TREE = Path(__file__).parents[2]
 # The server, in which a program for images fails once: no input is known that makes one fail.
@@ -63,21 +63,17 @@ sys.exit(main())
 
 
 class Server:
-    """`scripts/serve.py` of a checkout on a free port. `files`: the soft limit of open files."""
+    """`scripts/serve.py` of a checkout on a free port."""
 
-    def __init__(self, tree: Path, folder: Path, model: Path, *flags: object, files: int | None = None, code: str = ""):
+    def __init__(self, tree: Path, folder: Path, model: Path, *flags: object, code: str = ""):
         self.log = folder / "log"
-
-        def limit() -> None:
-            if files is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
         script = ["-c", code] if code else [str(tree / "scripts" / "serve.py")]
         command = [sys.executable, *script, "--model", str(model), "--served-name", "m", "--port", "0"]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tree)}
         with self.log.open("wb") as log:
             words = [*command, *map(str, flags)]
-            pipes: Any = dict(stdout=subprocess.PIPE, stderr=log, preexec_fn=limit)
+            pipes: Any = dict(stdout=subprocess.PIPE, stderr=log)
             self.process = subprocess.Popen(words, cwd=tree, env=env, **pipes)
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
@@ -91,12 +87,12 @@ class Server:
         rows = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(row.split()[1]) / 1e3 for row in rows if row.startswith("VmRSS"))
 
-    def send(self, path: str, body: Any, key: str = "", seconds: float = MOST) -> int:
+    def send(self, path: str, body: Any, seconds: float = MOST) -> int:
         """The status of a request whose answer is read and forgotten; 0 for none."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         try:
-            link.request("GET" if data is None else "POST", path, data, headers(key))
+            link.request("GET" if data is None else "POST", path, data, HEADERS)
             answer = link.getresponse()
             while answer.read(1 << 20):
                 pass
@@ -113,10 +109,6 @@ class Server:
         return link
 
 
-def headers(key: str) -> dict[str, str]:
-    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-
-
 @dataclasses.dataclass
 class Seen:
     """The longest waits in seconds, and how many requests were not answered."""
@@ -131,8 +123,8 @@ class Seen:
 class Watch:
     """Three ordinary clients, as long as an attack goes on. `other`: path and body of what the third one asks for."""
 
-    def __init__(self, server: Server, other: tuple[str, Any], stream: Any, key: str = ""):
-        self._server, self._other, self._stream, self._key = server, other, stream, key
+    def __init__(self, server: Server, other: tuple[str, Any], stream: Any):
+        self._server, self._other, self._stream = server, other, stream
         self._end, self.seen = threading.Event(), Seen()
 
     @contextlib.contextmanager
@@ -143,7 +135,7 @@ class Watch:
             most[0] = max(most[0], self._server.memory)
 
         def other() -> None:
-            self.seen.refused += self._server.send(*self._other, key=self._key) != 200
+            self.seen.refused += self._server.send(*self._other) != 200
 
         jobs: dict[str, Callable[[], None]] = {"health": lambda: self._health(), "other": other, "": weigh}
         threads = [threading.Thread(target=self._read, daemon=True)]
@@ -183,7 +175,7 @@ class Watch:
         while not self._end.is_set():
             with contextlib.suppress(OSError, http.client.HTTPException):
                 link = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=MOST)
-                link.request("POST", COMPLETIONS, json.dumps(self._stream), headers(self._key))
+                link.request("POST", COMPLETIONS, json.dumps(self._stream), HEADERS)
                 answer = link.getresponse()
                 while (row := answer.readline()) and not self._end.is_set():
                     if row.startswith(b"data"):
@@ -202,8 +194,6 @@ class Attack:
     flags: str = ""
     other: Callable[[], tuple[str, Any]] = lambda: (COMPLETIONS, {"prompt": "a", "max_tokens": 2})
     stream: Any = "a"
-    keys: bool = False
-    files: int | None = None
     code: str = ""
 
 
@@ -353,15 +343,6 @@ def scores(server: Server) -> None:
     server.send(COMPLETIONS, dict(prompt=[5, 6, 7, 8] * 511, echo=True, logprobs=20, n=6, max_tokens=1))
 
 
-def idle_connections(server: Server) -> list[socket.socket]:
-    links = []
-    with contextlib.suppress(OSError):
-        for _ in range(1100):
-            links.append(socket.create_connection(("127.0.0.1", server.port), timeout=1))
-    time.sleep(20)
-    return links
-
-
 def long_conversations(server: Server) -> None:
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     body = json.dumps({"max_tokens": 1, "messages": pair * 58_000 + pair[:1]}, separators=(",", ":")).encode()
@@ -375,14 +356,6 @@ def priorities(server: Server) -> list[socket.socket]:
         links.append(server.begin(COMPLETIONS, json.dumps(asked).encode()))
         time.sleep(0.5)
     time.sleep(5)
-    return links
-
-
-def without_keys(server: Server) -> list[socket.socket]:
-    links = []
-    for _ in range(3):
-        links += [server.begin(COMPLETIONS, b"", 10) for _ in range(1000)]
-        time.sleep(1)
     return links
 
 
@@ -413,14 +386,12 @@ ATTACKS = {
     "A1": Attack(long_text, chatting, "--max-length 8192 --max-batch-size 4"),
     "A2": Attack(text_beside_image, seeing, SEES, lambda: (CHAT, chat("w7")), "w7"),
     "A3": Attack(scores, chatting, "--max-length 2048"),
-    "A4": Attack(idle_connections, chatting, "--max-length 1024 --max-batch-size 4", files=1024),
     "A5": Attack(long_conversations, chatting, "--max-length 2048 --max-batch-size 4", lambda: (CHAT, chat("a"))),
     "A6": Attack(
         priorities,
         wide,
         "--max-length 2048 --max-batch-size 2 --prefill-chunk 512 --token-budget 2048 --prefix-cache-bytes 0",
     ),
-    "A7": Attack(without_keys, chatting, "--max-length 512 --max-batch-size 4 --api-key own", keys=True),
     "A8": Attack(videos, seeing, SEES, lambda: (CHAT, chat(image())), "w7"),
     "A9": Attack(sizes, seeing, SEES, lambda: (CHAT, chat("w7")), "w7"),
     "A10": Attack(failing_image, seeing, SEES, lambda: (CHAT, chat("w7")), "w7", code=BROKEN),
@@ -430,16 +401,16 @@ ATTACKS = {
 
 def attacked(name: str, tree: Path = TREE) -> Seen:
     """What ordinary clients of a server of a checkout see of one attack."""
-    attack, key = ATTACKS[name], "own" if ATTACKS[name].keys else ""
+    attack = ATTACKS[name]
     with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
         model = attack.model(Path(folder) / "m")
-        server = Server(tree, Path(folder), model, *attack.flags.split(), files=attack.files, code=attack.code)
+        server = Server(tree, Path(folder), model, *attack.flags.split(), code=attack.code)
         try:
             other = attack.other()
             if not attack.code:
-                server.send(*other, key=key)  # what it compiles, or starts, for the first one
+                server.send(*other)  # what it compiles, or starts, for the first one
             stream = dict(prompt=attack.stream, max_tokens=200, stream=True, ignore_eos=True)
-            with Watch(server, other, stream, key).watching() as seen:
+            with Watch(server, other, stream).watching() as seen:
                 kept = attack.do(server)
             for link in kept if isinstance(kept, list) else ():
                 link.close()

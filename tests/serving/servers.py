@@ -13,8 +13,8 @@ from eqx_decoders.io.huggingface.generation_config import read_generation_config
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
-from eqx_decoders.serving.http.api_config import ApiConfig
-from eqx_decoders.serving.http.server import ServerConfig, bind, run_in_thread
+from eqx_decoders.serving.http.config import ApiConfig, ServerConfig
+from eqx_decoders.serving.http.server import bind, run_in_thread
 from tests.errors import assert_names
 from tests.serving.fake_engine import FakeEngine
 
@@ -79,7 +79,7 @@ class Running:
 def serving(
     engine: FakeEngine | None = None,
     frontend: TextFrontend | None = None,
-    timeouts: ServerConfig = ServerConfig(drain=1.0, end=1.0),
+    server_config: ServerConfig = ServerConfig(drain_seconds=1.0, shutdown_seconds=1.0),
     allow_origins: tuple[str, ...] = (),
     read_adapter: Any = None,
     **config: Any,
@@ -91,7 +91,7 @@ def serving(
     port = sock.getsockname()[1]
     frontend = frontend or chat_frontend()
     options = dict(frontend=frontend, engine=engine, config=ApiConfig(**(defaults | config)), sock=sock)
-    stop = run_in_thread(timeouts=timeouts, allow_origins=allow_origins, read_adapter=read_adapter, **options)
+    stop = run_in_thread(server_config=server_config, allow_origins=allow_origins, read_adapter=read_adapter, **options)
     try:
         yield Running(port, engine, stop)
     finally:

@@ -13,7 +13,7 @@ from eqx_decoders.model.decoder_config import with_scores
 from eqx_decoders.model.init import add_score_head
 from eqx_decoders.serving.engine.config import EngineLimits
 from eqx_decoders.serving.engine.request import QueueFull, Request
-from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.serving.scoring_engine import ScoringEngine
 from tests.compare import assert_allclose

@@ -1,23 +1,14 @@
-"""Chat templates: programs in tokenizers' directories that write a conversation as the text a model was trained on.
+"""Chat templates: Jinja programs in tokenizers' directories that write a conversation as the text of the training data.
 
-Templates are untrusted. They are rendered in Jinja's immutable sandbox, without a loader, in a separate process
-(`chat_template_worker.py`) with limits on processor time, memory, files and sockets.
+`chat_rendering` renders them.
 """
 
 import dataclasses
 import hashlib
 import importlib.util
-import io
-import itertools
 import json
-import math
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConversionError, DataError, check, check_option, missing_package
@@ -25,6 +16,7 @@ from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
 from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.text.chat_rendering import Rendered, render
 from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer
 
 
@@ -32,16 +24,10 @@ JINJA = "chat_template.jinja"
 ADDITIONAL = "additional_chat_templates"  # subfolder of further templates, named NAME.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-SOURCE_BYTES = 1_000_000
-PIECE = 1 << 16  # letters that are written as JSON at once
-SECONDS = 1.0  # of processor time for one conversation
-MORE_SECONDS = 0.1  # for each in a process that renders many, on average
-WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
-ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # of the process: no keys, no passwords
+MAX_SOURCE_BYTES = 1_000_000
 END_MARK = "@end_of_message@ "  # templates that strip messages remove the space
-_WORKER = Path(__file__).with_name("chat_template_worker.py")
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Conversation(NamedTuple):
@@ -50,49 +36,6 @@ class Conversation(NamedTuple):
     messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any] = {}
     add_generation_prompt: bool = False
-
-
-class Rendered(NamedTuple):
-    """Rendered text, with [start, stop) of its parts in characters.
-
-    - `generated`: parts that the template marks with `{% generation %}`; None where it has no such mark.
-    - `messages`: parts that each iteration of the template's loops over the messages wrote, as (number of the message,
-      start, stop).
-    - `literal`: names of special tokens that come from the messages, to be encoded as plain text (see
-        `ChatTemplate.literal`).
-    """
-
-    text: str
-    generated: Sequence[tuple[int, int]] | None
-    messages: Sequence[tuple[int, int, int]]
-    literal: Sequence[Sequence[int]] = ()
-
-
-class RenderingProcess:
-    """Process for one `render_many`. Started ahead, it has loaded Python and Jinja when it is needed."""
-
-    def __init__(self):
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        command = [sys.executable, "-I", str(_WORKER), json.dumps(sys.path)]
-        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
-
-    @property
-    def alive(self) -> bool:
-        """True while the process waits for its work."""
-        return self._process.poll() is None
-
-    def run(self, work: bytes, seconds: float) -> tuple[int, bytes, bytes]:
-        """Run the process on its work; return its exit code, output and errors. Raises subprocess.TimeoutExpired."""
-        try:
-            output, errors = self._process.communicate(work, seconds)
-            return self._process.returncode, output, errors
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """End the process."""
-        with self._process:  # which closes the pipes and waits
-            self._process.kill()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,8 +58,11 @@ class ChatTemplate:
         object.__setattr__(self, "literal", tuple(self.literal))
         for source in (self.source, self.tool_source or ""):
             size = len(source.encode("utf-8", "surrogatepass"))
-            rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
-            check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
+            check(
+                size <= MAX_SOURCE_BYTES,
+                f"{self.where} has {size:,} bytes. A chat template has at most {MAX_SOURCE_BYTES:,} bytes.",
+                ConversionError,
+            )
 
     @property
     def source_with_tools(self) -> str:
@@ -145,101 +91,46 @@ class ChatTemplate:
         **Arguments:**
 
         - `messages`: `{"role": "user", "content": "..."}` and so on; roles are usually system, user and assistant.
-        - `add_generation_prompt`: end with what begins an answer of the assistant.
-        - `variables`: others, as JSON values; templates document theirs, such as `tools` or `enable_thinking`.
+        - `add_generation_prompt`: end with the start of a message of the assistant.
+        - `variables`: other variables of the template, as JSON values, such as `tools` or `enable_thinking`.
 
-        Raises DataError for messages of another form, and ConversionError with the reason where the template fails,
-        refuses the conversation, or takes too much: more than a second of processor time, a gigabyte of memory or ten
-        million characters.
+        Raises DataError for malformed messages. Raises ConversionError with the reason if the template fails, refuses
+        the conversation, writes more than ten million characters, or takes more than a second in its loops.
         """
         (result,) = self.render_many([Conversation(check_messages(messages), variables, add_generation_prompt)])
         if isinstance(result, ConversionError):
             raise result
         return result
 
-    def render_many(
-        self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
-    ) -> list[Rendered | ConversionError]:
-        """Render each conversation; return its text, or the error that `render` would raise for it.
+    def render_many(self, conversations: Sequence[Conversation]) -> list[Rendered | ConversionError]:
+        """Render each conversation; return its text, or the error that `rendered` would raise for it.
 
-        They are rendered in one process, which may have been started ahead, and in others where their texts have more
-        than ten million characters together. Those of a process share the gigabyte, and may take a tenth of a second on
-        average. Raises ConversionError if a process is ended.
+        Raises DataError if messages or variables are not JSON values.
         """
-        numbers: dict[str, list[int]] = {}
-        for number, conversation in enumerate(conversations):
-            numbers.setdefault(self._source_of(conversation), []).append(number)
-        done: dict[int, Rendered | ConversionError] = {}
-        for group in numbers.values():
-            while group:
-                results, error = self._run([conversations[number] for number in group], process)
-                if error is not None:
-                    raise error
-                done |= zip(group, results, strict=False)
-                group = group[len(results) :]
-        return [done[number] for number in range(len(conversations))]
-
-    def render_some(
-        self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
-    ) -> list[Rendered | ConversionError]:
-        """Render as many of the first conversations as one process manages, at least one.
-
-        If the process is ended at its first conversation, that is the conversation's error. Otherwise the conversation
-        at which it ended has no result: it is the first of the next call.
-        """
-        results, error = self._run(conversations, process)
-        return results or ([] if error is None else [error])
-
-    def _run(
-        self, conversations: Sequence[Conversation], process: RenderingProcess | None
-    ) -> tuple[list[Rendered | ConversionError], ConversionError | None]:
-        """Render the first conversations in a process, and return the error with which it ended before the others."""
-        if sys.platform == "win32":
-            raise self._error("Windows has no limits for the process that renders untrusted templates")
         if importlib.util.find_spec("jinja2") is None:
             raise missing_package("jinja2", "hf")
-        source = self._source_of(conversations[0])
-        conversations = list(itertools.takewhile(lambda each: self._source_of(each) == source, conversations))
-        tasks = [
-            {"tools": None, "documents": None, **self.variables, **_without_empty(variables), "messages": messages}
-            | {"add_generation_prompt": prompt}
-            for messages, variables, prompt in conversations
-        ]
-        work = {"source": source, "tasks": tasks, "literal": self.literal, "seconds": SECONDS}
-        work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
-        most = WALL_SECONDS + len(tasks)
-        try:
-            content = "".join(_json(work)).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
-        process = process if process is not None and process.alive else RenderingProcess()
-        try:
-            code, output, errors = process.run(content, most)
-        except subprocess.TimeoutExpired as error:
-            raise self._error(f"it took more than {most:g} s") from error
-        results, texts = [], []
-        for value in (json.loads(line) for line in io.BytesIO(output) if line.endswith(b"\n")):
-            if isinstance(value, str):
-                texts.append(value)
-            else:
-                rendered = {"text": "".join(texts), **value}
-                results.append(self._error(value["error"]) if "error" in value else Rendered(**rendered))
-                texts = []
-        if code == 0 and results:
-            return results, None
-        for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
-            if code == -number:
-                return results, self._error(f"it takes more than {each} of processor time")
-        last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        return results, self._error(f"its process ended with {code} ({last})")
+        return [self._render(conversation) for conversation in conversations]
 
-    def _source_of(self, conversation: Conversation) -> str:
-        return self.source_for(conversation.variables.get("tools"))
+    def _render(self, conversation: Conversation) -> Rendered | ConversionError:
+        given = {name: value for name, value in conversation.variables.items() if not _is_empty(name, value)}
+        variables = {"tools": None, "documents": None, **self.variables, **given}
+        variables["messages"] = conversation.messages
+        variables["add_generation_prompt"] = conversation.add_generation_prompt
+        try:
+            variables = _copy_json(variables)
+        except (TypeError, RecursionError) as error:
+            raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
+        try:
+            return render(self.source_for(conversation.variables.get("tools")), variables, tuple(self.literal))
+        except Exception as error:  # a template can raise anything
+            return self._error(f"{type(error).__name__}: {error}")
 
     def _error(self, cause: str) -> ConversionError:
-        printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
-        sentence = f"{self.where} cannot be rendered: {' '.join(printable.split()).rstrip('.')}"
-        return ConversionError(f"{sentence}. Change the messages, or give the text without the template.")
+        printable = "".join(character if character.isprintable() else " " for character in cause[:300])
+        cause = " ".join(printable.split()).rstrip(".")
+        return ConversionError(
+            f"{self.where} cannot be rendered: {cause}. Change the messages, or give the text without the template."
+        )
 
 
 def with_end_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -270,36 +161,25 @@ def up_to_end_mark(rendered: Rendered, content: str) -> Rendered:
     return rendered._replace(text=text[:stop], literal=[span for span in rendered.literal if span[1] <= stop])
 
 
-def _without_empty(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove empty lists of tools or documents: templates often only test `tools is not none`."""
-    return {name: value for name, value in variables.items() if value or name not in ("tools", "documents")}
+def _is_empty(name: str, value: Any) -> bool:
+    """Return whether a variable is an empty list of tools or documents: templates often only test for None."""
+    return name in ("tools", "documents") and not value
 
 
-def _json(value: Any) -> Iterator[str]:
-    """Yield the text of `json.dumps` in pieces: one call for megabytes would block all threads."""
-    if isinstance(value, str) and len(value) > PIECE:
-        for begin in range(0, len(value), PIECE):
-            yield ("" if begin else '"') + json.dumps(value[begin : begin + PIECE])[1:-1]
-        yield '"'
-    elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        yield "{"
-        for index, (name, member) in enumerate(value.items()):
-            yield f"{', ' if index else ''}{json.dumps(name)}: "
-            yield from _json(member)
-        yield "}"
-    elif isinstance(value, list | tuple) and any(isinstance(one, str | dict | list | tuple) for one in value):
-        yield "["
-        for index, member in enumerate(value):
-            yield ", " if index else ""
-            yield from _json(member)
-        yield "]"
-    else:
-        yield json.dumps(value)
+def _copy_json(value: Any) -> Any:
+    """Return `json.loads(json.dumps(value))` without writing the text. Raises TypeError for other types."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_copy_json(member) for member in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else json.dumps(key): _copy_json(member) for key, member in value.items()}
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def read_chat_template(file: str | Path) -> ChatTemplate:
     """Read the chat template in a file of Jinja, without special tokens of a tokenizer. Raises ConfigError."""
-    check(Path(file).is_file(), f"--data.chat-template (DataConfig.chat_template) {str(file)!r} is no file.")
+    check(Path(file).is_file(), f"--data.chat-template (DataConfig.chat_template) {str(file)!r} is not a file.")
     return ChatTemplate(source=_read(Path(file)), where=str(file))
 
 
@@ -372,9 +252,9 @@ def load_chat_template(
     if not sources:
         return None
     where = str(directory if folder is None else folder.path / origin)
-    word = check_option(f"{where}: chat template", name, sources, ConversionError)
-    tool_source = sources.get(TOOL_USE) if word == "default" else None
-    return ChatTemplate(source=sources[word], variables=variables, where=where, tool_source=tool_source)
+    name = check_option(f"{where}: chat template", name, sources, ConversionError)
+    tool_source = sources.get(TOOL_USE) if name == "default" else None
+    return ChatTemplate(source=sources[name], variables=variables, where=where, tool_source=tool_source)
 
 
 def _class_config(folder: Directory) -> dict[str, Any]:
@@ -402,51 +282,58 @@ def _sources(folder: Directory | None, settings: Mapping[str, Any]) -> tuple[str
         return origin, {}
     rows = templates if isinstance(templates, list) else [{"name": "default", "template": templates}]
     for row in rows:
-        valid = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
-        rule = "chat_template must be a text, or a list of objects with a name and a template each"
-        check(valid, f"{origin if folder is None else folder.path / origin}: {rule}.", ConversionError)
+        check(
+            isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template")),
+            f"{origin if folder is None else folder.path / origin}: chat_template must be a text, or a list of objects "
+            "with the keys 'name' and 'template'.",
+            ConversionError,
+        )
     return origin, {row["name"]: row["template"] for row in rows}
 
 
 def _read(path: Path) -> str:
-    small = path.stat().st_size <= SOURCE_BYTES
-    check(small, f"{path} has more than {SOURCE_BYTES:,} bytes: it is no chat template.", ConversionError)
+    check(
+        path.stat().st_size <= MAX_SOURCE_BYTES,
+        f"{path} has more than {MAX_SOURCE_BYTES:,} bytes: it is not a chat template.",
+        ConversionError,
+    )
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConversionError(f"{path} is no UTF-8 text: {error}. Download it again.") from error
+        raise ConversionError(f"{path} is not UTF-8: {error}. Download it again.") from error
 
 
 def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dict[str, Any]]:
-    """Check messages, and return them as transformers gives them to a template. Raises DataError.
+    """Check messages, and return them as transformers passes them to a template. Raises DataError.
 
-    Keys whose value is None are left out, since templates would take it for a text; but the content of a message that
-    calls tools without a text stays None, as with transformers. A template that cannot take that, or the form of the
-    calls' arguments, gets other forms (`chat_template_worker.forms`). The assistant's thoughts, which go by several
-    names, are given as `reasoning_content` and `thinking`.
+    Keys whose value is None are removed, because templates would write the word None. The content of a message with
+    tool calls may be None, as with transformers. `chat_rendering` passes other forms to a template that does not take
+    this form, or the form of the arguments of tool calls. The reasoning of the assistant, for which several keys are in
+    use, is passed as `reasoning_content` and `thinking`.
 
-    An empty list of tool calls is left out, because some templates (such as Llama 3.1's) require a call if the message
+    An empty list of tool calls is removed, because some templates (such as Llama 3.1's) require a call if the message
     has the key `tool_calls`.
     """
-    valid = isinstance(messages, list | tuple) and len(messages) > 0
-    check(valid, f"{where}={str(messages)[:60]} must be a list with at least one message.", DataError)
-    for number, message in enumerate(messages):
-        path, mapping = f"{where}[{number}]", isinstance(message, Mapping)
-        check(mapping, f"{path}={str(message)[:60]} must be an object with role and content.", DataError)
+    if not isinstance(messages, list | tuple) or not messages:
+        raise DataError(f"{where}={str(messages)[:60]} must be a list with at least one message.")
+    for index, message in enumerate(messages):
+        path = f"{where}[{index}]"
+        if not isinstance(message, Mapping):
+            raise DataError(f"{path}={str(message)[:60]} must be an object with role and content.")
         role, content = message.get("role"), message.get("content")
-        check(isinstance(role, str), f"{path}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
-        text = isinstance(content, str) or (content is None and "tool_calls" in message)
-        missing = "content" not in message
-        keys = ", ".join(map(str, message)) or "none"
-        check(
-            text or not missing, f"{path} has no content; its keys: {keys}. Write its text under 'content'.", DataError
-        )
-        check(text, f"{path}: content={str(content)[:60]!r} must be a text.", DataError)
+        if not isinstance(role, str):
+            raise DataError(f"{path}: role={str(role)[:60]!r} must be a text such as 'user'.")
+        if isinstance(content, str) or (content is None and "tool_calls" in message):
+            continue
+        if "content" not in message:
+            keys = ", ".join(map(str, message))
+            raise DataError(f"{path} has no content; its keys: {keys}. Write its text under 'content'.")
+        raise DataError(f"{path}: content={str(content)[:60]!r} must be a text.")
     messages = [
         {key: value for key, value in message.items() if key == "content" or not _is_absent(key, value)}
         for message in messages
     ]
-    return [_with_thoughts(message) for message in messages]
+    return [_with_reasoning(message) for message in messages]
 
 
 def object_arguments(arguments: Any) -> Any:
@@ -467,6 +354,6 @@ def _is_absent(key: str, value: Any) -> bool:
     return value is None or (key == "tool_calls" and isinstance(value, list | tuple) and not value)
 
 
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    thoughts = next((message[name] for name in _THOUGHTS if name in message), None)
-    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in _REASONING_KEYS if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

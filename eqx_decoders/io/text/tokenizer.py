@@ -23,8 +23,8 @@ from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import read_tokenizer
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.chat_template_worker import SpecialNames
 from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, with_published_tokens
+from eqx_decoders.io.text.special_names import SpecialNames
 from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, VOCAB, find_tokenizer_file, read_tokenizer_file
 
 

@@ -1,13 +1,12 @@
 """Decoding of images, videos and audio that clients send, in processes that can be killed
 (`io.processors.decode_worker`).
 
-A few processes are started ahead. A process that takes too long or too much memory, or whose client has disconnected,
-is killed, and another one started: the request that it worked for gets an error, and no other notices. Clients take
-turns, and videos leave one process to images.
+The server starts a few processes. It kills a process that takes too long or too much memory, or whose client has
+disconnected, and starts another one. Only the request of that process gets an error. Videos leave one process free for
+images.
 """
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -28,32 +27,31 @@ import jax
 import numpy as np
 
 from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt
-from eqx_decoders.io.text.chat_template import ENVIRONMENT
 from eqx_decoders.media_files.base import ProcessedFile
 from eqx_decoders.media_files.limits import MediaLimits
 from eqx_decoders.serving.frontend.api_errors import ApiError
-from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 
 
-GRACE = 0.3  # seconds that work may take to end after its client has gone: a new process takes longer to start
-PART = 1 << 20  # characters of a file that are sent at once
-KINDS = "iufb"  # dtype kinds that a process may return
+GRACE = 0.3  # seconds to wait for the end of a decoding whose client has disconnected, before its process is killed
+PART = 1 << 20  # characters of a file that are written to a process at once
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # of the processes: no keys, no passwords
+DTYPE_KINDS = "iufb"  # of arrays that a process may return
 _WORKER = Path(__file__).parents[2] / "io" / "processors" / "decode_worker.py"
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
 class Upload(NamedTuple):
-    """File as a client sent it: base64 in `text`, from `begin` on; `where` names its field in errors."""
+    """File as a client sent it: base64 in `text[start:]`. `where` is the path of the field, for error messages."""
 
     where: str
     text: str
-    begin: int = 0
+    start: int = 0
 
     @property
     def size(self) -> int:
         """Number of base64 characters."""
-        return len(self.text) - self.begin
+        return len(self.text) - self.start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,17 +60,14 @@ class MediaFilesConfig(CheckedFields):
 
     **Arguments:**
 
-    - `limits`: limits on the media decoded for one request.
-    - `processes`: decoding processes; None: two, or one for each four processors, at most four.
+    - `limits`: limits on the media of one request.
+    - `processes`: number of decoding processes. None: one per four processors, at least two and at most four.
     - `seconds`: processor time for all files of a request.
-    - `wall_seconds`: time for all files of a request and the start of a process: longer, since other programs may keep
-        the machine busy.
+    - `wall_seconds`: wall time for all files of a request and the start of a process. It is longer, because other
+        programs may keep the machine busy.
     - `memory`: bytes of one process.
     - `max_request_bytes`: bytes of the arrays decoded for one request.
-    - `max_bytes`: bytes of the arrays decoded for all open requests. Beyond it no files are decoded, except for clients
-        that hold none, up to twice as much.
-    - `max_waiting`, `max_waiting_bytes`: requests that may wait for a process, and base64 characters of their files;
-        twice as many with those of clients that have one request each.
+    - `max_bytes`: bytes of the arrays of all open requests from which on decoding waits.
     """
 
     limits: MediaLimits = MediaLimits(
@@ -89,8 +84,6 @@ class MediaFilesConfig(CheckedFields):
     memory: PositiveInt = 3 << 30
     max_request_bytes: PositiveInt = 1 << 29
     max_bytes: PositiveInt = 1 << 30
-    max_waiting: PositiveInt = 256
-    max_waiting_bytes: PositiveInt = 1 << 28
 
     @property
     def count(self) -> int:
@@ -109,7 +102,8 @@ class MediaFiles:
 
     def __init__(self, directory: str | Path, max_tokens: int, config: MediaFilesConfig = MediaFilesConfig()):
         self.config = config
-        self._decoded, self._waiting = _ClientBytes(config.max_bytes), _ClientBytes(config.max_waiting_bytes)
+        self._num_bytes, self._has_memory = 0, asyncio.Event()
+        self._has_memory.set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task = dict(
             path=sys.path,
@@ -120,8 +114,8 @@ class MediaFiles:
             max_bytes=config.max_request_bytes,
             max_tokens=max_tokens,
         )
-        self._semaphore = FairSemaphore("files", config.count, config.max_waiting, self._decoded.has_room)
-        self._video_semaphore = FairSemaphore("videos", max(1, config.count - 1), config.max_waiting)
+        self._semaphore = asyncio.Semaphore(config.count)
+        self._video_semaphore = asyncio.Semaphore(max(1, config.count - 1))
         self._threads = concurrent.futures.ThreadPoolExecutor(config.count, "files")
         self._idle: list[DecodingProcess] = []
         self._all: set[DecodingProcess] = set()
@@ -130,39 +124,27 @@ class MediaFiles:
             self._add()
 
     @contextlib.asynccontextmanager
-    async def read(
-        self, files: Mapping[str, Sequence[Upload]], client: str = ""
-    ) -> AsyncIterator[dict[str, list[ProcessedFile]]]:
-        """Decode files by kind, with `FileReader.read`; the process is free for others when the block has ended.
+    async def read(self, files: Mapping[str, Sequence[Upload]]) -> AsyncIterator[dict[str, list[ProcessedFile]]]:
+        """Decode files by kind, with `FileReader.read`. The process is free for other requests after the block.
 
-        Raises ApiError 400 for files that cannot be read or take too much, and 429 where too many wait. If this is
-        cancelled, the work ends.
+        Raises ApiError 400 for files that cannot be read or exceed a limit. If this is cancelled, the work ends.
         """
-        size = sum(file.size for uploads in files.values() for file in uploads)
-        if self._waiting.total > 0 and not self._waiting.has_room(client, size):
-            waiting, limit = self._waiting.total, self.config.max_waiting_bytes
-            message = f"The files of other requests have {waiting:,} bytes, and at most {limit:,} may wait"
-            raise ApiError(429, f"{message}: come again later.", code="busy", retry_after=1)
-        self._waiting.add(client, size)
-        try:
-            video = self._video_semaphore.acquire(client) if files.get("video") else contextlib.nullcontext()
-            async with video, self._semaphore.acquire(client):
-                yield await self._read(files)
-        finally:
-            self._waiting.add(client, -size)
+        async with self._video_semaphore if files.get("video") else contextlib.nullcontext(), self._semaphore:
+            await self._has_memory.wait()
+            yield await self._read(files)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the arrays that open requests hold."""
-        return self._decoded.total
+        """Bytes of the arrays of open requests."""
+        return self._num_bytes
 
-    def hold(self, arrays: Any, client: str = "") -> None:
-        """Count the memory of arrays for a client until they are freed."""
+    def hold(self, arrays: Any) -> None:
+        """Count the memory of arrays until they are freed."""
         self._loop = asyncio.get_running_loop()
         for array in jax.tree.leaves(arrays):
             if isinstance(array, np.ndarray):
-                self._decoded.add(client, array.nbytes)
-                weakref.finalize(array, self._drop, array.nbytes, client).atexit = False
+                self._add_bytes(array.nbytes)
+                weakref.finalize(array, self._on_freed, array.nbytes).atexit = False
 
     def close(self) -> None:
         """Kill all processes."""
@@ -178,7 +160,7 @@ class MediaFiles:
             raise ApiError(503, "The server is stopping.", retry_after=1)
         self._loop = asyncio.get_running_loop()
         process, seconds = self._idle.pop(), self.config.wall_seconds
-        while not process.alive:  # it has ended while nobody used it
+        while not process.alive:  # it ended while it was idle
             process.discard()
             self._all.discard(process)
             self._add()
@@ -188,7 +170,9 @@ class MediaFiles:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(work)
         except TimeoutError as error:
-            raise ApiError(400, f"The files take longer than {seconds:g} s to read: send fewer, or smaller.") from error
+            raise ApiError(
+                400, f"Decoding the files takes more than {seconds:g} s. Send fewer or smaller files."
+            ) from error
         except DataError as error:
             uploads = [upload for of_kind in files.values() for upload in of_kind]
             field = next((upload.where for upload in uploads if str(error).startswith(upload.where)), None)
@@ -215,45 +199,29 @@ class MediaFiles:
         self._add()
 
     def _add(self) -> None:
-        """Add a process, which starts in the background: no request should wait for that."""
+        """Add a process. It starts in the background, so that no request waits for it."""
         process = DecodingProcess(self._task)
         self._idle.insert(0, process)
         self._all.add(process)
         if not self._closed:
             self._threads.submit(process.start)
 
-    def _drop(self, size: int, client: str) -> None:
+    def _on_freed(self, size: int) -> None:
         """Count freed memory; called in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._count_dropped, size, client)
+            self._loop.call_soon_threadsafe(self._add_bytes, -size)
 
-    def _count_dropped(self, size: int, client: str) -> None:
-        self._decoded.add(client, -size)
-        self._semaphore.wake()
-
-
-class _ClientBytes:
-    """Bytes by client, bounded so that one client cannot keep out the others."""
-
-    def __init__(self, limit: int):
-        self._limit, self.total = limit, 0
-        self._by_client: collections.Counter[str] = collections.Counter()
-
-    def has_room(self, client: str, size: int = 1) -> bool:
-        """Return whether a client may add so many bytes. Clients without any may add up to twice the limit."""
-        return self.total + size <= (self._limit if self._by_client[client] else 2 * self._limit)
-
-    def add(self, client: str, size: int) -> None:
-        """Add bytes of a client; they may be negative."""
-        self.total += size
-        self._by_client[client] += size
-        if not self._by_client[client]:
-            del self._by_client[client]
+    def _add_bytes(self, size: int) -> None:
+        self._num_bytes += size
+        if self._num_bytes < self.config.max_bytes:
+            self._has_memory.set()
+        else:
+            self._has_memory.clear()
 
 
 class DecodingProcess:
-    """One process of `io.processors.decode_worker`. `end` may be called in any thread, the rest in one."""
+    """Process of `io.processors.decode_worker`. `end` may be called in any thread, the other methods in one thread."""
 
     def __init__(self, task: Mapping[str, Any]):
         self._task, self._lock, self._ended = task, threading.Lock(), False
@@ -261,7 +229,7 @@ class DecodingProcess:
 
     @property
     def alive(self) -> bool:
-        """True where it takes work, or will when it has started."""
+        """Whether the process takes work, or will take work when it has started."""
         return not self._ended and (self._process is None or self._process.poll() is None)
 
     def start(self) -> None:
@@ -271,13 +239,13 @@ class DecodingProcess:
                 return
             environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
             command = [sys.executable, "-I", str(_WORKER), json.dumps(self._task)]
-            platform = {"JAX_PLATFORMS": "cpu"}  # it computes nothing with JAX, and must not take a device
+            platform = {"JAX_PLATFORMS": "cpu"}  # it does not compute with JAX, and must not occupy a device
             self._process = subprocess.Popen(
                 command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment | platform
             )
 
     def read(self, files: Mapping[str, Sequence[Upload]]) -> dict[str, list[ProcessedFile]]:
-        """Decode files. Raises DataError with the process's error, and ApiError if it ends before it has answered.
+        """Decode files. Raises DataError with the error of the process, and ApiError if the process ends early.
 
         To interrupt this, call `end` in another thread.
         """
@@ -291,47 +259,54 @@ class DecodingProcess:
             uploads = [(kind, file) for kind, group in files.items() for file in group]
             process.stdin.write(json.dumps([[kind, file.size, file.where] for kind, file in uploads]).encode() + b"\n")
             for _, file in uploads:
-                for begin in range(file.begin, len(file.text), PART):  # encoding holds the interpreter
-                    process.stdin.write(file.text[begin : begin + PART].encode("ascii", "replace"))
+                for start in range(file.start, len(file.text), PART):  # `encode` holds the interpreter lock
+                    process.stdin.write(file.text[start : start + PART].encode("ascii", "replace"))
             process.stdin.flush()
-            return self._answer(process.stdout)
+            return self._read_result(process.stdout)
         except (OSError, EOFError, ValueError) as error:
             self.discard()
             raise self._failure(process.returncode) from error
 
     _started = False
 
-    def _check_started(self, answers: Any) -> None:
-        message = json.loads(_read_line(answers))
+    def _check_started(self, stream: Any) -> None:
+        message = json.loads(_read_line(stream))
         if "error" in message:
             self.end()
-            _log.error("files cannot be read: %s", message["error"])
-            raise ApiError(500, "The server cannot read files: its log tells why.")
+            _log.error("the decoding process cannot start: %s", message["error"])
+            raise ApiError(500, "The server cannot decode files. The reason is in the log of the server.")
         self._started = True
 
-    def _answer(self, answers: Any) -> dict[str, list[ProcessedFile]]:
-        message = json.loads(_read_line(answers))
+    def _read_result(self, stream: Any) -> dict[str, list[ProcessedFile]]:
+        message = json.loads(_read_line(stream))
         if "last" in message:
             self.end()
         if "error" in message:
             raise DataError(message["error"])
-        return _read_arrays(answers, message["read"], self._task["max_bytes"])
+        return _read_arrays(stream, message["read"], self._task["max_bytes"])
 
     def _failure(self, code: int) -> ApiError:
         if code in (-27, -24):  # SIGPROF, SIGXCPU
-            return ApiError(400, f"The files take more than {self._task['seconds']:g} s of processor time: send less.")
-        _log.warning("the process that decoded a client's files has ended with %d", code)
-        return ApiError(500, f"The process that decoded the files has ended ({code}): are they damaged, or too large?")
+            return ApiError(
+                400,
+                f"Decoding the files takes more than {self._task['seconds']:g} s of processor time. "
+                "Send fewer or smaller files.",
+            )
+        _log.warning("the process that decoded the files of a request has ended with code %d", code)
+        return ApiError(
+            500,
+            f"The process that decoded the files has ended with code {code}. The files may be damaged or too large.",
+        )
 
     def end(self) -> None:
-        """Kill the process; a `read` that waits for it returns."""
+        """Kill the process. A `read` in another thread returns."""
         with self._lock:
             self._ended = True
             if self._process is not None:
                 self._process.kill()
 
     def discard(self) -> None:
-        """Kill the process and close its pipes; no other thread may be reading."""
+        """Kill the process and close its pipes. No other thread may be in `read`."""
         self.end()
         if self._process is not None:
             self._process.wait()
@@ -340,27 +315,27 @@ class DecodingProcess:
                     _ = pipe is None or pipe.close()
 
 
-def _read_line(answers: Any) -> bytes:
-    line = answers.readline()
+def _read_line(stream: Any) -> bytes:
+    line = stream.readline()
     if not line.endswith(b"\n"):
         raise EOFError
     return line
 
 
-def _read_arrays(answers: Any, results: Sequence[Any], bytes_left: int) -> dict[str, list[ProcessedFile]]:
-    """Read the arrays after an answer. The process may be compromised: its data is checked, and never executed."""
+def _read_arrays(stream: Any, results: Sequence[Any], bytes_left: int) -> dict[str, list[ProcessedFile]]:
+    """Read the arrays of a result. The process may be compromised: its data is checked, and never executed."""
     decoded = dict[str, list[ProcessedFile]]()
     for kind, text, specs in results:
         arrays = {}
         for name, dtype, shape in specs:
             array_dtype = np.dtype(dtype)
             bytes_left -= math.prod(shape) * array_dtype.itemsize
-            if array_dtype.kind not in KINDS or bytes_left < 0 or min(shape, default=0) < 0:
+            if array_dtype.kind not in DTYPE_KINDS or bytes_left < 0 or min(shape, default=0) < 0:
                 raise ValueError(f"array of {dtype}, {shape}")
             arrays[name] = np.empty(shape, array_dtype)
             view = memoryview(arrays[name]).cast("B") if arrays[name].size else b""
             while len(view):
-                count = answers.readinto(view)
+                count = stream.readinto(view)
                 if not count:
                     raise EOFError
                 view = view[count:]

@@ -1,41 +1,42 @@
-"""Preparation of prompts: token ids and media of texts and conversations."""
+"""Prompts of requests: token ids and media of texts and conversations."""
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
+from eqx_decoders.inference.text_model import TextModel
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.answers.parser import PROMPT_END
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages, object_arguments
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, prompt_ids
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode, prompt_ids
 from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.media_files.base import ProcessedFile
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.serving.frontend.answer_reader import AnswerReader, create_reader
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
-from eqx_decoders.serving.frontend.chat_rendering import Renderer
-from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
-from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
+from eqx_decoders.serving.frontend.worker_threads import run_in_worker
 
 
 # Kind of media by the type of a message part, which is also the name of its field.
 FILES = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
-HEAD = 1000  # characters of a data: URL before its content
+MAX_URL_HEAD = 1000  # characters of a data: URL before its content
 SHRINKS = 4  # characters that a normalizer may merge into one
-TYPICAL_CHARACTERS = 8  # per token: shorter texts are encoded without a check of their beginning
+TYPICAL_CHARACTERS = 8  # per token: texts up to this length are encoded without a check of their start
 PIECE = 1 << 14  # characters that are encoded at once, to check the length of a text
-AROUND = 256  # characters around blanks that decide if a tokenizer drops these: longer than any special token
-ENTRIES, PER_TOKEN = 20_000, 8  # maximum entries of lists and objects in a conversation, and more per token
+AROUND = 256  # characters around blanks that decide if a tokenizer drops them: longer than any special token
+MAX_ENTRIES, MAX_ENTRIES_PER_TOKEN = 20_000, 8  # of lists and objects in a conversation; the limits are added
+MAX_BLANK_TOKENS = 8  # that a chat template may write after the last message of a scored conversation
 
 _blanks = re.compile(r"\s+")
 _removable = re.compile(r"\s+|/(?:no_?)?think\b")
@@ -114,10 +115,44 @@ class TextFrontend:
         return PreparedPrompt(tuple(joined.input_ids[0].tolist()), media)
 
 
-class PromptPreparer:
-    """Preparation of prompts in threads: a tokenizer is not thread-safe, so it has a thread of its own.
+def create_frontend(text: TextModel, *, special_tokens_in_content: bool = False) -> TextFrontend:
+    """Create the frontend of a model, with the processor of its directory if there is one.
 
-    Files are decoded in processes (see `MediaFiles`), for which texts do not wait.
+    `special_tokens_in_content`: encode the names of special tokens in messages as special tokens. By default they are
+    plain text, because messages may quote texts of third parties.
+    """
+    text = text if special_tokens_in_content else text.with_special_tokens_as_text()
+    origin, tokenizer, processor = text.model.origin, text.tokenizer, None
+    directory = None if origin is None or text.model.config.media is None else origin.directory
+    if directory is not None and isinstance(tokenizer, JsonTokenizer):
+        with contextlib.suppress(ConversionError):  # a directory without a processor: text only
+            processor = Processor.load(directory)  # with a separate tokenizer, for a separate thread
+            processor = processor.with_special_tokens_as_text(() if text.chat is None else text.chat.literal)
+    for used in (tokenizer, None if processor is None else processor.tokenizer):
+        if isinstance(used, JsonTokenizer) and text.chat is not None and text.chat.literal:
+            used.renamed  # noqa: B018 - computed now, because it takes a second
+    return TextFrontend(
+        tokenizer=tokenizer,
+        chat=text.chat,
+        stop_ids=text.stop_ids,
+        defaults=text.model.generation_config,
+        config=text.model.config if processor is not None else None,
+        processor=processor,
+        directory=None if processor is None or directory is None else str(directory),
+    )
+
+
+class PromptPreparer:
+    """Converter of the texts and conversations of requests to prompts.
+
+    Conversations are rendered in worker threads. A tokenizer is not thread-safe, so one thread uses it. Files are
+    decoded in processes (see `MediaFiles`); other requests do not wait for them.
+
+    **Arguments:**
+
+    - `max_length`: maximum number of tokens of a prompt.
+    - `max_files`: maximum number of images, videos and audio files of a request.
+    - `files`: limits on the decoding of files.
     """
 
     def __init__(
@@ -131,123 +166,127 @@ class PromptPreparer:
         self.frontend = frontend
         self._max_length, self._max_files = max_length, max_files
         self._max_characters = max_length * longest_token(frontend.tokenizer) * SHRINKS
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
-        self._semaphore = FairSemaphore("their prompts", 1)
-        self._media_thread = concurrent.futures.ThreadPoolExecutor(1, "packing")
+        self._tokenizer_thread = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+        self._media_thread = concurrent.futures.ThreadPoolExecutor(1, "media")
         self._files = None if frontend.directory is None else MediaFiles(frontend.directory, max_length, files)
-        # errors of the template go to clients, who need not know where it is
+        # clients read the errors of the template: they must not contain the path of its file
         chat = None if frontend.chat is None else dataclasses.replace(frontend.chat, where="The chat template")
-        self._renderer = None if chat is None else Renderer(chat)
+        self._chat = self._video_chat = chat
         videos = None if frontend.processor is None else frontend.processor.videos
-        video_template = None if videos is None else videos.template  # of conversations with videos
-        self._video_renderer = None
-        if chat is not None and video_template is not None:
-            self._video_renderer = Renderer(dataclasses.replace(chat, source=video_template))
+        if chat is not None and videos is not None and videos.template is not None:
+            self._video_chat = dataclasses.replace(chat, source=videos.template)
 
-    async def run(self, call: Callable[..., Result], *args: Any, client: str = "", **options: Any) -> Result:
-        """Call a function that uses the tokenizer, in its thread; clients take turns."""
+    async def run(self, call: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        """Call a function that uses the tokenizer, in the thread of the tokenizer."""
         bound = functools.partial(call, *args, **options)
-        async with self._semaphore.acquire(client):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, bound)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, bound)
 
-    async def text(self, text: str, *, special: bool = True, client: str = "", param: str = "prompt") -> PreparedPrompt:
-        """Encode a text."""
-        await self.check(text, client, param)
-        return PreparedPrompt(await self.run(self.frontend.encode, text, special=special, client=client))
+    async def text(self, text: str, *, special: bool = True, param: str = "prompt") -> PreparedPrompt:
+        """Encode a text. Raises ApiError if it is too long. `param`: field of the text, for the error message."""
+        await self._check_length(text, param)
+        return PreparedPrompt(await self.run(self.frontend.encode, text, special=special))
 
     async def chat(
-        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str = ""
+        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> PreparedPrompt:
-        """Prepare a conversation and its files."""
-        chat, tokenizer = self.frontend.chat, self.frontend.tokenizer
-        if chat is None or not isinstance(tokenizer, JsonTokenizer):
-            raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
-        if "tools" in variables and "tools" not in chat.source_with_tools:
-            raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
-        reader = _PartReader(self.frontend, self._max_files)
-        contents = [message.get("content") for message in messages]
-        size = SLOW * sum(len(content) if isinstance(content, list) else 1 for content in contents)
-        converted = await run_in_worker_if_large(size, lambda: [reader.message(*pair) for pair in enumerate(messages)])
-        if reader.files:
-            return await self._with_media(converted, variables, answer=answer, client=client)
-        rendered = await self._render(Conversation(converted, variables, answer), client)
-        await self.check(rendered.text, client)
-        ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal, client=client)
-        return PreparedPrompt(tuple(ids.tolist()))
+        """Render and encode a conversation, and decode its files. `variables`: variables of the chat template.
 
-    async def _with_media(
-        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str
-    ) -> PreparedPrompt:
-        """Prepare a conversation with files. It is rendered first: one that cannot be rendered needs no files."""
+        Raises ApiError for a conversation that is too long, and for one that the template does not render completely.
+        """
+        chat, tokenizer = self._chat, self.frontend.tokenizer
+        if chat is None or not isinstance(tokenizer, JsonTokenizer):
+            raise ApiError(400, "This model has no chat template. Use /v1/completions.", param="messages")
+        if "tools" in variables and "tools" not in chat.source_with_tools:
+            raise ApiError(400, "The chat template of this model does not support tools. Remove them.", param="tools")
+        # rendered before files are decoded: files of a conversation that the template refuses are not decoded
+        rendered, files = await run_in_worker(
+            functools.partial(self._render, messages, variables, add_generation_prompt)
+        )
+        await self._check_length(rendered.text, "messages")
+        if files is None:
+            ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal)
+            return PreparedPrompt(tuple(ids.tolist()))
         assert self._files is not None
-        checked, files = await run_in_worker_if_large(SLOW * len(messages), lambda: check_parts(messages))
-        renderer = self._video_renderer if files["video"] else None
-        rendered = await self._render(Conversation(checked, variables, answer), client, check=list, renderer=renderer)
-        await self.check(rendered.text, client)
-        async with self._files.read(files, client) as decoded:
+        async with self._files.read(files) as decoded:
             join = functools.partial(self.frontend.join_media, rendered, decoded)
             prompt = await asyncio.get_running_loop().run_in_executor(self._media_thread, join)
-            self._files.hold(prompt.media, client)
+            self._files.hold(prompt.media)
             return prompt
+
+    async def scored_chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> PreparedPrompt:
+        """Render and encode a conversation up to the token at which a reward model reads the score, as in training.
+
+        This is the last token of the last message: blanks that the template writes after it are removed.
+        """
+        prompt = await self.chat(messages, variables, add_generation_prompt=False)
+        stop_ids = self.frontend.stop_ids
+        end = max((position for position, token in enumerate(prompt.ids, 1) if token in stop_ids), default=None)
+        if end is None or len(prompt.ids) - end > MAX_BLANK_TOKENS:
+            return prompt
+        is_blank = not decode(self.frontend.tokenizer, prompt.ids[end:]).strip()
+        return PreparedPrompt(prompt.ids[:end]) if is_blank else prompt
 
     def close(self) -> None:
         """End the threads and processes."""
-        for renderer in (self._renderer, self._video_renderer):
-            if renderer is not None:
-                renderer.close()
         if self._files is not None:
             self._files.close()
-        for thread in (self._thread, self._media_thread):
+        for thread in (self._tokenizer_thread, self._media_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def check(self, text: str, client: str = "", param: str = "messages") -> None:
+    async def _check_length(self, text: str, param: str) -> None:
         """Raise ApiError for a text that is too long, without encoding all of it: that could take seconds."""
         if len(text) > self._max_characters or (
             len(text) > TYPICAL_CHARACTERS * self._max_length
-            and await self.run(is_too_long, self.frontend.tokenizer, text, self._max_length, client=client)
+            and await self.run(is_too_long, self.frontend.tokenizer, text, self._max_length)
         ):
-            self._refuse(len(text), param)
+            raise self._too_long(len(text), param)
 
-    def _refuse(self, length: int, param: str = "messages") -> NoReturn:
-        message = f"The prompt has {length:,} characters, which are more than {self._max_length:,} tokens"
-        raise ApiError(400, f"{message}: shorten it.", param=param, code="context_length_exceeded")
+    def _too_long(self, num_characters: int, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"The prompt has {num_characters:,} characters, which are more than {self._max_length:,} tokens. "
+            "Shorten it.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
-    async def _render(
-        self,
-        conversation: Conversation,
-        client: str,
-        check: Callable[[Sequence[Any]], list[Any]] = check_messages,
-        renderer: Renderer | None = None,
-    ) -> Rendered:
-        """Render a conversation."""
-        renderer = self._renderer if renderer is None else renderer
-        assert renderer is not None
-
-        def check_and_measure() -> tuple[Conversation, int, int]:
-            messages = check(conversation.messages)
-            if "tool_calls" not in renderer.source and any(message.get("tool_calls") for message in messages):
-                rule = "This model's chat template leaves out tool_calls: write them as text."
-                raise ApiError(400, rule, param="messages")
-            return conversation._replace(messages=messages), *size_of(conversation)
-
-        num_messages = len(conversation.messages)
-        checked, length, entries = await run_in_worker_if_large(SLOW * num_messages, check_and_measure)
-        if length > self._max_characters:
-            self._refuse(length)
-        if entries > ENTRIES + PER_TOKEN * self._max_length:
-            raise ApiError(400, f"messages, tools and chat_template_kwargs have {entries:,} entries: send fewer.")
-        try:
-            rendered = await renderer.render(checked, length + entries, client)
-        except ConversionError as error:
-            raise ApiError(400, str(error), param="messages") from error
-        find = functools.partial(first_left_out, rendered, checked.messages)
-        left_out = await run_in_worker_if_large(SLOW * num_messages + len(rendered.text) // 64, find)
-        if left_out is not None:
-            role = checked.messages[left_out]["role"]
-            content = checked.messages[left_out]["content"]
-            rule = f"is left out by this model's chat template: it has the role {role!r} where the template allows none"
-            raise refuse(f"messages[{left_out}].content", content, f"{rule}. Move its text to another message")
-        return rendered
+    def _render(
+        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], add_generation_prompt: bool
+    ) -> tuple[Rendered, dict[str, list[Any]] | None]:
+        """Render a conversation, in a worker thread. Returns also its files by kind; None: it has no files."""
+        reader = _PartReader(self.frontend, self._max_files)
+        converted = [reader.message(index, message) for index, message in enumerate(messages)]
+        checked, files = check_parts(converted) if reader.num_files else (check_messages(converted), None)
+        chat = self._video_chat if files is not None and files["video"] else self._chat
+        assert chat is not None
+        if "tool_calls" not in chat.source_for(variables.get("tools")) and any(
+            message.get("tool_calls") for message in checked
+        ):
+            raise ApiError(
+                400,
+                "The chat template of this model leaves out tool_calls. Write them as text.",
+                param="messages",
+            )
+        conversation = Conversation(checked, variables, add_generation_prompt)
+        num_characters, num_entries = size_of(conversation)
+        if num_characters > self._max_characters:
+            raise self._too_long(num_characters, "messages")
+        if num_entries > MAX_ENTRIES + MAX_ENTRIES_PER_TOKEN * self._max_length:
+            raise ApiError(
+                400, f"messages, tools and chat_template_kwargs have {num_entries:,} entries in total. Send fewer."
+            )
+        (rendered,) = chat.render_many([conversation])
+        if isinstance(rendered, ConversionError):
+            raise ApiError(400, str(rendered), param="messages") from rendered
+        index = first_left_out(rendered, checked)
+        if index is not None:
+            raise refuse(
+                f"messages[{index}].content",
+                checked[index]["content"],
+                f"is left out by the chat template of this model: it does not allow the role "
+                f"{checked[index]['role']!r} at this position. Move the text to another message",
+            )
+        return rendered, files
 
 
 def first_left_out(rendered: Rendered, messages: Sequence[Mapping[str, Any]]) -> int | None:
@@ -324,14 +363,14 @@ def size_of(value: Any) -> tuple[int, int]:
 
 
 class _PartReader:
-    """Converter of OpenAI's messages, checked by their types, to those of chat templates.
+    """Converter of messages of OpenAI's API, whose types are checked, to messages for chat templates.
 
-    Only known fields of a part are passed on.
+    Unknown fields of a part are dropped.
     """
 
     def __init__(self, frontend: TextFrontend, max_files: int):
         self._frontend, self._max_files = frontend, max_files
-        self.files = 0
+        self.num_files = 0
 
     def message(self, index: int, original: Mapping[str, Any]) -> dict[str, Any]:
         where, content = f"messages[{index}]", original.get("content")
@@ -340,7 +379,7 @@ class _PartReader:
         if original.get("tool_calls") is not None:
             message["tool_calls"] = _tool_calls(where, original["tool_calls"])
         if isinstance(content, list):
-            parts = [self._part(f"{where}.content[{at}]", part) for at, part in enumerate(content)]
+            parts = [self._part(f"{where}.content[{number}]", part) for number, part in enumerate(content)]
             texts = [part["text"] for part in parts if part["type"] == "text"]
             message["content"] = "\n".join(texts) if len(texts) == len(parts) else parts
         return message
@@ -352,26 +391,29 @@ class _PartReader:
         name, processor = FILES[kind], self._frontend.processor
         plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
         if processor is None or getattr(processor, plural) is None:
-            raise ApiError(400, f"{where}.type: this model takes no {plural}.", param=f"{where}.type")
-        self.files += 1
-        if self.files > self._max_files:
-            raise ApiError(400, f"messages have more than {self._max_files} files.", param="messages")
+            raise ApiError(400, f"{where}.type: this model does not take {plural}.", param=f"{where}.type")
+        self.num_files += 1
+        if self.num_files > self._max_files:
+            raise ApiError(400, f"messages have more than {self._max_files} files. Send fewer.", param="messages")
         field = "data" if kind == "input_audio" else "url"
         return {"type": name, name: _upload(f"{where}.{kind}.{field}", part[kind][field], is_url=field == "url")}
 
 
 def _upload(param: str, text: str, *, is_url: bool) -> Upload:
-    """Return the base64 text of a field, which is a data: URL where `is_url`. Nothing is fetched from a network."""
-    begin = 0
+    """Return the base64 text of a field. `is_url`: the field is a data: URL. Other URLs are refused, not fetched."""
+    start = 0
     if is_url:
-        begin = text.find(",", 0, HEAD) + 1
-        head = text[: max(0, begin - 1)].lower()
+        start = text.find(",", 0, MAX_URL_HEAD) + 1
+        head = text[: max(0, start - 1)].lower()
         if not head.startswith("data:") or not head.endswith(";base64"):
-            rule = "must be a data: URL in base64, such as data:image/png;base64,…: this server fetches no files"
-            raise refuse(param, text, rule)
-    if len(text) == begin:
+            raise refuse(
+                param,
+                text,
+                "must be a data: URL in base64, such as data:image/png;base64,… This server fetches no files",
+            )
+    if len(text) == start:
         raise ApiError(400, f"{param} has no bytes.", param=param)
-    return Upload(param, text, begin)
+    return Upload(param, text, start)
 
 
 def _tool_calls(where: str, calls: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -1,14 +1,14 @@
-"""Structured output (llguidance, extra "serve"): JSON of a schema, a regular expression, one of some texts, or a
-grammar.
+"""Structured output with llguidance (extra "serve"): JSON of a schema, a regular expression, a choice or a grammar.
 
-The library walks the grammar and the vocabulary together, in microseconds for a token. Grammars come from strangers:
-the library's limits on their size and on the work for one token bound their cost. Compiling one may take a second of a
-thread, which cannot be interrupted: two run at once, clients take turns, and each grammar is compiled once.
+llguidance walks the grammar and the vocabulary together, in microseconds per token. Its limits on the size of grammars
+and on the work for one token bound the cost of the grammars that clients send. A compilation may take a second of a
+thread, and cannot be interrupted. Two threads compile, and requests for the same grammar share one compilation.
 """
 
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
 import json
 import threading
 import time
@@ -33,17 +33,16 @@ from eqx_decoders.serving.frontend.answer_grammar import (
     without_forcing,
 )
 from eqx_decoders.serving.frontend.api_errors import ApiError
-from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 from eqx_decoders.serving.frontend.json_schemas import schemas_to_check
 
 
 MAX_CACHED, MAX_CACHED_SECONDS = 32, 2.0  # grammars and their compilation time; a second makes some 100 MB
 MAX_CHARACTERS = 100_000  # of a grammar
 MAX_SYMBOLS = 100_000  # in the productions of a grammar
-THREADS, MAX_WAITING = 2, 64  # compiling threads, and grammars that wait for them
-SECONDS = 30.0  # that a request waits for its grammar
-MAX_MESSAGE = 300  # characters of the library's error
-MAX_RESERVED = 1024  # maximum number of tokens that are reserved for the answer after the reasoning
+THREADS = 2  # that compile grammars
+MAX_SECONDS = 30.0  # that a request waits for its grammar
+MAX_MESSAGE = 300  # characters of an error of llguidance
+MAX_RESERVED = 1024  # tokens that are reserved for the answer after the reasoning
 
 
 AnyGrammar = Grammar | AnswerGrammar
@@ -122,13 +121,12 @@ class TokenConstraint(Constraint):
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
+@dataclasses.dataclass
 class _Compilation:
-    """Compilation of a grammar that waits or runs, with the client whose turn it takes and the number of waiting
-    requests.
-    """
+    """Compilation of a grammar in a thread, and the number of requests that wait for it."""
 
-    task: asyncio.Future[Any]
-    client, requests, started = "", 0, False
+    future: concurrent.futures.Future[Any]
+    num_requests: int = 0
 
 
 class GrammarCompiler:
@@ -149,77 +147,54 @@ class GrammarCompiler:
         # matchers or ConfigErrors, each with its compilation time
         self._cache: collections.OrderedDict[AnyGrammar, tuple[Any, float]] = collections.OrderedDict()
         self._compiling: dict[AnyGrammar, _Compilation] = {}
-        self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, "forms")
-        self._semaphore = FairSemaphore("their forms", THREADS, MAX_WAITING)
+        self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, "grammars")
 
     def warm_up(self) -> None:
-        """Read the vocabulary, and compile the grammar of any object, in a thread: no request should wait for these."""
+        """Read the vocabulary, and compile the grammar of any JSON object, in a thread before the first request."""
         self._threads.submit(self._compile_cached, ANY_OBJECT)
 
     def close(self) -> None:
         """End the threads when their current compilations are done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(
-        self, grammar: AnyGrammar, count: int, client: str = "", max_tokens: int | None = None
-    ) -> list[TokenConstraint]:
+    async def prepare(self, grammar: AnyGrammar, count: int, max_tokens: int | None = None) -> list[TokenConstraint]:
         """Compile a grammar in a thread, and return `count` constraints for it.
 
         `max_tokens`: maximum number of tokens of an answer. If there is reasoning, some of these tokens are reserved
         for the answer after the reasoning (see `reserved_tokens`).
 
-        Raises ConfigError, with llguidance's reason, for an invalid grammar. Raises ApiError 429 if too many grammars
-        wait for compilation, or if this grammar has waited too long.
+        Raises ConfigError, with llguidance's reason, for an invalid grammar. Raises ApiError 429 if the compilation
+        takes too long. If this is cancelled, and no other request waits for the grammar, it is not compiled.
         """
         compiled = self._look_up(grammar)
         if compiled is None:
             _check_size(grammar)
-        while compiled is None:
-            compilation = self._compiling.get(grammar) or self._start(grammar, client)
-            try:
-                compiled = await self._wait(grammar, compilation)
-            except ApiError:
-                # the turn of another client was refused, since it has too many: this client tries again
-                if compilation.client == client or not compilation.task.done():
-                    raise
+            compiled = await self._compile_in_thread(grammar)
         if isinstance(compiled, ConfigError):
             raise ConfigError(str(compiled))
         limit = None if max_tokens is None else max_tokens - reserved_tokens(max_tokens)
         return [TokenConstraint(compiled, limit) for _ in range(count)]
 
-    def _start(self, grammar: AnyGrammar, client: str) -> _Compilation:
-        compilation = self._compiling[grammar] = _Compilation()
-        compilation.client = client
-        compilation.task = asyncio.ensure_future(self._compile_in_thread(grammar, client, compilation))
-
-        def on_done(task: asyncio.Future[Any]) -> None:
-            _ = task.cancelled() or task.exception()  # retrieves the exception, where nobody waits any more
-            if self._compiling.get(grammar) is compilation:
-                del self._compiling[grammar]
-
-        compilation.task.add_done_callback(on_done)  # before those who wait are woken
-        return compilation
-
-    async def _compile_in_thread(self, grammar: AnyGrammar, client: str, compilation: _Compilation) -> Any:
-        async with self._semaphore.acquire(client):
-            compilation.started = True
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile_cached, grammar)
-
-    async def _wait(self, grammar: AnyGrammar, compilation: _Compilation) -> Any:
-        """Return the result of a compilation. It is dropped when nobody waits any more, unless a thread has started."""
-        compilation.requests += 1
+    async def _compile_in_thread(self, grammar: AnyGrammar) -> Any:
+        compilation = self._compiling.get(grammar)
+        if compilation is None:
+            compilation = self._compiling[grammar] = _Compilation(self._threads.submit(self._compile_cached, grammar))
+            compilation.future.add_done_callback(lambda _: self._compiling.pop(grammar, None))
+        compilation.num_requests += 1
         try:
-            async with asyncio.timeout(SECONDS):
-                return await asyncio.shield(compilation.task)
+            async with asyncio.timeout(MAX_SECONDS):
+                return await asyncio.shield(asyncio.wrap_future(compilation.future))
         except TimeoutError as error:
-            message = f"The form that was asked for was not compiled within {SECONDS:g} s"
-            remedy = "make it simpler, or come again later"
-            raise ApiError(429, f"{message}: {remedy}.", code="busy", retry_after=1) from error
+            raise ApiError(
+                429,
+                f"The grammar of the request was not compiled within {MAX_SECONDS:g} s. Simplify it, or try later.",
+                code="busy",
+                retry_after=1,
+            ) from error
         finally:
-            compilation.requests -= 1
-            if compilation.requests == 0 and not compilation.started and not compilation.task.done():
-                self._compiling.pop(grammar, None)
-                compilation.task.cancel()
+            compilation.num_requests -= 1
+            if compilation.num_requests == 0:
+                compilation.future.cancel()  # no effect if a thread has started
 
     def _look_up(self, grammar: AnyGrammar) -> Any:
         with self._lock:
@@ -228,7 +203,7 @@ class GrammarCompiler:
             return self._cache.get(grammar, (None, 0.0))[0]
 
     def _compile_cached(self, grammar: AnyGrammar) -> Any:
-        """Return a matcher, or the ConfigError for an invalid grammar, from the cache or compiled."""
+        """Return the matchers of a grammar, or the ConfigError for an invalid grammar, from the cache or compiled."""
         compiled = self._look_up(grammar)
         if compiled is None:
             _check_size(grammar)
@@ -301,7 +276,7 @@ class GrammarCompiler:
         limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what is too large for its lexer shows here
+            matcher.compute_bitmask()  # raises the errors of its lexer, such as a regular expression that is too large
         return matcher
 
     def _check_subschemas(self, llguidance: Any, grammar: AnswerGrammar) -> None:
@@ -336,8 +311,8 @@ def _check_size(grammar: AnyGrammar) -> None:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of the library's error; the grammar comes after it."""
-    if "coerce_one_of" in text:  # an option of the library, which clients can't set
+    """Return the first line of an error of llguidance. The grammar comes after it."""
+    if "coerce_one_of" in text:  # an option of llguidance, which clients cannot set
         return "the schemas of `oneOf` may overlap. Use `anyOf` instead"
     lines = [line.strip() for line in text.strip().split("\n")]
     error = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
@@ -346,7 +321,7 @@ def _first_line(text: str) -> str:
 
 
 class _Bytes:
-    """`ByteTokenizer` with the interface that the library needs."""
+    """`ByteTokenizer` with the interface that llguidance requires."""
 
     def __init__(self, vocab_size: int, stop_ids: Sequence[int]):
         self.eos_token_id, self.bos_token_id = stop_ids[0], None

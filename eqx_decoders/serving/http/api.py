@@ -1,4 +1,4 @@
-"""OpenAI's API in front of an engine: the handlers of all endpoints, without the transport (see `app.py`)."""
+"""Handlers of the endpoints of OpenAI's API. `app.py` has the transport."""
 
 import contextlib
 import dataclasses
@@ -8,8 +8,8 @@ import importlib.metadata
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from starlette.responses import Response
 
@@ -21,12 +21,17 @@ from eqx_decoders.serving.frontend.answer_grammar import chat_grammar
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
-from eqx_decoders.serving.frontend.scored_prompts import scored_prompts
 from eqx_decoders.serving.frontend.structured_output import AnyGrammar, GrammarCompiler, TokenConstraint
-from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker, run_in_worker_if_large
-from eqx_decoders.serving.http import chat_protocol
-from eqx_decoders.serving.http.api_config import ApiConfig
-from eqx_decoders.serving.http.chat_page import page
+from eqx_decoders.serving.frontend.worker_threads import ITEMS_PER_STEP, run_in_worker, run_in_worker_if_large
+from eqx_decoders.serving.http.chat_page import chat_page
+from eqx_decoders.serving.http.chat_protocol import (
+    AnyConversation,
+    ChatCompletionRequest,
+    ClassifyRequest,
+    TokenizeRequest,
+    conversation,
+)
+from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
 from eqx_decoders.serving.http.json_body import LARGEST, SMALL, write
 from eqx_decoders.serving.http.metrics import Metrics, RequestTimer
@@ -57,37 +62,27 @@ from eqx_decoders.serving.http.responses import (
     classification,
     text_scores,
 )
-from eqx_decoders.serving.http.served_adapters import ServedAdapters
 from eqx_decoders.serving.http.streaming import EventStream, PendingResponse, json_response
 
 
 MAX_ECHO = 1 << 22  # characters of prompts in one response
-RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
-
-read_completion = functools.partial(read_body, CompletionRequest)
-read_chat = functools.partial(read_body, chat_protocol.ChatCompletionRequest)
-read_tokenize = functools.partial(read_body, chat_protocol.TokenizeRequest)
-read_classify = functools.partial(read_body, chat_protocol.ClassifyRequest)
-read_detokenize = functools.partial(read_body, DetokenizeRequest)
-read_load = functools.partial(read_body, LoadAdapterRequest)
-read_unload = functools.partial(read_body, UnloadAdapterRequest)
-
-Result = TypeVar("Result")
+RETRY_AFTER = 1  # seconds after which a client may send a request again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpRequest:
     """HTTP request.
 
-    - `request_id`: id in its response and the log.
-    - `client`: API key or address, by which clients take turns.
-    - `arrived`: arrival by `time.monotonic`.
+    - `request_id`: id in the response and the log.
+    - `client`: client by API key or address, for the turns of clients in the engine's queue.
+    - `with_key`: whether `client` is identified by an API key.
+    - `arrived`: time of arrival by `time.monotonic`.
     """
 
     request_id: str
     client: str = ""
     with_key: bool = False
-    body: bytes = b""
+    body: bytes | bytearray = b""
     arrived: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -97,9 +92,9 @@ class Api:
     **Arguments:**
 
     - `frontend`: tokenizer, chat template and processor of the model.
-    - `engine_thread`: thread of the model's engine, started.
+    - `engine_thread`: started thread of the engine of the model.
     - `config`: limits and defaults.
-    - `read_adapter`: reads the directory of an adapter that a client wants loaded; None: they can't load any.
+    - `read_adapter`: reads the directory of an adapter that a client loads. None: clients cannot load adapters.
     """
 
     def __init__(
@@ -110,7 +105,7 @@ class Api:
         read_adapter: Callable[[str], Any] | None = None,
     ):
         self.frontend, self.engine_thread, self.config = frontend, engine_thread, config
-        self.adapters = ServedAdapters(engine_thread, config.name, config.adapters, read_adapter)
+        self._adapters, self._read_adapter = config.adapters, read_adapter
         self.metrics = Metrics(config.name, lambda: engine_thread.counts)
         self.stopping = False
         self._preparer = PromptPreparer(frontend, max_length=config.max_length, max_files=config.max_files)
@@ -119,16 +114,18 @@ class Api:
         self._texts = TokenTexts(frontend.tokenizer)
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
-        options = dict(takes_images=frontend.takes_images, needs_key=bool(config.api_keys))
-        self._description = write(describe_api(Api, _version(), bool(config.api_keys)))
-        self._page = page(config.name, max_length=config.max_length, **options)
+        needs_key = bool(config.api_keys)
+        self._description = write(describe_api(Api, _version(), needs_key))
+        self._page = chat_page(
+            config.name, max_length=config.max_length, takes_images=frontend.takes_images, needs_key=needs_key
+        )
 
     def find_key(self, header: str | None) -> int | None:
-        """Return the index of the key in an `Authorization` header; -1 where none is needed, None for a wrong one."""
+        """Return the index of the key in an `Authorization` header. None: a wrong key; -1: no key is required."""
         if not self.config.api_keys:
             return -1
         kind, _, key = (header or "").partition(" ")
-        # all are compared, each in constant time: the time tells nothing about a key
+        # compares all keys, each in constant time, so that the duration reveals nothing about a key
         matches = [hmac.compare_digest(key.strip().encode(), known.encode()) for known in self.config.api_keys]
         return matches.index(True) if any(matches) and kind.lower() == "bearer" else None
 
@@ -140,9 +137,13 @@ class Api:
     # --- the server ---------------------------------------------------------------------------------------------------
 
     async def health(self, http_request: HttpRequest) -> Response:
-        """Report 200 while requests are taken, 503 when the server is stopping, or its engine has failed or hangs."""
-        state = "hanging" if self.engine_thread.hangs else "ok" if self.engine_thread.state == "running" else "stopping"
-        state = "failed" if self.engine_thread.state == "failed" else "stopping" if self.stopping else state
+        """Return status 200 if the server accepts requests, 503 if it stops or its engine has failed or hangs."""
+        if self.engine_thread.state == "failed":
+            state = "failed"
+        elif self.stopping or (self.engine_thread.state != "running" and not self.engine_thread.hangs):
+            state = "stopping"
+        else:
+            state = "hanging" if self.engine_thread.hangs else "ok"
         return json_response(Health(status=state), 200 if state == "ok" else 503)
 
     async def show_metrics(self, http_request: HttpRequest) -> Response:
@@ -159,58 +160,81 @@ class Api:
 
     async def models(self, http_request: HttpRequest) -> Response:
         """List the model and its adapters."""
-        return json_response(ModelList(data=[self._model(name) for name in (None, *self.adapters.names)]))
+        return json_response(ModelList(data=[self._model(name) for name in (None, *self._adapters)]))
 
     async def model(self, http_request: HttpRequest, name: str) -> Response:
         """Describe the model, or an adapter."""
-        return json_response(self._model(self.adapters.find(name)))
+        return json_response(self._model(self._find_adapter(name)))
 
     def _model(self, adapter: str | None) -> Model:
         base, max_length = self.config.name, self.config.max_length
         name, parent = (base, None) if adapter is None else (adapter, base)
         return Model(id=name, root=name, parent=parent, created=self._created, max_model_len=max_length)
 
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
     async def load_adapter(self, http_request: HttpRequest) -> Response:
-        """Load an adapter from a directory of the server, if it allows that."""
-        request = await self._read(http_request, read_load)
-        work = self.adapters.load(request.lora_name, request.lora_path, in_place=request.load_inplace)
-        return await self._changed(work, f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+        """Load an adapter from a directory of the server, if the server allows it."""
+        request = await self._read(http_request, LoadAdapterRequest)
+        name, reader = request.lora_name, self._adapter_reader()
+        if name == self.config.name or (name in self._adapters and not request.load_inplace):
+            raise ApiError(400, f"lora_name={name[:60]!r} is already in use. Choose another name.", param="lora_name")
+        with client_errors():
+            parts = await run_in_worker(lambda: reader(request.lora_path))
+            await self.engine_thread.call(lambda engine: _replace_adapter(engine, name, parts))
+        self._adapters = (*(other for other in self._adapters if other != name), name)
+        return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
     async def unload_adapter(self, http_request: HttpRequest) -> Response:
-        """Drop an adapter, if the server allows that; open requests have their answers."""
-        request = await self._read(http_request, read_unload)
-        work = self.adapters.unload(request.lora_name)
-        return await self._changed(work, f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+        """Unload an adapter, if the server allows it. Open requests for the adapter are completed."""
+        request = await self._read(http_request, UnloadAdapterRequest)
+        self._adapter_reader()
+        name = request.lora_name
+        if name not in self._adapters:
+            raise ApiError(404, f"lora_name={name[:60]!r} is not loaded.", param="lora_name", code="model_not_found")
+        self._adapters = tuple(other for other in self._adapters if other != name)
+        with client_errors():
+            await self.engine_thread.call(lambda engine: engine.drop_adapter(name))
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
-    async def _changed(self, work: Awaitable[None], message: str) -> Response:
-        await self._with_client_errors(work)
-        return Response(message, media_type="text/plain")
+    def _adapter_reader(self) -> Callable[[str], Any]:
+        if self._read_adapter is None:
+            raise ApiError(404, "This server does not load adapters. Start it with --allow-adapter-loading.")
+        return self._read_adapter
+
+    def _find_adapter(self, model: str | None) -> str | None:
+        """Return the adapter that a request selects; None for the model itself. Raises ApiError for unknown names."""
+        if model is None or model == self.config.name:
+            return None
+        if model not in self._adapters:
+            known = " or ".join(map(repr, (self.config.name, *self._adapters)))
+            raise ApiError(
+                404, f"model={model[:60]!r} is not served here. Use {known}.", param="model", code="model_not_found"
+            )
+        return model
 
     # --- the tokenizer ------------------------------------------------------------------------------------------------
 
     async def tokenize(self, http_request: HttpRequest) -> Response:
-        """Return the token ids of a text, or of a conversation as it is rendered for an answer."""
-        request = await self._read(http_request, read_tokenize)
+        """Return the token ids of a text, or of a conversation as it is rendered for a chat completion."""
+        request = await self._read(http_request, TokenizeRequest)
         if request.messages is not None:
-            answer = request.add_generation_prompt
-            work = self._preparer.chat(*chat_protocol.conversation(request), answer=answer, client=http_request.client)
+            prompt = await self._prepare_chat(request, add_generation_prompt=request.add_generation_prompt)
         else:
-            text, special = request.prompt or "", request.add_special_tokens
-            work = self._preparer.text(text, special=special, client=http_request.client)
-        prompt = await self._with_client_errors(work)
+            (prompt,) = await self._prepare_prompts([request.prompt or ""], special=request.add_special_tokens)
         count = len(prompt.ids)
         body = TokenizedText(tokens=prompt.ids, count=count, max_model_len=self.config.max_length)
         return await run_in_worker_if_large(count, lambda: json_response(body))
 
     async def detokenize(self, http_request: HttpRequest) -> Response:
-        """Return the text of some token ids."""
-        tokens = (await self._read(http_request, read_detokenize)).tokens
-        work = self._preparer.run(decode, self.frontend.tokenizer, tokens, special=True, client=http_request.client)
-        text = await self._with_client_errors(work)
+        """Return the text of token ids."""
+        request = await self._read(http_request, DetokenizeRequest)
+        with client_errors():
+            text = await self._preparer.run(decode, self.frontend.tokenizer, request.tokens, special=True)
         return await run_in_worker_if_large(len(text) // 8, lambda: json_response(DetokenizedText(prompt=text)))
 
     async def tokenizer_info(self, http_request: HttpRequest) -> Response:
-        """Describe the tokenizer, for clients that write prompts themselves."""
+        """Describe the tokenizer, for clients that render prompts themselves."""
         tokenizer, chat = self.frontend.tokenizer, self.frontend.chat
 
         def name(token: int | None) -> str | None:
@@ -228,22 +252,16 @@ class Api:
         )
         return json_response(info)
 
-    # --- answers ------------------------------------------------------------------------------------------------------
+    # --- completions --------------------------------------------------------------------------------------------------
 
     async def completions(self, http_request: HttpRequest) -> Response:
-        """Continue texts or token ids."""
-        request, seed = await self._read(http_request, read_completion), self._seeds.getrandbits(63)
-        prompts: list[PreparedPrompt] = []
-        for prompt in request.prompts:
-            if isinstance(prompt, str):
-                work = self._preparer.text(prompt, special=request.add_special_tokens, client=http_request.client)
-                prompts.append(await self._with_client_errors(work))
-            else:
-                prompts.append(PreparedPrompt(prompt))
-        size = sum(len(each.ids) for each in prompts) // 8
-        count_limits = functools.partial(self._answer_limits, request, prompts, default=16, echo=request.echo)
+        """Complete texts or token ids."""
+        request, seed = await self._read(http_request, CompletionRequest), self._seeds.getrandbits(63)
+        prompts = await self._prepare_prompts(request.prompts, special=request.add_special_tokens)
+        size = sum(len(prompt.ids) for prompt in prompts) // 8
+        count_limits = functools.partial(self._completion_limits, request, prompts, default=16, echo=request.echo)
         limits = await run_in_worker_if_large(size, count_limits)
-        choices = await self._choices(request, prompts, http_request.client)
+        choices = await self._choices(request, prompts)
         builder = ResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
         field, grammar = request.grammar
         return await self._respond(
@@ -260,16 +278,20 @@ class Api:
         )
 
     async def chat(self, http_request: HttpRequest) -> Response:
-        """Answer a conversation."""
-        request, seed = await self._read(http_request, read_chat), self._seeds.getrandbits(63)
-        answer = request.add_generation_prompt
-        work = self._preparer.chat(*chat_protocol.conversation(request), answer=answer, client=http_request.client)
-        prompt = await self._with_client_errors(work)
-        limits = self._answer_limits(request, [prompt])
-        read = functools.partial(self.frontend.answer_reader, prompt, self.config.tool_call_parser)
-        special, must_call = not request.skip_special_tokens, request.allowed.required
-        readers = (read(request.callable, special=special, must_call=must_call) for _ in range(request.n))
-        choices = [Choice(request, self.frontend.tokenizer, reader=reader) for reader in readers]
+        """Complete a conversation."""
+        request = await self._read(http_request, ChatCompletionRequest)
+        seed = self._seeds.getrandbits(63)
+        prompt = await self._prepare_chat(request, add_generation_prompt=request.add_generation_prompt)
+        limits = self._completion_limits(request, [prompt])
+        create_reader = functools.partial(
+            self.frontend.answer_reader,
+            prompt,
+            self.config.tool_call_parser,
+            request.callable,
+            special=not request.skip_special_tokens,
+            must_call=request.allowed.required,
+        )
+        choices = [Choice(request, self.frontend.tokenizer, reader=create_reader()) for _ in range(request.n)]
         builder = ChatResponseBuilder(
             http_request.request_id,
             request.model or self.config.name,
@@ -283,59 +305,81 @@ class Api:
             http_request, request, builder, [prompt], limits, choices, seed, field=field, grammar=grammar
         )
 
-    def _chat_grammar(
-        self, request: chat_protocol.ChatCompletionRequest, prompt: PreparedPrompt
-    ) -> tuple[str, AnyGrammar | None]:
-        """Return the field of the request that constrains the answer, and the grammar; None: no constraint."""
-        field, form = request.grammar
+    def _chat_grammar(self, request: ChatCompletionRequest, prompt: PreparedPrompt) -> tuple[str, AnyGrammar | None]:
+        """Return the field of the request that constrains the completion, and the grammar; None: no constraint."""
+        field, grammar = request.grammar
         calls = request.calls(self.config.tool_call_parser)
-        if form is None and calls is None:
+        if grammar is None and calls is None:
             return "", None
-        end = decode(self.frontend.tokenizer, prompt.ids[-PROMPT_END:], special=True)
-        template = (
-            "" if self.frontend.chat is None else self.frontend.chat.source_for(request.callable and request.tools)
-        )
-        if form is None or request.allowed.required:
+        if grammar is None or request.allowed.required:
             field = "tool_choice" if request.allowed.restricts else "parallel_tool_calls"
-        return field, chat_grammar(template, end, form, calls)
+        end = decode(self.frontend.tokenizer, prompt.ids[-PROMPT_END:], special=True)
+        chat = self.frontend.chat
+        template = "" if chat is None else chat.source_for(request.callable and request.tools)
+        return field, chat_grammar(template, end, grammar, calls)
 
     async def classify(self, http_request: HttpRequest) -> Response:
-        """Score texts with a reward model, or another one that gives scores, as vLLM does."""
-        request, client = await self._read(http_request, read_classify), http_request.client
-        chat = None if request.messages is None else chat_protocol.conversation(request)
-        prompts = await self._with_client_errors(scored_prompts(self._preparer, request, chat, client))
+        """Score texts or a conversation with a reward model or classifier, as in vLLM."""
+        request = await self._read(http_request, ClassifyRequest)
+        prompts = await self._prepare_prompts(request.prompts, special=request.add_special_tokens, param="input")
+        if request.messages is not None:
+            with client_errors():
+                prompts.append(await self._preparer.scored_chat(*conversation(request)))
         for prompt in prompts:
-            self._answer_limit(prompt, None, 1, "input" if request.messages is None else "messages")
-        requests = [Request(prompt=prompt.ids, max_new_tokens=1, client=client) for prompt in prompts]
-        rows = await text_scores(await self._submit(requests), len(prompts), activation=request.use_activation)
-        return json_response(classification(http_request.request_id, self.config.name, prompts, rows))
+            self._completion_limit(prompt, None, 1, "input" if request.messages is None else "messages")
+        requests = [Request(prompt=prompt.ids, max_new_tokens=1, client=http_request.client) for prompt in prompts]
+        scores = await text_scores(await self._submit(requests), len(prompts), activation=request.use_activation)
+        return json_response(classification(http_request.request_id, self.config.name, prompts, scores))
 
-    async def _choices(
-        self, request: CompletionRequest, prompts: Sequence[PreparedPrompt], client: str
-    ) -> list[Choice]:
+    async def _prepare_prompts(
+        self, prompts: Sequence[str | tuple[int, ...]], *, special: bool, param: str = "prompt"
+    ) -> list[PreparedPrompt]:
+        """Encode the texts among the prompts. `special`: add the special tokens with which prompts start."""
+        with client_errors():
+            return [
+                await self._preparer.text(prompt, special=special, param=param)
+                if isinstance(prompt, str)
+                else PreparedPrompt(prompt)
+                for prompt in prompts
+            ]
+
+    async def _prepare_chat(self, request: AnyConversation, *, add_generation_prompt: bool) -> PreparedPrompt:
+        with client_errors():
+            return await self._preparer.chat(*conversation(request), add_generation_prompt=add_generation_prompt)
+
+    async def _choices(self, request: CompletionRequest, prompts: Sequence[PreparedPrompt]) -> list[Choice]:
+        """Create the choices of a response: `n` per prompt."""
         tokenizer = self.frontend.tokenizer
         pairs = zip(prompts, request.prompts, strict=True)
-        echoes = [await self._echo(*pair, client) if request.echo else None for pair in pairs]
+        echoes = [await self._echo(*pair) if request.echo else None for pair in pairs]
         length = request.n * sum(len(echo.text) for echo in echoes if echo is not None)
         if length > MAX_ECHO:
-            message = f"echo=true gives prompts of {length:,} characters back, {request.n} times each"
-            raise ApiError(400, f"{message}: at most {MAX_ECHO:,} are given.", param="echo", code="too_many")
+            raise ApiError(
+                400,
+                f"echo=true returns prompts of {length:,} characters in total. At most {MAX_ECHO:,} are allowed.",
+                param="echo",
+                code="too_many",
+            )
 
-        def detokenizers() -> list[Detokenizer]:
-            return [Detokenizer(tokenizer, each.ids, special=not request.skip_special_tokens) for each in prompts]
+        def create_detokenizers() -> list[Detokenizer]:
+            special = not request.skip_special_tokens
+            return [Detokenizer(tokenizer, prompt.ids, special=special) for prompt in prompts]
 
-        texts = await run_in_worker_if_large(2 * CONTEXT * SLOW * len(prompts), detokenizers)
-        wanted = request.max_tokens != 0
-        each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(request.n)]
-        return [Choice(request, tokenizer, text=text, echo=echo, wanted=wanted) for text, echo in each]
+        num_items = 2 * CONTEXT * ITEMS_PER_STEP * len(prompts)
+        detokenizers = await run_in_worker_if_large(num_items, create_detokenizers)
+        return [
+            Choice(request, tokenizer, text=detokenizer, echo=echo, wanted=request.max_tokens != 0)
+            for detokenizer, echo in zip(detokenizers, echoes, strict=True)
+            for _ in range(request.n)
+        ]
 
-    async def _echo(self, prepared: PreparedPrompt, prompt: str | Sequence[int], client: str) -> Echo:
+    async def _echo(self, prepared: PreparedPrompt, prompt: str | Sequence[int]) -> Echo:
         if isinstance(prompt, str):
             return Echo(text=prompt, ids=prepared.ids)
-        text = await self._preparer.run(decode, self.frontend.tokenizer, prompt, client=client)
+        text = await self._preparer.run(decode, self.frontend.tokenizer, prompt)
         return Echo(text=text, ids=prepared.ids)
 
-    def _answer_limits(
+    def _completion_limits(
         self,
         request: GenerationRequest,
         prompts: Sequence[PreparedPrompt],
@@ -343,22 +387,31 @@ class Api:
         default: int = LARGEST,
         echo: bool = False,
     ) -> list[int]:
-        """Return the maximum length of the answers to each prompt; ApiError where no tokens or scores are left."""
-        fields = request.prompt_field, request.max_answer_field
-        limits = [self._answer_limit(prompt, request.max_answer, default, *fields) for prompt in prompts]
+        """Return the maximum number of tokens of the completions of each prompt.
+
+        Raises ApiError if there is no room for a completion, and for too many log-probabilities.
+        """
+        limits = [
+            self._completion_limit(prompt, request.max_answer, default, request.prompt_field, request.max_answer_field)
+            for prompt in prompts
+        ]
         if request.alternatives is None:
             return limits
         scores_per_token, max_scores = request.n * (1 + request.alternatives), self.config.max_scores
         num_scored = sum(len(prompt.ids) for prompt in prompts) if echo else 0
-        remaining = max_scores // scores_per_token - num_scored  # tokens of the answers to all prompts
-        num_wanted = len(prompts) if request.max_answer is None else sum(limits)
-        if num_wanted > remaining:
-            message = f"{num_scored + num_wanted:,} tokens with {1 + request.alternatives} log-probabilities each"
-            message = f"{message}, {request.n} times, are more than {max_scores:,}: ask for fewer."
-            raise ApiError(400, message, param="logprobs", code="too_many")
+        remaining = max_scores // scores_per_token - num_scored  # tokens of the completions of all prompts
+        num_requested = len(prompts) if request.max_answer is None else sum(limits)
+        if num_requested > remaining:
+            raise ApiError(
+                400,
+                f"{request.n} times {num_scored + num_requested:,} tokens with {1 + request.alternatives} "
+                f"log-probabilities each are more than {max_scores:,} log-probabilities. Request fewer.",
+                param="logprobs",
+                code="too_many",
+            )
         return [min(limit, remaining // len(prompts)) if request.max_answer is None else limit for limit in limits]
 
-    def _answer_limit(
+    def _completion_limit(
         self,
         prompt: PreparedPrompt,
         max_tokens: int | None,
@@ -366,24 +419,35 @@ class Api:
         prompt_field: str,
         max_tokens_field: str = "max_tokens",
     ) -> int:
-        """Return the maximum length of an answer; ApiError for a prompt that leaves no room for it."""
+        """Return the maximum number of tokens of a completion. Raises ApiError for an invalid or too long prompt."""
         count, max_length = len(prompt.ids), self.config.max_length
         if count == 0:
             raise ApiError(
                 400,
-                f"{prompt_field} is empty, and the tokenizer has no token that begins a text.",
+                f"{prompt_field} is empty, and the tokenizer has no token that starts a text.",
                 param=prompt_field,
             )
         if max(prompt.ids) >= self.config.vocab_size:
-            message = f"{prompt_field} has token {max(prompt.ids)}, which the model does not know."
-            raise ApiError(400, message, param=prompt_field)
-        message = f"This model takes {max_length:,} tokens of prompt and answer together. The prompt has {count:,}"
+            raise ApiError(
+                400, f"{prompt_field} has token {max(prompt.ids)}, which the model does not have.", param=prompt_field
+            )
         if count >= max_length:
-            raise ApiError(400, f"{message}: shorten it.", param=prompt_field, code="context_length_exceeded")
+            raise ApiError(
+                400,
+                f"The maximum length of a prompt with its completion is {max_length:,} tokens. The prompt has "
+                f"{count:,}. Shorten it.",
+                param=prompt_field,
+                code="context_length_exceeded",
+            )
         room = max_length - count
         if max_tokens is not None and max_tokens > room:
-            error = f"{message}, and {max_tokens_field}={max_tokens:,}: at most {room:,} fit."
-            raise ApiError(400, error, param=max_tokens_field, code="context_length_exceeded")
+            raise ApiError(
+                400,
+                f"The maximum length of a prompt with its completion is {max_length:,} tokens. The prompt has "
+                f"{count:,}, so {max_tokens_field}={max_tokens:,} must be at most {room:,}.",
+                param=max_tokens_field,
+                code="context_length_exceeded",
+            )
         return max(1, min(default, room) if max_tokens is None else max_tokens)
 
     async def _respond(
@@ -401,13 +465,13 @@ class Api:
         echo: bool = False,
     ) -> Response:
         self._check_running()
-        sampling, adapter = request.sampling(self.config, seed), self.adapters.find(request.model)
-        constraints = await self._constraints(field, grammar, len(choices), limits[0], http_request.client)
+        sampling, adapter = request.sampling(self.config, seed), self._find_adapter(request.model)
+        constraints = await self._constraints(field, grammar, len(choices), limits[0])
         client = http_request.client if http_request.with_key else request.user or http_request.client
-        # prefixes are not shared between keys: the time of an answer would tell what others have sent
+        # the prefix cache is not shared between keys: response times would reveal the prompts of other clients
         salt = f"{http_request.client} {request.cache_salt}" if http_request.with_key else request.cache_salt
 
-        def engine_request(index: int) -> Request:
+        def create_request(index: int) -> Request:
             prompt, choice = divmod(index, request.n)
             return Request(
                 prompt=prompts[prompt].ids,
@@ -419,15 +483,15 @@ class Api:
                 logprobs=request.alternatives,
                 prompt_logprobs=request.alternatives if echo else None,
                 constraint=constraints[index],
-                priority=-request.priority,  # the engine's highest comes first, in vLLM's API the lowest
+                priority=-request.priority,  # the engine prefers high values, vLLM's API low values
                 client=client,
                 cache_salt=salt,
                 adapter=adapter,
             )
 
-        num_tokens = sum(len(each.ids) for each in prompts) * request.n
+        num_tokens = sum(len(prompt.ids) for prompt in prompts) * request.n
         requests = await run_in_worker_if_large(
-            num_tokens, lambda: [engine_request(index) for index in range(len(choices))]
+            num_tokens, lambda: [create_request(index) for index in range(len(choices))]
         )
         pending = PendingResponse(
             request=request,
@@ -435,50 +499,46 @@ class Api:
             outputs=await self._submit(requests),
             choices=choices,
             timers=[RequestTimer(self.metrics, http_request.arrived) for _ in choices],
-            prompts=[each.prompt for each in requests],
+            prompts=[engine_request.prompt for engine_request in requests],
             constraints=constraints,
             stop_ids=self.frontend.stop_ids,
         )
         return EventStream(pending.events(), pending.close) if request.stream else await pending.whole()
 
     async def _constraints(
-        self, field: str, grammar: AnyGrammar | None, count: int, max_tokens: int, client: str
+        self, field: str, grammar: AnyGrammar | None, count: int, max_tokens: int
     ) -> Sequence[TokenConstraint | None]:
         if grammar is None:
             return [None] * count
         try:
             with client_errors():
-                return await self._grammars.prepare(grammar, count, client, max_tokens)
+                return await self._grammars.prepare(grammar, count, max_tokens)
         except ApiError as error:
             error.param = field
             raise
 
     async def _submit(self, requests: Sequence[Request]) -> RequestOutputs:
-        return await self._with_client_errors(self.engine_thread.submit(requests))
+        with client_errors():
+            return await self.engine_thread.submit(requests)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def _check_running(self) -> None:
         if self.stopping:
-            raise ApiError(503, "The server is stopping: no new requests are taken.", retry_after=RETRY_AFTER)
+            raise ApiError(503, "The server is stopping and refuses new requests.", retry_after=RETRY_AFTER)
 
-    async def _read(self, http_request: HttpRequest, read: Callable[[bytes, ApiConfig], Body]) -> Body:
-        """Read a body; a large one in a worker thread."""
+    async def _read(self, http_request: HttpRequest, kind: type[Body]) -> Body:
+        """Read a body as a declared type. Large bodies are read in a worker thread."""
         self._check_running()
-        call = functools.partial(read, http_request.body, self.config)
+        call = functools.partial(read_body, kind, http_request.body, self.config)
         request = call() if len(http_request.body) <= SMALL else await run_in_worker(call)
-        self.adapters.find(request.model)
+        self._find_adapter(request.model)
         return request
-
-    async def _with_client_errors(self, work: Awaitable[Result]) -> Result:
-        """Await `work`; this library's errors about what clients have sent become responses."""
-        with client_errors():
-            return await work
 
 
 @contextlib.contextmanager
-def client_errors():
-    """Convert this library's errors about what a client has sent to those of its response."""
+def client_errors() -> Iterator[None]:
+    """Convert errors of this library about the content of a request to ApiErrors."""
     try:
         yield
     except ApiError:
@@ -488,9 +548,15 @@ def client_errors():
     except NotServing as error:
         raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
     except MissingPackage as error:
-        raise ApiError(500, f"The server lacks a package for this. {error}") from error
+        raise ApiError(500, f"The server lacks a package for this request. {error}") from error
     except EqxDecodersError as error:
         raise ApiError(400, str(error)) from error
+
+
+def _replace_adapter(engine: Any, name: str, parts: Any) -> None:
+    if name in engine.adapters:
+        engine.drop_adapter(name)
+    engine.load_adapter(name, parts)
 
 
 def _version() -> str:

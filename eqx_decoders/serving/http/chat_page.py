@@ -20,7 +20,7 @@ class ChatPage(NamedTuple):
     headers: Mapping[str, str]
 
 
-def page(model: str, *, max_length: int, takes_images: bool, needs_key: bool) -> ChatPage:
+def chat_page(model: str, *, max_length: int, takes_images: bool, needs_key: bool) -> ChatPage:
     """Return the page for a model; `takes_images` and `needs_key` switch its inputs for images and for an API key.
 
     Browsers run only the scripts and styles in the file, and send nothing to any other server.

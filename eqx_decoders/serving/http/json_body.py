@@ -31,7 +31,7 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Base of the declared types of bodies and of the objects in them. Fields that are null count as missing."""
 
 
-def parse(content: bytes, max_entries: int = LARGEST) -> dict[str, Any]:
+def parse(content: bytes | bytearray, max_entries: int = LARGEST) -> dict[str, Any]:
     """Parse the JSON object of a body; ApiError for NaN, numbers out of range, and lone surrogates.
 
     A large body may have at most `max_entries` objects, lists and names of fields in all.
@@ -51,7 +51,7 @@ def parse(content: bytes, max_entries: int = LARGEST) -> dict[str, Any]:
     return body
 
 
-def _check_entries(content: bytes, max_entries: int) -> None:
+def _check_entries(content: bytes | bytearray, max_entries: int) -> None:
     """Raise ApiError for too many entries: an object in memory takes a hundred times as long as a byte of a text."""
     inside, escape, entries, numbers = False, b"", 0, 0
     for begin in range(0, len(content), SMALL):

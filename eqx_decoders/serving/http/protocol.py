@@ -11,7 +11,7 @@ from eqx_decoders.core.sampling import FILTERS
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, Grammar, Kind
-from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.json_body import LARGEST, Meta, RequestFields, parse, read, write
 
 
@@ -299,7 +299,7 @@ class UnloadAdapterRequest(RequestBody, kw_only=True):
     lora_int_id: Ignored = None
 
 
-def read_body(kind: type[Body], content: bytes, config: ApiConfig) -> Body:
+def read_body(kind: type[Body], content: bytes | bytearray, config: ApiConfig) -> Body:
     """Read a body as a declared type, and check it."""
     request = read(parse(content, LEAST_ENTRIES + ENTRIES_PER_TOKEN * config.max_length), kind)
     request.check(config)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.structured_output import TokenConstraint
-from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
+from eqx_decoders.serving.frontend.worker_threads import ITEMS_PER_STEP, run_in_worker_if_large
 from eqx_decoders.serving.http.engine_thread import RequestOutputs
 from eqx_decoders.serving.http.json_body import write
 from eqx_decoders.serving.http.metrics import RequestTimer
@@ -23,28 +23,13 @@ from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, 
 
 PING = 15.0  # seconds without an event after which a comment is sent: proxies close silent connections
 LINE_SEPARATORS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]
-PART = 1 << 17  # bytes of a response that are sent at once
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
-class WholeResponse(StreamingResponse):
-    """Complete response. It is sent in parts: all of it would wait in memory, and count as sent, for a slow client."""
-
-    def __init__(self, content: bytes, status: int, headers: Mapping[str, str], media_type: str):
-        async def parts() -> AsyncIterator[bytes]:
-            for begin in range(0, len(content), PART):
-                yield content[begin : begin + PART]
-
-        super().__init__(parts(), status, {**headers, "content-length": str(len(content))}, media_type)
-
-
 def json_response(value: ResponseFields | dict[str, Any], status: int = 200, **headers: str) -> Response:
     """Create the response with a value in JSON."""
-    content = write(value)
-    if len(content) <= PART:
-        return Response(content, status, headers, "application/json")
-    return WholeResponse(content, status, headers, "application/json")
+    return Response(write(value), status, headers, "application/json")
 
 
 class EventStream(StreamingResponse):
@@ -158,7 +143,7 @@ class PendingResponse:
             choice, timer = self.choices[index], self.timers[index]
             try:
                 take = functools.partial(choice.take, output)
-                delta = await run_in_worker_if_large(SLOW * len(output.prompt_scores), take)
+                delta = await run_in_worker_if_large(ITEMS_PER_STEP * len(output.prompt_scores), take)
             except ApiError as error:
                 timer.ended("error" if error.status == 500 else "abort")
                 choice.finished = True

@@ -1,12 +1,8 @@
-"""Chat templates render as in transformers; hostile ones end in an error, quickly and without harm."""
+"""Chat templates render as in transformers; forbidden operations and endless loops end in an error."""
 
+import concurrent.futures
 import importlib.util
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,12 +10,11 @@ import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer
-from eqx_decoders.io.text import chat_template, chat_template_worker
+from eqx_decoders.io.text import chat_rendering
 from eqx_decoders.io.text.chat_template import (
     ChatTemplate,
     Conversation,
     Rendered,
-    RenderingProcess,
     load_chat_template,
     object_arguments,
 )
@@ -208,10 +203,7 @@ def test_strftime_now_is_the_local_time():
 
 # --- hostile templates ------------------------------------------------------------------------------------------------
 
-DOUBLE = "".join("{% set x = x ~ x %}" for _ in range(60))
-NEST = "{% set x = [1] %}" + "".join("{% set x = [x, x] %}" for _ in range(60))
 TIME = r"\b0\.3 s"  # the limit that the test sets
-TIME_OR_MEMORY = f"{TIME}|MemoryError"
 HOSTILE = {  # templates, and the Python error or the limit that the message names
     "class": ("{{ messages.__class__ }}", "SecurityError"),
     "subclasses": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -228,19 +220,11 @@ HOSTILE = {  # templates, and the Python error or the limit that the message nam
     "extends": ("{% extends '/etc/passwd' %}", "TypeError"),
     "huge range": ("{{ range(10**12) }}", "OverflowError"),
     "nested ranges": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME),
-    "huge power": ("{{ (10 ** (10 ** 9)) > 1 }}", TIME_OR_MEMORY),
-    "huge string": ("{{ ('a' * 10 ** 10) | length }}", "MemoryError"),
-    "huge padding": ("{{ 'a'.center(10 ** 11) | length }}", "MemoryError"),
-    "huge number": ("{{ '%99999999999d' % 1 }}", "ValueError|OverflowError|MemoryError"),
-    "doubled strings": ("{% set x = 'a' %}" + DOUBLE + "{{ x | length }}", TIME_OR_MEMORY),
-    "doubled lists": (NEST + "{{ x }}", TIME_OR_MEMORY),
-    "equal lists": (NEST + NEST.replace("x", "y") + "{{ x == y }}", TIME),
     "flood": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", rf"10,000,000|{TIME}"),
     "endless macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "endless loop": ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "RecursionError"),
-    "lorem ipsum": ("{{ lipsum(n=10 ** 9) }}", TIME_OR_MEMORY),
-    "deep brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", r"RecursionError|-\d"),
-    "many blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, r"RecursionError|SyntaxError|-\d"),
+    "deep brackets": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "RecursionError"),
+    "many blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "RecursionError|SyntaxError"),
     "no template": ("{% for %}", "TemplateSyntaxError"),
     "a long source": ("a" * 1_000_001, "1,000,001"),
     "control characters": ("{{ raise_exception('\x1b[2J\x07 boo\n\n!') }}", r"TemplateError.*\[2J boo !"),
@@ -251,7 +235,7 @@ HOSTILE = {  # templates, and the Python error or the limit that the message nam
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_a_short_printable_error(name, monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_rendering, "MAX_SECONDS", 0.3)
     source, named = HOSTILE[name]
     with pytest.raises(ConversionError, match=named) as caught:
         ChatTemplate(source=source).render(HELLO)
@@ -260,32 +244,30 @@ def test_hostile_templates_end_in_a_short_printable_error(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_template_has_a_second_of_processor_time():
-    """Not of wall time, since other programs may keep the machine busy. The two clocks differ a little."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with refused(ConversionError, "1 s"):
-        ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert 0.8 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
+def test_the_time_limit_is_processor_time_of_one_conversation(monkeypatch):
+    """Other threads keep the processor busy meanwhile, and other conversations take time, too."""
+    monkeypatch.setattr(chat_rendering, "MAX_SECONDS", 0.4)
+    template = ChatTemplate(source="{% for i in range(n) %}{% for j in range(9999) %}{% endfor %}{% endfor %}x")
+    begun = time.thread_time()
+    found = template.render_many([Conversation(HELLO, {"n": n}) for n in (1, 99999, 0, *[1] * 40)])
+    assert 0.8 < time.thread_time() - begun < 20
+    assert isinstance(found[1], ConversionError)
+    assert_names(str(found[1]), "0.4 s", "processor time")
+    assert all(isinstance(rendered, Rendered) for index, rendered in enumerate(found) if index != 1)
 
 
-@pytest.mark.slow
-def test_time_is_limited_per_conversation_and_on_average(monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.4)
-    loop = "{% for i in range(n) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
+def test_several_threads_render_with_one_template():
+    source = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    template = ChatTemplate(source=source)
 
-    def render(*loops):
-        return ChatTemplate(source=loop).render_many([Conversation(HELLO, {"n": n}) for n in loops])
+    def spans(number):
+        messages = [{"role": "user", "content": "x" * (number + place)} for place in range(300)]
+        rendered = template.rendered(messages)
+        return [rendered.text[start:stop] for _, start, stop in rendered.messages]
 
-    begun = time.perf_counter()
-    with refused(ConversionError, "0.4 s"):
-        render(1, 99999, *[0] * 200)
-    assert time.perf_counter() - begun < 60
-    monkeypatch.setattr(chat_template, "MORE_SECONDS", 0.0)
-    monkeypatch.setattr(chat_template, "SECONDS", 60.0)
-    monkeypatch.setattr(chat_template.math, "ceil", lambda seconds: 0)
-    with refused(ConversionError, "0 s", "average"):
-        render(*[100] * 200)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for number, found in enumerate(threads.map(spans, range(20))):
+            assert found == [f"<{'x' * (number + place)}>" for place in range(300)]
 
 
 def test_a_failed_conversation_does_not_affect_the_others():
@@ -295,14 +277,14 @@ def test_a_failed_conversation_does_not_affect_the_others():
     found = template.render_many([Conversation(HELLO, {"n": n}) for n in range(3)])
     assert isinstance(found[1], ConversionError)
     assert_names(str(found[1]), "TemplateError: no")
-    assert [found[n] for n in (0, 2)] == [Rendered(f"{n}é{n}", [[1, 3]], []) for n in (0, 2)]
+    assert [found[n] for n in (0, 2)] == [Rendered(f"{n}é{n}", [(1, 3)], []) for n in (0, 2)]
 
 
 def test_spans_of_messages_are_returned():
     source = "a{% for m in messages[1:] %}{% for n in messages %}{% endfor %}<{{ m.content }}>{% endfor %}b"
     messages = [{"role": "user", "content": content} for content in ("x", "é", "", "zz")]
     (found,) = ChatTemplate(source=source).render_many([Conversation(messages)])
-    assert found == Rendered("a<é><><zz>b", None, [[1, 1, 4], [2, 4, 6], [3, 6, 10]])
+    assert found == Rendered("a<é><><zz>b", None, [(1, 1, 4), (2, 4, 6), (3, 6, 10)])
 
 
 def test_reasoning_is_passed_under_all_its_names():
@@ -327,56 +309,6 @@ def test_a_template_file_gets_the_special_tokens_of_the_directory(tmp_path):
     assert found is not None and found.render(HELLO) == "<|end|>"
     with refused(ConfigError, "--data.chat-template", tmp_path / "none.jinja"):
         load_chat_template(FIXTURE, file=tmp_path / "none.jinja")
-
-
-def test_a_process_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(chat_template, "WALL_SECONDS", -0.9)  # and a second for the conversation
-    with refused(ConversionError, "0.1 s"):
-        ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
-
-
-def test_the_worker_process_has_no_files_sockets_or_programs(tmp_path):
-    """Even for a template that escapes from Jinja's sandbox."""
-    code = f"""
-import importlib.util, os, socket, subprocess, sys
-spec = importlib.util.spec_from_file_location("worker", {chat_template_worker.__file__!r})
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
-worker.confine(60)
-def shell():
-    if os.system("true"):
-        raise OSError("it did not run")
-
-
-for attempt in (
-    lambda: open("/etc/passwd"),
-    lambda: open("evil", "w"),
-    lambda: socket.socket(),
-    lambda: subprocess.run(["id"]),
-    shell,
-    lambda: bytearray(4 << 30),
-):
-    try:
-        attempt()
-        print("done")
-    except (OSError, MemoryError):
-        print("failed")
-"""
-    command = [sys.executable, "-I", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.split() == ["failed"] * 6
-
-
-def test_the_worker_process_does_not_inherit_secrets(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    seen = {}
-    start = subprocess.Popen
-    monkeypatch.setattr(
-        chat_template.subprocess, "Popen", lambda *args, **options: start(*args, **seen.setdefault("options", options))
-    )
-    assert ChatTemplate(source="hi").render(HELLO) == "hi"
-    assert "secret" not in str(seen["options"]) and "PATH" in seen["options"]["env"]
-    assert "HF_TOKEN" in os.environ
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -437,22 +369,6 @@ def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused(ImportError, "'jinja2'", "eqx_decoders[hf]"):
         ChatTemplate(source="hi").render(HELLO)
-
-
-def test_windows_can_import_it_and_refuses_to_render(monkeypatch):
-    for name in ("resource", "fcntl"):
-        monkeypatch.setitem(sys.modules, name, None)
-    spec = importlib.util.spec_from_file_location("chat_on_windows", chat_template.__file__)
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, found)
-    with monkeypatch.context() as patch:
-        for name in ("SIGPROF", "setitimer", "ITIMER_PROF"):
-            patch.delattr(signal, name)
-        patch.setattr(sys, "platform", "win32")
-        spec.loader.exec_module(found)
-        with refused(ConversionError, "Windows"):
-            found.ChatTemplate(source="hi").render(HELLO)
 
 
 # --- where it is ------------------------------------------------------------------------------------------------------
@@ -536,52 +452,13 @@ def test_special_tokens_map_takes_precedence_as_in_transformers():
     assert special_tokens(settings, older) == {"bos_token": "<a>", "pad_token": None}
 
 
-@pytest.mark.slow
-def test_a_prestarted_process_renders_once():
-    template, work = ChatTemplate(source="{{ messages[0].content }}"), [Conversation(HELLO)]
-    process = RenderingProcess()
-    assert process.alive
-    assert template.render_many(work, process) == template.render_many(work)
-    assert not process.alive
-    assert template.render_many(work, process) == template.render_many(work)
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_fails_one_conversation_only(monkeypatch):
-    """Conversations before it are rendered; the next process starts with it."""
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-    loop = "{% for i in range(n) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{{ n }}"
-    template, work = ChatTemplate(source=loop), [Conversation(HELLO, {"n": n}) for n in (0, 1, 99999, 0)]
-    found = template.render_some(work)
-    assert [one.text for one in found] == ["0", "1"]
-    (error,) = template.render_some(work[2:])
-    assert isinstance(error, ConversionError)
-    assert_names(str(error), "0.3 s")
-    assert [one.text for one in template.render_some(work[3:])] == ["0"]
-
-
-@pytest.mark.slow(fast=("letters",))
-@pytest.mark.parametrize("letters", ["aé😀", "\ud83d", '"\\\n'], ids=["letters", "surrogate", "escapes"])
-def test_long_conversations_are_exchanged_in_pieces(letters, monkeypatch):
-    """The JSON of a complete conversation in one call would stop all threads."""
-    most, dumps, loads = [0], json.dumps, json.loads
-
-    def dumped(value, **options):
-        most[0] = max(most[0], len(text := dumps(value, **options)))
-        return text
-
-    def loaded(text):
-        most[0] = max(most[0], len(text))
-        return loads(text)
-
-    template = ChatTemplate(source="{{ messages[0].content }}{{ tools[0].a[2.5] }}")
-    messages, tools = [{"role": "user", "content": letters * 100_000}], [{"a": {2.5: [1, "x"], None: True}}]
-    text = "".join(chat_template._json([messages, tools, {"a": [], "b": {}, "c": (1, None)}]))
-    assert text == dumps([messages, tools, {"a": [], "b": {}, "c": (1, None)}])
-    monkeypatch.setattr(chat_template.json, "dumps", dumped)
-    monkeypatch.setattr(chat_template.json, "loads", loaded)
-    assert template.rendered(messages, tools=tools).text == letters * 100_000
-    assert 0 < most[0] <= 12 * chat_template.PIECE + 3
+def test_messages_and_variables_are_copied_as_json():
+    template = ChatTemplate(source="{{ messages[0].content }}{{ tools }}{{ tools[0].a['2.5'] }}")
+    text = template.render(HELLO, tools=({"a": {2.5: (1, "x"), None: True}},))
+    assert text == "hello[{'a': {'2.5': [1, 'x'], 'null': True}}][1, 'x']"
+    message = {"role": "user", "content": "a"}  # the same object twice
+    spans = ChatTemplate(source="{% for m in messages %}{{ m.content }}{% endfor %}").rendered([message, message])
+    assert spans.messages == [(0, 0, 1), (1, 1, 2)]
 
 
 def cached(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.processors.prompts import PromptFiles, expand, in_order
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, load_chat_template
-from eqx_decoders.io.text.chat_template_worker import EscapedNames, SpecialNames
+from eqx_decoders.io.text.special_names import NameEscaper, SpecialNames
 from eqx_decoders.io.text.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -85,13 +85,13 @@ def test_spans_are_those_of_the_text_with_ascii_json(tokenizer):
     source += "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     found = render(with_special_tokens_as_text(ChatTemplate(source=source), tokenizer), "é<|end|>")
     assert found.text == '"\\u00e9<|end|>"<é<|end|>>é<|end|>' and letters(found) == ["<|end|>"] * 3
-    assert found.generated == [[25, 33]] and found.messages == [[0, 15, 33]]
-    assert found.literal == [[7, 14], [17, 24], [26, 33]]
+    assert found.generated == [(25, 33)] and found.messages == [(0, 15, 33)]
+    assert found.literal == [(7, 14), (17, 24), (26, 33)]
 
 
 def test_names_in_tools_are_escaped_and_roles_are_not(tokenizer, template):
     found = render(template, "x", tools=[{"name": "<|end|>"}])
-    assert found.text == '<|user|>x<|end|>[{"name": "<|end|>"}]' and found.literal == [[27, 34]]
+    assert found.text == '<|user|>x<|end|>[{"name": "<|end|>"}]' and found.literal == [(27, 34)]
     ids = tokenizer.encode(found.text, special=True, literal=found.literal)
     assert np.isin(ids, tokenizer.encode("<|end|>", special=True)).sum() == 1
 
@@ -217,4 +217,4 @@ def test_search_time_does_not_grow_with_the_number_of_names():
     names = SpecialNames([f"<unused{number}>" for number in range(6000)])
     names.names = Counted(names.names)
     assert len(list(names.spans("<p><unused17></p>" * 100))) == 100 and len(looked) < 100 * 3 * 6
-    assert EscapedNames([]).marked({"messages": []}) == ({"messages": []}, {})
+    assert NameEscaper([]).escape({"messages": []}) == ({"messages": []}, {})

@@ -33,8 +33,6 @@ CONFIG = MediaFilesConfig(
     memory=600_000_000,
     max_request_bytes=1 << 26,
     max_bytes=1000,
-    max_waiting=3,
-    max_waiting_bytes=1 << 20,
 )
 SIZES = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70, "num_frames": 4}
 RULES = AUDIO_RULES | {"image_processor": SIZES, "video_processor": SIZES}
@@ -75,9 +73,9 @@ def wav(samples: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-async def read(reading: MediaFiles, kind: str, *contents: bytes, client: str = ""):
+async def read(reading: MediaFiles, kind: str, *contents: bytes):
     """What becomes of files."""
-    async with reading.read({kind: [upload(one) for one in contents]}, client) as found:
+    async with reading.read({kind: [upload(one) for one in contents]}) as found:
         return found[kind]
 
 
@@ -224,14 +222,12 @@ def test_the_work_of_a_client_that_has_gone_ends(reading, runner):
 
 @pytest.mark.slow
 def test_videos_leave_a_process_to_images(reading, runner):
-    """However many there are, and of however many clients."""
-
     async def run():
         pid = stopped(reading)
-        videos = [asyncio.ensure_future(read(reading, "video", video(), client=str(n))) for n in range(3)]
+        videos = [asyncio.ensure_future(read(reading, "video", video())) for _ in range(3)]
         await asyncio.sleep(0)
         for _ in range(3):
-            assert (await read(reading, "image", SMALL, client="other"))[0].arrays
+            assert (await read(reading, "image", SMALL))[0].arrays
         assert not any(one.done() for one in videos)
         os.kill(pid, signal.SIGCONT)
         assert all(found[0].arrays for found in await asyncio.gather(*videos))
@@ -240,60 +236,19 @@ def test_videos_leave_a_process_to_images(reading, runner):
 
 
 @pytest.mark.slow
-def test_bounds_waiting_requests_and_bytes(reading, runner):
-    """Requests, letters of their files, and the memory of what they have become."""
-
+def test_decoding_waits_until_arrays_are_freed(reading, runner):
     async def run():
         arrays = [np.zeros(500, np.uint8), np.zeros(500, np.uint8)]
         reading.hold(arrays)
         assert reading.bytes == 1000
         waiting = [asyncio.ensure_future(read(reading, "image", SMALL)) for _ in range(3)]
-        await asyncio.sleep(0)
-        with refused(ApiError, "3 requests", "files") as error:
-            await read(reading, "image", SMALL)
-        assert error.value.status == 429
-        waiting.pop().cancel()
-        await asyncio.sleep(0)
-        with refused(ApiError, "1,048,576") as error:
-            await read(reading, "image", bytes(1 << 20))
-        assert error.value.status == 429 and not any(one.done() for one in waiting)
+        await asyncio.sleep(0.01)
+        assert not any(work.done() for work in waiting) and len(reading._idle) == 2
+        waiting.pop(0).cancel()
         del arrays
         gc.collect()
         assert all(found[0].arrays for found in await asyncio.gather(*waiting))
-        assert (
-            reading.bytes == 0 == reading._waiting.total
-            and not reading._decoded._by_client
-            and not reading._waiting._by_client
-        )
-
-    runner.run(run())
-
-
-def test_bounds_of_one_client_do_not_block_others(reading, runner):
-    """Who has nothing here may always bring something, up to twice the bound."""
-
-    async def run():
-        arrays = [np.zeros(1000, np.uint8)]
-        reading.hold(arrays, "a")
-        waiting = [asyncio.ensure_future(read(reading, "image", SMALL, bytes(500_000), client="a"))]
-        await asyncio.sleep(0)
-        with refused(ApiError, "1,048,576"):
-            await read(reading, "image", bytes(500_000), client="a")
-        assert (await asyncio.wait_for(read(reading, "image", SMALL, client="b"), 20))[0].arrays
-        with refused(ApiError, "image 1"):  # so many bytes are taken of another
-            await asyncio.wait_for(read(reading, "image", bytes(500_000), client="b"), 20)
-        more = [np.zeros(1000, np.uint8)]
-        reading.hold(more, "c")
-        last = asyncio.ensure_future(read(reading, "image", SMALL, client="b"))
-        await asyncio.sleep(0.01)
-        assert not last.done() and not waiting[0].done() and len(reading._idle) == 2
-        del more
-        assert (await last)[0].arrays and not waiting[0].done()
-        waiting[0].cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        del arrays
-        await asyncio.sleep(0)
-        assert reading.bytes == 0 and not reading._waiting._by_client
+        assert reading.bytes == 0
 
     runner.run(run())
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import errno
 import io
 
 import numpy as np
@@ -12,10 +11,8 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
-from eqx_decoders.serving.frontend import chat_rendering
 from eqx_decoders.serving.frontend.api_errors import ApiError
-from eqx_decoders.serving.frontend.create_frontend import create_frontend
-from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, longest_token
+from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, create_frontend, longest_token
 from tests.compare import assert_array_equal
 from tests.encoders.directories import vision_directory
 from tests.errors import assert_names, refused
@@ -23,18 +20,13 @@ from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend, serving
 
 
-class Slow(ChatTemplate):
-    """Notes how many conversations each process renders; one that is told to fails ends its process."""
+class Plain(ChatTemplate):
+    """Writes the content of the first message without Jinja, unless it is told to fail."""
 
-    batches: list[int] = []  # noqa: RUF012 - of the test
-
-    def render_some(self, conversations, process=None):
-        self.batches.append(len(conversations))
-        texts = [one.messages[0]["content"] for one in conversations]
-        if texts[0] == "fail":
-            return [ConversionError("it takes more than 1 s of processor time")]
-        done = texts[: texts.index("fail")] if "fail" in texts else texts
-        return [Rendered(text, None, []) for text in done]
+    def render_many(self, conversations):
+        (conversation,) = conversations
+        content = conversation.messages[0]["content"]
+        return [ConversionError("it cannot be rendered") if content == "fail" else Rendered(content, None, [])]
 
 
 def read(frontend: TextFrontend, texts: list[str], **options):
@@ -44,7 +36,7 @@ def read(frontend: TextFrontend, texts: list[str], **options):
         reader = PromptPreparer(frontend, max_length=64, **options)
         try:
             messages = [[{"role": "user", "content": text}] for text in texts]
-            work = (reader.chat(one, {}, answer=True) for one in messages)
+            work = (reader.chat(one, {}, add_generation_prompt=True) for one in messages)
             return await asyncio.gather(*work, return_exceptions=True)
         finally:
             reader.close()
@@ -52,17 +44,10 @@ def read(frontend: TextFrontend, texts: list[str], **options):
     return asyncio.run(run())
 
 
-def test_conversations_that_come_at_once_share_a_process():
-    frontend, Slow.batches = chat_frontend(chat=Slow(source="")), []
-    found = read(frontend, [f"text {number}" for number in range(40)])
-    assert [frontend.tokenizer.decode(one.ids) for one in found] == [f"text {number}" for number in range(40)]
-    assert sum(Slow.batches) == 40 and len(Slow.batches) <= 3
-
-
-def test_one_that_ends_its_process_takes_no_others_with_it():
-    frontend, Slow.batches = chat_frontend(chat=Slow(source="")), []
+def test_an_error_of_one_conversation_does_not_affect_the_others():
+    frontend = chat_frontend(chat=Plain(source=""))
     found = read(frontend, ["a", "fail", "b", "c"])
-    assert [isinstance(one, ApiError) for one in found] == [False, True, False, False]
+    assert [isinstance(prompt, ApiError) for prompt in found] == [False, True, False, False]
     assert found[1].param == "messages"
     assert frontend.tokenizer.decode(found[3].ids) == "c"
 
@@ -80,7 +65,7 @@ def chat_messages(messages: list[dict[str, str]]):
     async def run():
         preparer = PromptPreparer(chat_frontend(chat=ChatTemplate(source=SYSTEM_FIRST)), max_length=512)
         try:
-            return await preparer.chat(messages, {}, answer=True)
+            return await preparer.chat(messages, {}, add_generation_prompt=True)
         finally:
             preparer.close()
 
@@ -108,7 +93,7 @@ def test_refuses_long_prompts_before_encoding():
     tokenizer = chat_frontend().tokenizer
     longest = max(len(tokenizer.name_of(index) or "") for index in range(tokenizer.vocab_size))
     assert longest_token(tokenizer) == longest and longest_token(ByteTokenizer()) == 1
-    (found,) = read(chat_frontend(chat=Slow(source="")), ["a" * (64 * longest * 4 + 1)])
+    (found,) = read(chat_frontend(chat=Plain(source="")), ["a" * (64 * longest * 4 + 1)])
     assert isinstance(found, ApiError) and found.code == "context_length_exceeded"
 
 
@@ -207,79 +192,3 @@ def test_images_that_are_too_large(server):
     Image.new("1", (7000, 7000)).save(file, "PNG")  # 49 million pixels in 6 kB
     message = ask(server, url_of(file.getvalue()), code=400)["error"]["message"]
     assert_names(message, "image 1", "7,000", "MediaLimits.max_pixels=")
-
-
-def test_a_process_waits_for_the_next_conversation():
-    """And is gone when the reader is closed."""
-    seen = []
-
-    class Noting(Slow):
-        def render_some(self, conversations, process=None):
-            seen.append(process)
-            return super().render_some(conversations)
-
-    async def run():
-        reader = PromptPreparer(chat_frontend(chat=Noting(source="")), max_length=64)
-        for _ in range(3):
-            await reader.chat([{"role": "user", "content": "a"}], {}, answer=True)
-        assert reader._renderer is not None
-        waiting = reader._renderer._short._process
-        assert waiting is not None and waiting.alive
-        reader.close()
-        return waiting
-
-    waiting = asyncio.run(run())
-    assert seen[0] is None and None not in seen[1:] and not waiting.alive
-
-
-def test_where_no_process_can_be_started_ahead_what_is_rendered_stays(monkeypatch):
-    def full():
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(chat_rendering, "RenderingProcess", full)
-    assert [len(one.ids) for one in read(chat_frontend(chat=Slow(source="")), ["a", "bc"])] == [1, 2]
-
-
-def test_an_error_of_a_batch_is_that_of_the_one_that_causes_it():
-    class Breaking(Slow):
-        def render_some(self, conversations, process=None):
-            if any(one.messages[0]["content"] == "break" for one in conversations):
-                raise ValueError("broken")
-            return super().render_some(conversations)
-
-    Slow.batches = []
-    found = read(chat_frontend(chat=Breaking(source="")), ["a", "b", "break", "c", *["d"] * 40])
-    assert [isinstance(one, ValueError) for one in found] == [one == 2 for one in range(44)]
-    assert max(Slow.batches) > 1  # later ones share again
-
-
-LONG = pytest.param(chat_rendering.LONG, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("size", [1, LONG], ids=["short", "long"])
-def test_clients_take_turns_at_texts_and_their_ids(size, monkeypatch):
-    """However many one of them has sent before, and whatever of its texts takes long."""
-    monkeypatch.setattr(chat_rendering, "BATCH", 1)
-    rendered, encoded = [], []
-
-    class Noting(Slow):
-        def render_some(self, conversations, process=None):
-            rendered.extend(one.messages[0]["content"][0] for one in conversations)
-            return super().render_some(conversations)
-
-    async def run():
-        reader = PromptPreparer(chat_frontend(chat=Noting(source="")), max_length=2 * size + 64)
-        try:
-            given = [*"aaaaaab"]
-            work = [
-                reader.chat([{"role": "user", "content": one * size}], {}, answer=True, client=one) for one in given
-            ]
-            assert all(one.ids for one in await asyncio.gather(*work))
-            work = [reader.run(encoded.append, one, client=one) for one in given]
-            await asyncio.gather(*work)
-        finally:
-            reader.close()
-
-    asyncio.run(run())
-    assert rendered.index("b") <= 1 and len(rendered) == 7
-    assert encoded == [*"abaaaaa"]

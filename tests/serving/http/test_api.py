@@ -15,9 +15,8 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
-from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.config import ApiConfig, ServerConfig
 from eqx_decoders.serving.http.protocol import choice_seed
-from eqx_decoders.serving.http.server import ServerConfig
 from tests.data.test_chats import FOLDER as SPECIAL
 from tests.errors import assert_names, refused
 from tests.serving.fake_engine import FakeEngine
@@ -41,9 +40,9 @@ def server():
 
 
 class MadeUp(ChatTemplate):
-    """Writes conversations without a process of its own, which takes 0.1 s."""
+    """Writes conversations without Jinja."""
 
-    def render_some(self, conversations, process=None):
+    def render_many(self, conversations):
         return [Rendered(self._one(one), None, []) for one in conversations]
 
     def _one(self, one: Conversation) -> str:
@@ -791,7 +790,7 @@ def test_stopping_ends_open_streams_with_an_error():
 @pytest.mark.slow
 def test_stopping_drains_open_streams():
     engine = FakeEngine(seconds=0.02)
-    with serving(engine, LETTERS, ServerConfig(drain=20.0, end=0.5)) as server:
+    with serving(engine, LETTERS, ServerConfig(drain_seconds=20.0, shutdown_seconds=0.5)) as server:
         answer = client(server).completions.create(model="fake", prompt="a", max_tokens=40, stream=True)
         found = iter(answer)
         next(found)
@@ -808,7 +807,7 @@ def test_stopping_drains_open_streams():
 
 
 def test_refuses_wrong_settings():
-    for field, value in (("name", ""), ("max_length", 0), ("max_choices", 0), ("body_seconds", 0), ("api_keys", ("",))):
+    for field, value in (("name", ""), ("max_length", 0), ("max_choices", 0), ("api_keys", ("",))):
         with refused(ConfigError, f"ApiConfig.{field}"):
             ApiConfig(**(dict(name="x", max_length=5, vocab_size=5) | {field: value}))
     assert dataclasses.replace(ApiConfig(name="x", max_length=5, vocab_size=5), seed=3).seed == 3
@@ -821,6 +820,6 @@ def test_sizes_below_zero_are_refused(field):
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ServerConfig)])
-def test_times_below_zero_are_refused(field):
+def test_negative_limits_and_timeouts_are_refused(field):
     with refused(ConfigError, f"ServerConfig.{field}=-1"):
-        ServerConfig(**{field: -1.0})
+        ServerConfig(**{field: -1})

@@ -8,8 +8,8 @@ import pytest
 
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.http import json_body
-from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest, conversation
+from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.json_body import parse, write
 from eqx_decoders.serving.http.other_fields import IGNORED, NEUTRAL, changes_nothing
 from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, read_body

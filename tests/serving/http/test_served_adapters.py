@@ -13,8 +13,8 @@ from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.huggingface.peft import save_peft
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.frontend.create_frontend import create_frontend
-from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.frontend.prompts import create_frontend
+from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.training.lora import merge_lora
 from eqx_decoders.training.lora_config import LoRAConfig

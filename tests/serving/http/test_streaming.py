@@ -1,10 +1,10 @@
-"""Responses: sent in parts, and streams that are silent."""
+"""Server-sent events, and streams that are silent."""
 
 import asyncio
 import json
 
 from eqx_decoders.serving.http import streaming
-from eqx_decoders.serving.http.streaming import PART, EventStream, event, json_response
+from eqx_decoders.serving.http.streaming import EventStream, event
 
 
 def messages_of(response) -> list[dict]:
@@ -22,15 +22,6 @@ def messages_of(response) -> list[dict]:
 
     asyncio.run(run())
     return messages
-
-
-def test_large_responses_are_sent_in_parts():
-    """A client that does not read has a request open, and not all of the response in the server's memory."""
-    value = {"a": "x" * 300_000}
-    start, *bodies = messages_of(json_response(value))
-    content = b"".join(each["body"] for each in bodies)
-    assert json.loads(content) == value and dict(start["headers"])[b"content-length"] == str(len(content)).encode()
-    assert max(len(each["body"]) for each in bodies) <= PART and not bodies[-1]["more_body"]
 
 
 def test_escapes_line_separators_in_events():

@@ -16,7 +16,7 @@ from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.methods.distill_config import DistillConfig
