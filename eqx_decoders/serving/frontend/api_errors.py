@@ -1,4 +1,4 @@
-"""Errors about what clients send: status, field, value, rule."""
+"""Error responses of the API."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from eqx_decoders.errors import EqxDecodersError
 
 
-SHOWN = 60  # characters of a value in an error message
+MAX_SHOWN = 60  # characters of a value in an error message
 
 _writer = json.JSONEncoder(ensure_ascii=False)
 
@@ -17,10 +17,10 @@ class ApiError(EqxDecodersError):
     **Arguments:**
 
     - `status`: HTTP status.
-    - `message`: error message, a sentence.
-    - `param`: name of the wrong field.
+    - `message`: error message for people.
+    - `param`: name of the invalid field.
     - `code`: machine-readable reason.
-    - `retry_after`: seconds after which the request can be sent again.
+    - `retry_after`: seconds after which the client may send the request again.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class ApiError(EqxDecodersError):
 
 
 def refuse(param: str, value: Any, rule: str, code: str | None = None) -> ApiError:
-    """Create the error for the value of a field."""
+    """Create the error "field=value rule." for an invalid value of a field."""
     return ApiError(400, f"{param}={shown(value)} {rule}.", param=param, code=code)
 
 
 def shown(value: Any) -> str:
-    """Write a value as JSON, shortened."""
+    """Return a value as shortened JSON."""
     if isinstance(value, str | list | tuple):
-        value = value[:SHOWN]  # so that no megabytes are written
+        value = value[:MAX_SHOWN]  # the rest would be encoded in vain
     text = ""
     try:
         for piece in _writer.iterencode(value):
-            text += piece[: SHOWN + 1]
-            if len(text) > SHOWN:
+            text += piece[: MAX_SHOWN + 1]
+            if len(text) > MAX_SHOWN:
                 break
     except (TypeError, ValueError, RecursionError):
         text = type(value).__name__
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

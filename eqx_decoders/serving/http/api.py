@@ -392,7 +392,9 @@ class Api:
         Raises ApiError if there is no room for a completion, and for too many log-probabilities.
         """
         limits = [
-            self._completion_limit(prompt, request.max_answer, default, request.prompt_field, request.max_answer_field)
+            self._completion_limit(
+                prompt, request.max_new_tokens, default, request.prompt_field, request.max_new_tokens_field
+            )
             for prompt in prompts
         ]
         if request.alternatives is None:
@@ -400,7 +402,7 @@ class Api:
         scores_per_token, max_scores = request.n * (1 + request.alternatives), self.config.max_scores
         num_scored = sum(len(prompt.ids) for prompt in prompts) if echo else 0
         remaining = max_scores // scores_per_token - num_scored  # tokens of the completions of all prompts
-        num_requested = len(prompts) if request.max_answer is None else sum(limits)
+        num_requested = len(prompts) if request.max_new_tokens is None else sum(limits)
         if num_requested > remaining:
             raise ApiError(
                 400,
@@ -409,7 +411,7 @@ class Api:
                 param="logprobs",
                 code="too_many",
             )
-        return [min(limit, remaining // len(prompts)) if request.max_answer is None else limit for limit in limits]
+        return [min(limit, remaining // len(prompts)) if request.max_new_tokens is None else limit for limit in limits]
 
     def _completion_limit(
         self,
@@ -503,7 +505,7 @@ class Api:
             constraints=constraints,
             stop_ids=self.frontend.stop_ids,
         )
-        return EventStream(pending.events(), pending.close) if request.stream else await pending.whole()
+        return EventStream(pending.events(), pending.close) if request.stream else await pending.complete()
 
     async def _constraints(
         self, field: str, grammar: AnyGrammar | None, count: int, max_tokens: int

@@ -21,9 +21,9 @@ class ChatPage(NamedTuple):
 
 
 def chat_page(model: str, *, max_length: int, takes_images: bool, needs_key: bool) -> ChatPage:
-    """Return the page for a model; `takes_images` and `needs_key` switch its inputs for images and for an API key.
+    """Return the page for a model. `takes_images`, `needs_key`: show the inputs for images and for an API key.
 
-    Browsers run only the scripts and styles in the file, and send nothing to any other server.
+    Its content security policy allows only the scripts and styles of the file, and requests to this server.
     """
     settings = json.dumps({"model": model, "maxLength": max_length, "sees": takes_images, "key": needs_key})
     text = FILE.read_text("utf-8").replace(SETTINGS, settings.replace("<", "\\u003c"))
@@ -40,5 +40,5 @@ def chat_page(model: str, *, max_length: int, takes_images: bool, needs_key: boo
 
 def _hashes(text: str, tag: str) -> str:
     contents = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in contents)
+    digests = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,4 +1,4 @@
-"""Bodies with conversations as declared types: messages, their parts, tools and variables of the chat template."""
+"""Request bodies with conversations as declared types: messages, parts, tools and variables of the chat template."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ from eqx_decoders.serving.frontend.answer_grammar import CallGrammar, call_gramm
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.json_body import Meta, RequestFields, convert
-from eqx_decoders.serving.http.other_fields import ADVICE
 from eqx_decoders.serving.http.protocol import (
     Count,
     Flag,
@@ -23,25 +22,26 @@ from eqx_decoders.serving.http.protocol import (
     check_prompts,
     split_prompts,
 )
+from eqx_decoders.serving.http.unsupported_fields import ADVICE
 
 
-# Variables of a chat template that clients may not set; the last five are names of arguments here.
+# Variables of a chat template that clients cannot set. The last five are names of arguments of functions.
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self", "prompt", "images", "videos", "audio"}
 
 
 class Url(RequestFields, forbid_unknown_fields=False):
-    """Address of a file, which has its content in base64."""
+    """URL of a file: a data: URL with the content in base64."""
 
     url: Text
 
 
 class AudioData(RequestFields, forbid_unknown_fields=False):
-    """Sound in base64."""
+    """Audio in base64."""
 
     data: Text
 
 
-FileUrl = Annotated[Url, Meta(description="an object with the file")]
+FileUrl = Annotated[Url, Meta(description="an object with a url")]
 
 
 class TextPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="text"):
@@ -69,9 +69,9 @@ class AudioPart(RequestFields, forbid_unknown_fields=False, tag_field="type", ta
 
 
 class InputAudioPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="input_audio"):
-    """Audio in a message, as OpenAI's API has it."""
+    """Audio in a message, as in OpenAI's API."""
 
-    input_audio: Annotated[AudioData, Meta(description="an object with the file")]
+    input_audio: Annotated[AudioData, Meta(description="an object with data")]
 
 
 class RefusalPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="refusal"):
@@ -86,19 +86,19 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class PastFunctionCall(RequestFields, forbid_unknown_fields=False):
-    """Function that an answer has called. Its arguments are JSON text or an object."""
+    """Function that an earlier message called. Its arguments are JSON text or an object."""
 
     name: Text
 
 
 class ToolCall(RequestFields, forbid_unknown_fields=False):
-    """Call of a tool by an answer."""
+    """Tool call of an earlier message."""
 
     function: Annotated[PastFunctionCall, Meta(description="an object with a name and arguments")]
 
 
 class Message(RequestFields, forbid_unknown_fields=False):
-    """Message of a conversation. Other fields of it are those of the model's chat template."""
+    """Message of a conversation. Further fields are passed to the chat template."""
 
     role: Annotated[Role, Meta(description="one of system, developer, user, assistant, tool")]
     content: Annotated[str | list[Part], Meta(description="a text or a list of parts")] | None = None
@@ -111,20 +111,20 @@ class Message(RequestFields, forbid_unknown_fields=False):
 
 
 class NamedFunction(RequestFields, forbid_unknown_fields=False):
-    """Function that an answer may call. Other fields of it are those of the model's chat template."""
+    """Function that the completion may call. Further fields are passed to the chat template."""
 
     name: NonEmpty
     parameters: Annotated[dict[str, Any], Meta(description="an object with a JSON Schema")] | None = None
 
 
 class Tool(RequestFields, forbid_unknown_fields=False):
-    """Tool that an answer may call."""
+    """Tool that the completion may call."""
 
-    type: Annotated[Literal["function"], Meta(description="'function': this server runs no tools itself")]
+    type: Annotated[Literal["function"], Meta(description="'function', because this server does not run tools")]
     function: Annotated[NamedFunction, Meta(description="an object with the name and parameters of the function")]
 
 
-# Templates get all fields of messages and tools: so these are checked by their types, and used as they are.
+# Templates may use all fields of messages and tools, so they are checked by these types but passed unchanged.
 Messages = Annotated[
     list[Any],
     Meta(
@@ -152,15 +152,15 @@ ToolChoice = Annotated[
         extra_json_schema={"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]},
     ),
 ]
-Effort = Annotated[str, Meta(max_length=100, description="a text of at most 100 characters")]
+ReasoningEffort = Annotated[str, Meta(max_length=100, description="a text of at most 100 characters")]
 
 
 class AllowedTools(NamedTuple):
-    """Tools that an answer may call.
+    """Tools that a completion may call.
 
     - `tools`: tools that may be called.
-    - `required`: the answer must call at least one tool.
-    - `named`: `tool_choice` names a single tool, which the answer must call.
+    - `required`: the completion must call at least one tool.
+    - `named`: `tool_choice` names a single tool, which the completion must call.
     - `restricts`: `tool_choice` limits which tools may be called, or requires a call.
     """
 
@@ -210,7 +210,7 @@ def _named_tools(field: str, choices: Sequence[Any], tools: Sequence[Any]) -> tu
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
-    """Request to answer a conversation."""
+    """Request to complete a conversation."""
 
     messages: Messages
     add_generation_prompt: Flag = True
@@ -218,7 +218,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tools: Tools = ()
     tool_choice: ToolChoice = None
     parallel_tool_calls: Flag = True
-    reasoning_effort: Effort | None = None
+    reasoning_effort: ReasoningEffort | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: Flag = False
@@ -227,29 +227,30 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     @functools.cached_property
     def allowed(self) -> AllowedTools:
-        """Tools that the answer may or must call."""
+        """Tools that the completion may or must call."""
         return allowed_tools(self.tool_choice, self.tools)
 
     @property
     def callable(self) -> tuple[Any, ...]:
-        """Tools that the answer may call."""
+        """Tools that the completion may call."""
         return self.allowed.tools
 
     @property
     def constrains_calls(self) -> bool:
-        """Whether `tool_choice` or `parallel_tool_calls` constrains the tool calls of the answer."""
+        """Whether `tool_choice` or `parallel_tool_calls` constrains the tool calls of the completion."""
         return bool(self.callable) and (self.allowed.restricts or not self.parallel_tool_calls)
 
     def calls(self, format: ToolFormat | None) -> CallGrammar | None:
-        """Return the grammar of the answer's tool calls; None if they are not constrained.
+        """Return the grammar of the tool calls of the completion; None if they are not constrained.
 
-        Tool calls are also constrained if the request requires a form: the answer is then a tool call or has the form.
+        Tool calls are also constrained if the request has structured output: the completion is then a tool call, or
+        matches the grammar.
 
         `format`: tool-call format of the model; None: unknown. Raises ApiError if `tool_choice` or
         `parallel_tool_calls` constrains the tool calls, and the format is unknown.
         """
-        has_form = self.callable and self.grammar[1] is not None and format is not None
-        if not self.constrains_calls and not has_form:
+        has_grammar = self.callable and self.grammar[1] is not None and format is not None
+        if not self.constrains_calls and not has_grammar:
             return None
         if format is None:
             raise refuse(
@@ -267,7 +268,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def max_answer(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -275,13 +276,13 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return "messages"
 
     @property
-    def max_answer_field(self) -> str:
+    def max_new_tokens_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def check(self, config: ApiConfig) -> None:
         check_alternatives("top_logprobs", self.top_logprobs, config)
         if self.top_logprobs and not self.logprobs:
-            raise refuse("top_logprobs", self.top_logprobs, "needs logprobs=true")
+            raise refuse("top_logprobs", self.top_logprobs, "requires logprobs=true")
         super().check(config)
         check_conversation(self, config)
         if self.constrains_calls and (self.ignore_eos or self.min_tokens):
@@ -290,7 +291,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(RequestBody):
-    """Request for the token ids of a text, or of a conversation as it is rendered for an answer."""
+    """Request for the token ids of a text, or of a rendered conversation."""
 
     prompt: Text | None = None
     add_special_tokens: Flag = True
@@ -299,17 +300,17 @@ class TokenizeRequest(RequestBody):
     chat_template_kwargs: Object | None = None
     tools: Tools = ()
     tool_choice: ToolChoice = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     def check(self, config: ApiConfig) -> None:
         if self.messages is not None:
             check_conversation(self, config)
         elif self.prompt is None:
-            raise ApiError(400, "prompt is missing: give a text.", param="prompt")
+            raise ApiError(400, "prompt is missing. Send prompt or messages.", param="prompt")
 
 
 class ClassifyRequest(RequestBody):
-    """Request for the scores of texts, of token ids, or of a conversation that ends with an answer."""
+    """Request for the scores of texts, token ids, or a conversation that ends with a message of the assistant."""
 
     input: Prompt | None = None
     add_special_tokens: Flag = True
@@ -317,7 +318,7 @@ class ClassifyRequest(RequestBody):
     chat_template_kwargs: Object | None = None
     tools: Tools = ()
     tool_choice: ToolChoice = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: ReasoningEffort | None = None
     use_activation: Flag = True
 
     @property
@@ -327,9 +328,9 @@ class ClassifyRequest(RequestBody):
 
     def check(self, config: ApiConfig) -> None:
         if config.scores is None:
-            raise ApiError(400, "This model gives no scores, it answers: ask /v1/chat/completions.")
+            raise ApiError(400, "This model generates text and has no scores. Use /v1/chat/completions.")
         if (self.input is None) == (self.messages is None):
-            raise ApiError(400, "input is missing: give texts, or messages, one of the two.", param="input")
+            raise ApiError(400, "Exactly one of input and messages is required.", param="input")
         if self.messages is not None:
             check_conversation(self, config)
         check_prompts("input", self.prompts, config)
@@ -341,44 +342,62 @@ AnyConversation = ChatCompletionRequest | TokenizeRequest | ClassifyRequest
 def check_conversation(request: AnyConversation, config: ApiConfig) -> None:
     """Raise ApiError for invalid messages, tools or variables of the chat template."""
     messages = request.messages or []
-    if len(messages) > config.max_length:  # each has a token at least: before they are looked at, and rendered
-        error = f"messages has {len(messages):,} entries, and {config.max_length:,} tokens are taken"
-        raise ApiError(400, f"{error}: shorten it.", param="messages", code="context_length_exceeded")
-    contents = [each.get("content") for each in messages if isinstance(each, dict)]
-    if sum(len(content) for content in contents if isinstance(content, list)) > config.max_length:
-        error = "messages have more parts than the model takes tokens: send fewer"
-        raise ApiError(400, f"{error}.", param="messages", code="context_length_exceeded")
+    if len(messages) > config.max_length:  # a message has at least one token: refused before it is checked further
+        raise ApiError(
+            400,
+            f"messages has {len(messages):,} entries. The maximum length is {config.max_length:,} tokens. Send fewer.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > config.max_length:
+        raise ApiError(
+            400,
+            f"messages have {num_parts:,} parts. The maximum length is {config.max_length:,} tokens. Send fewer.",
+            param="messages",
+            code="context_length_exceeded",
+        )
     for index, message in enumerate(convert(messages, _MESSAGES, "messages")):
         if message.content is None and message.tool_calls is None and message.role != "assistant":
             raise refuse(f"messages[{index}].content", None, "must be a text or a list of parts")
         if message.function_call is not None:
-            rule = "is not supported. Use tool_calls, and a message of the role tool, instead"
-            raise refuse(f"messages[{index}].function_call", message.function_call, rule)
+            raise refuse(
+                f"messages[{index}].function_call",
+                message.function_call,
+                "is not supported. Use tool_calls, and a message with the role tool, instead",
+            )
         if message.audio is not None:
-            rule = "is not supported, because this server stores no audio. Send the transcript as content"
-            raise refuse(f"messages[{index}].audio", message.audio, rule)
-        for name in ("prefix", "partial"):  # of Mistral, DeepSeek and Moonshot
+            raise refuse(
+                f"messages[{index}].audio",
+                message.audio,
+                "is not supported, because this server does not store audio. Send the transcript as content",
+            )
+        for name in ("prefix", "partial"):  # fields of Mistral, DeepSeek and Moonshot
             if getattr(message, name):
                 raise refuse(f"messages[{index}].{name}", getattr(message, name), ADVICE["continue_final_message"])
     convert(request.tools, _TOOLS, "tools")
     reserved = sorted(RESERVED & (request.chat_template_kwargs or {}).keys())
     if reserved:
-        rule = f"must not have {reserved[0]!r}: it's set by the server"
-        raise refuse("chat_template_kwargs", request.chat_template_kwargs, rule)
+        raise refuse(
+            "chat_template_kwargs",
+            request.chat_template_kwargs,
+            f"must not contain {reserved[0]!r}, which the server sets",
+        )
     allowed_tools(request.tool_choice, request.tools)
 
 
 def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and the variables of the chat template.
 
-    If the message of an assistant has neither content nor tool calls, its content is the refusal, or an empty text.
+    If a message of the assistant has neither content nor tool calls, its content is the refusal, or an empty text.
     """
     variables = dict(request.chat_template_kwargs or {})
     if request.tools and request.tool_choice != "none":
         variables["tools"] = [_without_null(tool) for tool in request.tools]
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
-    if request.reasoning_effort == "none":  # most templates have a switch in place of an effort
+    if request.reasoning_effort == "none":  # most templates have a switch instead
         variables = {"enable_thinking": False, "thinking": False, **variables}
     messages = [
         {**message, "content": message.get("refusal") or ""}
@@ -390,6 +409,6 @@ def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[s
 
 
 def _without_null(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool without fields that are null: templates would write the word None. Parameters stay as they are."""
+    """Return a tool without null fields, for which templates would write None. Parameters are not changed."""
     function = {name: value for name, value in tool["function"].items() if value is not None}
     return {name: value for name, value in tool.items() if value is not None} | {"function": function}

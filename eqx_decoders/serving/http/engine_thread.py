@@ -1,4 +1,4 @@
-"""Thread that owns an engine, and its interface to the event loop: requests go in, outputs come out."""
+"""Thread that owns an engine, and its interface for the event loop."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ _log = logging.getLogger("eqx_decoders.serving")
 
 @runtime_checkable
 class EngineLike(Protocol):
-    """Interface of the engine; nothing but its thread may call it."""
+    """Interface of an engine. Only the engine thread calls it."""
 
     @property
     def has_work(self) -> bool: ...
@@ -32,11 +32,11 @@ class EngineLike(Protocol):
 
 
 class NotServing(EqxDecodersError):
-    """Error for a request to a server that is stopping, or whose engine has failed."""
+    """Error for a request while the server is stopping, or after its engine has failed."""
 
 
 class RequestOutputs:
-    """Outputs of requests that were submitted together, as they come.
+    """Asynchronous iterator over the outputs of requests that were submitted together.
 
         outputs = await engine_thread.submit(requests)
         try:
@@ -45,14 +45,14 @@ class RequestOutputs:
         finally:
             outputs.close()
 
-    The iteration ends when all requests are complete. `close` cancels the others.
+    The iteration ends when all requests are complete. `close` cancels incomplete requests.
     """
 
     def __init__(self, engine_thread: "EngineThread", count: int):
         self._engine_thread = engine_thread
         self._queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
         self._open = set(range(count))
-        self.ids: list[int] = []  # of the engine, written and read by its thread
+        self.ids: list[int] = []  # request ids of the engine; only its thread uses them
         self.closed = False
 
     def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -81,7 +81,7 @@ class RequestOutputs:
         self._engine_thread.discard(self)
 
     def put(self, index: int, output: RequestOutput) -> None:
-        """Add an output; called on the event loop."""
+        """Add an output. Called on the event loop."""
         self._queue.put_nowait((index, output))
 
     def _wake(self) -> None:
@@ -89,15 +89,15 @@ class RequestOutputs:
 
 
 class EngineThread:
-    """Thread that runs an engine, and sleeps while there is nothing to do.
+    """Thread that runs an engine, and sleeps while there are no requests.
 
-    All attributes and methods belong to the event loop on which `start` was called. An error of the engine in a step
-    ends all requests, and `state` is "failed" from then on.
+    Attributes and methods may only be used on the event loop on which `start` was called. An error in a step of the
+    engine ends all requests, and `state` is "failed" from then on.
 
     **Arguments:**
 
-    - `engine`: the engine; the thread owns it.
-    - `step_timeout`: seconds after which a running step counts as hanging.
+    - `engine`: the engine, which the thread owns.
+    - `step_timeout`: seconds after which the engine counts as hanging in a step.
     """
 
     def __init__(self, engine: EngineLike, step_timeout: int | float = 300.0):
@@ -109,7 +109,7 @@ class EngineThread:
         self._open: set[RequestOutputs] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._owners: dict[int, tuple[RequestOutputs, int]] = {}  # by request id; used in the thread alone
+        self._owners: dict[int, tuple[RequestOutputs, int]] = {}  # by request id; only the thread uses it
         self._ending = False
         self.state: State = "new"
         self.error = ""
@@ -117,25 +117,26 @@ class EngineThread:
 
     @property
     def hangs(self) -> bool:
-        """True where a step takes longer than any should: the device does not answer."""
+        """Whether a step takes longer than `step_timeout`: the device does not respond."""
         start = self._step_start
         return start is not None and time.monotonic() - start > self._step_timeout
 
     def start(self) -> None:
-        """Start the thread; called on the event loop."""
+        """Start the thread. Called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self.state = "running"
         self._thread.start()
 
     async def submit(self, requests: Sequence[Request]) -> RequestOutputs:
-        """Submit requests, all or none.
+        """Submit all requests, or none of them if the engine refuses one.
 
-        Raises QueueFull and ConfigError as the engine does, and NotServing. If this is cancelled, so are the requests.
+        Raises QueueFull and ConfigError as the engine does, and NotServing. If this is cancelled, the requests are
+        cancelled.
         """
         if self.state != "running":
-            raise NotServing(self.error or "The server is stopping: no new requests are taken.")
+            raise NotServing(self.error or "The server is stopping and refuses new requests.")
         if self.hangs:
-            raise NotServing(f"A step of the engine has taken more than {self._step_timeout} s: its device may hang.")
+            raise NotServing(f"A step of the engine takes more than {self._step_timeout} s. Its device may hang.")
         assert self._loop is not None
         outputs, done = RequestOutputs(self, len(requests)), self._loop.create_future()
         self._open.add(outputs)
@@ -149,9 +150,9 @@ class EngineThread:
         return outputs
 
     async def call(self, work: Callable[[Any], None]) -> None:
-        """Do something with the engine between two of its steps.
+        """Call `work` with the engine, between two steps.
 
-        Raises what `work` raises, and NotServing.
+        Raises the exceptions of `work`, and NotServing.
         """
         if self.state != "running":
             raise NotServing(self.error or "The server is stopping.")
@@ -171,19 +172,19 @@ class EngineThread:
         await done
 
     def drop(self, outputs: RequestOutputs, index: int) -> None:
-        """Cancel one of the requests; called on the event loop."""
+        """Cancel one of the requests. Called on the event loop."""
         self._commands.put(lambda: self._cancel(outputs, index))
 
     def discard(self, outputs: RequestOutputs) -> None:
-        """Discard outputs that nobody waits for; called on the event loop."""
+        """Remove outputs that are closed. Called on the event loop."""
         self._open.discard(outputs)
         if not self._open:
             self._idle.set()
 
     async def stop(self, drain_seconds: int | float = 10.0, end_seconds: int | float = 3.0) -> bool:
-        """Take no new requests, wait for open ones, cancel the rest, and end the thread.
+        """Refuse new requests, wait for open requests, cancel them after `drain_seconds`, and end the thread.
 
-        Returns whether the thread has ended: a step that hangs cannot be interrupted.
+        Returns whether the thread has ended within `end_seconds`: a step that hangs cannot be interrupted.
         """
         if self.state == "running":
             self.state = "draining"
@@ -210,7 +211,7 @@ class EngineThread:
                 self.counts = self._engine.counts()
         except BaseException as error:
             _log.exception("the engine has failed")
-            self.error = f"The engine has failed ({type(error).__name__}): the server must be started again."
+            self.error = f"The engine has failed ({type(error).__name__}). Restart the server."
             self.state = "failed"
         self._dispatch(
             RequestOutput(
@@ -218,7 +219,7 @@ class EngineThread:
             )
             for request_id in list(self._owners)
         )
-        while not self._ending:  # later requests are refused, until the end
+        while not self._ending:  # refuse later requests
             self._take_commands(wait=True)
 
     def _take_commands(self, *, wait: bool) -> None:
@@ -235,7 +236,7 @@ class EngineThread:
                 self._engine.check_together(requests)
                 for request in requests:
                     outputs.ids.append(self._engine.submit(request))
-            except Exception as failure:  # about this request: an engine breaks in its steps
+            except Exception as failure:  # an error of this request: an engine fails only in its steps
                 error = failure
                 for request_id in outputs.ids:
                     self._engine.cancel(request_id)
@@ -264,7 +265,7 @@ class EngineThread:
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(call)
 
 

@@ -1,7 +1,7 @@
-"""Bodies of requests read into declared types, and JSON written (msgspec, extra "serve").
+"""Conversion of JSON bodies to declared types with msgspec (extra "serve"), and the errors for invalid values.
 
-msgspec reads and writes hundreds of megabytes a second, but holds the interpreter's lock as long as a call takes.
-Texts are copied at once; what takes time are entries, so those of a large body are counted before, a little at a time.
+msgspec holds the interpreter lock during a call. Long texts take little time, but many entries take long, so the
+entries of a large body are counted first, in small pieces.
 """
 
 import functools
@@ -12,17 +12,17 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from eqx_decoders.serving.frontend.api_errors import SHOWN, ApiError, refuse
-from eqx_decoders.serving.http.other_fields import ADVICE, changes_nothing
+from eqx_decoders.serving.frontend.api_errors import MAX_SHOWN, ApiError, refuse
+from eqx_decoders.serving.http.unsupported_fields import ADVICE, is_neutral
 
 
-SMALL = 1 << 16  # bytes that are read without a look at them, on the event loop
-NUMBERS = 1 << 21  # maximum commas of a body, as those between token ids: reading these takes some 50 ms
-LARGEST = 2**63  # bound of whole numbers
-DIGITS = 5_000  # characters of a number: megabytes of them would stop all threads
+SMALL = 1 << 16  # bytes of a body that is read on the event loop, without counting its entries
+MAX_COMMAS = 1 << 21  # of a body, for example between token ids: reading them takes about 50 ms
+LARGEST = 2**63  # bound of integers
+MAX_DIGITS = 5_000  # characters of a number, whose conversion holds the interpreter lock
 
 Kind = TypeVar("Kind")
-Meta = msgspec.Meta  # rules and description of a declared type
+Meta = msgspec.Meta  # rules and description of a type
 
 _step = re.compile(r"\.(\w+)|\[(\d+)\]")
 
@@ -32,45 +32,49 @@ class RequestFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def parse(content: bytes | bytearray, max_entries: int = LARGEST) -> dict[str, Any]:
-    """Parse the JSON object of a body; ApiError for NaN, numbers out of range, and lone surrogates.
+    """Parse the JSON object of a body. Raises ApiError for invalid JSON, NaN, and numbers out of range.
 
-    A large body may have at most `max_entries` objects, lists and names of fields in all.
+    `max_entries`: maximum number of objects, lists and keys of a large body.
     """
     try:
         if len(content) > SMALL:
             _check_entries(content, max_entries)
         body = _decoder.decode(content)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"The body is no UTF-8 text: {error.reason}.") from error
+        raise ApiError(400, f"The body is not UTF-8: {error.reason}.") from error
     except RecursionError as error:
-        raise ApiError(400, "The body is no valid JSON: it is nested too deeply.") from error
+        raise ApiError(400, "The body is not valid JSON: it is nested too deeply.") from error
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"The body is no valid JSON: {str(error).partition(' - at ')[0]}.") from error
+        raise ApiError(400, f"The body is not valid JSON: {str(error).partition(' - at ')[0]}.") from error
     if not isinstance(body, dict):
         raise refuse("The body", body, "must be a JSON object")
     return body
 
 
 def _check_entries(content: bytes | bytearray, max_entries: int) -> None:
-    """Raise ApiError for too many entries: an object in memory takes a hundred times as long as a byte of a text."""
-    inside, escape, entries, numbers = False, b"", 0, 0
+    """Raise ApiError for too many entries. An entry takes a hundred times as long to read as a byte of a text."""
+    in_string, escape, num_entries, num_commas = False, b"", 0, 0
     for begin in range(0, len(content), SMALL):
         piece = (escape + content[begin : begin + SMALL]).replace(b"\\\\", b"")
         escape = b"\\" if piece.endswith(b"\\") else b""
         parts = piece.replace(b'\\"', b"").split(b'"')
-        outside = b"".join(parts[inside::2])  # of strings
-        inside ^= len(parts) % 2 == 0
-        entries += len(outside) - len(outside.translate(None, b"[{:"))
-        numbers += outside.count(b",")
-        if entries > max_entries or numbers > NUMBERS:
-            most = f"{max_entries:,} lists, objects and names of fields, or {NUMBERS:,} entries"
-            raise ApiError(400, f"The body is too long: it has more than {most}.", code="context_length_exceeded")
+        outside = b"".join(parts[in_string::2])  # of strings
+        in_string ^= len(parts) % 2 == 0
+        num_entries += len(outside) - len(outside.translate(None, b"[{:"))
+        num_commas += outside.count(b",")
+        if num_entries > max_entries or num_commas > MAX_COMMAS:
+            raise ApiError(
+                400,
+                f"The body has more than {max_entries:,} lists, objects and keys, or more than {MAX_COMMAS:,} commas. "
+                "Send less.",
+                code="context_length_exceeded",
+            )
 
 
 def _number(text: str) -> float:
-    """Convert a number with a point or an exponent, which must be finite."""
-    if len(text) > DIGITS:
-        raise ValueError(f"the number {text[:20]}… has more than {DIGITS:,} characters")
+    """Convert a number with a decimal point or an exponent. Raises ValueError if it is not finite."""
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"the number {text[:20]}… has more than {MAX_DIGITS:,} characters")
     value = float(text)
     if value in (float("inf"), -float("inf")):
         raise ValueError(f"the number {text[:20]} is too large")
@@ -82,49 +86,49 @@ write = msgspec.json.encode  # JSON of any value
 
 
 def read(body: Mapping[str, Any], kind: type[Kind]) -> Kind:
-    """Convert a body to a type; ApiError for other fields, and for values that the type cannot have."""
-    return convert(_known(body, kind, ""), kind)
+    """Convert a body to a declared type. Raises ApiError for unknown fields and invalid values."""
+    return convert(_known_fields(body, kind, ""), kind)
 
 
 def convert(value: Any, kind: Any, param: str = "") -> Any:
-    """Convert a value to a type; ApiError for others, by the rules in the type. `param`: name of the value."""
+    """Convert a value to a type. Raises ApiError with the description of the type. `param`: name of the value."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        # a message may hold text of the client's, megabytes of it: the path is what comes last
+        # the message may contain text of the client: the path is at the end
         message, at, path = str(error).rpartition(" - at `$")
         parts = (message, path.removesuffix("`")) if at else (path, "")
         raise _refusal(*parts, value, kind, param) from None
 
 
-def _known(body: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
-    """Return the fields of an object that are set. ApiError for a field that the type does not have.
+def _known_fields(body: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
+    """Return the fields of an object that are set. Raises ApiError for unknown fields.
 
-    Not for null, and not for values of other servers' fields that change nothing.
+    Null fields, and neutral values of the fields of other servers (`unsupported_fields`), are dropped.
     """
     fields, known = fields_of(kind), dict[str, Any]()
     for name, value in body.items():
         if value is None:
             continue
         if name in fields:
-            inner = next((each for each in _alternatives(fields[name]) if fields_of(each)), None)
+            inner = next((member for member in _members(fields[name]) if fields_of(member)), None)
             if inner is not None and isinstance(value, dict):
-                known[name] = _known(value, inner, f"{where}{name}.")
+                known[name] = _known_fields(value, inner, f"{where}{name}.")
             else:
-                known[name] = _whole(value)
-        elif not changes_nothing(name, value):
+                known[name] = _as_integer(value)
+        elif not is_neutral(name, value):
             rule = ADVICE.get(f"{where}{name}", "is an unknown field. Remove it")
-            raise refuse(f"{where}{name[:SHOWN]}", value, rule, "unsupported_parameter")
+            raise refuse(f"{where}{name[:MAX_SHOWN]}", value, rule, "unsupported_parameter")
     return known
 
 
-def _whole(value: Any) -> Any:
-    """Return 3 for 3.0: JSON does not tell them apart."""
+def _as_integer(value: Any) -> Any:
+    """Return 3 for 3.0, because JSON does not distinguish them."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST else value
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Return the types of the fields of a declared type by name; none for any other type."""
+    """Return the types of the fields of a declared type by name. Empty for other types."""
     return _type_hints(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else {}
 
 
@@ -133,43 +137,43 @@ def _type_hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the types of a union, or of an optional or annotated type."""
+def _members(hint: Any) -> Iterator[Any]:
+    """Yield the members of a union, through annotations. Other types are their only member."""
     if get_origin(hint) is Annotated:
-        yield from _alternatives(get_args(hint)[0])
+        yield from _members(get_args(hint)[0])
     elif get_origin(hint) in (Union, UnionType):
-        for each in get_args(hint):
-            yield from _alternatives(each)
+        for member in get_args(hint):
+            yield from _members(member)
     else:
         yield hint
 
 
 def _rule(hint: Any) -> str | None:
-    """Return the description of a type: what its values must be."""
+    """Return the description of a type. It completes the sentence "must be …"."""
     metadata = getattr(hint, "__metadata__", ())
-    rules = [each.description for each in metadata if isinstance(each, Meta) and each.description]
+    rules = [meta.description for meta in metadata if isinstance(meta, Meta) and meta.description]
     if not rules and get_origin(hint) in (Union, UnionType):
         rules = [rule for rule in map(_rule, get_args(hint)) if rule]
     return rules[0] if rules else None
 
 
 def _refusal(message: str, path: str, value: Any, hint: Any, param: str) -> ApiError:
-    """Create the error for the value at a path, or for the innermost one around it that has a rule."""
+    """Create the error for the value at a path, or for the innermost value around it whose type has a description."""
     error, missing = refuse(param, value, _must_be(hint, message)), message.startswith("Object missing")
     whole = f"{param or 'The body'} {_must_be(hint, message)}"
     for name, index in _step.findall(path.partition("[...]")[0]):
-        inner = (_entry(each, name) for each in _alternatives(hint))
-        hint = next((each for each in inner if each is not None), None)
+        entries = (_entry(member, name) for member in _members(hint))
+        hint = next((entry for entry in entries if entry is not None), None)
         try:
             value = value[name] if name else value[int(index)]
-        except (LookupError, TypeError):  # no path of the value: a text of the client's
+        except (LookupError, TypeError):  # not a path of the value, but text of the client
             break
         param = (f"{param}.{name}" if param else name) if name else f"{param}[{index}]"
         if _rule(hint):
             error, whole = refuse(param, value, _must_be(hint, message)), f"{param} {_must_be(hint, message)}"
     if missing:
         name = message.split("`")[1]
-        inner = next((fields_of(each)[name] for each in _alternatives(hint) if name in fields_of(each)), None)
+        inner = next((fields_of(member)[name] for member in _members(hint) if name in fields_of(member)), None)
         param = f"{param}.{name}" if param else name
         rule = f"it must be {_rule(inner)}" if _rule(inner) else whole
         error = ApiError(400, f"{param} is missing: {rule}.", param=param, code="missing_field")
@@ -181,7 +185,7 @@ def _must_be(hint: Any, message: str) -> str:
 
 
 def _entry(hint: Any, name: str) -> Any:
-    """Return the type of a field, or of the entries of a list; None where there is none."""
+    """Return the type of a field, or of the entries of a list; None if there is no such type."""
     if name:
         return fields_of(hint).get(name)
     return get_args(hint)[0] if get_origin(hint) in (list, tuple) else None

@@ -1,4 +1,4 @@
-"""Addresses of the API, and its description in OpenAPI 3.1, made from the declared types."""
+"""Operations of the API, and their description in OpenAPI 3.1, which is derived from the declared types."""
 
 import dataclasses
 from typing import Any, Literal
@@ -43,9 +43,9 @@ class Operation:
 
     - `handler`: method of `Api`.
     - `request`: type of the body of a POST request.
-    - `response`: type of the response in JSON, or the content type of another one.
+    - `response`: type of the JSON response, or the content type of another response.
     - `event`: type of the events of a streamed response.
-    - `public`: no API key is needed.
+    - `public`: no API key is required.
     """
 
     path: str
@@ -57,13 +57,13 @@ class Operation:
 
     @property
     def method(self) -> Literal["GET", "POST"]:
-        """Method of HTTP."""
+        """HTTP method."""
         return "GET" if self.request is None else "POST"
 
     @property
     def types(self) -> list[type]:
-        """Declared types of the body, the response and its events."""
-        return [each for each in (self.request, self.response, self.event) if isinstance(each, type)]
+        """Declared types of the request, the response and its events."""
+        return [declared for declared in (self.request, self.response, self.event) if isinstance(declared, type)]
 
 
 OPERATIONS = (
@@ -99,8 +99,8 @@ OPERATIONS = (
 
 
 def describe_api(owner: type, version: str, needs_key: bool) -> dict[str, Any]:
-    """Return the description of the API; `owner` is the class of the handlers, whose docstrings are summaries."""
-    types = {each.__name__: each for operation in OPERATIONS for each in operation.types}
+    """Return the description of the API. `owner`: class of the handlers, whose docstrings are the summaries."""
+    types = {declared.__name__: declared for operation in OPERATIONS for declared in operation.types}
     listed = [*types.values(), Message, Tool, ErrorBody]
     schemas, components = msgspec.json.schema_components(listed, ref_template=REFERENCE)
     references: dict[type, Any] = dict(zip(listed, schemas, strict=True))
@@ -121,7 +121,7 @@ def _describe(operation: Operation, owner: type, references: dict[type, Any], ne
         content[operation.response] = {}
     if operation.event is not None:
         content["text/event-stream"] = {"schema": references[operation.event]}
-    failure = {"description": "What is wrong.", "content": {JSON: {"schema": references[ErrorBody]}}}
+    failure = {"description": "The error.", "content": {JSON: {"schema": references[ErrorBody]}}}
     described: dict[str, Any] = {
         "operationId": operation.handler,
         "summary": (getattr(owner, operation.handler).__doc__ or "").strip(),

@@ -1,6 +1,6 @@
-"""Bodies of requests as declared types, whose schemas `openapi.py` prints, and checks that need the server's limits.
+"""Request bodies as declared types, and checks that need the limits of the server.
 
-The description of a type is both in the schema and in the error message for a value that it cannot have.
+The description of a type is part of its schema in `/openapi.json`, and of the error message for an invalid value.
 """
 
 import functools
@@ -15,9 +15,9 @@ from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.json_body import LARGEST, Meta, RequestFields, parse, read, write
 
 
-LEAST_ENTRIES, ENTRIES_PER_TOKEN = 50_000, 4  # lists, objects and names of fields in a large body
-MOST_TOKENS = 10_000  # that become a text, where the model takes fewer
-COLDEST = 1e-5  # temperatures below it are 0: logits over them would be infinite
+MAX_ENTRIES, MAX_ENTRIES_PER_TOKEN = 50_000, 4  # lists, objects and keys in a large body; the limits are added
+MIN_DETOKENIZED = 10_000  # tokens that /detokenize accepts, even if the context length of the model is smaller
+MIN_TEMPERATURE = 1e-5  # lower temperatures are treated as 0, because scaled logits would overflow
 
 # --- types of fields --------------------------------------------------------------------------------------------------
 
@@ -36,16 +36,16 @@ Priority = Annotated[int, Meta(ge=-1_000_000, le=1_000_000, description="an inte
 Text = Annotated[str, Meta(description="a text")]
 ShortText = Annotated[str, Meta(max_length=256, description="a text of at most 256 characters")]
 NonEmpty = Annotated[str, Meta(min_length=1, description="a text of at least one character")]
-Stops = Annotated[str | tuple[str, ...], Meta(description="a text or a list of texts")]
+StopStrings = Annotated[str | tuple[str, ...], Meta(description="a text or a list of texts")]
 TokenIds = Annotated[tuple[int, ...], Meta(description="a list of token ids")]
 PROMPT = "a text, a list of token ids, or a list of texts or of such lists"
 Prompt = Annotated[str | list[int | str | list[int]], Meta(description=PROMPT)]
-SomeTexts = Annotated[
+Texts = Annotated[
     list[Annotated[str, Meta(min_length=1)]],
     Meta(min_length=1, max_length=1000, description="a list of texts, at least one and at most 1,000"),
 ]
 Schema = Annotated[dict[str, Any] | NonEmpty, Meta(description="an object or a text of JSON")]
-Ignored = Annotated[Any, Meta(description="anything: it changes no answer")]
+Ignored = Annotated[Any, Meta(description="anything, because it does not change the completion")]
 
 
 class StreamOptions(RequestFields):
@@ -65,7 +65,7 @@ class JsonSchemaFormat(RequestFields):
 
 
 class ResponseFormat(RequestFields):
-    """`response_format`. `schema` is the JSON Schema as llama.cpp takes it, with both types of JSON."""
+    """`response_format`. `schema` is the JSON Schema as in llama.cpp."""
 
     type: Annotated[
         Literal["text", "json_object", "json_schema"], Meta(description="one of text, json_object, json_schema")
@@ -75,11 +75,11 @@ class ResponseFormat(RequestFields):
 
 
 class StructuredOutputs(RequestFields):
-    """`structured_outputs`, as vLLM has them."""
+    """`structured_outputs`, as in vLLM."""
 
     json: Schema | None = None
     regex: NonEmpty | None = None
-    choice: SomeTexts | None = None
+    choice: Texts | None = None
     grammar: NonEmpty | None = None
     json_object: Flag = False
 
@@ -90,14 +90,14 @@ class RequestBody(RequestFields, dict=True):
     model: Text | None = None
 
     def check(self, config: ApiConfig) -> None:
-        """Raise ApiError for values that exclude each other, or are beyond the server's limits."""
+        """Raise ApiError for incompatible values, and for values beyond the limits of the server."""
 
 
 Body = TypeVar("Body", bound=RequestBody)
 
 
 class GenerationRequest(RequestBody):
-    """Fields that both kinds of requests for answers have."""
+    """Fields of both kinds of completion requests."""
 
     n: Count = 1
     temperature: Temperature | None = None
@@ -110,7 +110,7 @@ class GenerationRequest(RequestBody):
     logit_bias: Biases | None = None
     seed: AnyInteger | None = None
     min_tokens: Size = 0
-    stop: Stops = ()
+    stop: StopStrings = ()
     stop_token_ids: TokenIds = ()
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
@@ -119,7 +119,7 @@ class GenerationRequest(RequestBody):
     structured_outputs: Annotated[StructuredOutputs, Meta(description="an object")] | None = None
     guided_json: Schema | None = None
     guided_regex: NonEmpty | None = None
-    guided_choice: SomeTexts | None = None
+    guided_choice: Texts | None = None
     guided_grammar: NonEmpty | None = None
     stream: Flag = False
     stream_options: Annotated[StreamOptions, Meta(description="an object")] | None = None
@@ -135,27 +135,27 @@ class GenerationRequest(RequestBody):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of alternatives with log-probabilities for each token; None: no log-probabilities."""
+        """Number of alternatives with log-probabilities per token. None: no log-probabilities."""
         return None
 
     @property
-    def max_answer(self) -> int | None:
-        """Maximum tokens of an answer; None: as many as there is room for, or at most 16 in continuing a text."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum number of tokens of a completion. None: the default of the endpoint."""
         return None
 
     @property
     def prompt_field(self) -> str:
-        """Name of the field with the prompt, for error messages."""
+        """Name of the field that contains the prompt, for error messages."""
         return "prompt"
 
     @property
-    def max_answer_field(self) -> str:
-        """Name of the field that sets `max_answer`, for error messages."""
+    def max_new_tokens_field(self) -> str:
+        """Name of the field that sets `max_new_tokens`, for error messages."""
         return "max_tokens"
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the last event of a stream contains the token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @functools.cached_property
@@ -165,8 +165,8 @@ class GenerationRequest(RequestBody):
 
     @functools.cached_property
     def grammar(self) -> tuple[str, Grammar | None]:
-        """Grammar of the answer, with the name of the field that sets it."""
-        grammars, outputs, form = dict[str, Grammar](), self.structured_outputs, self.response_format
+        """Name of the field that constrains the completion, and its grammar. None: no constraint."""
+        grammars, outputs, response_format = dict[str, Grammar](), self.structured_outputs, self.response_format
         kinds: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
         for owner, prefix in ((self, "guided_"), (outputs, "structured_outputs.")):
             for kind in kinds:
@@ -175,29 +175,33 @@ class GenerationRequest(RequestBody):
                     grammars[prefix + kind] = Grammar(kind, _grammar_content(content))
         if outputs is not None and outputs.json_object:
             grammars["structured_outputs.json_object"] = ANY_OBJECT
-        if form is not None and form.type != "text":
-            schema = form.schema if form.json_schema is None else form.json_schema.schema
+        if response_format is not None and response_format.type != "text":
+            json_schema = response_format.json_schema
+            schema = response_format.schema if json_schema is None else json_schema.schema
             if schema is not None:
                 grammars["response_format"] = Grammar("json", _grammar_content(schema))
-            elif form.type == "json_object":
+            elif response_format.type == "json_object":
                 grammars["response_format"] = ANY_OBJECT
             else:
-                raise ApiError(400, "response_format.json_schema.schema is missing.", param="response_format")
+                raise ApiError(
+                    400, "response_format.json_schema.schema is missing. Add the JSON Schema.", param="response_format"
+                )
         if len(grammars) > 1:
-            raise ApiError(400, f"{' and '.join(grammars)} exclude each other: give one.", param=list(grammars)[1])
+            fields = " and ".join(grammars)
+            raise ApiError(400, f"{fields} cannot be combined. Use one of them.", param=list(grammars)[1])
         return next(iter(grammars.items()), ("", None))
 
     def sampling(self, config: ApiConfig, seed: int) -> SamplingParams:
-        """Return the parameters of the first answer to each prompt; `seed` is used if the request has none."""
+        """Return the sampling parameters of each prompt's first completion. `seed` is used if the request has none."""
         names = ("temperature", *FILTERS, "repetition_penalty")
         merged: dict[str, Any] = {"temperature": 1.0}
         for owner in (config.defaults, self):
             merged |= {name: getattr(owner, name) for name in names if getattr(owner, name) is not None}
-        if merged["temperature"] < COLDEST or merged.get("top_p") == 0:  # nothing but the most likely token
+        if merged["temperature"] < MIN_TEMPERATURE or merged.get("top_p") == 0:  # greedy
             merged |= {"temperature": 0.0, "top_p": 1.0}
         if self.top_k is not None:
             merged["top_k"] = min(self.top_k, config.vocab_size) if self.top_k > 0 else None
-        neutral = {"top_p": 1.0, "min_p": 0.0}  # values that cut nothing
+        neutral = {"top_p": 1.0, "min_p": 0.0}  # values that filter no tokens
         merged |= {name: getattr(self, name) for name in ("frequency_penalty", "presence_penalty")}
         merged = {name: value for name, value in merged.items() if value is not None and value != neutral.get(name)}
         biases = tuple((int(token), bias or 0.0) for token, bias in (self.logit_bias or {}).items())
@@ -205,27 +209,35 @@ class GenerationRequest(RequestBody):
 
     def check(self, config: ApiConfig) -> None:
         if config.scores is not None:
-            raise ApiError(400, "This model scores texts, and writes none: ask /classify.")
-        answers = self.n * self.num_prompts
-        if answers > config.max_choices:
-            message = f"n={self.n} makes {answers:,} answers: at most {config.max_choices} are given."
-            raise ApiError(400, message, param="n")
+            raise ApiError(400, "This model scores texts and does not generate text. Use /classify.")
+        num_choices = self.n * self.num_prompts
+        if num_choices > config.max_choices:
+            raise ApiError(
+                400,
+                f"n={self.n} requests {num_choices:,} completions. At most {config.max_choices} are allowed.",
+                param="n",
+            )
         if self.min_tokens > config.max_length:
             raise refuse("min_tokens", self.min_tokens, f"must be at most {config.max_length:,}")
         if self.grammar[1] is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            rule = "excludes an answer of a given form, which tells its end: leave one out"
-            raise refuse(name, getattr(self, name), rule)
+            raise refuse(
+                name, getattr(self, name), "cannot be combined with structured output, which ends by its grammar"
+            )
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream=true.", param="stream_options")
+            raise ApiError(400, "stream_options requires stream=true.", param="stream_options")
         if self.priority and not config.allow_priority:
-            rule = "must be 0: this server lets no request take the place of others, whose data it would have to keep"
-            raise refuse("priority", self.priority, rule, "unsupported_parameter")
-        _check_few("stop", self.stops, config.max_stops)
+            raise refuse(
+                "priority",
+                self.priority,
+                "must be 0, because this server does not let clients set priorities (--allow-priority)",
+                "unsupported_parameter",
+            )
+        _check_count("stop", self.stops, config.max_stops)
         for text in self.stops:
             if not 0 < len(text) <= config.max_stop_length:
                 raise refuse("stop", text, f"must have 1 to {config.max_stop_length:,} characters")
-        _check_few("stop_token_ids", self.stop_token_ids, config.max_stops)
+        _check_count("stop_token_ids", self.stop_token_ids, config.max_stops)
         check_tokens("stop_token_ids", self.stop_token_ids, config)
         _check_biases(self.logit_bias or {}, config)
 
@@ -236,7 +248,7 @@ class GenerationRequest(RequestBody):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """Request to continue texts or token ids; with `echo` they are returned before their answers."""
+    """Request to complete texts or token ids. With `echo`, the prompts are returned before their completions."""
 
     prompt: Prompt
     echo: Flag = False
@@ -247,7 +259,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @functools.cached_property
     def prompts(self) -> tuple[Any, ...]:
-        """Texts and tuples of token ids to continue."""
+        """Texts and tuples of token ids to complete."""
         return split_prompts(self.prompt)
 
     @property
@@ -259,33 +271,33 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return self.logprobs
 
     @property
-    def max_answer(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_tokens
 
     def check(self, config: ApiConfig) -> None:
         check_alternatives("logprobs", self.logprobs, config)
         if self.max_tokens == 0 and not self.echo:
-            raise refuse("max_tokens", 0, "must be at least 1, unless echo asks for the prompt")
+            raise refuse("max_tokens", 0, "must be at least 1, except with echo")
         check_prompts("prompt", self.prompts, config)
         super().check(config)
         if self.echo and self.grammar[1] is not None:
-            raise refuse("echo", True, "excludes answers of a given form: leave one out")
+            raise refuse("echo", True, "cannot be combined with structured output")
 
 
 class DetokenizeRequest(RequestBody):
-    """Request for the text of token ids. It takes the response of /tokenize."""
+    """Request for the text of token ids. It accepts the response of /tokenize."""
 
     tokens: TokenIds = ()
     count: Ignored = None
     max_model_len: Ignored = None
 
     def check(self, config: ApiConfig) -> None:
-        _check_few("tokens", self.tokens, max(config.max_length, MOST_TOKENS))
+        _check_count("tokens", self.tokens, max(config.max_length, MIN_DETOKENIZED))
         check_tokens("tokens", self.tokens, config)
 
 
 class LoadAdapterRequest(RequestBody, kw_only=True):
-    """Request to load an adapter from a directory of the server, as vLLM has it."""
+    """Request to load an adapter from a directory of the server, as in vLLM."""
 
     lora_name: NonEmpty
     lora_path: NonEmpty
@@ -293,15 +305,15 @@ class LoadAdapterRequest(RequestBody, kw_only=True):
 
 
 class UnloadAdapterRequest(RequestBody, kw_only=True):
-    """Request to drop an adapter, as vLLM has it."""
+    """Request to unload an adapter, as in vLLM."""
 
     lora_name: NonEmpty
     lora_int_id: Ignored = None
 
 
 def read_body(kind: type[Body], content: bytes | bytearray, config: ApiConfig) -> Body:
-    """Read a body as a declared type, and check it."""
-    request = read(parse(content, LEAST_ENTRIES + ENTRIES_PER_TOKEN * config.max_length), kind)
+    """Read a body as a declared type, and check it. Raises ApiError."""
+    request = read(parse(content, MAX_ENTRIES + MAX_ENTRIES_PER_TOKEN * config.max_length), kind)
     request.check(config)
     return request
 
@@ -310,23 +322,24 @@ def read_body(kind: type[Body], content: bytes | bytearray, config: ApiConfig) -
 
 
 def check_tokens(field: str, ids: Sequence[int], config: ApiConfig) -> None:
-    """Raise ApiError for an id that the model does not have."""
+    """Raise ApiError for a token id that the model does not have."""
     for token in ids:
         if not 0 <= token < config.vocab_size:
             raise refuse(field, token, f"must be a token id from 0 to {config.vocab_size - 1}")
 
 
 def split_prompts(prompt: Any) -> tuple[Any, ...]:
-    """Return texts and tuples of token ids, of a single one or of a list of them."""
+    """Return the texts and tuples of token ids of a field that is a prompt or a list of prompts."""
     prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
     return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in prompts)
 
 
 def check_prompts(field: str, prompts: Sequence[Any], config: ApiConfig) -> None:
-    """Raise ApiError for too many prompts, and for what is neither a text nor token ids of the model."""
+    """Raise ApiError for too many prompts, and for entries that are neither texts nor token ids of the model."""
     if len(prompts) > config.max_choices:
-        rule = f"has {len(prompts):,} entries: at most {config.max_choices} are taken"
-        raise ApiError(400, f"{field} {rule}.", param=field)
+        raise ApiError(
+            400, f"{field} has {len(prompts):,} entries. At most {config.max_choices} are allowed.", param=field
+        )
     for prompt in prompts:
         if not isinstance(prompt, str):
             _check_ids(field, prompt, config)
@@ -336,19 +349,23 @@ def _check_ids(field: str, ids: Any, config: ApiConfig) -> None:
     """Check token ids of a prompt."""
     if not isinstance(ids, tuple) or not ids:
         raise refuse(field, ids, f"must be {PROMPT}")
-    if len(ids) >= config.max_length:  # before each of them is looked at
-        message = f"The prompt has {len(ids):,} tokens, and together with the answer {config.max_length:,} are taken"
-        raise ApiError(400, f"{message}: shorten it.", param=field, code="context_length_exceeded")
-    wrong = next((each for each in ids if not isinstance(each, int)), None)
-    if wrong is not None:
-        raise refuse(field, wrong, f"must be {PROMPT}")
+    if len(ids) >= config.max_length:  # before the ids are checked one by one
+        raise ApiError(
+            400,
+            f"The prompt has {len(ids):,} tokens. The maximum length of a prompt with its completion is "
+            f"{config.max_length:,}. Shorten it.",
+            param=field,
+            code="context_length_exceeded",
+        )
+    invalid = next((token for token in ids if not isinstance(token, int)), None)
+    if invalid is not None:
+        raise refuse(field, invalid, f"must be {PROMPT}")
     check_tokens(field, ids, config)
 
 
-def _check_few(field: str, values: Sequence[Any], maximum: int) -> None:
+def _check_count(field: str, values: Sequence[Any], maximum: int) -> None:
     if len(values) > maximum:
-        rule = f"has {len(values):,} entries: at most {maximum:,} are taken"
-        raise refuse(field, values[:maximum], rule)
+        raise refuse(field, values[:maximum], f"has {len(values):,} entries. At most {maximum:,} are allowed")
 
 
 def check_alternatives(field: str, count: int | None, config: ApiConfig) -> None:
@@ -357,13 +374,14 @@ def check_alternatives(field: str, count: int | None, config: ApiConfig) -> None
 
 
 def _check_biases(biases: Mapping[str, float | None], config: ApiConfig) -> None:
-    _check_few("logit_bias", list(biases), config.max_bias)
+    _check_count("logit_bias", list(biases), config.max_bias)
     tokens = set[int]()
     for name in biases:
         token = int(name) if name.isascii() and name.isdigit() and len(name) < 12 else -1
         if not 0 <= token < config.vocab_size or token in tokens:
-            rule = f"must be a token id from 0 to {config.vocab_size - 1}, each once"
-            raise refuse("logit_bias", name, rule)
+            raise refuse(
+                "logit_bias", name, f"must be a token id from 0 to {config.vocab_size - 1}, without duplicates"
+            )
         tokens.add(token)
 
 
@@ -374,5 +392,5 @@ def _grammar_content(content: Any) -> str | tuple[str, ...]:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of one of `n` answers: they are those of `n` requests with consecutive seeds."""
+    """Return the seed of a choice. `n` choices equal the completions of `n` requests with consecutive seeds."""
     return (seed + choice + LARGEST) % (2 * LARGEST) - LARGEST

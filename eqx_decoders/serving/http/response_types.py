@@ -1,4 +1,4 @@
-"""Bodies of responses as declared types, in the format of OpenAI's API; further fields are vLLM's."""
+"""Response bodies as declared types, in the format of OpenAI's API with fields of vLLM."""
 
 from typing import Literal
 
@@ -7,17 +7,16 @@ import msgspec
 from eqx_decoders.serving.frontend.api_errors import ApiError
 
 
-KINDS = {
+ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
-    408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
 }
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-Unset = msgspec.UnsetType  # of a field that is left out
+Unset = msgspec.UnsetType  # type of a field that is left out
 
 
 class ResponseFields(msgspec.Struct, kw_only=True):
@@ -25,7 +24,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetails(ResponseFields, kw_only=True):
-    """What is wrong: a sentence, its kind, the field, and a machine-readable reason."""
+    """Error message, error type, name of the invalid field, and machine-readable reason."""
 
     message: str
     type: str
@@ -34,15 +33,15 @@ class ErrorDetails(ResponseFields, kw_only=True):
 
 
 class ErrorBody(ResponseFields, kw_only=True):
-    """Response to a request that is refused, or has failed."""
+    """Response to a request that is refused or has failed."""
 
     error: ErrorDetails
 
     @classmethod
     def of(cls, error: ApiError) -> "ErrorBody":
         """Return the body of the response for an error."""
-        kind = KINDS.get(error.status, "invalid_request_error")
-        return cls(error=ErrorDetails(message=error.message, type=kind, param=error.param, code=error.code))
+        error_type = ERROR_TYPES.get(error.status, "invalid_request_error")
+        return cls(error=ErrorDetails(message=error.message, type=error_type, param=error.param, code=error.code))
 
 
 class Health(ResponseFields, kw_only=True):
@@ -52,7 +51,7 @@ class Health(ResponseFields, kw_only=True):
 
 
 class Model(ResponseFields, kw_only=True):
-    """The served model, or an adapter of it."""
+    """The served model, or an adapter."""
 
     id: str
     object: Literal["model"] = "model"
@@ -64,7 +63,7 @@ class Model(ResponseFields, kw_only=True):
 
 
 class ModelList(ResponseFields, kw_only=True):
-    """List of the served model and of its adapters."""
+    """List of the served model and its adapters."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -85,7 +84,7 @@ class DetokenizedText(ResponseFields, kw_only=True):
 
 
 class TokenizerInfo(ResponseFields, kw_only=True):
-    """Tokenizer, for clients that write prompts themselves."""
+    """Description of the tokenizer."""
 
     tokenizer_class: str
     vocab_size: int
@@ -99,13 +98,13 @@ class TokenizerInfo(ResponseFields, kw_only=True):
 
 
 class CachedTokens(ResponseFields, kw_only=True):
-    """Tokens of prompts that were in the prefix cache."""
+    """Number of prompt tokens that were in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(ResponseFields, kw_only=True):
-    """Token counts of prompts and answers."""
+    """Number of tokens of prompts and completions."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -114,7 +113,7 @@ class Usage(ResponseFields, kw_only=True):
 
 
 class ScoredText(ResponseFields, kw_only=True):
-    """Scores of one text: probabilities, or with `use_activation=false` the numbers that the model gives."""
+    """Scores of one text: probabilities, or with `use_activation=false` the outputs of the model."""
 
     index: int
     label: None = None
@@ -134,7 +133,7 @@ class Classification(ResponseFields, kw_only=True):
 
 
 class AnyChoice(ResponseFields, kw_only=True):
-    """One of the answers, or what a chunk adds to it. Token ids are there if `return_token_ids` asks for them."""
+    """Choice of a response or of a chunk. It has token ids if the request sets `return_token_ids`."""
 
     index: int
     finish_reason: FinishReason | None = None
@@ -144,7 +143,7 @@ class AnyChoice(ResponseFields, kw_only=True):
 
 
 class AnyResponse(ResponseFields, kw_only=True):
-    """Frame of a whole response, or of a chunk of a stream."""
+    """Fields of all responses and chunks."""
 
     id: str
     created: int
@@ -153,7 +152,7 @@ class AnyResponse(ResponseFields, kw_only=True):
 
 
 class Logprobs(ResponseFields, kw_only=True):
-    """Log-probabilities of the tokens of a text; None for the first token of a prompt."""
+    """Log-probabilities of the tokens of a text. None for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -162,7 +161,7 @@ class Logprobs(ResponseFields, kw_only=True):
 
 
 class CompletionChoice(AnyChoice, kw_only=True):
-    """Text that goes on from a prompt, or a piece of it."""
+    """Completion of a prompt, or a piece of it."""
 
     text: str
     logprobs: Logprobs | None
@@ -184,53 +183,53 @@ class TokenLogprob(ResponseFields, kw_only=True):
 
 
 class ScoredToken(TokenLogprob, kw_only=True):
-    """Token of an answer with its log-probability, and those of the most likely tokens."""
+    """Token of a completion with its log-probability, and the most likely tokens with theirs."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(ResponseFields, kw_only=True):
-    """Log-probabilities of the tokens of an answer."""
+    """Log-probabilities of the tokens of a completion."""
 
     content: list[ScoredToken]
     refusal: None = None
 
 
 class CalledFunction(ResponseFields, kw_only=True):
-    """Function that an answer calls, with arguments as a text of JSON."""
+    """Function that a tool call calls, with arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-class WrittenToolCall(ResponseFields, kw_only=True):
-    """Call of a tool by an answer."""
+class CompletedToolCall(ResponseFields, kw_only=True):
+    """Tool call of a completion."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ToolCallDelta(WrittenToolCall, kw_only=True):
-    """Call of a tool in a chunk, whole."""
+class ToolCallDelta(CompletedToolCall, kw_only=True):
+    """Tool call in a chunk. It is always complete."""
 
     index: int
 
 
-class AnswerMessage(ResponseFields, kw_only=True):
-    """Message that answers a conversation."""
+class AssistantMessage(ResponseFields, kw_only=True):
+    """Message that completes a conversation."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | Unset = msgspec.UNSET
-    tool_calls: list[WrittenToolCall] | Unset = msgspec.UNSET
+    tool_calls: list[CompletedToolCall] | Unset = msgspec.UNSET
 
 
 class ChatChoice(AnyChoice, kw_only=True):
-    """One of the answers to a conversation."""
+    """Choice of a chat completion."""
 
-    message: AnswerMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
 
 
@@ -242,7 +241,7 @@ class ChatCompletion(AnyResponse, kw_only=True):
 
 
 class MessageDelta(ResponseFields, kw_only=True):
-    """What a chunk adds to a message."""
+    """Text and tool calls that a chunk adds to a message."""
 
     role: Literal["assistant"] | Unset = msgspec.UNSET
     content: str | Unset = msgspec.UNSET
@@ -251,7 +250,7 @@ class MessageDelta(ResponseFields, kw_only=True):
 
 
 class ChatChunkChoice(AnyChoice, kw_only=True):
-    """What a chunk adds to one of the answers to a conversation."""
+    """Choice of a chunk of a chat completion."""
 
     delta: MessageDelta
     logprobs: ChatLogprobs | None = None

@@ -1,4 +1,4 @@
-"""Responses in the format of OpenAI's API, from the outputs of the engine."""
+"""Conversion of the outputs of the engine to responses in the format of OpenAI's API."""
 
 import dataclasses
 import hashlib
@@ -24,9 +24,9 @@ from eqx_decoders.serving.frontend.prompts import PreparedPrompt
 from eqx_decoders.serving.http.engine_thread import RequestOutputs
 from eqx_decoders.serving.http.protocol import CompletionRequest, GenerationRequest
 from eqx_decoders.serving.http.response_types import (
-    AnswerMessage,
     AnyChoice,
     AnyResponse,
+    AssistantMessage,
     CachedTokens,
     CalledFunction,
     ChatChoice,
@@ -35,6 +35,7 @@ from eqx_decoders.serving.http.response_types import (
     ChatCompletionChunk,
     ChatLogprobs,
     Classification,
+    CompletedToolCall,
     Completion,
     CompletionChoice,
     Logprobs,
@@ -44,30 +45,29 @@ from eqx_decoders.serving.http.response_types import (
     TokenLogprob,
     ToolCallDelta,
     Usage,
-    WrittenToolCall,
 )
 
 
 ID_CHARACTERS = string.ascii_letters + string.digits
-LEAST_LOGPROB = -9999.0  # of impossible tokens: JSON has no infinity
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 @dataclasses.dataclass(kw_only=True)
 class Delta:
-    """Text, tokens and tool calls that an output adds to an answer.
+    """Text, tokens and tool calls that an output of the engine adds to a completion.
 
-    - `text`: content, as far as further tokens cannot change it.
+    - `text`: content that further tokens cannot change.
     - `tokens`: tokens of the output. Some of their text may still be buffered.
     - `scored`, `scores`: tokens and their log-probs, if the request has `logprobs`; None for the first prompt token.
     - `offsets`: positions of the scored tokens in the text.
-    - `finish`: `"stop"` or `"length"` when the answer is complete.
-    - `reason`: the stop string, or the token of `stop_token_ids`, that ended the answer.
+    - `finish`: `"stop"` or `"length"` when the completion is finished.
+    - `reason`: the stop string, or the token of `stop_token_ids`, that ended the completion.
     - `reasoning`: text of the reasoning.
     - `was_reasoning`: all content and calls of earlier deltas belong to the reasoning.
     - `discards_scores`: the scores of earlier deltas belong to the reasoning and are discarded.
-    - `calls`: complete tool calls. If a call is required, also a call that is cut off by the end of the answer.
-    - `first_call`: index in the answer of the first call in `calls`.
-    - `has_called`: the answer up to this delta has tool calls.
+    - `calls`: complete tool calls. If a call is required, also a call that is cut off by the end of the completion.
+    - `first_call`: index in the completion of the first call in `calls`.
+    - `has_called`: the completion up to this delta has tool calls.
     """
 
     text: str = ""
@@ -101,7 +101,7 @@ class Delta:
 
 
 class CollectedDeltas:
-    """Concatenated deltas of one answer. Texts are joined once: no token copies a long echo."""
+    """Concatenation of the deltas of one completion. Texts are joined once, so that no token copies a long echo."""
 
     def __init__(self):
         self._delta = Delta()
@@ -123,30 +123,30 @@ class CollectedDeltas:
         self._delta.add_scores(other)
         self._delta.finish, self._delta.reason, self._delta.has_called = other.finish, other.reason, other.has_called
 
-    def whole(self) -> Delta:
-        """Return all as one delta."""
+    def join(self) -> Delta:
+        """Return the concatenation as one delta."""
         self._delta.text, self._delta.reasoning = "".join(self._texts), "".join(self._reasoning_texts)
         return self._delta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Echo:
-    """Prompt that is returned before its answer."""
+    """Prompt that is returned before its completion."""
 
     text: str
     ids: tuple[int, ...]
 
 
 class Choice:
-    """Converter of the engine's outputs to the deltas of one answer, which are the same with and without streaming.
+    """Converter of the outputs of the engine to the deltas of one completion. Streaming does not change the deltas.
 
     **Arguments:**
 
     - `request`: request of the client.
-    - `text`: detokenizer of the prompt whose text the answer continues, which is copied; None for an answer of its own.
-    - `echo`: prompt to return before the answer.
-    - `wanted`: False: only the echo is returned, and no answer.
-    - `reader`: reader that splits the answer into reasoning, content and tool calls; None: the answer is plain text.
+    - `text`: detokenizer of the prompt, which is copied; None: the text of the completion does not continue a prompt.
+    - `echo`: prompt to return before the completion.
+    - `wanted`: False: only the echo is returned.
+    - `reader`: reader that splits the completion into reasoning, content and tool calls; None: all text is content.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Choice:
         self._length = 0 if echo is None else len(echo.text)  # of the text, including buffered text
         self._num_calls, self._has_called = 0, False
         self._undecided = Delta()  # scores of tokens that may belong to the start of the reasoning
-        self.count = 0  # tokens of the answer
+        self.count = 0  # tokens of the completion
         self.cached = 0
         self.finished = False
 
@@ -180,11 +180,11 @@ class Choice:
         return () if self._reader is not None and self._reader.may_reason else self._request.stop_token_ids
 
     def take(self, output: RequestOutput) -> Delta:
-        """Return the delta of an output. Raises ApiError for an answer that failed or was cut off."""
+        """Return the delta of an output. Raises ApiError if the request failed or was cancelled."""
         if output.finish_reason == "error":
-            raise ApiError(500, output.error or "The engine could not answer this request.")
+            raise ApiError(500, output.error or "The engine failed to process this request.")
         if output.finish_reason == "cancelled":
-            raise ApiError(503, "The server is stopping: this answer was cut off.")
+            raise ApiError(503, "The server is stopping and has cancelled this request.")
         self.cached = max(self.cached, output.cached_tokens)
         delta = Delta(first_call=self._num_calls)
         if self._echo is not None and (self._request.alternatives is None or output.prompt_scores or output.tokens):
@@ -195,7 +195,7 @@ class Choice:
             self._add_token(delta, token, score, output.finish_reason if last else None)
             if self.finished:
                 break
-        if output.finish_reason is not None and not self.finished:  # without a token of its own
+        if output.finish_reason is not None and not self.finished:  # it finished without a new token
             self._finish(delta, output.finish_reason)
         self._num_calls += len(delta.calls)
         self._has_called = bool(delta.calls) or (self._has_called and not delta.was_reasoning)
@@ -247,7 +247,7 @@ class Choice:
             self._finish(delta, finish, reason)
 
     def _stop_reason(self, token: int) -> str | int | None:
-        """Return the stop string or stop token that ends the answer at this token; None if the answer continues."""
+        """Return the stop string or stop token that ends the completion at this token; None if it continues."""
         reason = self._stop_tokens.get(token)
         if reason is None or self.count <= self._request.min_tokens:
             return None
@@ -280,7 +280,7 @@ class Choice:
         self._undecided = Delta()
 
     def _add_text(self, delta: Delta, token: int, *, search: bool) -> int:
-        """Add the text of a token of an answer without parts.
+        """Add the text of a token of a completion without parts.
 
         Returns the position of the token's text in the new text. `search`: search for stop strings.
         """
@@ -319,7 +319,7 @@ def stop_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> dict[int, s
     """Return the stop tokens of a request, with the `stop_reason` of each token.
 
     A stop string that is the name of a special token selects this token, because the names of special tokens do not
-    occur in the text of the answer.
+    occur in the text of a completion.
     """
     tokens: dict[int, str | int] = {token: token for token in request.stop_token_ids}
     if isinstance(tokenizer, JsonTokenizer):
@@ -332,7 +332,7 @@ class ResponseBuilder:
     """Builder of the bodies of one response of /v1/completions."""
 
     prefix = "cmpl"
-    whole_type: Any = Completion
+    complete_type: Any = Completion
     chunk_type: Any = Completion
 
     def __init__(self, request_id: str, model: str, request: GenerationRequest, texts: TokenTexts):
@@ -340,11 +340,11 @@ class ResponseBuilder:
         self._frame: dict[str, Any] = dict(id=f"{self.prefix}-{request_id}", created=int(time.time()), model=model)
         self._chunk_frame: dict[str, Any] = self._frame | dict(usage=None if request.include_usage else msgspec.UNSET)
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage, prompts: Mapping[int, tuple[int, ...]]) -> AnyResponse:
-        """Build a complete response. `prompts` has the token ids of each choice's prompt, where they are returned."""
+    def complete(self, deltas: Sequence[Delta], usage: Usage, prompts: Mapping[int, tuple[int, ...]]) -> AnyResponse:
+        """Build a complete response. `prompts`: token ids of the prompts to return, by index of the choice."""
         ends = [self._end(index, delta, prompts.get(index)) for index, delta in enumerate(deltas)]
         choices = [self._choice(delta, end) for delta, end in zip(deltas, ends, strict=True)]
-        return self.whole_type(**self._frame, choices=choices, usage=usage)
+        return self.complete_type(**self._frame, choices=choices, usage=usage)
 
     def chunk(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> AnyResponse:
         """Build a chunk of a streamed response."""
@@ -352,7 +352,7 @@ class ResponseBuilder:
         return self.chunk_type(**self._chunk_frame, choices=[choice])
 
     def last(self, usage: Usage) -> AnyResponse:
-        """Build the last chunk, with the usage."""
+        """Build the last chunk, with the token usage."""
         return self.chunk_type(**self._frame, choices=[], usage=usage)
 
     def first(self, index: int) -> AnyResponse | None:
@@ -366,7 +366,7 @@ class ResponseBuilder:
         return self._choice(delta, end)
 
     def _end(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the fields that choices of all kinds have."""
+        """Return the fields of all kinds of choices."""
         finish = "tool_calls" if delta.has_called and delta.finish == "stop" else delta.finish
         fields = dict(index=index, finish_reason=finish, stop_reason=delta.reason)
         if self._request.return_token_ids:
@@ -384,16 +384,16 @@ class ResponseBuilder:
         )
 
     def _key(self, token: int) -> str:
-        """Return a token's text, or its id as vLLM writes it where a client wants ids: texts may be the same."""
+        """Return the text of a token, or its id in vLLM's format if the request has `return_tokens_as_token_ids`."""
         as_ids = isinstance(self._request, CompletionRequest) and self._request.return_tokens_as_token_ids
         return f"token_id:{token}" if as_ids else self._texts.key(token)
 
     def _top(self, score: TokenScore) -> dict[str, float]:
-        """Return the most likely tokens and the sampled one; of two with the same text the likelier counts."""
+        """Return the most likely tokens and the sampled token. Of tokens with equal text, the most likely counts."""
         logprobs: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             key = self._key(token)
-            logprobs[key] = max(finite(logprob), logprobs.get(key, LEAST_LOGPROB))
+            logprobs[key] = max(finite(logprob), logprobs.get(key, MIN_LOGPROB))
         return logprobs
 
 
@@ -407,7 +407,7 @@ class ChatResponseBuilder(ResponseBuilder):
     """
 
     prefix = "chatcmpl"
-    whole_type, chunk_type = ChatCompletion, ChatCompletionChunk
+    complete_type, chunk_type = ChatCompletion, ChatCompletionChunk
 
     def __init__(
         self,
@@ -427,20 +427,20 @@ class ChatResponseBuilder(ResponseBuilder):
         return ChatCompletionChunk(**self._chunk_frame, choices=[choice])
 
     def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
-        calls = [WrittenToolCall(**call) for _, call in self._calls(delta, end["index"])] or msgspec.UNSET
+        calls = [CompletedToolCall(**call) for _, call in self._calls(delta, end["index"])] or msgspec.UNSET
         content = None if delta.calls and not delta.text else delta.text
         reasoning = delta.reasoning or msgspec.UNSET
-        message = AnswerMessage(content=content, reasoning_content=reasoning, tool_calls=calls)
+        message = AssistantMessage(content=content, reasoning_content=reasoning, tool_calls=calls)
         return ChatChoice(**end, message=message, logprobs=self._chat_logprobs(delta))
 
     def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         calls = [ToolCallDelta(index=number, **call) for number, call in self._calls(delta, end["index"])]
-        said: dict[str, Any] = dict(content=delta.text, reasoning_content=delta.reasoning, tool_calls=calls)
-        message = MessageDelta(**{name: value for name, value in said.items() if value})
+        fields: dict[str, Any] = dict(content=delta.text, reasoning_content=delta.reasoning, tool_calls=calls)
+        message = MessageDelta(**{name: value for name, value in fields.items() if value})
         return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
 
     def _calls(self, delta: Delta, choice: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return the tool calls of a delta as fields of the response, each with its index in the answer."""
+        """Return the tool calls of a delta as fields of the response, each with its index in the completion."""
         calls = []
         for number, call in enumerate(delta.calls, delta.first_call):
             is_cut = isinstance(call, CutCall)
@@ -474,7 +474,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def activated(scores: Sequence[float]) -> list[float]:
-    """Return the probability of a single score, by the logistic function, or those of several, by softmax."""
+    """Return the probability of a single score (logistic function), or those of several scores (softmax)."""
     if len(scores) == 1:
         return [1 / (1 + math.exp(-max(min(scores[0], 700.0), -700.0)))]
     powers = [math.exp(score - max(scores)) for score in scores]
@@ -482,12 +482,12 @@ def activated(scores: Sequence[float]) -> list[float]:
 
 
 async def text_scores(outputs: RequestOutputs, count: int, *, activation: bool) -> list[list[float]]:
-    """Wait for the scores of texts, as numbers or as probabilities. Raises ApiError where there are none."""
+    """Wait for the scores of texts, or their probabilities. Raises ApiError if a text was not scored."""
     rows = [list[float]()] * count
     try:
         async for index, output in outputs:
             if output.finish_reason != "stop":
-                raise ApiError(503, output.error or "The server is stopping: these texts were not scored.")
+                raise ApiError(503, output.error or "The server is stopping and has cancelled this request.")
             rows[index] = activated(output.text_scores) if activation else [*output.text_scores]
     finally:
         outputs.close()
@@ -506,5 +506,5 @@ def classification(
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as JSON can write it: -9999 for one that is not finite, or less."""
-    return float(logprob) if logprob >= LEAST_LOGPROB and logprob != float("inf") else LEAST_LOGPROB
+    """Return a log-probability that JSON can represent. Values that are not finite become -9999."""
+    return float(logprob) if logprob >= MIN_LOGPROB and logprob != float("inf") else MIN_LOGPROB

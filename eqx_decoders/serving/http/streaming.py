@@ -1,4 +1,4 @@
-"""Responses in progress: whole or as server-sent events, from the engine's outputs for one request."""
+"""Complete responses and server-sent events, from the outputs of the engine for one request."""
 
 import asyncio
 import dataclasses
@@ -21,19 +21,19 @@ from eqx_decoders.serving.http.response_types import CachedTokens, ErrorBody, Re
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, ResponseBuilder
 
 
-PING = 15.0  # seconds without an event after which a comment is sent: proxies close silent connections
+PING_SECONDS = 15.0  # without an event, after which a comment is sent: proxies close idle connections
 LINE_SEPARATORS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
 def json_response(value: ResponseFields | dict[str, Any], status: int = 200, **headers: str) -> Response:
-    """Create the response with a value in JSON."""
+    """Create a response with a value as JSON."""
     return Response(write(value), status, headers, "application/json")
 
 
 class EventStream(StreamingResponse):
-    """Response of server-sent events; `close` is called at its end in any case."""
+    """Response of server-sent events. `close` is called at its end, also after errors and disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -45,15 +45,15 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.close()
-            await self._events.aclose()  # which waits for its next event still, if the client has left
+            await self._events.aclose()  # it still waits for the next event if the client has disconnected
 
 
 async def _with_pings(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield events, and a comment where there are none for a while."""
+    """Yield events, and a comment after `PING_SECONDS` without an event."""
     next_event = asyncio.ensure_future(anext(events, None))
     try:
         while True:
-            done, _ = await asyncio.wait({next_event}, timeout=PING)
+            done, _ = await asyncio.wait({next_event}, timeout=PING_SECONDS)
             content = next_event.result() if done else b": ping\n\n"
             if content is None:
                 return
@@ -67,32 +67,32 @@ async def _with_pings(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
 
 @dataclasses.dataclass(kw_only=True)
 class PendingResponse:
-    """Answers to one request in progress."""
+    """Completions of one request in progress."""
 
     request: GenerationRequest
     builder: ResponseBuilder
     outputs: RequestOutputs
     choices: list[Choice]
     timers: list[RequestTimer]
-    prompts: list[tuple[int, ...]]  # of each choice
+    prompts: list[tuple[int, ...]]  # one per choice
     constraints: Sequence[TokenConstraint | None]
     stop_ids: Sequence[int]
 
     @property
     def usage(self) -> Usage:
-        """Token usage; each prompt counts once, also with several answers to it."""
+        """Token usage. A prompt with several completions counts once."""
         first_choices = range(0, len(self.choices), self.request.n)
         prompt = sum(len(self.prompts[index]) for index in first_choices)
-        answers = sum(choice.count for choice in self.choices)
+        completion = sum(choice.count for choice in self.choices)
         cached = CachedTokens(cached_tokens=sum(self.choices[index].cached for index in first_choices))
         return Usage(
             prompt_tokens=prompt,
-            completion_tokens=answers,
-            total_tokens=prompt + answers,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
             prompt_tokens_details=cached,
         )
 
-    async def whole(self) -> Response:
+    async def complete(self) -> Response:
         """Return the complete response."""
         collected = [CollectedDeltas() for _ in self.choices]
         try:
@@ -100,14 +100,14 @@ class PendingResponse:
                 collected[index].add(delta)
         finally:
             self.close()
-        deltas = [each.whole() for each in collected]
+        deltas = [choice.join() for choice in collected]
         prompts = dict(enumerate(self.prompts)) if self.request.return_token_ids else {}
         size = sum(self._json_size(delta) for delta in deltas) + sum(map(len, prompts.values()))
-        build = functools.partial(self.builder.whole, deltas, self.usage, prompts)
+        build = functools.partial(self.builder.complete, deltas, self.usage, prompts)
         return await run_in_worker_if_large(size, lambda: json_response(build()))
 
     def _json_size(self, delta: Delta) -> int:
-        """Estimate the numbers and characters in the JSON of a delta."""
+        """Estimate the number of values in the JSON of a delta."""
         return (
             len(delta.tokens)
             + (len(delta.text) + len(delta.reasoning)) // 8
@@ -115,7 +115,7 @@ class PendingResponse:
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
+        """Yield server-sent events: chunks, an error if the request fails, and [DONE]."""
         request, builder, started = self.request, self.builder, set[int]()
         try:
             for index in range(len(self.choices)):
@@ -134,8 +134,8 @@ class PendingResponse:
         except ApiError as error:
             yield event(ErrorBody.of(error))
         except Exception:
-            _log.exception("a stream has failed")
-            yield event(ErrorBody.of(ApiError(500, "The server could not answer this request.")))
+            _log.exception("a stream failed")
+            yield event(ErrorBody.of(ApiError(500, "The server failed to process this request.")))
         yield b"data: [DONE]\n\n"
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -156,7 +156,7 @@ class PendingResponse:
             yield index, delta
 
     def close(self) -> None:
-        """Cancel incomplete answers, for which nobody waits any more."""
+        """Cancel incomplete completions."""
         self.outputs.close()
         for choice, timer in zip(self.choices, self.timers, strict=True):
             if not choice.finished:
@@ -165,10 +165,10 @@ class PendingResponse:
 
 
 def _check_grammar(constraint: TokenConstraint | None, delta: Delta, stop_ids: Sequence[int]) -> None:
-    """Raise ApiError for an answer that ended before it matched its grammar."""
-    ended = constraint is not None and delta.finish == "stop" and delta.tokens and delta.tokens[-1] in stop_ids
+    """Raise ApiError for a completion that ended before it matched its grammar."""
+    ended = delta.finish == "stop" and delta.tokens and delta.tokens[-1] in stop_ids
     if ended and constraint is not None and constraint.error:
-        raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
+        raise ApiError(400, f"The completion could not follow the grammar of the request: {constraint.error}.")
 
 
 def _chunk(builder: ResponseBuilder, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> bytes:

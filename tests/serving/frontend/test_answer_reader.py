@@ -145,7 +145,7 @@ def take(choice, ids, size=1, end: Any = "length"):
         collected.add(deltas[-1])
         if choice.finished:
             break
-    return collected.whole(), deltas
+    return collected.join(), deltas
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -198,10 +198,10 @@ def test_a_long_echo_is_not_copied_by_each_token():
         def __add__(self, other):
             raise AssertionError("copied")
 
-    whole = CollectedDeltas()
+    joined = CollectedDeltas()
     for text in (Text("a" * 100), "b", "c"):
-        whole.add(Delta(text=text, tokens=[1]))
-    assert whole.whole().text == "a" * 100 + "bc" and whole.whole().tokens == [1] * 3
+        joined.add(Delta(text=text, tokens=[1]))
+    assert joined.join().text == "a" * 100 + "bc" and joined.join().tokens == [1] * 3
 
 
 class Decoding(ByteTokenizer):
@@ -244,7 +244,7 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
 
     with serving(FakeEngine(max_length=1000), LETTERS) as server:
         ask = dict(max_tokens=1, echo=True, logprobs=2, n=2, temperature=0)
-        noting(ResponseBuilder, "whole"), noting(ResponseBuilder, "chunk"), noting(Choice, "take")
+        noting(ResponseBuilder, "complete"), noting(ResponseBuilder, "chunk"), noting(Choice, "take")
         noting(api, "read_body")
         for count, large in ((5, False), (600, True)):
             threads.clear()
@@ -252,7 +252,7 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
             server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + blanks)
             assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
             beside = {name: any(one.startswith("worker") for one in found) for name, found in threads.items()}
-            assert beside == dict.fromkeys(("whole", "chunk", "take", "read_body"), large)
+            assert beside == dict.fromkeys(("complete", "chunk", "take", "read_body"), large)
 
 
 def test_many_ids_are_not_written_on_the_event_loop(monkeypatch):

@@ -11,8 +11,8 @@ from eqx_decoders.serving.http import json_body
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest, conversation
 from eqx_decoders.serving.http.config import ApiConfig
 from eqx_decoders.serving.http.json_body import parse, write
-from eqx_decoders.serving.http.other_fields import IGNORED, NEUTRAL, changes_nothing
 from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, read_body
+from eqx_decoders.serving.http.unsupported_fields import IGNORED, NEUTRAL, is_neutral
 from tests.errors import refused
 
 
@@ -257,13 +257,13 @@ def test_other_values_of_unknown_fields_are_refused(kind):
     ],
 )
 def test_accepts_settings_that_are_off_in_other_servers(name, value):
-    assert changes_nothing(name, value) and not changes_nothing(name, "other")
+    assert is_neutral(name, value) and not is_neutral(name, "other")
 
 
 def test_booleans_do_not_equal_numbers():
-    assert changes_nothing("typical_p", 1) and changes_nothing("typical_p", 1.0)
-    assert not changes_nothing("typical_p", True) and not changes_nothing("use_beam_search", 0)
-    assert not changes_nothing("mirostat", False) and not changes_nothing("anything", None)
+    assert is_neutral("typical_p", 1) and is_neutral("typical_p", 1.0)
+    assert not is_neutral("typical_p", True) and not is_neutral("use_beam_search", 0)
+    assert not is_neutral("mirostat", False) and not is_neutral("anything", None)
 
 
 # --- tool_choice ------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def test_escapes_line_separators_in_events():
 
 
 def test_silent_streams_send_pings_and_are_closed(monkeypatch):
-    monkeypatch.setattr(streaming, "PING", 0.02)
+    monkeypatch.setattr(streaming, "PING_SECONDS", 0.02)
     closed = []
 
     async def events():

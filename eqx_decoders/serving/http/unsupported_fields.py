@@ -1,7 +1,7 @@
-"""Fields of other servers that this server does not have: values that are accepted, and what to send instead.
+"""Fields of other servers that this server does not support: neutral values, and what to send instead.
 
-Clients and proxies send all fields of the server for which they were written (OpenAI, vLLM, SGLang, llama.cpp, Ollama,
-OpenRouter, Mistral). Most of these fields have values that do not change the answer, such as a sampler that is off.
+Clients send all fields of the server for which they were written (OpenAI, vLLM, SGLang, llama.cpp, Ollama, OpenRouter,
+Mistral). Most of these fields have neutral values, which do not change the completion, such as a sampler that is off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,7 @@ def _fields(value: Any, *names: str) -> dict[str, Sequence[Any]]:
     return dict.fromkeys(names, (value,))
 
 
-# Values that do not change the answer. Other values are refused, because a client that sends them expects another
-# answer.
+# Neutral values. Other values are refused, because a client that sends them expects another completion.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     # samplers that are off, or that filter no tokens
     **_fields(1, "best_of", "length_penalty", "typical_p", "typical", "tfs_z", "tfs"),
@@ -92,14 +91,14 @@ IGNORED = frozenset(
 )
 # What to send instead, for the error message. Fields of objects are named with their path.
 ADVICE: Mapping[str, str] = {
-    "best_of": "is not offered: ask for n answers and choose",
-    "suffix": "is not offered: write it into the prompt as the model's training had it",
-    "prompt_logprobs": "is not offered: use echo with logprobs in /v1/completions",
-    "functions": "is out of date: give tools",
-    "function_call": "is out of date: give tool_choice",
-    "audio": "is not offered: this server writes text",
-    "documents": "is not offered: write them into a message",
-    "chat_template": "is not offered: messages are written as the model's own template has it",
+    "best_of": "is not supported. Request n completions and select one",
+    "suffix": "is not supported. Write it into the prompt in the format of the model",
+    "prompt_logprobs": "is not supported. Use echo with logprobs in /v1/completions instead",
+    "functions": "is deprecated and not supported. Use tools instead",
+    "function_call": "is deprecated and not supported. Use tool_choice instead",
+    "audio": "is not supported. This server generates text only",
+    "documents": "is not supported. Write them into a message",
+    "chat_template": "is not supported. The server uses the chat template of the model",
     "grammar": "is not supported. Use guided_grammar instead, in llguidance's dialect of Lark",
     "ebnf": "is not supported. Use guided_grammar instead, in llguidance's dialect of Lark",
     "regex": "is not supported. Use guided_regex instead",
@@ -119,14 +118,14 @@ ADVICE: Mapping[str, str] = {
     "random_seed": "is not supported. Use seed instead",
     "reasoning": "is not supported. Use reasoning_effort instead",
     **dict.fromkeys(("think", "thinking", "enable_thinking"), "is not supported. Use chat_template_kwargs instead"),
-    "truncate_prompt_tokens": "is not offered: shorten the prompt",
-    "continue_final_message": "is not offered: use /v1/completions with a text that ends where it is to go on",
-    **dict.fromkeys(("use_beam_search", "prediction"), "is not offered: leave it out"),
-    **dict.fromkeys(("allowed_token_ids", "bad_words"), "is not offered: give logit_bias"),
-    "structured_outputs.structural_tag": "is not offered: give json, regex, choice or grammar",
+    "truncate_prompt_tokens": "is not supported. Shorten the prompt",
+    "continue_final_message": "is not supported. Use /v1/completions with the text to continue instead",
+    **dict.fromkeys(("use_beam_search", "prediction"), "is not supported. Remove it"),
+    **dict.fromkeys(("allowed_token_ids", "bad_words"), "is not supported. Use logit_bias instead"),
+    "structured_outputs.structural_tag": "is not supported. Use json, regex, choice or grammar instead",
     **dict.fromkeys(
         ("response_format.name", "response_format.strict", "response_format.description"),
-        "is in the wrong place. Move it into response_format.json_schema, beside the schema",
+        "is in the wrong place. Move it into response_format.json_schema, next to the schema",
     ),
     **dict.fromkeys(
         ("response_format.json_schema.type", "response_format.json_schema.properties"),
@@ -142,8 +141,8 @@ ADVICE: Mapping[str, str] = {
 }
 
 
-def changes_nothing(name: str, value: Any) -> bool:
-    """Return whether a field of another server has a value that does not change the answer."""
+def is_neutral(name: str, value: Any) -> bool:
+    """Return whether a value of an unsupported field is neutral."""
     return name in IGNORED or any(_equal(value, neutral) for neutral in NEUTRAL.get(name, ()))
 
 
