@@ -133,18 +133,26 @@ class ServeConfig(ModelSource, EngineLimits):
 
     def __post_init__(self):
         super().__post_init__()
-        check(not self.distributed, "distributed=True is not for serving: one process serves, with all its devices.")
-        fits, names = self.group_size is None or self.quantize in GROUPED, " or ".join(map(repr, GROUPED))
-        check(fits, f"group_size={self.group_size} is of quantize={names}, not of {self.quantize!r}.")
-        alone = self.draft == "none" or self.draft_model is None
-        check(alone, f"draft={self.draft!r} and draft_model={self.draft_model!r} exclude each other: leave one out.")
-        paged = self.num_pages is None or self.page_size is not None
-        check(paged, f"num_pages={self.num_pages} needs page_size, such as 64.")
+        if self.distributed:
+            raise ConfigError("distributed=True is not supported for serving: a single process uses all its devices.")
+        if self.group_size is not None and self.quantize not in GROUPED:
+            modes = " or ".join(map(repr, GROUPED))
+            raise ConfigError(
+                f"group_size={self.group_size} cannot be combined with quantize={self.quantize!r}. It requires "
+                f"quantize={modes}."
+            )
+        if self.draft != "none" and self.draft_model is not None:
+            raise ConfigError(
+                f"draft={self.draft!r} and draft_model={self.draft_model!r} cannot be combined. Use one of them."
+            )
+        if self.num_pages is not None and self.page_size is None:
+            raise ConfigError(f"num_pages={self.num_pages} requires page_size, such as 64.")
         for entry in self.adapter:
             name, _, directory = entry.partition("=")
-            check(bool(name and directory), f"adapter={entry!r} must be a name and a directory, as name=directory.")
-        has_room = self.max_adapters > 0 or not self.allow_adapter_loading
-        check(has_room, "allow_adapter_loading=True needs max_adapters, such as 4: places for them.")
+            if not name or not directory:
+                raise ConfigError(f"adapter={entry!r} must be a name and a directory, as name=directory.")
+        if self.allow_adapter_loading and self.max_adapters == 0:
+            raise ConfigError("allow_adapter_loading=True requires max_adapters, such as 4.")
         self.engine()
 
     @property
@@ -153,7 +161,7 @@ class ServeConfig(ModelSource, EngineLimits):
         return {name: directory for name, _, directory in (entry.partition("=") for entry in self.adapter)}
 
     def engine(self, draft_model: Decoder | None = None) -> EngineConfig:
-        """Return the settings of the engine; `draft_model` is loaded already."""
+        """Return the settings of the engine. `draft_model`: the loaded draft model."""
         kinds = {"prompt": PromptLookup, "mtp": MTPDrafter}
         drafts = kinds[self.draft](num_tokens=self.num_draft_tokens) if self.draft in kinds else None
         if draft_model is not None:
@@ -169,19 +177,19 @@ class ServeConfig(ModelSource, EngineLimits):
 
     @property
     def name(self) -> str:
-        """Return the name by which clients ask for the model."""
+        """Name of the model in the API."""
         return self.served_name or self.model or self.run_dir or "runs/tiny"
 
 
 @program(lambda: flag_names(ServeConfig) | engine_flags())
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Serve as the command line says, until a signal; return the exit code."""
+    """Serve with the settings of the command line until a signal. Returns the exit code."""
     for package in PACKAGES:
         _require(package)
     config = parse(args, prog)
     log_to_stderr(config.log_level)
     raise_file_limit()
-    sock = bind(config.host, config.port)  # it fails faster than the weights are loaded
+    sock = bind(config.host, config.port)  # before the weights are loaded, so that errors are reported at once
     keep_memory()
     keep_programs()
     text = load(config)
@@ -192,7 +200,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     engine = make_engine(config, text.model, adapters)
     with StatusLine("compiling"):
         engine.warm_up()
-    gc.freeze()  # what is here stays: no need to look through it again and again
+    gc.freeze()  # the garbage collector need not scan the model and the programs
     with Interrupt() as interrupt:
         ended = asyncio.run(
             serve(
@@ -224,7 +232,7 @@ def exit_code_of(ended: bool) -> int:
 
 
 def log_to_stderr(level: str) -> None:
-    """Write the server's log to the standard error, whatever other packages do with their logs."""
+    """Write the log of the server to standard error, independently of the logs of other packages."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name in ("eqx_decoders.serving", "uvicorn"):
@@ -234,15 +242,15 @@ def log_to_stderr(level: str) -> None:
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> ServeConfig:
-    """Parse the arguments of a command line; exit with 2 for unknown ones."""
+    """Parse the arguments of a command line. Exits with status 2 for unknown arguments."""
     import tyro
 
-    several = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --api-key a --api-key b
+    repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --api-key a --api-key b
     return parse_flags(
         ServeConfig(),
         titles={ServeConfig: "server", EngineLimits: "engine", ModelSource: "model", Devices: "devices"},
         first=BASIC,
-        types=dict.fromkeys(("api_key", "allow_origin", "adapter"), several),
+        types=dict.fromkeys(("api_key", "allow_origin", "adapter"), repeated),
         args=args,
         prog=prog,
         description=__doc__,
@@ -250,7 +258,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> ServeCo
 
 
 def load(config: ServeConfig) -> TextModel:
-    """Load the model and the tokenizer that the settings name."""
+    """Load the model and the tokenizer."""
     text = config.load("keep" if config.quantize == "keep" else "expand")
     stops = [read_generation_config(directory).stop_ids for directory in config.adapters.values()]
     text = dataclasses.replace(text, stops=tuple(sorted({*text.stop_ids, *itertools.chain.from_iterable(stops)})))
@@ -264,7 +272,7 @@ def load(config: ServeConfig) -> TextModel:
 
 
 def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
-    """Read an adapter of PEFT for a model; one with lengths or singular values needs its arrays, not its shapes.
+    """Read an adapter of PEFT for a model. DoRA and PiSSA adapters require the arrays of the model, not only shapes.
 
     Raises ConfigError for an adapter that replaces weights of the model: requests with different adapters share them.
     """
@@ -283,9 +291,9 @@ def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
 
 
 def make_engine(config: ServeConfig, model: Decoder, adapters: Mapping[str, Any]) -> Engine | ScoringEngine:
-    """Make the engine of a model that answers, with its adapters, or of one that scores texts."""
+    """Create the engine of a model: `ScoringEngine` for reward models and classifiers, otherwise `Engine`."""
     if model.config.scores is not None:
-        check(config.max_adapters == 0 and not adapters, "adapter: a model that scores texts is served without any.")
+        check(config.max_adapters == 0 and not adapters, "adapter: a model that scores texts cannot have adapters.")
         return ScoringEngine(model, config)
     engine = Engine(model, config.engine(load_draft_model(config)))
     for name, parts in adapters.items():
@@ -294,7 +302,7 @@ def make_engine(config: ServeConfig, model: Decoder, adapters: Mapping[str, Any]
 
 
 def load_draft_model(config: ServeConfig) -> Decoder | None:
-    """Load the smaller model for drafts, if the settings name one."""
+    """Load the draft model, if there is one."""
     if config.draft_model is None:
         return None
     return unstack_in_place(load_text_model(config.draft_model, config.weights_dtype).model)
@@ -348,12 +356,12 @@ def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
 
 
 def body_bytes(text: TextModel, max_length: int) -> int:
-    """Return the default bound of a request's size: reading more takes time from all requests."""
+    """Return the default of `max_body_bytes`."""
     return max(4_000_000 if text.model.config.media is None else ApiConfig.max_body_bytes, 64 * max_length)
 
 
 def engine_flags() -> dict[str, str]:
-    """Return the flags of the engine's settings and of the API's, by the names that error messages have for them."""
+    """Return the flags of settings of the engine and the API by their names in error messages."""
     names = {field.name for field in dataclasses.fields(ServeConfig)}
     pairs = ((group.__name__, field.name) for group in (EngineConfig, ApiConfig) for field in dataclasses.fields(group))
     flags = {f"{group}.{name}": f"--{name.replace('_', '-')}" for group, name in pairs if name in names}

@@ -54,8 +54,8 @@ def render_documents(
 
     Conversations without assistant messages are left out, and counted in `report`.
 
-    Raises DataError with file and line for a conversation that the template refuses, or whose assistant messages cannot
-    be found in the text, and ConversionError for a template that takes too much time or memory.
+    Raises DataError with file and line for a conversation that the template refuses or fails to render, or whose
+    assistant messages cannot be found in the text.
     """
     report = ReadReport() if report is None else report
     for batch in _grouped(documents, lambda each: each.size + (0 if each.chat is None else len(str(each.chat)))):

@@ -1,26 +1,27 @@
-"""Serving: one model continues the prompts of many requests; `python scripts/serve.py` is its HTTP server.
+"""Inference engine with continuous batching, and an HTTP server with OpenAI's API (`python scripts/serve.py`).
 
-Answer requests
-    `Engine` with an `EngineConfig` takes `Request`s with `SamplingParams` and returns a `RequestOutput` for each step,
-    with `TokenScore`s. `Constraint` binds an answer to a form, `QueueFull` refuses a request, `EngineStats` counts.
+Generate
+    An `Engine` with an `EngineConfig` takes `Request`s with `SamplingParams`, and returns a `RequestOutput` per step
+    and request, with `TokenScore`s. `Constraint` restricts the tokens of a completion. `QueueFull` is raised if too
+    many requests wait. `EngineStats` has counters.
 
-Draw answers to train on
-    `rollout` yields a `RolloutGroup` of `Rollout`s for each prompt. `Engine.load` gives the engine the weights of the
-    next step, and `Engine.release` drops them before it.
+Sample completions for training
+    `rollout` yields a `RolloutGroup` of `Rollout`s for each prompt. `Engine.load` replaces the weights of the engine,
+    and `Engine.release` frees them before.
 
-Draft tokens, which one step verifies
+Decode speculatively
     `PromptLookup`, `MTPDrafter`, `DraftModel`.
 
-Share memory
-    `PageConfig` lets slots take pages as they need them.
+Page the KV cache
+    `PageConfig` allocates pages to slots as needed.
 
 Run in an engine that owns the memory
     `run_with_caches`, `external_layers`, `external_logits`, `ExternalCall`. vLLM on TPU uses them
     (`serving.vllm_tpu`).
 
-Answer over HTTP
-    `serve` and `run_in_thread` with a `ServerConfig` and an `ApiConfig`; `create_frontend` makes the
-    `TextFrontend` of a model, which turns texts into prompts.
+Serve over HTTP
+    `serve` and `run_in_thread` with a `ServerConfig` and an `ApiConfig`. `create_frontend` creates the `TextFrontend`
+    of a model, which converts texts to prompts.
 """
 
 from typing import TYPE_CHECKING

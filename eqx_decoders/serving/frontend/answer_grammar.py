@@ -69,7 +69,7 @@ _LARK_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?|//[^\n]*
 
 
 class Grammar(NamedTuple):
-    """Required form of an answer.
+    """Grammar of the content of an answer.
 
     - `kind`: `"json"`, `"regex"`, `"choice"` or `"grammar"`.
     - `content`: the JSON Schema as text, the regular expression (of Rust's crate `regex`, without look-around), the

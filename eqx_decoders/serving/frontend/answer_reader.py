@@ -50,7 +50,7 @@ class AnswerReader:
 
     **Arguments:**
 
-    - `form`: format of the answer.
+    - `answer_format`: format of the answer.
     - `parser`: parser of this answer.
     - `special`: keep the names of special tokens that do not belong to the format.
     - `has_calls`: whether the answer may contain tool calls.
@@ -61,14 +61,14 @@ class AnswerReader:
     def __init__(
         self,
         tokenizer: JsonTokenizer,
-        form: AnswerFormat,
+        answer_format: AnswerFormat,
         parser: AnswerParser,
         *,
         special: bool = False,
         has_calls: bool = True,
         read_cut_call: Callable[[str, str], CutCall | None] | None = None,
     ):
-        self._form, self._parser, self._special = form, parser, special
+        self._format, self._parser, self._special = answer_format, parser, special
         self._read_cut_call = read_cut_call
         self._special_names: Mapping[int, str] = tokenizer.special_ids
         self._detokenizer = Detokenizer(tokenizer)
@@ -79,7 +79,7 @@ class AnswerReader:
     @property
     def may_reason(self) -> bool:
         """Whether the model may reason before it answers."""
-        return self._form.is_harmony or self._form.reasoning is not None
+        return self._format.is_harmony or self._format.reasoning is not None
 
     @property
     def in_reasoning(self) -> bool:
@@ -93,14 +93,14 @@ class AnswerReader:
 
     def separates_parts(self, token: int) -> bool:
         """Return whether the last token belongs to no part: it is a marker, or a blank between parts."""
-        return self._special_names.get(token) in self._form.placeholders or self._parser.skips_blanks
+        return self._special_names.get(token) in self._format.placeholders or self._parser.skips_blanks
 
     def may_stop(self, token: int) -> bool:
         """Return whether a stop token ends the answer here. It does not within the reasoning or its start marker."""
         name = self._special_names.get(token)
-        if name is not None and name not in self._form.placeholders:
+        if name is not None and name not in self._format.placeholders:
             return not self.in_reasoning
-        text = self._detokenizer.copy().push(token) if name is None else self._form.placeholders[name]
+        text = self._detokenizer.copy().push(token) if name is None else self._format.placeholders[name]
         return not self._parser.may_reason(text)
 
     def push(self, token: int, *, search: bool = True) -> AnswerParts:
@@ -113,8 +113,8 @@ class AnswerReader:
             return self._parts(self._parser.push(self._detokenizer.push(token)), search=search)
         text = self._detokenizer.flush()
         self._detokenizer.push(token)  # the text of the next token may depend on this token
-        if name in self._form.placeholders:
-            text += self._form.placeholders[name]
+        if name in self._format.placeholders:
+            text += self._format.placeholders[name]
         elif self._special:
             text += name
         return self._parts(self._parser.push(text), search=search)
@@ -154,11 +154,13 @@ class AnswerReader:
         return AnswerParts(content, reasoning, tuple(calls), was_reasoning)
 
     def _cut_call(self, event: Partial) -> CutCall | None:
-        return None if self._read_cut_call is None else self._read_cut_call(self._form.restore(event.text), event.tool)
+        return (
+            None if self._read_cut_call is None else self._read_cut_call(self._format.restore(event.text), event.tool)
+        )
 
     def _visible(self, text: str) -> str:
         """Replace the placeholders of special tokens with their names, or remove them."""
-        return self._form.restore(text) if self._special else self._form.remove_placeholders(text)
+        return self._format.restore(text) if self._special else self._format.remove_placeholders(text)
 
     def _spaced(self, text: str, *, final: bool = False) -> str:
         """Return content without the blanks around tool calls. `final`: the content is complete."""
@@ -168,12 +170,12 @@ class AnswerReader:
 
 
 @functools.lru_cache(8)
-def answer_format(source: str, special_names: tuple[str, ...], calls: ToolFormat | None) -> AnswerFormat:
+def find_answer_format(source: str, special_names: tuple[str, ...], calls: ToolFormat | None) -> AnswerFormat:
     """Return the format of answers to prompts of a chat template. See `AnswerFormat.of_template`."""
     return AnswerFormat.of_template(source, special_names, calls)
 
 
-def prompt_text(tokenizer: JsonTokenizer, form: AnswerFormat, ids: Sequence[int]) -> str:
+def prompt_text(tokenizer: JsonTokenizer, answer_format: AnswerFormat, ids: Sequence[int]) -> str:
     """Decode the last ids of a prompt. Special tokens of the answer's format become placeholders."""
     pieces, plain = list[str](), list[int]()
     for token in ids:
@@ -181,7 +183,7 @@ def prompt_text(tokenizer: JsonTokenizer, form: AnswerFormat, ids: Sequence[int]
         if name is None:
             plain.append(token)
             continue
-        pieces += decode(tokenizer, plain), form.placeholders.get(name, "")
+        pieces += decode(tokenizer, plain), answer_format.placeholders.get(name, "")
         plain = []
     return "".join([*pieces, decode(tokenizer, plain)])
 
@@ -207,12 +209,16 @@ def create_reader(
     - `special`: keep the names of special tokens that do not belong to the format.
     - `must_call`: the answer must be a tool call.
     """
-    form = answer_format(source, tokenizer.special_names, calls)
+    answer_format = find_answer_format(source, tokenizer.special_names, calls)
     has_calls = bool(tools) and calls is not None
-    if not form.is_harmony and form.reasoning is None and not has_calls:
+    if not answer_format.is_harmony and answer_format.reasoning is None and not has_calls:
         return None
-    parser = form.parser(tools, prompt=prompt_text(tokenizer, form, prompt), calls=has_calls, must_call=must_call)
+    parser = answer_format.parser(
+        tools, prompt=prompt_text(tokenizer, answer_format, prompt), calls=has_calls, must_call=must_call
+    )
     read_cut_call = None
     if must_call and calls is not None:
         read_cut_call = functools.partial(cut_call, TOOL_CALL_FORMAT[calls], tools)
-    return AnswerReader(tokenizer, form, parser, special=special, has_calls=has_calls, read_cut_call=read_cut_call)
+    return AnswerReader(
+        tokenizer, answer_format, parser, special=special, has_calls=has_calls, read_cut_call=read_cut_call
+    )

@@ -1,4 +1,4 @@
-"""Incremental detokenization: text without partial characters, cut at stop strings."""
+"""Incremental detokenization without incomplete characters, and search for stop strings."""
 
 import copy
 import functools
@@ -8,60 +8,62 @@ from eqx_decoders.io.text.answers.scanners import partial_match
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode
 
 
-UNKNOWN = "\ufffd"  # what bytes that are no UTF-8 decode to
-LONGEST = 3  # of these at the end may be an incomplete character: one for each of its bytes
-MOST = 32  # ids that are decoded again with the next one, if they never become whole characters
-CONTEXT = 16  # last ids of a prompt that are decoded before an answer
+UNKNOWN = "\ufffd"  # replacement character, to which invalid UTF-8 is decoded
+MAX_INCOMPLETE = 3  # replacement characters of an incomplete character: one per byte
+MAX_BUFFERED = 32  # ids that are buffered if they never become complete characters
+CONTEXT = 16  # last ids of a prompt that are decoded with a completion
 
 
 class Detokenizer:
-    """Incremental converter of ids to text, which holds back text that more ids could change.
+    """Incremental converter of ids to text. It buffers text that more ids could change.
 
-    All pieces together, and what `flush` returns, are the text of all ids; they depend on the ids alone.
+    The concatenation of all pieces and of the text from `flush` is the text of all ids.
 
     **Arguments:**
 
-    - `before`: ids before the text. Some tokenizers write a word differently where a text begins.
-    - `special`: write special tokens as their names, instead of leaving them out.
+    - `before`: ids before the text. Some tokenizers decode a word differently at the start of a text.
+    - `special`: write the names of special tokens. By default special tokens have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), *, special: bool = False):
         self._decode = functools.partial(decode, tokenizer, special=special)
-        self._context: list[int] = []  # the ids of the piece before this one
-        self._ids: list[int] = []  # those whose text is not whole yet
-        self._shown = 0  # characters of theirs that were returned
+        self._context: list[int] = []  # ids of the piece before `self._ids`
+        self._ids: list[int] = []  # ids whose text is not complete yet
+        self._shown = 0  # characters of their text that were returned
         self._num_buffered = 0  # characters of their text that were not returned
-        for token in self._last_whole(list(before[-CONTEXT:])):
+        for token in self._last_complete(list(before[-CONTEXT:])):
             self.push(token)
 
     def copy(self) -> "Detokenizer":
-        """Return a copy that goes on from here by itself."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other._context, other._ids = [*self._context], [*self._ids]
         return other
 
-    def _last_whole(self, before: list[int]) -> list[int]:
-        """Return the last ids, starting with a whole character. The last character may be cut."""
+    def _last_complete(self, before: list[int]) -> list[int]:
+        """Return the last ids, starting with a complete character. The last character may be incomplete."""
 
-        def starts_whole(ids: list[int]) -> bool:
-            shorter = (ids[: len(ids) - cut] for cut in range(LONGEST + 1))
+        def starts_complete(ids: list[int]) -> bool:
+            shorter = (ids[: len(ids) - cut] for cut in range(MAX_INCOMPLETE + 1))
             return any(not self._decode(ids_).startswith(UNKNOWN) for ids_ in shorter if ids_)
 
-        ends = (before[-size:] for size in range(CONTEXT, CONTEXT - LONGEST - 1, -1))
-        return next(filter(starts_whole, ends), before[-CONTEXT:])
+        ends = (before[-size:] for size in range(CONTEXT, CONTEXT - MAX_INCOMPLETE - 1, -1))
+        return next(filter(starts_complete, ends), before[-CONTEXT:])
 
     def push(self, token: int) -> str:
-        """Add the next id, and return the text that is certain now."""
+        """Add the next id, and return the text that further ids cannot change."""
         self._ids.append(token)
         text = self._new()
         num_unknown = len(text) - len(text.rstrip(UNKNOWN))
-        if len(self._ids) > MOST:
+        if len(self._ids) > MAX_BUFFERED:
             num_unknown = 0
-        piece = text[self._shown : len(text) - min(num_unknown, LONGEST)]
+        piece = text[self._shown : len(text) - min(num_unknown, MAX_INCOMPLETE)]
         self._num_buffered = len(text) - self._shown - len(piece)
         if num_unknown:
             self._shown += len(piece)
-        elif text or len(self._ids) > MOST:  # special ids have none: what a word begins with depends on those before
+        elif (
+            text or len(self._ids) > MAX_BUFFERED
+        ):  # special ids have no text; the start of a word depends on the ids before
             self._context, self._ids, self._shown = self._ids, [], 0
         return piece
 
@@ -75,7 +77,7 @@ class Detokenizer:
         return piece, num_buffered if piece.startswith(UNKNOWN * num_buffered) else 0
 
     def flush(self) -> str:
-        """Return the text that was held back, as no more ids come."""
+        """Return the buffered text at the end of the ids."""
         self._num_buffered = 0
         text = self._new()[self._shown :]
         self._context, self._ids, self._shown = self._ids, [], 0
@@ -88,43 +90,43 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Search for stop strings in text that comes in pieces; what could be the start of one is held back.
+    """Search for stop strings in text that arrives in pieces. Text that may be the start of a stop string is buffered.
 
-    Of several stop strings the one that ends first counts, and of equal ends the longest.
+    Of several stop strings in a text, the first that ends is found, and of equal ends the longest.
 
     **Arguments:**
 
-    - `stops`: the stop strings; none is empty.
+    - `stops`: stop strings, which must not be empty.
     - `include`: keep the stop string at the end of the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):
         self._stops, self._include = tuple(sorted(stops, key=len, reverse=True)), include
-        self._held = ""
+        self._buffered = ""
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Add text, and return what can be shown; nothing after a stop string."""
+        """Add text, and return the text before a stop string that further text cannot change."""
         if self.found is not None:
             return ""
         if not self._stops:
             return text
-        pending = self._held + text
+        pending = self._buffered + text
         starts = ((pending.find(stop), stop) for stop in self._stops)
         ends = ((start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0)
         first = min(ends, default=None)
         if first is not None:
             end, _, self.found = first
-            self._held = ""
+            self._buffered = ""
             return pending[: end if self._include else end - len(self.found)]
-        held = partial_match(pending, self._stops)
-        self._held = pending[len(pending) - held :]
-        return pending[: len(pending) - held]
+        num_buffered = partial_match(pending, self._stops)
+        self._buffered = pending[len(pending) - num_buffered :]
+        return pending[: len(pending) - num_buffered]
 
     def flush(self) -> str:
-        """Return the text that was held back, as no more text comes."""
-        held, self._held = self._held, ""
-        return held
+        """Return the buffered text at the end of the text."""
+        buffered, self._buffered = self._buffered, ""
+        return buffered
 
 
 class TokenTexts:
@@ -136,15 +138,15 @@ class TokenTexts:
         self._cache: dict[int, tuple[str, bytes]] = {}
 
     def text(self, token: int) -> str:
-        """Return the text of a token, with a space before a word; U+FFFD where it's no whole character."""
+        """Return the text of a token, with the space before a word. Parts of characters become U+FFFD."""
         return self._text_and_bytes(token)[0]
 
     def content(self, token: int) -> bytes:
-        """Return the bytes of a token, which may be a part of a character."""
+        """Return the bytes of a token, which may be part of a character."""
         return self._text_and_bytes(token)[1]
 
     def key(self, token: int) -> str:
-        """Return the text of a token, or `bytes:\\xe4\\xbd` for a part of a character."""
+        """Return the text of a token, or `bytes:\\xe4\\xbd` for part of a character."""
         text, content = self._text_and_bytes(token)
         return text if UNKNOWN not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
@@ -155,7 +157,7 @@ class TokenTexts:
         return self._cache[token]
 
     def _text(self, token: int) -> str:
-        # behind a letter: some tokenizers drop the space of a word that stands alone
+        # after a letter, because some tokenizers drop the space before a single word
         decode_ = functools.partial(decode, self._tokenizer, special=True)
         before, joined = decode_(self._letter), decode_([*self._letter, token])
         return joined[len(before) :] if joined.startswith(before) else decode_([token])
@@ -174,9 +176,10 @@ class TokenTexts:
 
 @functools.cache
 def byte_letters() -> dict[str, int]:
-    """Return the byte of each letter in vocabularies like GPT-2's: printable bytes are themselves, others from 256
-    on.
+    """Return the byte of each character in vocabularies like GPT-2's.
+
+    Printable bytes are their own characters. The other bytes are the characters from 256 on.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

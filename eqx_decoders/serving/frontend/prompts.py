@@ -92,11 +92,11 @@ class TextFrontend:
 
     @property
     def takes_images(self) -> bool:
-        """True for models that take images."""
+        """Whether the model takes images."""
         return self.processor is not None and self.processor.images is not None
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Encode a text to be continued; without `special`, no tokens are put before it."""
+        """Encode a prompt. `special`: add the special tokens with which prompts start."""
         tokenizer = self.tokenizer
         if not special:
             ids = (
@@ -315,12 +315,13 @@ def _without_removable(text: str) -> str:
 
 
 def is_too_long(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
-    """Return whether a text surely has more than `max_tokens` tokens, judged from its beginning.
+    """Return whether a text certainly has more than `max_tokens` tokens, without encoding all of it.
 
     The text is encoded piece by piece, until the pieces have twice as many tokens. Cutting a text can add tokens: two
-    at each cut. So two tokens of each piece don't count; the rest is at most twice the number of the whole text,
-    whatever the tokenizer's normalizer, longest token or merges are: those act within words. Some tokenizers drop
-    blanks, depending on their neighbors: a piece that begins or ends with blanks is encoded with its neighbors.
+    at each cut. So two tokens of each piece are not counted. The count is then at most twice the number of tokens of
+    the text, whatever the normalizer, the longest token or the merges of the tokenizer are, because they act within
+    words. Some tokenizers drop blanks depending on the text around them, so a piece that starts or ends with blanks is
+    encoded with this text.
     """
 
     def size(text: str) -> int:

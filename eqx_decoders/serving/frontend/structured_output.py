@@ -219,8 +219,8 @@ class GrammarCompiler:
         with self._lock:
             self._cache[grammar] = compiled, 0.0 if isinstance(compiled, ConfigError) else seconds
             if ANY_OBJECT in self._cache:
-                self._cache.move_to_end(ANY_OBJECT)  # the most common one
-            spent = sum(each for _, each in self._cache.values())
+                self._cache.move_to_end(ANY_OBJECT)  # the most common grammar
+            spent = sum(seconds for _, seconds in self._cache.values())
             while len(self._cache) > MAX_CACHED or (spent > MAX_CACHED_SECONDS and len(self._cache) > 2):
                 spent -= self._cache.popitem(last=False)[1][1]
 

@@ -1,4 +1,4 @@
-"""Chat page for browsers: one file, which loads nothing from other servers."""
+"""Chat page for browsers: a single file that loads nothing from other servers."""
 
 import base64
 import hashlib

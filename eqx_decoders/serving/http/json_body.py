@@ -160,7 +160,7 @@ def _rule(hint: Any) -> str | None:
 def _refusal(message: str, path: str, value: Any, hint: Any, param: str) -> ApiError:
     """Create the error for the value at a path, or for the innermost value around it whose type has a description."""
     error, missing = refuse(param, value, _must_be(hint, message)), message.startswith("Object missing")
-    whole = f"{param or 'The body'} {_must_be(hint, message)}"
+    expected = f"{param or 'The body'} {_must_be(hint, message)}"
     for name, index in _step.findall(path.partition("[...]")[0]):
         entries = (_entry(member, name) for member in _members(hint))
         hint = next((entry for entry in entries if entry is not None), None)
@@ -170,12 +170,12 @@ def _refusal(message: str, path: str, value: Any, hint: Any, param: str) -> ApiE
             break
         param = (f"{param}.{name}" if param else name) if name else f"{param}[{index}]"
         if _rule(hint):
-            error, whole = refuse(param, value, _must_be(hint, message)), f"{param} {_must_be(hint, message)}"
+            error, expected = refuse(param, value, _must_be(hint, message)), f"{param} {_must_be(hint, message)}"
     if missing:
         name = message.split("`")[1]
         inner = next((fields_of(member)[name] for member in _members(hint) if name in fields_of(member)), None)
         param = f"{param}.{name}" if param else name
-        rule = f"it must be {_rule(inner)}" if _rule(inner) else whole
+        rule = f"it must be {_rule(inner)}" if _rule(inner) else expected
         error = ApiError(400, f"{param} is missing: {rule}.", param=param, code="missing_field")
     return error
 
